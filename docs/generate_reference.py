@@ -18,9 +18,9 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from reference_tables import RESULT_SECONDS, SPAN_FIELDS, STATUS_FIELDS, TIMINGS, VERIFY_FIELDS
 
-import trainer_side.gate
-import trainer_side.integrations.transformers_callback
-import trainer_side.integrations.trl_transfer
+import trainer_side.integrations.transformers
+import trainer_side.integrations.trl
+import trainer_side.options
 import trainer_side.publisher
 import trainer_side.result
 import vllm_delta_sync.client
@@ -312,14 +312,14 @@ def python() -> Iterator[str]:
     yield "## Python"
     yield "### `from trainer_side import DeltaSyncCallback, Gate, Publisher, PublishResult`"
     yield "Needs torch, not vLLM; only `DeltaSyncCallback` needs transformers."
-    yield stub(trainer_side.gate, "Gate")
+    yield stub(trainer_side.options, "Gate")
     yield stub(trainer_side.publisher, "Publisher")
     yield stub(trainer_side.result, "PublishResult")
     yield "`PublishResult.seconds` has the keys:"
     yield table(("key", "meaning"), [(code(name), text) for name, text in RESULT_SECONDS.items()])
-    yield stub(trainer_side.integrations.transformers_callback, "DeltaSyncCallback")
+    yield stub(trainer_side.integrations.transformers, "DeltaSyncCallback")
     yield "### `from trainer_side.integrations.trl import DeltaWeightTransfer`"
-    yield stub(trainer_side.integrations.trl_transfer, "DeltaWeightTransfer")
+    yield stub(trainer_side.integrations.trl, "DeltaWeightTransfer")
     yield "### `from vllm_delta_sync import open_run`"
     yield "Needs neither vLLM nor a trainer; only `Run.tensors` and `Run.load_into` need torch."
     for name in ("open_run", "Run"):

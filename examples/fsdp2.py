@@ -1,8 +1,8 @@
-"""A training loop of one's own with FSDP2: every rank publishes its shards, nothing is gathered for it.
+"""Train with FSDP2 in a loop of your own: every rank publishes its shards, and nothing is gathered for it.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py --checkpoint Qwen3-0.6B --bucket /mnt/shared/fsdp2 --steps 20
 
-With CUDA devices each rank takes one (NCCL), otherwise the ranks share the CPU (gloo). What is trained on here is a
+With CUDA devices each rank takes one (NCCL), otherwise the ranks share the CPU (gloo). The example trains on one
 sentence; put your loss in ``loss_of``.
 """
 
@@ -26,7 +26,7 @@ TEXT = "The quick brown fox jumps over the lazy dog"
 
 
 def begin() -> torch.device:
-    """Join the world that torchrun made → this rank's device."""
+    """Join the world that torchrun made; return this rank's device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -36,7 +36,7 @@ def begin() -> torch.device:
 
 
 def sharded(model: Any, device: torch.device) -> nn.Module:
-    """Each layer by itself and the rest together; float32 masters, computed with in bfloat16."""
+    """Shard each layer separately and the rest together; float32 masters, bfloat16 computation."""
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
@@ -46,13 +46,13 @@ def sharded(model: Any, device: torch.device) -> nn.Module:
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Of next tokens; another row on each rank, so that ranks have something to agree on."""
+    """Loss of next tokens; each rank has another row, so that gradients have to be combined."""
     row = tokens.roll(distributed.get_rank(), dims=1)
     return cast(torch.Tensor, model(input_ids=row, labels=row).loss)
 
 
 def save(model: nn.Module, folder: Path) -> None:
-    """Write the masters as one checkpoint: what a trainer keeps for itself, and no part of a run."""
+    """Write the masters as one checkpoint for the trainer itself; it is no part of a run."""
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if distributed.get_rank() == 0:
         if cast(Any, model).config.tie_word_embeddings:
@@ -67,7 +67,7 @@ def train(options: argparse.Namespace) -> None:
     tokens = AutoTokenizer.from_pretrained(options.checkpoint)(TEXT, return_tensors="pt").input_ids.to(device)
     model = sharded(model, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    # On every rank, as are all its calls: docs/sharded.md.
+    # Every rank makes the publisher and all of its calls: docs/sharded.md.
     with Publisher(model, options.bucket, base=options.checkpoint, notice=options.notice) as publisher:
         for step in range(1, options.steps + 1):
             loss_of(model, tokens).backward()
@@ -84,7 +84,7 @@ def train(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", required=True, help="directory that training and servers start from")
-    parser.add_argument("--bucket", required=True, help="run URL; a run that is there is taken over")
+    parser.add_argument("--bucket", required=True, help="run URL; an existing run is taken over")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--notice", help="where to announce versions, such as tcp://*:5555")

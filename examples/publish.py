@@ -1,10 +1,10 @@
 """Train a causal language model on a text and publish every step: all that a trainer needs.
 
-    python examples/publish.py                      # a small model that is made here; half a minute on a CPU
+    python examples/publish.py                      # makes a small model; half a minute on a CPU
     python examples/publish.py --checkpoint Qwen3-0.6B --text notes.txt --bucket s3://models/runs/first
 
-A server follows with `delta-sync serve --bucket URL`, anything else reads with `vllm_delta_sync.open_run(URL)`. Started
-again with the same bucket, it goes on from the newest version. No vLLM is needed here.
+A server follows with `delta-sync serve --bucket URL`; other programs read with `vllm_delta_sync.open_run(URL)`. Started
+again with the same bucket, the script continues from the newest version. It needs no vLLM.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def small_model(text: str) -> tuple[torch.nn.Module, PreTrainedTokenizerFast]:
         max_position_embeddings=256,
         eos_token_id=1,
         bos_token_id=None,
-        dtype="bfloat16",  # what is served; the weights trained below are float32
+        dtype="bfloat16",  # the served dtype; the weights trained below are float32
     )
     torch.manual_seed(0)
     return Qwen3ForCausalLM(config).float(), PreTrainedTokenizerFast(
@@ -67,7 +67,7 @@ def train(options: argparse.Namespace) -> None:
         publisher = Publisher(model, options.bucket, base=options.checkpoint, files=folder, notice=options.notice)
     with publisher:
         print(f"run {publisher.run} at {publisher.url}, version {publisher.version}", flush=True)
-        if publisher.version > 0:  # another process was here: go on with its weights
+        if publisher.version > 0:  # the run exists: continue with its weights
             with open_run(options.bucket) as run:
                 run.load_into(model)
         for step in range(publisher.version + 1, publisher.version + 1 + options.steps):
@@ -75,7 +75,7 @@ def train(options: argparse.Namespace) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            # Waits for the version before; encoding and upload of this one run beside the next step.
+            # Waits for the previous version; encoding and upload of this one run beside the next step.
             result = publisher.publish(step=step, wait=True)
             share = result.changed / result.total
             print(f"step {step}: loss {loss.item():.3f}, version {result.version}, {share:.2%} changed", flush=True)

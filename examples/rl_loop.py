@@ -3,9 +3,9 @@
     python examples/rl_loop.py                           # about 5 minutes on two cores, no GPU; writes demo-out/
     python examples/rl_loop.py --bucket s3://runs/first  # through any store that delta-sync knows
 
-A policy of 3 M parameters learns to write words backwards. Its answers come from `delta-sync serve`, which is vLLM and
-takes over every published version between two of its steps. At the end the script proves that the server holds the
-trainer's weights bit for bit, and answers exactly like a vLLM that loaded them afresh.
+A policy of 3 M parameters learns to write words backwards. Its answers come from `delta-sync serve`, a vLLM server that
+applies every published version between two engine steps. At the end the script proves that the server has the trainer's
+weights bit for bit, and answers exactly like a vLLM that loaded them afresh.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Self
 
 if __name__ == "__main__":
-    # Threads of torch sleep while they wait for each other: spinning costs much where cores are busy.
+    # torch's threads sleep while they wait for each other: spinning is expensive when all cores are busy.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import httpx
@@ -48,13 +48,13 @@ from vllm_delta_sync import DeltaSyncError, open_run
 PROMPTS, SAMPLES = 16, 8  # words per step, and answers to each: the batch of one optimizer step
 RATE, EPS, MAX_NORM = 3e-4, 1e-2, 10.0
 CLIP_LOW, CLIP_HIGH = 0.8, 1.28
-MAX_AGE = 16  # tokens that weights of more versions ago have sampled do not count
+MAX_AGE = 16  # tokens sampled by weights that are more versions old do not count
 WARM_UP_TARGET, WARM_UP_BATCH, WARM_UP_RATE, WARM_UP_LIMIT = 0.28, 128, 1.5e-3, 600
 
 MODEL_NAME = "policy"
 CONNECTIONS = 4
 REQUEST_SECONDS, START_SECONDS, END_SECONDS = 120.0, 240.0, 6.0  # for an answer; for a server to start, and to end
-VERDICT_SECONDS = 90.0  # kept free at the end for the second server's start and the comparison
+VERDICT_SECONDS = 90.0  # reserved at the end for the second server's start and the comparison
 COMPARED_WORDS = 36
 SMOOTH_STEPS, REWARD_STEPS = 20, 10
 NEEDED_RISE, NEEDED_VERSIONS = 0.25, 100
@@ -66,7 +66,7 @@ _start = time.monotonic()
 
 
 class DemoError(Exception):
-    """Something ended the demo; the message says what, and what to do."""
+    """An error that ends the demo; the message says what to do."""
 
 
 def report(text: str) -> None:
@@ -96,16 +96,16 @@ def encode(text: str) -> list[int]:
 
 
 def prompt_ids(word: str) -> list[int]:
-    """Token ids of what the policy sees."""
+    """Token ids of the prompt for a word."""
     return encode(word + SEPARATOR)
 
 
 def reward(word: str, text: str, finished: bool) -> float:
-    """1.0 for the exact answer that the policy ended itself, else 0.0."""
+    """1.0 if the policy gave the exact answer and ended it itself, else 0.0."""
     return 1.0 if finished and text == word[::-1] else 0.0
 
 
-# ---- The policy: a Qwen3 of 3.2 M parameters in bf16, the dtype that is served. The optimizer works on fp32 masters.
+# ---- The policy: a Qwen3 of 3.2 M parameters in bf16, the served dtype. The optimizer works on fp32 masters.
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -119,7 +119,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(seed: int) -> Qwen3ForCausalLM:
-    """A freshly initialised policy, all parameters bf16, embeddings tied."""
+    """A newly initialised policy, all parameters bf16, embeddings tied."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(VOCABULARY),
@@ -151,7 +151,7 @@ def _multiply_in_fp32(layer: torch.nn.Linear, inputs: torch.Tensor) -> torch.Ten
 
 
 class Masters:
-    """AdamW on fp32 copies of a bf16 model's parameters: small steps add up where bf16 would lose them."""
+    """AdamW on fp32 copies of a bf16 model's parameters, which accumulate steps that bf16 would round away."""
 
     def __init__(self, model: torch.nn.Module, rate: float, eps: float) -> None:
         self._served = list(model.parameters())
@@ -159,7 +159,7 @@ class Masters:
         self._optimizer = torch.optim.AdamW(self._masters, lr=rate, eps=eps, weight_decay=0.0)
 
     def step(self, max_norm: float) -> None:
-        """Use up the model's gradients, and round the masters into the model."""
+        """Apply and clear the model's gradients, and round the masters into the model."""
         for served, master in zip(self._served, self._masters, strict=True):
             master.grad = None if served.grad is None else served.grad.float()
             served.grad = None
@@ -207,14 +207,14 @@ def next_token_logprobs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def warm_up(model: torch.nn.Module, seed: int) -> None:
-    """Supervised steps until the policy answers about 28 % of the words right: RL needs some right answers."""
+    """Supervised steps until the policy answers about 28 % of the words correctly: RL needs some rewards."""
     rng = random.Random(seed)
     masters = Masters(model, WARM_UP_RATE, eps=1e-8)
     for step in range(WARM_UP_LIMIT):
         words = [random_word(rng) for _ in range(WARM_UP_BATCH)]
         batch = make_batch([prompt_ids(word) for word in words], [[*encode(word[::-1]), IDS[EOS]] for word in words])
         logprobs = next_token_logprobs(model, batch)
-        # Every batch is fresh, so this is an honest estimate.
+        # Every batch is new, so this estimate is unbiased.
         chance = float((logprobs.detach() * batch.answers).sum(dim=1).exp().mean())
         if step % 10 == 0:
             report(f"warm-up {step:3d}  p(right) {chance:.3f} of {WARM_UP_TARGET}")
@@ -230,7 +230,7 @@ def warm_up(model: torch.nn.Module, seed: int) -> None:
 def group_advantages(rewards: torch.Tensor, group: int) -> torch.Tensor:
     """Reward minus the mean of its group, over the group's standard deviation; ``rewards`` (n,) float32, same shape.
 
-    A group whose answers all earned the same teaches nothing and gets zeros.
+    A group whose answers all earned the same reward gets zeros.
     """
     groups = rewards.view(-1, group)
     centred = groups - groups.mean(dim=1, keepdim=True)
@@ -244,8 +244,8 @@ def policy_loss(
 
     Args:
         logprobs: (n, length) float32 under the weights being trained, with gradient.
-        sampled: (n, length) float32 as the server reported them, under whatever version it served at that token: the
-            ratio to them is the importance weight that makes up for that version's age.
+        sampled: (n, length) float32 as the server reported them, under the version that it served at that token: the
+            ratio to them is the importance weight that corrects for that version's age.
         ages: (n, length) float32, how many versions ago each token was sampled.
         advantages: (n,) float32, one per sequence.
         answers: (n, length) bool, True where the policy wrote the token.
@@ -257,14 +257,14 @@ def policy_loss(
     return -(surrogate * counted).sum() / counted.sum().clamp(min=1)
 
 
-# ---- The server: a vLLM process of ours, asked over HTTP.
+# ---- The server: a vLLM process started by this script, used over HTTP.
 
 
 @dataclass(frozen=True)
 class Answer:
     """One answer. ``tokens`` ends with the end token if ``finished``; ``logprobs`` and ``versions`` are per token.
 
-    A version is None where the server had not proven yet which version it served.
+    A version is None if the server had not yet proven which version it served.
     """
 
     text: str
@@ -278,11 +278,11 @@ def parse_answers(body: Any) -> list[Answer]:
     """The choices of one ``/v1/completions`` answer, with the version of each token from ``delta_sync.spans``.
 
     Raises:
-        DemoError: a field is missing, or they do not fit together.
+        DemoError: a field is missing, or the fields are inconsistent.
     """
     answers = []
     try:
-        spans = body.get("delta_sync", {"spans": []})["spans"]  # a server that follows no run has none
+        spans = body.get("delta_sync", {"spans": []})["spans"]  # a server that follows no run sends none
         for choice in sorted(body["choices"], key=lambda choice: choice["index"]):
             tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             versions: list[int | None] = [None] * len(tokens)
@@ -298,7 +298,7 @@ def parse_answers(body: Any) -> list[Answer]:
 
 
 class Server:
-    """A vLLM server in a session of its own, and its HTTP client. Leaving the block ends it and all it started."""
+    """A vLLM server in its own process session, and its HTTP client. Leaving the block ends all its processes."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, port: int, core: int) -> None:
         self.name, self.log = name, log
@@ -330,7 +330,7 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The client first: a server that is asked to end waits for its open connections.
+        # Close the client first: a server that is asked to end waits for its open connections.
         self._client.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         try:
@@ -358,7 +358,7 @@ class Server:
         """Send a request and return the decoded JSON of the answer.
 
         Raises:
-            DemoError: the server is gone, or answers with a status of 400 and above.
+            DemoError: the server has ended, or answers with a status of 400 and above.
         """
         try:
             response = self._client.request(method, path, json=body)
@@ -372,7 +372,7 @@ class Server:
         return response.json()
 
     def wait_ready(self) -> None:
-        """Return when it answers."""
+        """Return once it answers."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             self.check_alive(0.2)
@@ -384,11 +384,11 @@ class Server:
         raise DemoError(f"{self.name} did not answer within {START_SECONDS:.0f} s; see {self.log}")
 
     def wait_version(self, version: int) -> None:
-        """Return when it serves the version, or a later one."""
+        """Return once it serves the version, or a later one."""
         self.request("GET", f"/delta_sync/wait?version={version}&timeout=60")
 
     def sample(self, prompts: list[list[int]], samples: int, temperature: float) -> list[Answer]:
-        """``samples`` answers to each prompt, one prompt after the other; the prompts are spread over connections."""
+        """``samples`` answers to each prompt, prompt by prompt; several connections share the prompts."""
         share = -(-len(prompts) // CONNECTIONS)
         body = {"model": MODEL_NAME, "n": samples, "max_tokens": MAX_ANSWER_TOKENS, "temperature": temperature}
         body |= {"logprobs": 0, "return_token_ids": True}
@@ -397,7 +397,7 @@ class Server:
         return [answer for body in found for answer in parse_answers(body)]
 
     def greedy(self, words: Sequence[str]) -> list[Answer]:
-        """Greedy answers, one request after the other: kernels round by batch shape, so no batch may differ."""
+        """Greedy answers, one request after the other: kernels round by batch shape, so all batches must be equal."""
         return [self.sample([prompt_ids(word)], 1, temperature=0.0)[0] for word in words]
 
 
@@ -409,15 +409,15 @@ def free_port() -> int:
 
 
 def _end_with_parent() -> None:
-    """In the child: have Linux send it SIGTERM when this script is killed (PR_SET_PDEATHSIG)."""
+    """Have Linux send the child process SIGTERM when this script is killed (PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
 
 
-# ---- Training: rollouts, loss, optimizer step, publish. While the server answers, it stages the version before.
+# ---- Training: rollouts, loss, optimizer step, publish. While the server answers, it stages the previous version.
 
 
 class Training:
-    """The loop, and what is kept of it: ``steps``, figures of each, and ``pauses_ms`` of the server by version."""
+    """The training loop, and its records: ``steps``, figures of each, and ``pauses_ms`` of the server by version."""
 
     def __init__(self, model: torch.nn.Module, publisher: Publisher, server: Server, steps: int, seed: int) -> None:
         self.steps: list[dict[str, Any]] = []
@@ -433,10 +433,10 @@ class Training:
         for step in range(1, self._wanted + 1):
             words = [random_word(self._rng) for _ in range(PROMPTS)]
             answers = self._server.sample([prompt_ids(word) for word in words], SAMPLES, temperature=1.0)
-            # What only the upload knew is known by now: the server has been answering meanwhile.
+            # The upload has finished meanwhile, so its figures are available.
             self._note(pending)
             figures = self._learn([word for word in words for _ in range(SAMPLES)], answers)
-            # Waits for the version before, compares and returns; encoding and upload run beside the next rollouts.
+            # Waits for the previous version, compares and returns; encoding and upload run beside the next rollouts.
             pending = {"step": step} | figures, self._publisher.publish(step=step, wait=True)
             if time.monotonic() > deadline:
                 break
@@ -448,7 +448,7 @@ class Training:
         """One optimizer step on ``SAMPLES`` answers to each word; the mean reward, and the mean age of tokens."""
         rewards = [reward(word, one.text, one.finished) for word, one in zip(words, answers, strict=True)]
         batch = make_batch([prompt_ids(word) for word in words], [one.tokens for one in answers])
-        # A token of an unknown version is too old.
+        # A token of an unknown version counts as too old.
         now = self._publisher.version
         ages = [[math.inf if known is None else now - known for known in one.versions] for one in answers]
         loss = policy_loss(
@@ -464,7 +464,7 @@ class Training:
         return {"reward": sum(rewards) / len(rewards), "lag": sum(known) / max(1, len(known))}
 
     def _note(self, pending: tuple[dict[str, Any], PublishResult] | None) -> None:
-        """Keep a step's figures with those of its version and of the server; print a line now and then."""
+        """Record a step's figures with those of its version and of the server; print a line now and then."""
         if pending is None:
             return
         step, result = pending
@@ -494,11 +494,11 @@ def mean(steps: list[dict[str, Any]], name: str) -> float:
 
 
 def bytes_text(count: float) -> str:
-    """``count`` bytes for people."""
+    """``count`` bytes in a readable unit."""
     return f"{count / 1e6:.2f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
 
 
-# ---- The verdict: three claims, each with what was measured for it.
+# ---- The verdict: three claims, each with its measurement.
 
 
 def prove_weights(server: Server, bucket: str, checkpoint: Path) -> tuple[bool, str]:
@@ -526,11 +526,11 @@ def compare_answers(running: list[Answer], fresh: list[Answer]) -> dict[str, Any
     }
 
 
-# ---- What is written at the end.
+# ---- The output at the end.
 
 
 def summarise(steps: list[dict[str, Any]], pauses_ms: dict[int, float], verdict: dict[str, bool]) -> dict[str, Any]:
-    """The content of summary.json. Rewards are means of the first and the last 10 steps, fewer where there are few."""
+    """The content of summary.json. Rewards are means of the first and the last 10 steps, or of fewer."""
     window = max(1, min(REWARD_STEPS, len(steps) // 3))
     sums = {name: sum(step[name] for step in steps) for name in ("payload_bytes", "full_bytes", "changed", "total")}
     p50, p99 = np.percentile(list(pauses_ms.values()), [50, 99]).round(3).tolist() if pauses_ms else (None, None)
@@ -575,7 +575,7 @@ def draw(steps: list[dict[str, Any]], pauses_ms: dict[int, float], path: Path) -
 
 
 def print_closing(summary: dict[str, Any], details: dict[str, Any], out: Path) -> None:
-    """The verdict and the figures."""
+    """Print the verdict and the figures."""
     verdict, reward_, pause = summary["verdict"], summary["reward"], summary["pause_ms"]
     payload, full = summary["payload_bytes"], summary["full_bytes"]
     claims = {
@@ -611,11 +611,11 @@ def shortcomings(summary: dict[str, Any], steps: int) -> list[str]:
     return failures
 
 
-# ---- All of it.
+# ---- The demo from start to end.
 
 
 def prepare_output(out: Path) -> None:
-    """Make the directory, or clear what an earlier run wrote into it; nothing of anybody else's is touched."""
+    """Make the directory, or clear what an earlier run of this script wrote into it; refuse any other directory."""
     if out.exists() and not (out / MARKER).exists() and not (out.is_dir() and not any(out.iterdir())):
         raise DemoError(f"{out} was not made by this script; give another directory with --out")
     out.mkdir(parents=True, exist_ok=True)
@@ -628,15 +628,15 @@ def prepare_output(out: Path) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The demo from start to end; the exit status."""
+    """Run the demo; return the exit status."""
     transformers.utils.logging.disable_progress_bar()
     out = options.out.resolve()
     prepare_output(out)
     base, checkpoint, bucket = out / "base", out / "checkpoint", options.bucket or str(out / "bucket")
     if not bucket.startswith("hf://"):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for vLLM: all that it needs is here
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # for vLLM: everything that it needs is local
     programs = Path(sys.executable).parent
-    # vLLM's worker spins for a second after its last message, so the server computes on one core and the trainer on
+    # vLLM's worker spins for a second after its last message, so the server computes on one core and the trainer on the
     # others. One thread in both servers also makes them comparable: greedy output depends on the number of threads.
     server_core, *others = available = sorted(os.sched_getaffinity(0))
     trainer_cores = others[:4] or available
@@ -647,7 +647,7 @@ def run(options: argparse.Namespace) -> int:
     for part in (model, tokenizer):
         part.save_pretrained(base)
 
-    # Version 0 is a reference to the base: nothing is uploaded for it.
+    # Version 0 is a reference to the base, which uploads nothing.
     with Publisher(model, bucket, base=base, notice="tcp://127.0.0.1:*") as publisher:
         report("starting vllm serve on the base checkpoint")
         command = [str(programs / "delta-sync"), "serve", str(base), "--bucket", bucket]
@@ -671,7 +671,7 @@ def run(options: argparse.Namespace) -> int:
             running = server.greedy(words)
 
     report("starting a fresh vLLM on the trainer's checkpoint, to compare answers")
-    # It follows no run, but has our worker extension, for equal kernels.
+    # It follows no run, but has the same worker extension, for equal kernels.
     command = [str(programs / "vllm"), "serve", str(checkpoint)]
     command += ["--worker-extension-cls", "vllm_delta_sync.engine.WorkerExtension"]
     with Server("the fresh server", command, out / "fresh-server.log", free_port(), server_core) as server:

@@ -1,9 +1,9 @@
 """Tag a version, roll a running server back to it, hold, release, and compare the tag with the head (A/B).
 
-    python examples/rollback_ab.py      # a small model and a server of its own; some 2 minutes on a CPU
+    python examples/rollback_ab.py      # starts a small model and a server; about 2 minutes on a CPU
     python examples/rollback_ab.py --server http://127.0.0.1:8000 --bucket s3://models/runs/first --prompt "3 + 4 ="
 
-With --server nothing is published: the run must have two versions at least. The server follows at the end what it
+With --server nothing is published: the run must have at least two versions. At the end the server follows again what it
 followed before. One server answers for A and then for B; with two, give each its target and split the traffic.
 """
 
@@ -37,7 +37,7 @@ START_SECONDS = 300
 
 
 class Control:
-    """The control routes of a server that follows a run; each answers with the status reached."""
+    """The control routes of a server that follows a run; each returns the resulting status."""
 
     def __init__(self, url: str) -> None:
         token = os.environ.get("DELTA_SYNC_ADMIN_TOKEN")
@@ -45,14 +45,14 @@ class Control:
         self.client = httpx.Client(base_url=url, headers=headers, timeout=120, trust_env=False)
 
     def request(self, method: str, path: str, **body: Any) -> Any:
-        """Decoded JSON of the answer; exits if it is an error."""
+        """Send a request and return its JSON; exit if it is an error."""
         response = self.client.request(method, path, json=body or None)
         if response.status_code >= 400:
             sys.exit(f"{method} {path}: HTTP {response.status_code}: {response.text}")
         return response.json()
 
     def order(self, name: str, **body: Any) -> None:
-        """Give an order and print what the server does then."""
+        """Give an order and print what the server serves afterwards."""
         status = self.request("POST", f"/delta_sync/{name}", **body)
         show = f"{name} {body}" if body else name
         version = status["served"] and status["served"]["version"]
@@ -67,7 +67,7 @@ class Control:
 
 
 def tour(control: Control, bucket: str, prompt: str, trainer: "Trainer | None") -> None:
-    """All that this script shows."""
+    """Run all steps of this example."""
     if trainer:
         for _ in range(3):
             trainer.step(control)
@@ -77,7 +77,7 @@ def tour(control: Control, bucket: str, prompt: str, trainer: "Trainer | None") 
 
     control.order("rollback", version=older)
     if trainer:
-        trainer.step()  # held: the server stays where it is
+        trainer.step()  # the server is held, so it stays at its version
         waited = control.client.get("/delta_sync/wait", params={"version": trainer.version, "timeout": 5})
         print(f"while it holds, waiting for version {trainer.version} is HTTP {waited.status_code}")
     control.order("release")
@@ -91,7 +91,7 @@ def tour(control: Control, bucket: str, prompt: str, trainer: "Trainer | None") 
 
 
 class Trainer:
-    """A stand-in for training: each step moves the weights a little at random, and publishes them."""
+    """A stand-in for training: each step changes the weights slightly at random, and publishes them."""
 
     def __init__(self, folder: Path) -> None:
         tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token=WORDS[0]))
@@ -108,7 +108,7 @@ class Trainer:
 
     @torch.no_grad()
     def step(self, control: Control | None = None) -> None:
-        """Publish a version; with a server, wait until that serves it."""
+        """Publish a version; with a server, wait until it serves that version."""
         for parameter in self._model.parameters():
             parameter += 0.03 * torch.randn_like(parameter)
         self.publisher.publish(step=self.version + 1, wait=True)
@@ -127,7 +127,7 @@ def serving(bucket: str, folder: Path) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [PROGRAM, "serve", "--bucket", bucket, "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-    command += ["--max-model-len", "64", "--state-dir", str(folder)]  # its orders are forgotten with the folder
+    command += ["--max-model-len", "64", "--state-dir", str(folder)]  # standing orders go with the folder
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"} | os.environ
     with (
         log.open("wb") as file,
@@ -150,7 +150,7 @@ def serving(bucket: str, folder: Path) -> Iterator[str]:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it has started, if anything of that is left
+                os.killpg(process.pid, signal.SIGKILL)  # any child processes that are left
 
 
 def main() -> int:
@@ -158,7 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", help="URL of a server that follows a run (default: start one)")
     parser.add_argument("--bucket", help="the run that --server follows (default: $DELTA_SYNC_BUCKET)")
-    parser.add_argument("--prompt", default="a b c", help="what to ask (default: 'a b c')")
+    parser.add_argument("--prompt", default="a b c", help="prompt to complete (default: 'a b c')")
     options = parser.parse_args()
     if options.bucket and not options.server:
         parser.error("--bucket goes with --server: nothing is published into a run of yours")
@@ -170,7 +170,7 @@ def main() -> int:
             control = Control(options.server)
             before = control.request("GET", "/delta_sync/status")
             if before["holding"]:
-                sys.exit("the server is held, by an order of somebody else's; release it first")
+                sys.exit("another client's order holds the server; release it first")
             try:
                 tour(control, bucket, options.prompt, None)
             finally:

@@ -2,19 +2,19 @@
 
     python examples/trl_async.py --steps 300
 
-The trainer teaches a toy model to write words backwards. Each weight sync publishes the weights that changed as a
-version; `delta-sync serve` takes it over between two of the engine's steps. At the end the script compares what the
-server holds and answers with the trainer's checkpoint and with a vLLM that loads it afresh.
+The trainer teaches a toy model to write words backwards. Each weight sync publishes the changed weights as a version;
+`delta-sync serve` applies it between two engine steps. At the end the script compares the server's weights and answers
+with the trainer's checkpoint and with a vLLM that loads it afresh.
 
-The output directory gets summary.json, details.json, log_history.json (all that TRL logged), trl.png, the servers'
-logs, both checkpoints and the bucket. Exit status: 0 every claim holds (and, from 100 steps on, the reward rose by
-0.25), 1 one does not or something failed, 2 wrong usage, 130 interrupted.
+The output directory gets summary.json, details.json, log_history.json (TRL's complete log), trl.png, the servers' logs,
+both checkpoints and the bucket. Exit status: 0 every claim holds (and, from 100 steps on, the reward rose by 0.25), 1 a
+claim does not hold or an error occurred, 2 wrong usage, 130 interrupted.
 """
 
 import os
 
 if __name__ == "__main__":
-    # Before torch and TRL are imported: threads sleep while they wait for each other, and nothing asks the network.
+    # Before torch and TRL are imported: threads sleep while they wait for each other, and the network is not used.
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -66,9 +66,9 @@ from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 STEPS, LEARNING_STEPS, NEEDED_RISE = 300, 100, 0.25
-"""By default; from how many steps on the reward has to rise, from the first tenth of the steps to the last."""
+"""Default number of steps; the number from which the reward must rise, from the first tenth of steps to the last."""
 SAMPLES, BATCH, WORDS = 8, 128, 4096
-"""Answers to one word, answers that an optimizer step learns from, words in the data set."""
+"""Answers to one word, answers per optimizer step, words in the data set."""
 MAX_ANSWER_TOKENS = 10
 COMPARED_WORDS = 36
 WARM_UP_TARGET, WARM_UP_STEPS = 0.28, 600
@@ -94,11 +94,11 @@ RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "fields": {"content": {"close_pattern": EOS, "content": "text"}},
 }
-"""How an answer becomes a message; TRL knows that of the chat templates of large models only."""
+"""How to parse an answer into a message; TRL knows that only for the chat templates of large models."""
 
 
 class ExampleError(Exception):
-    """Something ended the example; the message says what."""
+    """An error that ends the example; the message gives the reason."""
 
 
 # The task: a prompt is a word and ``>``, the right answer is the reversed word and the end token.
@@ -115,7 +115,7 @@ def random_words(count: int, seed: int) -> list[str]:
 
 
 def make_dataset(count: int, seed: int) -> Dataset:
-    """Random words, each as a conversation (``prompt``) and by itself (``word``)."""
+    """Random words, each as a conversation (``prompt``) and alone (``word``)."""
     words = random_words(count, seed)
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": word}] for word in words], "word": words})
 
@@ -139,8 +139,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def warmed_up_model(seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of 3.2 M parameters, taught until it answers 28 % right: reinforcement learning needs a policy that is
-    right now and then."""
+    """A Qwen3 of 3.2 M parameters, taught until it answers 28 % of the words correctly: reinforcement learning needs
+    some rewards."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(VOCABULARY),
@@ -162,7 +162,7 @@ def warmed_up_model(seed: int) -> Qwen3ForCausalLM:
         words = random_words(BATCH, 1_000_000 * (seed + 1) + step)
         rows = [torch.tensor([*encode(word + SEPARATOR + word[::-1]), IDS[EOS]]) for word in words]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=IDS[PAD])
-        # What comes after the separator is the answer.
+        # The answer follows the separator.
         answers = ((tokens == IDS[SEPARATOR]).cumsum(1)[:, :-1] > 0) & (tokens[:, 1:] != IDS[PAD])
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
         logprobs = torch.log_softmax(logits, dim=-1).gather(-1, tokens[:, 1:, None]).squeeze(-1) * answers
@@ -183,15 +183,15 @@ def save(model: Any, path: Path) -> None:
     make_tokenizer().save_pretrained(path)
 
 
-# TRL: what lets it train without a GPU, and which version sampled each answer.
+# TRL: training without a GPU, and which version sampled each answer.
 
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Make an ``AsyncGRPOTrainer`` inside of this where there is no GPU.
+    """Make an ``AsyncGRPOTrainer`` inside this block on a machine without a GPU.
 
     TRL asks CUDA for the GPU's name to know its peak FLOPs, which stay unknown here, and computes with a tree
-    attention for GPUs only, which ``tree_attention`` replaces on leaving.
+    attention for GPUs only, which ``tree_attention`` replaces at the end of the block.
     """
     with patch.object(async_grpo_trainer, "get_peak_flops_per_device", lambda accelerator, dtype: None):
         yield
@@ -227,7 +227,7 @@ def tree_attention(
     starts, path_starts = tree["tree_cu_seqlens_q"], tree["tree_cu_seqlens_k"]
     row, column = torch.arange(tree["tree_max_seqlen_q"]), torch.arange(tree["tree_max_seqlen_k"])
     lengths, paths = starts.diff()[:, None], path_starts.diff()[:, None]
-    # Segments are padded to the longest: there are many short ones, for which a mask over all tokens would be wasted.
+    # Segments are padded to the longest: there are many short ones, for which a mask over all tokens would be wasteful.
     asks, answers = row < lengths, column < paths
     tokens = torch.where(asks, starts[:-1, None] + row, 0)
     rows = tree["tree_kv_index"][torch.where(answers, path_starts[:-1, None] + column, 0)]
@@ -235,7 +235,7 @@ def tree_attention(
     seen = answers[:, None, :] & (column <= depth)
     if sliding_window:
         seen &= column > depth - sliding_window
-    # A padded query has to see something, or its softmax is not a number, and so are the gradients of all keys.
+    # A padded query must attend to something: otherwise its softmax is NaN, and so are the gradients of all keys.
     seen[:, :, 0] |= ~asks
     keys, values = key[0][:, rows].transpose(0, 1), value[0][:, rows].transpose(0, 1)
     gqa = query.shape[1] != key.shape[1]
@@ -249,14 +249,14 @@ _sampled_by: ContextVar[list[int]] = ContextVar("sampled_by")
 
 
 class VersionedRolloutLoop(_AsyncRolloutLoop):
-    """TRL's own rollout loop, which runs in TRL's rollout process; adds ``SERVED_VERSION`` to each sample's metrics."""
+    """TRL's own rollout loop, in TRL's rollout process; adds ``SERVED_VERSION`` to each sample's metrics."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._versions: dict[str, float] = {}
 
     async def _generate_one(self, *arguments: Any, **options: Any) -> Any:
-        # Each call runs in a task of its own, so that answers to others do not reach this context.
+        # Each call is a separate task, so that other calls' answers do not reach this context.
         sampled_by: list[int] = []
         _sampled_by.set(sampled_by)
         outcome = await super()._generate_one(*arguments, **options)
@@ -279,7 +279,7 @@ class VersionedRolloutLoop(_AsyncRolloutLoop):
 def versions_of(answer: dict[str, Any]) -> list[int]:
     """The weight version of each token of a ``/v1/completions`` answer with one choice.
 
-    Tokens from before the server had proven what it serves count as version 0: it was started from the run's base.
+    Tokens sampled before the server had proven its version count as version 0: it was started from the run's base.
     """
     (choice,) = answer["choices"]
     whole = {"version": None, "start": 0, "end": len(choice["token_ids"])}
@@ -291,7 +291,7 @@ class Progress(TrainerCallback):
     """Prints a line now and then, and collects the pauses of the server, whose status keeps the last 64 commits.
 
     Attributes:
-        pauses_ms: how long the server generated nothing, for each version that it took over.
+        pauses_ms: how long the server generated nothing, for each version that it applied.
     """
 
     def __init__(self, server: "Server") -> None:
@@ -309,7 +309,7 @@ class Progress(TrainerCallback):
             say(f"step {state.global_step:3d}  reward {reward:.3f}  lag {lag:.2f}  versions {len(self.pauses_ms)}")
 
     def poll(self) -> None:
-        """Read the server's status. Raises ExampleError: the server has ended, or stopped following the run."""
+        """Read the server's status. Raises ExampleError: the server has ended, or no longer follows the run."""
         status = self._server.request("GET", "/delta_sync/status")
         if status["last_error"] is not None:
             raise ExampleError(f"the server stopped following the run: {status['last_error']['message']}")
@@ -318,7 +318,7 @@ class Progress(TrainerCallback):
 
 
 def train(out: Path, bucket: str, notice: str, options: argparse.Namespace, progress: Progress, url: str) -> Any:
-    """Train from OUT/base to OUT/checkpoint → TRL's trainer, when the last version is durable."""
+    """Train from OUT/base to OUT/checkpoint; return TRL's trainer once the last version is durable."""
     base = out / "base"
     settings = AsyncGRPOConfig(
         output_dir=str(out / "trl"),
@@ -332,7 +332,7 @@ def train(out: Path, bucket: str, notice: str, options: argparse.Namespace, prog
         token_budget=0,
         max_staleness=4,
         max_inflight_tasks=BATCH,
-        # Answers that wait make the batch older, where training is slower than the server.
+        # Waiting answers make the batch older if training is slower than the server.
         queue_maxsize=SAMPLES,
         weight_sync_steps=1,
         # For a toy that learns in minutes; large models want smaller steps.
@@ -368,17 +368,17 @@ def train(out: Path, bucket: str, notice: str, options: argparse.Namespace, prog
 
 
 class Server:
-    """A vLLM server on the loopback address; ``with`` starts it, and ends it with all that it started.
+    """A vLLM server on the loopback address; ``with`` starts it, and ends it with all its processes.
 
     Attributes:
-        url: where it answers. process: the command.
+        url: of its API. process: the command.
     """
 
     def __init__(self, name: str, log: Path, core: int, model: Path, *arguments: str) -> None:
-        """Args: core: the only one that it computes on, which also makes two servers round alike."""
+        """Args: core: the only core that it uses, which also makes two servers round alike."""
         port = free_port()
         self.url, self._name, self._log = f"http://127.0.0.1:{port}", name, log
-        # TRL asks for the model by the path that it was loaded from.
+        # TRL names the model by the path that it was loaded from.
         names = ("--served-model-name", "policy", str(model))
         sizes = ("--dtype", "bfloat16", "--max-model-len", "64", "--max-num-seqs", "128", "--enforce-eager")
         quiet = ("--generation-config", "vllm", "--uvicorn-log-level", "warning")
@@ -411,7 +411,7 @@ class Server:
         self.stop()
 
     def stop(self) -> None:
-        """Ask it to end, and kill what is left of it."""
+        """Ask it to end, and kill any remaining processes."""
         self.process.terminate()
         try:
             self.process.wait(END_SECONDS)
@@ -424,7 +424,7 @@ class Server:
         self.process.wait()
 
     def request(self, method: str, path: str, body: object = None, seconds: float = 120.0) -> Any:
-        """The decoded JSON answer. Raises ExampleError: it does not answer, or with an error."""
+        """The decoded JSON answer. Raises ExampleError: no answer, or an error."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
         try:
@@ -466,7 +466,7 @@ def free_port() -> int:
 
 
 def run(options: argparse.Namespace, out: Path) -> list[str]:
-    """Train, compare, write the results → what does not hold."""
+    """Train, compare, write the results; return the claims that do not hold."""
     start = time.monotonic()
     cores = sorted(os.sched_getaffinity(0))
     # vLLM's worker spins for a second after its last message, which would slow down a trainer on the same core.
@@ -602,10 +602,10 @@ def draw(path: Path, history: list[Log], size: int, pauses_ms: dict[int, float])
 
 
 def prepare(path: Path) -> Path:
-    """Make the output directory, or clear that of an earlier run. Raises ExampleError: it is not the example's own."""
+    """Make the output directory, or clear that of an earlier run. Raises ExampleError: it has other files."""
     path = path.resolve()
     if path.exists() and not (path / MARKER).exists() and (path.is_file() or any(path.iterdir())):
-        raise ExampleError(f"{path} holds what this example did not write; give another directory with --out")
+        raise ExampleError(f"{path} holds files that this example did not write; give another directory with --out")
     if path.exists():
         shutil.rmtree(path)
     path.mkdir(parents=True)

@@ -1,8 +1,7 @@
-"""One background thread, and waiting for it in a way that an interrupt at any moment leaves whole.
+"""``BackgroundThread``: run calls in one thread, and wait for them so that an interrupt at any moment does no harm.
 
-``threading.Event`` and ``concurrent.futures`` wait on condition variables written in Python: a signal handler
-that raises in the middle of one leaves its lock held or released twice. What the main thread does here is one
-C call at a time.
+``threading.Event`` and ``concurrent.futures`` wait on condition variables written in Python: a signal handler that
+raises in the middle of one leaves its lock held or released twice. Here the main thread makes one C call at a time.
 """
 
 import threading
@@ -14,10 +13,10 @@ _POLL_SECONDS = 1.0
 
 
 class BackgroundJob:
-    """A call made by the worker.
+    """A call that a background thread makes.
 
     Attributes:
-        error: what it raised, once done.
+        error: what the call raised, once done.
     """
 
     def __init__(self) -> None:
@@ -31,9 +30,9 @@ class BackgroundJob:
         return self._done
 
     def join(self) -> None:
-        """Wait until it is done, whether it failed or not."""
+        """Wait until the call has returned or failed."""
         while not self._done:
-            # An interrupted waiter may keep the gate, so that others must look for themselves now and then.
+            # An interrupted waiter may keep the lock, so other waiters also poll.
             if self._gate.acquire(timeout=_POLL_SECONDS):
                 self._gate.release()
 
@@ -46,14 +45,14 @@ class BackgroundJob:
         self.error = error
         self._done = True
         self._gate.release()
-        # Raised to whoever waits, not in the worker.
+        # The waiting thread raises the error, not this one.
         return True
 
 
 class BackgroundThread:
-    """Makes calls in a thread of its own, one after another, in the order given.
+    """A thread that makes calls one after another, in the order of submission.
 
-    At the end of the program calls that were given before are still made, without ``close`` too.
+    At the end of the program it still makes the calls submitted before, even without ``close``.
     """
 
     def __init__(self, name: str) -> None:
@@ -62,11 +61,11 @@ class BackgroundThread:
         self._thread.start()
 
     def submit(self, job: BackgroundJob, work: Callable[[], None]) -> None:
-        """Have ``work`` called, and its outcome noted in ``job``."""
+        """Make the call ``work``, and record its outcome in ``job``."""
         self._queue.put((job, work))
 
     def call(self, work: Callable[[], None]) -> None:
-        """Have ``work`` called, wait for it, and raise what it raises."""
+        """Make the call ``work``, wait for it, and raise what it raises."""
         job = BackgroundJob()
         self.submit(job, work)
         job.join()
@@ -74,7 +73,7 @@ class BackgroundThread:
             raise job.error
 
     def close(self) -> None:
-        """Finish what was given and end the thread. May be called twice."""
+        """Make the calls submitted so far and end the thread. May be called twice."""
         self._queue.put(None)
         self._thread.join()
 

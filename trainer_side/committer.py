@@ -1,4 +1,4 @@
-"""What a publisher does in its background thread: everything that must not be left half done by an interrupt."""
+"""``Committer``: the publisher's background work, which an interrupt must not leave half done."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,11 +7,10 @@ from trainer_side import manifests
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.encode.encoder import Encoder
 from trainer_side.encode.update_gate import UpdateGate
+from trainer_side.maintenance import RebaseTag
 from trainer_side.options import Options
-from trainer_side.rebase_tag import RebaseTag
 from trainer_side.result import PublishProgress, Stopwatch
-from trainer_side.sidecars import put_sidecars
-from trainer_side.start import OpenedRun
+from trainer_side.takeover import OpenedRun
 from trainer_side.writer import FormerVersionError, UncertainError
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.threads import in_parallel
@@ -38,17 +37,17 @@ logger = guarded_logger(__name__)
 
 
 class Committer:
-    """Makes versions durable, and keeps the baseline in step with what is. One thread at a time.
+    """Makes versions durable, and keeps the baseline consistent with them. One thread at a time.
 
     Attributes:
-        baseline: holds the bits of ``held``, and those of an open patch. held: a version that is durable: the newest,
-            or the one rebased to.
+        baseline: holds the bits of ``current``, plus those of an open pending delta.
+        current: the durable version that the baseline is at: the newest, or the one rebased to.
         stopped: why nothing more can be published.
-        suspect: the baseline may be damaged; nothing is diffed against it before ``tidy`` has mended it.
+        suspect: the baseline may be damaged; ``recover`` repairs it before anything is compared with it.
 
     Args:
-        base: where version 0 lies, for what has to be read back.
-        offer: told of each version that is durable.
+        base: location of version 0, for reading versions back.
+        on_durable: called with each version that became durable.
     """
 
     def __init__(
@@ -57,27 +56,27 @@ class Committer:
         opened: OpenedRun,
         base: str | Path | None,
         options: Options,
-        offer: Callable[[Manifest], None],
+        on_durable: Callable[[Manifest], None],
     ) -> None:
         self._bucket = bucket
         self._base = base
         self._options = options
-        self._offer = offer
+        self._on_durable = on_durable
         self._run: Run | None = None
         self._uncertain: Manifest | None = None
         self.baseline = opened.baseline
         self.writer = opened.writer
-        self.held = opened.held
+        self.current = opened.current
         self.stopped: DeltaSyncError | None = None
         self.suspect = False
-        self._encoder = Encoder(opened.baseline, options, opened.writer.link)
-        self._gatekeeper = None if options.gate is None else UpdateGate(options.gate, opened.baseline)
-        self._rebased = RebaseTag(lambda: self.run, opened.writer.epoch)
+        self._encoder = Encoder(opened.baseline, options, opened.writer.bandwidth)
+        self._gate = None if options.gate is None else UpdateGate(options.gate, opened.baseline)
+        self._rebase_tag = RebaseTag(lambda: self.run, opened.writer.epoch)
 
     @property
     def newest(self) -> Manifest:
         """The newest durable version."""
-        return self.held if self.writer.newest is None else self.writer.newest
+        return self.current if self.writer.newest is None else self.writer.newest
 
     @property
     def run(self) -> Run:
@@ -87,165 +86,171 @@ class Committer:
         return self._run
 
     def begin(self) -> None:
-        """Compile, and measure the version held for the gate, if there is one; before any patch. Raises StoreError."""
-        self._encoder.begin()
-        self._admit(self.held, self._reference(self.held))
+        """Compile kernels and, if there is a gate, measure the current version. Call before any delta is pending.
 
-    def work(self, patch: PendingDelta, step: int, progress: PublishProgress, watch: Stopwatch) -> None:
-        """Make the patch the next version, or take it back and raise why not."""
+        Raises:
+            StoreError: the store failed.
+        """
+        self._encoder.compile()
+        self._start_gate(self.current, self._reference(self.current))
+
+    def commit_version(self, pending: PendingDelta, step: int, progress: PublishProgress, watch: Stopwatch) -> None:
+        """Make the pending delta the next version, or revert it and raise the reason."""
         version = self.newest.version + 1
         try:
-            self._check_share(patch, version)
-            self._judge(patch, version, step, progress)
-            self._make_durable(patch, version, step, progress, watch)
-            self.writer.point_head()
+            self._check_scrub_slice(pending, version)
+            self._judge(pending, version, step, progress)
+            self._make_durable(pending, version, step, progress, watch)
+            self.writer.update_head()
             progress.seconds["upload"] = watch.lap()
             progress.seconds["total"] = watch.total
         except DeltaSyncError as error:
             logger.error("version %d: %s", version, error)
             raise
         finally:
-            if patch.open and self._uncertain is None:
-                patch.revert()
-        self._offer(self.held)
+            if pending.open and self._uncertain is None:
+                pending.revert()
+        self._on_durable(self.current)
 
-    def tidy(self, patch: PendingDelta | None) -> None:
+    def recover(self, pending: PendingDelta | None) -> None:
         """Bring the baseline to a durable version after a failure or an interrupt.
 
         Raises:
-            PublishError: it is not known yet what was written, or a damaged baseline cannot be mended yet.
+            PublishError: whether the manifest was written is still unknown, or the baseline cannot be repaired yet.
         """
-        # An interrupt may have kept the caller from seeing that this call was no longer needed.
-        if patch is not None and patch.open:
+        # The delta may still be open because an interrupt hit the caller before it could finish.
+        if pending is not None and pending.open:
             manifest = self._uncertain
-            if manifest is not None and self.writer.holds(manifest):
-                self.writer.adopt(manifest)
-                self._settle(patch, manifest)
+            if manifest is not None and self.writer.is_stored(manifest):
+                self.writer.set_newest(manifest)
+                self._mark_durable(pending, manifest)
             else:
-                patch.revert()
+                pending.revert()
             self._uncertain = None
         if self.suspect:
-            self.mend()
+            self.repair_baseline()
 
     def rebase(self, version: int) -> None:
-        """Hold the bits of an older version, so that the next one builds on that.
+        """Check out an older version, so that the next one builds on it.
 
         Raises:
             NotFoundError: there is no such version. LimitError: the run has too many breaks.
             DeltaSyncError: it cannot be rebuilt; nothing has changed.
         """
-        if version == self.held.version:
+        if version == self.current.version:
             return
         newest = self.newest
         if version > newest.version:
             raise NotFoundError(f"version {version} is not published; the newest is {newest.version}")
         if version == newest.version:
-            self._hold(newest)
-            self._rebased.release()
+            self._checkout(newest)
+            self._rebase_tag.release()
             return
         manifests.check_breaks(newest.breaks)
-        with self._rebased.keeping(version):
-            self._hold(self.run.manifest(version))
+        with self._rebase_tag.keeping(version):
+            self._checkout(self.run.manifest(version))
 
     def close(self) -> None:
-        """Leave the run as it is to stay."""
-        self._rebased.release()
-        self.writer.leave_head()
+        """Release the rebase tag and write HEAD for the last time."""
+        self._rebase_tag.release()
+        self.writer.finalize_head()
 
     def rescan(self) -> list[str]:
-        """See ``Publisher.rescan``; raises as ``mend``."""
-        return self.mend()
+        """See ``Publisher.rescan``; raises as ``repair_baseline``."""
+        return self.repair_baseline()
 
-    def mend(self) -> list[str]:
-        """Compare the whole baseline with what was published, and fetch what differs from the bucket.
+    def repair_baseline(self) -> list[str]:
+        """Compare the whole baseline with what was published, and repair differences from the bucket.
 
-        No patch may be open.
+        No delta may be pending.
 
         Returns:
             Names of the tensors that were damaged.
 
         Raises:
-            PublishError: they cannot be fetched now; ``suspect`` stays set.
+            PublishError: they cannot be repaired now; ``suspect`` stays set.
         """
         self.suspect = True
         damaged = self.baseline.damaged(range(len(self.baseline.table)), {})
         names = self._names(damaged)
         if damaged:
             try:
-                self.baseline.mend(damaged, self._bits_of(self.held))
+                self.baseline.repair(damaged, self._bits_of(self.current))
                 if self.baseline.damaged(damaged, {}):
-                    raise FingerprintError("they were damaged again at once")
+                    raise FingerprintError("the tensors were damaged again immediately after the repair")
             except DeltaSyncError as error:
                 raise PublishError(
-                    f"the baseline in memory is damaged in {_listed(names)}, and cannot be restored from version "
-                    f"{self.held.version} in the bucket: {error}; nothing is published until it can"
+                    f"the baseline in memory is damaged in {_listed_tensors(names)}, and cannot be restored from "
+                    f"version {self.current.version} in the bucket: {error}; nothing is published until it can"
                 ) from error
-            logger.error("the baseline in memory was damaged in %s; restored from the bucket", _listed(names))
+            logger.error("the baseline in memory was damaged in %s; restored from the bucket", _listed_tensors(names))
         self.suspect = False
         return names
 
     def write_anchor(self) -> int:
-        """Write an anchor of the version held, from memory, over whatever the bucket has of it.
+        """Write an anchor of the current version from memory, replacing any anchor of it in the bucket.
 
         Raises:
             PublishError: the baseline is damaged. FingerprintError: the base on disk is. StoreError: the store failed.
-            ConflictError: the run is another writer's, or gone.
+            ConflictError: another writer has taken over the run, or it was removed.
         """
-        self.mend()
+        self.repair_baseline()
         overwritten = self.baseline.overwritten()
         if overwritten:
             raise FingerprintError(
                 f"tensor {overwritten[0]!r} is read from the base, which was overwritten since: no anchor is written"
             )
-        whole, objects = self._put_shards()
-        key = anchor_key(self.held.version)
-        document = self._options.keyring.signed(manifests.anchor_beside(self.held, whole, objects))
-        check_document_size(document, document_limit(whole.table), key)
-        # Another run may lie there by now, whose anchor this would overwrite.
+        state, objects = self._put_shards()
+        key = anchor_key(self.current.version)
+        document = self._options.keyring.signed(manifests.standalone_anchor(self.current, state, objects))
+        check_document_size(document, document_limit(state.table), key)
+        # Another run may be at the URL by now, and its anchor must not be overwritten.
         try:
-            self.writer.check_fence()
+            self.writer.check_not_fenced()
         except ConflictError as error:
             self.stopped = error
             raise
         self._bucket.put(key, document.to_bytes())
         if not all(has_object(self._bucket, ref) for ref in objects):
-            # A collection has removed what no document named yet.
+            # Garbage collection removed objects that no document named yet.
             self._put_shards()
-        return self.held.version
+        return self.current.version
 
     def _put_shards(self) -> tuple[manifests.FullState, list[ObjectRef]]:
-        """Store the baseline as an anchor's objects; what it is, and the objects."""
+        """Store the baseline as an anchor's objects; return its state and the objects."""
         return self.baseline, manifests.put_shards(self.baseline, self._options.shard_bytes, self.writer.put_file)
 
     def _bits_of(self, manifest: Manifest) -> list[Bits]:
-        """Bits per tensor id of the baseline, read back from the bucket; raises as ``restore``."""
+        """Bits of the version per tensor id, read back from the bucket; raises as ``restore``."""
         return restore(self.run, manifest, self._base).state.bits
 
-    def _check_share(self, patch: PendingDelta, version: int) -> None:
-        """Compare a part of the baseline with what was published; the open patch is accounted for.
+    def _check_scrub_slice(self, pending: PendingDelta, version: int) -> None:
+        """Compare a slice of the baseline with what was published, taking the pending delta into account.
 
         Raises:
-            PublishError: it was damaged. The patch, made against damaged bits, is taken back, and what differs then is
-                fetched from the bucket.
+            PublishError: it was damaged. The pending delta, computed against damaged bits, is reverted, and the
+                baseline is repaired from the bucket.
         """
-        damaged = self.baseline.damaged(self.baseline.share(self._options.rescan_bytes), patch.fingerprints)
+        damaged = self.baseline.damaged(
+            self.baseline.next_scrub_slice(self._options.rescan_bytes), pending.fingerprints
+        )
         if not damaged:
             return
         self.suspect = True
-        patch.revert()
-        names = sorted({*self._names(damaged), *self.mend()})
+        pending.revert()
+        names = sorted({*self._names(damaged), *self.repair_baseline()})
         raise PublishError(
-            f"version {version} is not published: the baseline in memory was damaged in {_listed(names)}; it was "
-            "restored from the bucket, the next publish carries the changes: have the machine's memory checked"
+            f"version {version} is not published: the baseline in memory was damaged in {_listed_tensors(names)}; it "
+            "was restored from the bucket, the next publish carries the changes: have the machine's memory checked"
         )
 
-    def _judge(self, patch: PendingDelta, version: int, step: int, progress: PublishProgress) -> None:
-        """Have the gate look at what a version changes.
+    def _judge(self, pending: PendingDelta, version: int, step: int, progress: PublishProgress) -> None:
+        """Have the gate judge the pending delta.
 
         Raises:
             GateError: it refuses the version.
         """
-        reasons = [] if self._gatekeeper is None else self._gatekeeper.judge(patch)
+        reasons = [] if self._gate is None else self._gate.judge(pending)
         if reasons and self._options.gate is not None and self._options.gate.action == "refuse":
             raise GateError(
                 f"version {version} (step {step}) is not published: {'; '.join(reasons)}. Its changes stay, and are "
@@ -254,36 +259,36 @@ class Committer:
         progress.quarantined = tuple(reasons)
 
     def _make_durable(
-        self, patch: PendingDelta, version: int, step: int, progress: PublishProgress, watch: Stopwatch
+        self, pending: PendingDelta, version: int, step: int, progress: PublishProgress, watch: Stopwatch
     ) -> None:
         try:
             watch.lap()
-            changes = patch.changes()
-            context = DeltaContext(self.writer.run, version, self.held.version)
+            changes = pending.changes()
+            context = DeltaContext(self.writer.run, version, self.current.version)
             codec, encoded = self._encoder.encode(changes, context)
             coding = (codec, self._options.compression)
             progress.seconds["encode"] = watch.lap()
-            together = in_parallel if len(encoded) > 1 else map
-            objects = list(together(self.writer.put_object, encoded))
-            sidecars = put_sidecars(self.writer, progress.sidecars)
+            store_all = in_parallel if len(encoded) > 1 else map
+            objects = list(store_all(self.writer.put_object, encoded))
+            sidecars = self.writer.put_sidecars(progress.sidecars)
             manifest = manifests.delta(
-                self.newest, self.held, step, coding, objects, changes, self.writer.epoch, progress.quarantined,
+                self.newest, self.current, step, coding, objects, changes, self.writer.epoch, progress.quarantined,
                 [item for item, _ in sidecars],
             )  # fmt: skip
             progress.payload_bytes, progress.codec = manifest.payload_bytes, manifest.codec
-            self._commit(self._options.keyring.signed(manifest), patch)
-            # What is left to do for the run takes as many round trips as its receivers need to see the version.
+            self._commit(self._options.keyring.signed(manifest), pending)
+            # First the notice: the remaining work takes as many round trips as receivers need to see the version.
             self.writer.notify()
             for ref, data in (*zip(objects, encoded, strict=True), *sidecars):
-                self.writer.put_missing(ref, data)
+                self.writer.restore_if_collected(ref, data)
         except (ConflictError, UncertainError):
             raise
         except FormerVersionError as error:
-            patch.revert()
-            self._adopt(error)
+            pending.revert()
+            self._continue_from_former(error)
             raise PublishError(
-                f"{error.message}; this publisher goes on from there, and the next publish carries the changes of step "
-                f"{step}"
+                f"{error.message}; this publisher continues from that version, and the next publish carries the "
+                f"changes of step {step}"
             ) from error
         except DeltaSyncError as error:
             raise PublishError(
@@ -291,7 +296,7 @@ class Committer:
                 "carries its changes"
             ) from error
 
-    def _commit(self, manifest: Manifest, patch: PendingDelta) -> None:
+    def _commit(self, manifest: Manifest, pending: PendingDelta) -> None:
         try:
             self.writer.commit(manifest)
         except ConflictError as error:
@@ -300,54 +305,54 @@ class Committer:
         except UncertainError:
             self._uncertain = manifest
             raise
-        self._settle(patch, manifest)
+        self._mark_durable(pending, manifest)
 
-    def _settle(self, patch: PendingDelta, manifest: Manifest) -> None:
-        patch.settle()
-        self.held = manifest
-        if self._gatekeeper is not None:
-            self._gatekeeper.settle(manifest.version)
+    def _mark_durable(self, pending: PendingDelta, manifest: Manifest) -> None:
+        pending.keep()
+        self.current = manifest
+        if self._gate is not None:
+            self._gate.mark_durable(manifest.version)
         if manifest.quarantine is not None:
             reasons = "; ".join(manifest.quarantine.reasons)
             logger.warning("version %d is published as quarantined: %s", manifest.version, reasons)
-        self._rebased.release()
-        self._rebased.sweep()
+        self._rebase_tag.release()
+        self._rebase_tag.sweep()
 
-    def _adopt(self, former: FormerVersionError) -> None:
-        """Go on from the last version of the writer before."""
+    def _continue_from_former(self, former: FormerVersionError) -> None:
+        """Continue from the last version of the former writer."""
         manifest = former.manifest
         try:
-            self._hold(manifest)
+            self._checkout(manifest)
         except DeltaSyncError as error:
             raise PublishError(
-                f"{former.message}, and cannot be rebuilt: {error}; if that stays so, start this publisher again, "
-                "which begins anew behind it"
+                f"{former.message}, and cannot be rebuilt: {error}; if this persists, restart this publisher, which "
+                "then commits a full snapshot after it"
             ) from error
-        self.writer.adopt(manifest)
-        self.writer.point_head()
+        self.writer.set_newest(manifest)
+        self.writer.update_head()
 
-    def _hold(self, manifest: Manifest) -> None:
+    def _checkout(self, manifest: Manifest) -> None:
         bits = self._bits_of(manifest)
         reference = self._reference(manifest)
-        self.baseline.take(bits, manifest.model_fingerprint)
-        self.held = manifest
-        self._admit(manifest, reference)
+        self.baseline.replace(bits, manifest.model_fingerprint)
+        self.current = manifest
+        self._start_gate(manifest, reference)
 
     def _reference(self, manifest: Manifest) -> tuple[int, list[Bits]] | None:
-        """What a quarantined version is compared with: the newest sound one that it is built on.
+        """What a quarantined version is compared with: the newest sound version that it builds on.
 
         Returns:
-            its number, and its bits per tensor id; None if it is not needed, or cannot be rebuilt.
+            Its number, and its bits per tensor id; None if it is not needed, or cannot be rebuilt.
 
         Raises:
             StoreError: the store failed.
         """
-        held = manifest
-        if self._gatekeeper is None or held.quarantine is None:
+        current = manifest
+        if self._gate is None or current.quarantine is None:
             return None
         try:
             while (quarantine := manifest.quarantine) is not None:
-                # By number, unless a version in between was built on another than the one before.
+                # The manifest names the sound version, unless a version in between was rebased.
                 version = quarantine.sound
                 if manifest.breaks and manifest.breaks[-1].version > (version or 0):
                     version = manifest.base_version
@@ -358,17 +363,17 @@ class Committer:
         except StoreError:
             raise
         except DeltaSyncError as error:
-            logger.warning("the sound version before version %d cannot be rebuilt: %s", held.version, error)
+            logger.warning("the sound version before version %d cannot be rebuilt: %s", current.version, error)
             return None
 
-    def _admit(self, manifest: Manifest, reference: tuple[int, list[Bits]] | None) -> None:
-        if self._gatekeeper is not None:
-            self._gatekeeper.begin(manifest.version, manifest.quarantine is not None, reference)
+    def _start_gate(self, manifest: Manifest, reference: tuple[int, list[Bits]] | None) -> None:
+        if self._gate is not None:
+            self._gate.start(manifest.version, manifest.quarantine is not None, reference)
 
     def _names(self, tensors: list[int]) -> list[str]:
         return [self.baseline.table[tensor].name for tensor in tensors]
 
 
-def _listed(names: list[str]) -> str:
+def _listed_tensors(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"tensor{'s' if len(names) > 1 else ''} {', '.join(map(repr, names[:5]))}{more}"

@@ -1,15 +1,15 @@
-"""Who may write a run: claims of epochs, and what there was when one began.
+"""Who may write a run: ``claim`` begins a writer epoch, ``check_not_fenced`` checks it, ``check_tail`` the signatures.
 
-Whoever takes a run over writes claims/<e>.json first, if absent, and only then looks for the head. A writer looks for
-the claim after its own right before each commit. So of the former writer at most one more version can appear, the one
-that it looked for just before the claim; see ``RunWriter.commit``.
+A publisher that takes over a run first writes claims/<e>.json, if absent, and only then finds the head. A writer looks
+for the claim after its own right before each commit. So at most one more version of the former writer can appear, the
+one whose check ran just before the claim; see ``RunWriter.commit``.
 
-Where create-if-absent does not hold (``Bucket.supports_conditional_put``), two writers may both be told that they were
-first. One publisher at a time is a rule for people there, and what is done here keeps mistakes from doing harm: a claim
-and run.json are ours only if they read back as ours after a settling time; before and after each commit a writer looks
-whether claim, run.json and its manifests are still its own, and stops if not; and nobody writes over what is another's.
-What remains: a write that the network holds back for longer than the settling time, after its writer's last look, may
-replace another's. That one notices with its next commit at the latest, and stops.
+Where create-if-absent is not atomic (``Bucket.exclusive`` is False), two writers may both be told that they were first.
+Users must then run one publisher at a time, and the checks here keep mistakes from doing harm: a claim and run.json
+count as ours only if they read back as ours after a settling time; before and after each commit a writer checks that
+claim, run.json and its manifests are still its own, and stops if not; no writer overwrites another's objects. What
+remains: a write that the network delays beyond the settling time, after its writer's last check, may replace another
+writer's object. That writer notices at its next commit at the latest, and stops.
 """
 
 import secrets
@@ -23,6 +23,7 @@ from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
     DeltaSyncError,
+    ForkError,
     FormatError,
     NotFoundError,
     SignatureError,
@@ -31,9 +32,12 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import Claim, claim_key
-from vllm_delta_sync.format.manifest import RUN_KEY, Manifest, timestamp, version_key
+from vllm_delta_sync.format.manifest import RUN_KEY, Manifest, RunInfo, timestamp, version_key
 from vllm_delta_sync.run.checks import check_follows
-from vllm_delta_sync.run.head import last_consecutive
+from vllm_delta_sync.run.head import end_of_block
+from vllm_delta_sync.run.revoked import refused_manifest
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.trust.keyring import RunKeys, short
 
 _READ_BYTES = 1 << 24
 
@@ -45,7 +49,7 @@ class HistoryTail:
     Attributes:
         version: the highest number that has a manifest, without a gap before it.
         digest: SHA-256 of that manifest as it is stored.
-        manifest: the newest one that is good; None if none is.
+        manifest: the newest good manifest; None if there is none.
         problem: why ``manifest`` is not that of ``version``; None if it is.
     """
 
@@ -55,30 +59,30 @@ class HistoryTail:
     problem: DeltaSyncError | None
 
 
-def find_end(run: Run) -> HistoryTail:
-    """The newest version, however damaged.
+def find_tail(run: Run) -> HistoryTail:
+    """Find the newest version, however damaged.
 
     Raises:
         NotFoundError: the run has no version. UnsupportedError: a later release wrote it.
-        StoreError: the store failed, or does not give the same twice.
+        StoreError: the store failed, or returned different bytes on a second read.
     """
-    found = _find_end(run)
-    if found.problem is not None:
-        # What is damaged in the store stays so; bytes that flipped on the way do not.
-        found = _find_end(run)
+    tail = _find_tail(run)
+    if tail.problem is not None:
+        # Damage in the store persists; bytes that flipped on the way do not.
+        tail = _find_tail(run)
     for key, same in (
         (RUN_KEY, run.is_current),
-        (version_key(found.version), lambda: stored_digest(run.bucket, version_key(found.version)) == found.digest),
+        (version_key(tail.version), lambda: stored_digest(run.bucket, version_key(tail.version)) == tail.digest),
     ):
         if not same():
             raise StoreError(
-                f"{key} of {run.bucket.url} reads otherwise than a moment ago: it was written over, or the store or "
+                f"{key} of {run.bucket.url} reads differently than a moment ago: it was overwritten, or the store or "
                 "the network damages what it delivers; start this publisher again"
             )
-    return found
+    return tail
 
 
-def _find_end(run: Run) -> HistoryTail:
+def _find_tail(run: Run) -> HistoryTail:
     manifest: Manifest | None = None
     try:
         manifest, problem = run.reachable_head()
@@ -91,18 +95,18 @@ def _find_end(run: Run) -> HistoryTail:
     if isinstance(problem, UnsupportedError):
         raise problem
     highest = _highest(run, manifest)
-    last = _proven(run, highest)
+    last = _verified(run, highest)
     if last is not None:
-        # Only HEAD.json is wrong, or what it points at, and somebody has gone on behind that.
+        # Only HEAD.json, or what it points at, is wrong, and a writer has continued after that.
         return HistoryTail(last.version, last.digest, last, None)
     return HistoryTail(highest, stored_digest(run.bucket, version_key(highest)), manifest, problem)
 
 
 def _highest(run: Run, newest: Manifest | None) -> int:
-    """The highest number of those that follow each other from ``newest`` on, or from the first if none is good.
+    """The highest version reached without a gap from ``newest``, or from the first version if no manifest is good.
 
-    A chain has no gaps: what lies beyond one is a stranger's, and must not stop anybody from going on. A manifest that
-    HEAD.json names and that is lost is no gap.
+    A run has no gaps: a version beyond one was not written by its writer, and must not stop a takeover. A lost manifest
+    that HEAD.json names is no gap.
     """
     versions = run.versions()
     if not versions:
@@ -112,7 +116,7 @@ def _highest(run: Run, newest: Manifest | None) -> int:
     if highest not in versions:
         highest -= 1
     try:
-        # What a listing does not show yet.
+        # A listing may not show the latest versions yet.
         while True:
             run.bucket.stat(version_key(highest + 1))
             highest += 1
@@ -120,8 +124,8 @@ def _highest(run: Run, newest: Manifest | None) -> int:
         return highest
 
 
-def _proven(run: Run, version: int) -> Manifest | None:
-    """A version's manifest, if it is good and follows the one before it, be that good or not."""
+def _verified(run: Run, version: int) -> Manifest | None:
+    """A version's manifest if it is good and names the previous manifest as it is stored, good or not."""
     try:
         manifest = run.manifest(version)
         if version:
@@ -140,34 +144,34 @@ def _check_link(run: Run, manifest: Manifest) -> None:
     try:
         parent = run.manifest(before)
     except (FormatError, SignatureError):
-        # Damaged, or of a key that was revoked since: who has gone on behind it has named it as it is stored.
+        # Damaged, or its key was revoked since: the writer that continued after it named it as it is stored.
         return
     check_follows(parent, manifest)
 
 
 @dataclass(frozen=True, slots=True)
 class EpochToken:
-    """An epoch that was begun, and the claim of it as it is stored."""
+    """An epoch of this writer, and its claim as it is stored."""
 
     epoch: int
     data: bytes
 
 
-def claim(run: Run, found: HistoryTail) -> EpochToken:
-    """Begin the next epoch; from when this returns the former writer commits one more version at most.
+def claim(run: Run, tail: HistoryTail) -> EpochToken:
+    """Begin the next epoch; once this returns, the former writer commits at most one more version.
 
     Raises:
         StoreError: the store failed; at worst a claim is left that fences the former writer.
     """
     bucket, writer = run.bucket, secrets.token_hex(16)
-    epoch = max(run.newest_epoch(), 0 if found.manifest is None else found.manifest.epoch) + 1
+    epoch = max(run.newest_claim(), 0 if tail.manifest is None else tail.manifest.epoch) + 1
     while True:
         document = run.keyring.signed(
             Claim(
                 run=run.info.run,
                 epoch=epoch,
-                version=found.version,
-                manifest=found.digest,
+                version=tail.version,
+                manifest=tail.digest,
                 writer=writer,
                 created_at=timestamp(),
             )
@@ -178,21 +182,21 @@ def claim(run: Run, found: HistoryTail) -> EpochToken:
         epoch += 1
 
 
-def check_fence(bucket: Bucket, info: bytes, epoch: int, own: bytes | None = None) -> None:
-    """Raise unless the run is still there and nobody has claimed a later epoch: one small get, and one stat.
+def check_not_fenced(bucket: Bucket, info: bytes, epoch: int, own: bytes | None = None) -> None:
+    """Raise unless the run still exists and no later epoch is claimed: one small get and one stat.
 
     Args:
         info: the bytes of the run's ``run.json``.
-        own: those of the claim of ``epoch``, None if it has none. Read again where create-if-absent does not hold.
+        own: bytes of the claim of ``epoch``, None if it has none. Read again where create-if-absent is not atomic.
 
     Raises:
-        ConflictError: the run is another writer's, another run, or gone. StoreError: the store does not tell.
+        ConflictError: another writer has the run, or it was replaced or removed. StoreError: the store failed.
     """
     try:
-        ours = reads_back(lambda: bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), info)
+        unchanged = gives(lambda: bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), info)
     except NotFoundError as error:
         raise ConflictError(f"the run at {bucket.url} was removed; this publisher stops: start a new run") from error
-    if not ours:
+    if not unchanged:
         raise ConflictError(
             f"another run was started at {bucket.url} in place of this one; this publisher stops: publish to another "
             "run URL"
@@ -211,10 +215,10 @@ def check_fence(bucket: Bucket, info: bytes, epoch: int, own: bytes | None = Non
 
 
 def stored_digest(bucket: Bucket, key: str) -> str:
-    """SHA-256 of an object as it is stored, read piece by piece.
+    """SHA-256 of an object as it is stored, read in pieces.
 
     Raises:
-        NotFoundError: no such object. StoreError: the store failed.
+        NotFoundError: there is no such object. StoreError: the store failed.
     """
     digest, start = sha256(), 0
     while True:
@@ -223,3 +227,113 @@ def stored_digest(bucket: Bucket, key: str) -> str:
         if len(piece) < _READ_BYTES:
             return digest.hexdigest()
         start += len(piece)
+
+
+def key_refusal(keys: RunKeys, keyring: Keyring) -> str | None:
+    """Why readers refuse signatures of the keyring's signing key; None if they accept them, or there is no key."""
+    if keyring.public is None or keyring.public in keys.allowed():
+        return None
+    entry = None if keys.file is None else keys.file.entry(keyring.public)
+    if entry is None:
+        return (
+            f"signing_key {short(keyring.public)} is neither among trusted_keys nor listed in keys.json; list it "
+            "(delta-sync keys), or add its public key file to trusted_keys here and on the receivers"
+        )
+    return (
+        f"keys.json says that signing_key {short(keyring.public)} was {'revoked' if entry.revoked else 'retired'}; "
+        "publish with a key that is in use"
+    )
+
+
+def open_trusted(bucket: Bucket, keyring: Keyring) -> Run:
+    """Open a run in order to continue it.
+
+    Raises:
+        SignatureError: it is signed and there is no signing key, or the reverse; or the key may not sign it.
+        DeltaSyncError: run.json, tensors.json or keys.json is missing or damaged.
+    """
+    info = RunInfo.from_bytes(bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), RUN_KEY)
+    if keyring.signs and info.signature is None:
+        raise SignatureError(
+            f"the run at {bucket.url} is not signed, and signing_key is set: its content cannot be trusted; "
+            "publish to a new run URL, or without signing_key"
+        )
+    if info.signature is not None:
+        _check_has_key(bucket, keyring)
+    run = Run(bucket, keyring)
+    refused = key_refusal(run.authentic.keys, keyring)
+    if refused is not None:
+        raise SignatureError(f"{refused} ({bucket.url})")
+    return run
+
+
+def check_tail(run: Run, tail: HistoryTail) -> None:
+    """Raise SignatureError if a signed run ends with data that no trusted key has signed.
+
+    Continuing after it would sign it, and publish its weights as ours. Damaged data count too: they may replace a
+    version that receivers have, which would take the next version for another history. A version whose key keys.json
+    revoked or retired is not refused: receivers that believed it follow only what continues after it.
+    """
+    if not run.keyring.signs:
+        if tail.manifest is not None and tail.manifest.signature is not None:
+            _check_has_key(run.bucket, run.keyring)
+    elif (tail.problem is not None or tail.manifest is None) and not is_revoked_tail(run, tail):
+        raise _untrusted_error(run, tail, tail.problem)
+
+
+def is_revoked_tail(run: Run, tail: HistoryTail) -> bool:
+    """Whether everything after the last good version is signed by keys that were retired or revoked since.
+
+    Raises:
+        StoreError: the store failed.
+    """
+    last = tail.manifest
+    if tail.problem is None or last is None:
+        return False
+    digest = last.digest
+    for version in range(last.version + 1, tail.version + 1):
+        manifest = refused_manifest(run, version)
+        if manifest is None or manifest.parent != digest:
+            return False
+        digest = manifest.digest
+    return digest == tail.digest
+
+
+def forgery_cause(error: BaseException | None) -> DeltaSyncError | None:
+    """The signature or fork error that caused ``error``; None if something else did."""
+    seen: list[BaseException] = []
+    # An error may have been raised from itself.
+    while error is not None and error not in seen:
+        if isinstance(error, SignatureError | ForkError):
+            return error
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def raise_if_forged(run: Run, tail: HistoryTail, error: DeltaSyncError) -> None:
+    """Raise SignatureError if a version cannot be rebuilt because it needs data that no trusted key has signed."""
+    reason = forgery_cause(error) if run.keyring.checks else None
+    if reason is not None:
+        raise _untrusted_error(run, tail, reason) from error
+
+
+def _check_has_key(bucket: Bucket, keyring: Keyring) -> None:
+    if not keyring.signs:
+        raise SignatureError(
+            f"the run at {bucket.url} is signed, and its receivers would refuse a version without a signature; "
+            "pass signing_key= with a key that may sign it, or publish to a new run URL"
+        )
+
+
+def _untrusted_error(run: Run, tail: HistoryTail, problem: DeltaSyncError | None) -> SignatureError:
+    url, last = run.bucket.url, tail.manifest
+    remedy = "restore the original objects (delta-sync repair, with a mirror), or publish to a new run URL"
+    if last is not None and last.version < tail.version:
+        remedy = (
+            f"remove {version_key(last.version + 1)} and what follows to continue from version {last.version}, {remedy}"
+        )
+    return SignatureError(
+        f"version {tail.version} of {url} is not signed by a trusted key, so nothing is built on it: {problem}. "
+        f"Another party may have written to the bucket: find out who. Then {remedy}"
+    )

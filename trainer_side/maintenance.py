@@ -1,19 +1,24 @@
-"""Done beside publishing and never in its way: anchors, folded ranges, and a HEAD.json that does not run out."""
+"""``BackgroundMaintenance``: write anchors and merged deltas, and renew a signed HEAD.json, beside publishing.
+
+``RebaseTag`` retains a version that the publisher rebased to.
+"""
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from trainer_side.head_renewal import HeadRenewal
 from trainer_side.options import Options
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.errors import DeltaSyncError, NotFoundError
+from vllm_delta_sync.format.documents import TAGS_PREFIX, tag_of_key
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.maintenance.tags import delete_tag, rebase_epoch, rebase_tag, set_tag
 from vllm_delta_sync.redaction import guarded_logger
 
 logger = guarded_logger(__name__)
@@ -24,11 +29,9 @@ _NICE = 10
 
 
 class BackgroundMaintenance:
-    """One thread looks after the newest version it was told of, one thing at a time; older versions it skips.
+    """A thread that maintains the newest durable version, one task at a time; it skips older versions.
 
-    Another renews HEAD of a signed run.
-
-    A failure only warns: a run reads correctly without any of this.
+    A second thread renews the HEAD of a signed run. A failure only warns: a run reads correctly without maintenance.
     """
 
     def __init__(self, bucket: Bucket, base: str | Path | None, options: Options, writer: RunWriter) -> None:
@@ -43,15 +46,15 @@ class BackgroundMaintenance:
         self._renewal = HeadRenewal(writer, options.keyring.has_signing_key)
 
     def offer(self, manifest: Manifest) -> None:
-        """A version is durable; returns at once."""
+        """Maintain a version that became durable; returns at once."""
         self._queue.put(manifest)
 
     def milestone(self, version: int) -> None:
-        """A version is to have an anchor; returns at once."""
+        """Write an anchor of a version; returns at once."""
         self._queue.put(version)
 
     def close(self) -> None:
-        """Stop what is under way, and end the threads. May be called twice."""
+        """Stop the running task, and end the threads. May be called twice."""
         self._closing = True
         self._queue.put(None)
         self._thread.join()
@@ -67,10 +70,10 @@ class BackgroundMaintenance:
             for version in milestones:
                 self._try(f"version {version} gets no anchor yet", partial(self._anchor, version))
             if newest is not None:
-                self._try(f"no upkeep after version {newest.version}", partial(self._look_after, newest))
+                self._try(f"no maintenance after version {newest.version}", partial(self._look_after, newest))
 
     def _next(self) -> tuple[Manifest | None, list[int]]:
-        """What there is to do: for the newest version, and for milestones."""
+        """The newest version to maintain, if any, and versions that need an anchor."""
         newest: Manifest | None = None
         milestones: list[int] = []
         try:
@@ -91,7 +94,7 @@ class BackgroundMaintenance:
             work()
         except DeltaSyncError as error:
             if not self._stop():
-                logger.warning("%s, later versions mend that: %s", failure, error)
+                logger.warning("%s, later versions repair that: %s", failure, error)
         except Exception:  # publishing must not depend on maintenance
             logger.exception("%s", failure)
 
@@ -121,8 +124,99 @@ class BackgroundMaintenance:
 
 
 def _lower_priority() -> None:
-    """Let training and publishing go first, where the system knows priorities of threads."""
+    """Let training and publishing run first, on systems with thread priorities."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
     except (OSError, AttributeError):
         pass
+
+
+HEAD_THREAD_NAME = "delta-sync-head"
+
+
+class HeadRenewal:
+    """A thread that writes HEAD again each time a third of its lifetime has passed.
+
+    Args:
+        needed: whether HEAD has an expiry.
+    """
+
+    def __init__(self, writer: RunWriter, needed: bool) -> None:
+        self._writer = writer
+        self._ended = threading.Event()
+        # A daemon, which does not keep the process alive: an expired HEAD shows that the publisher has ended.
+        self._thread = threading.Thread(target=self._serve, name=HEAD_THREAD_NAME, daemon=True) if needed else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after its current write. May be called twice."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _serve(self) -> None:
+        seconds = self._writer.renew_head()
+        while seconds is not None and not self._ended.wait(seconds):
+            seconds = self._writer.renew_head()
+
+
+class RebaseTag:
+    """The tag that retains a version this writer rebased to, until the next version builds on it. At most one.
+
+    Args:
+        run: returns the run. epoch: of its writer.
+    """
+
+    def __init__(self, run: Callable[[], Run], epoch: int) -> None:
+        self._run = run
+        self._epoch = epoch
+        self._name: str | None = None
+        self._swept = epoch == 0
+
+    @contextmanager
+    def keeping(self, version: int) -> Iterator[None]:
+        """Tag a version in place of the one tagged before; if the block fails, keep the tag before instead."""
+        name = rebase_tag(self._epoch, version)
+        set_tag(self._run(), name, version)
+        before, self._name = self._name, name
+        try:
+            yield
+        except BaseException:  # an interrupted rebase leaves the version before checked out
+            before, self._name = name, before
+            raise
+        finally:
+            self._drop(before)
+
+    def release(self) -> None:
+        """Delete the tag; a failure only warns."""
+        name, self._name = self._name, None
+        self._drop(name)
+
+    def sweep(self) -> None:
+        """Delete rebase tags that former writers of the run left; only the first call does so.
+
+        Call it only after a commit: until then the last version of such a writer may appear, which builds on a tagged
+        version.
+        """
+        if self._swept:
+            return
+        self._swept = True
+        try:
+            names = [tag_of_key(item.key) for item in self._run().bucket.list(TAGS_PREFIX + "rebase-")]
+        except DeltaSyncError as error:
+            logger.warning("whether former writers have left tags is not known: %s", error)
+            return
+        for name in names:
+            epoch = None if name is None else rebase_epoch(name)
+            if epoch is not None and epoch < self._epoch:
+                self._drop(name)
+
+    def _drop(self, name: str | None) -> None:
+        try:
+            if name is not None:
+                delete_tag(self._run(), name)
+        except NotFoundError:
+            return
+        except DeltaSyncError as error:
+            logger.warning("tag %r is left in the run; delete it (delta-sync tag --delete): %s", name, error)

@@ -1,4 +1,4 @@
-"""Manifests of the three kinds of version, and the files of an anchor."""
+"""Manifests of versions (``reference``, ``anchor``, ``delta``, ``restart_anchor``), and the files of an anchor."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -22,17 +22,17 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.bits import Bits
 
 SHARD_BYTES = 1024**3
-"""Bytes of tensors in one object of an anchor; a larger tensor has an object of its own."""
+"""Bytes of tensors in one object of an anchor; a larger tensor has its own object."""
 
 
 Put = Callable[[ObjectRef, Path], None]
 
-UPLOADS = 2
-"""Shards on their way at once: while these go up, the next one is written to disk."""
+PARALLEL_UPLOADS = 2
+"""Shards that upload at once, while the next one is written to disk."""
 
 
 class FullState(Protocol):
-    """All weights of a version: its tensors, and the fingerprint of each in the order of the table."""
+    """All weights of a version: its tensors, and the fingerprint of each in table order."""
 
     @property
     def table(self) -> TensorTable: ...
@@ -43,7 +43,7 @@ class FullState(Protocol):
 
 
 class DeltaContents(Protocol):
-    """What the objects of a delta carry; ``tensors.changes.Changes`` is one."""
+    """What the objects of a delta contain; ``tensors.changes.Changes`` is one implementation."""
 
     @property
     def changed(self) -> int: ...
@@ -54,22 +54,22 @@ class DeltaContents(Protocol):
 
 
 class Shards:
-    """Files of an anchor: written one at a time to a temporary folder, and stored while the next is written.
+    """Files of an anchor: each is written to a temporary folder, and stored while the next one is written.
 
-    Leaving waits until all are stored.
+    Leaving the context waits until all are stored.
 
     Args:
-        put: stores one file; called from other threads, ``UPLOADS`` at once.
+        put: stores one file; called from other threads, ``PARALLEL_UPLOADS`` at once.
 
     Raises:
-        StoreError: the disk is full or not writable. Else whatever ``put`` raises; all have ended then.
+        StoreError: the disk is full or not writable. Otherwise whatever ``put`` raises, after all uploads have ended.
     """
 
     def __init__(self, put: Put) -> None:
         self._put = put
-        self._going: set[Future[None]] = set()
+        self._uploads: set[Future[None]] = set()
         self._count = 0
-        # After an interrupt files are removed under uploads that go on: their threads are given up with the process.
+        # After an interrupt, files may be removed while they are uploaded: the threads end with the process.
         try:
             self._folder = TemporaryDirectory(prefix="delta-sync-", ignore_cleanup_errors=True)
         except OSError as error:
@@ -85,8 +85,8 @@ class Shards:
         with path.open("rb") as file:
             digest = file_digest(file, "sha256").hexdigest()
         ref = ObjectRef(key=object_key(digest), bytes=path.stat().st_size, sha256=digest)
-        self._going = _ended(self._going, UPLOADS - 1)
-        self._going.add(start_call(_put_away, self._put, ref, path))
+        self._uploads = _wait_until_at_most(self._uploads, PARALLEL_UPLOADS - 1)
+        self._uploads.add(begun(_store_and_remove, self._put, ref, path))
         return ref
 
     def __enter__(self) -> Self:
@@ -98,12 +98,12 @@ class Shards:
         with self._folder:
             try:
                 if error is None:
-                    _ended(self._going, 0)
+                    _wait_until_at_most(self._uploads, 0)
             finally:
-                # Nothing goes on behind the caller's back; but an interrupt waits for nobody.
+                # No upload may outlive the block, except after an interrupt, which must not wait.
                 if error is None or isinstance(error, Exception):
-                    for upload in self._going:
-                        wait_for_call(upload)
+                    for upload in self._uploads:
+                        ended(upload)
 
 
 def put_shards(baseline: Baseline, shard_bytes: int, put: Put) -> list[ObjectRef]:
@@ -112,63 +112,63 @@ def put_shards(baseline: Baseline, shard_bytes: int, put: Put) -> list[ObjectRef
         return [files.add(table, baseline.tensors(table)) for table in shard_tables(baseline.table, shard_bytes)]
 
 
-def _put_away(put: Put, ref: ObjectRef, path: Path) -> None:
+def _store_and_remove(put: Put, ref: ObjectRef, path: Path) -> None:
     put(ref, path)
     path.unlink()
 
 
-def _ended(going: set[Future[None]], most: int) -> set[Future[None]]:
-    """Wait until at most so many go on; raises what one of the others has raised."""
+def _wait_until_at_most(uploads: set[Future[None]], most: int) -> set[Future[None]]:
+    """Wait until at most ``most`` uploads are running; raise what a finished one raised."""
     while True:
-        done = {upload for upload in going if upload.done()}
+        done = {upload for upload in uploads if upload.done()}
         for upload in done:
             upload.result()
-        going = going - done
-        if len(going) <= most:
-            return going
-        wait(going, SLICE_SECONDS, FIRST_COMPLETED)
+        uploads = uploads - done
+        if len(uploads) <= most:
+            return uploads
+        wait(uploads, SLICE_SECONDS, FIRST_COMPLETED)
 
 
-def reference(run: str, whole: FullState, base: Base) -> Manifest:
-    """Version 0 that uploads nothing, because the weights are those of ``base``."""
-    return Manifest(kind="reference", base=base, changed=0, payload_bytes=0, **_whole(run, whole))
+def reference(run: str, state: FullState, base: Base) -> Manifest:
+    """Version 0 that uploads nothing, because the weights equal ``base``."""
+    return Manifest(kind="reference", base=base, changed=0, payload_bytes=0, **_state_fields(run, state))
 
 
-def anchor(run: str, whole: FullState, objects: list[ObjectRef]) -> Manifest:
+def anchor(run: str, state: FullState, objects: list[ObjectRef]) -> Manifest:
     """Version 0 with all tensors in ``objects``."""
-    return Manifest(kind="anchor", **_carried(whole, objects), **_whole(run, whole))
+    return Manifest(kind="anchor", **_object_fields(state, objects), **_state_fields(run, state))
 
 
-def anchor_behind(
+def restart_anchor(
     run: str,
-    whole: FullState,
+    state: FullState,
     objects: list[ObjectRef],
     place: tuple[int, str],
-    known: Manifest | None,
+    newest_good: Manifest | None,
     epoch: int,
     reasons: Sequence[str] = (),
 ) -> Manifest:
-    """A version that begins anew behind others that cannot be read.
+    """A version with all tensors, after versions that cannot be read.
 
     Args:
-        place: its number, and the digest of the version before it, as that is stored.
-        known: the newest version whose manifest is good. reasons: why it is quarantined, if it is.
+        place: its number, and the digest of the previous version's manifest as it is stored.
+        newest_good: the newest version whose manifest is good. reasons: why this version is quarantined, if it is.
     """
     version, parent = place
-    breaks = _with_break([] if known is None else known.breaks, version, None)
-    members = _whole(run, whole) | {
+    breaks = _with_break([] if newest_good is None else newest_good.breaks, version, None)
+    members = _state_fields(run, state) | {
         "version": version,
-        "step": 0 if known is None else known.step,
+        "step": 0 if newest_good is None else newest_good.step,
         "parent": parent,
         "epoch": epoch,
         "breaks": breaks,
-        "quarantine": _quarantine(reasons, known),
+        "quarantine": _quarantine(reasons, newest_good),
     }
-    return Manifest(kind="anchor", **_carried(whole, objects), **members)
+    return Manifest(kind="anchor", **_object_fields(state, objects), **members)
 
 
 def check_breaks(breaks: list[Break]) -> None:
-    """Raise LimitError if a run with these can have no break more."""
+    """Raise LimitError if a run with these breaks cannot have another one."""
     if len(breaks) >= limits.MAX_BREAKS:
         raise LimitError(f"the run has {len(breaks)} breaks (MAX_BREAKS); branch it, or start a new run")
 
@@ -183,36 +183,36 @@ def _quarantine(reasons: Sequence[str], before: Manifest | None) -> Quarantine |
     return Quarantine(reasons=list(reasons), sound=sound) if reasons else None
 
 
-def _carried(whole: FullState, objects: list[ObjectRef]) -> dict[str, Any]:
-    return {"objects": objects, "changed": whole.table.total, "payload_bytes": sum(ref.bytes for ref in objects)}
+def _object_fields(state: FullState, objects: list[ObjectRef]) -> dict[str, Any]:
+    return {"objects": objects, "changed": state.table.total, "payload_bytes": sum(ref.bytes for ref in objects)}
 
 
-def _whole(run: str, whole: FullState) -> dict[str, Any]:
+def _state_fields(run: str, state: FullState) -> dict[str, Any]:
     return {
         "run": run,
         "version": 0,
         "step": 0,
-        "total": whole.table.total,
-        "full_bytes": whole.table.full_bytes,
-        "fingerprint": whole.fingerprint.hex(),
-        "tensor_fingerprints": _by_name(whole),
+        "total": state.table.total,
+        "full_bytes": state.table.full_bytes,
+        "fingerprint": state.fingerprint.hex(),
+        "tensor_fingerprints": _fingerprints_by_name(state),
         "created_at": timestamp(),
     }
 
 
-def _by_name(whole: FullState) -> dict[str, str]:
-    fingerprints = zip(whole.table, whole.fingerprints, strict=True)
+def _fingerprints_by_name(state: FullState) -> dict[str, str]:
+    fingerprints = zip(state.table, state.fingerprints, strict=True)
     return {spec.name: value.hex() for spec, value in fingerprints}
 
 
-def anchor_beside(manifest: Manifest, whole: FullState, objects: list[ObjectRef]) -> Anchor:
-    """The document of an anchor beside the chain, of a version with these weights."""
-    return Anchor.of(manifest, _by_name(whole), objects)
+def standalone_anchor(manifest: Manifest, state: FullState, objects: list[ObjectRef]) -> Anchor:
+    """The document of a standalone anchor of a version with these weights."""
+    return Anchor.of(manifest, _fingerprints_by_name(state), objects)
 
 
 def delta(
     parent: Manifest,
-    held: Manifest,
+    base: Manifest,
     step: int,
     coding: tuple[Codec, Compression],
     objects: list[ObjectRef],
@@ -224,27 +224,27 @@ def delta(
     """The version after ``parent``.
 
     Args:
-        held: the version that the objects change; another than ``parent`` makes a break.
+        base: the version that the objects change; if it is not ``parent``, the run gets a break.
         coding: of the objects.
-        objects: none if nothing changed. changes: what they carry together.
-        reasons: why it is quarantined, if it is. sidecars: stored beside it.
+        objects: empty if nothing changed. changes: what they contain together.
+        reasons: why the version is quarantined, if it is. sidecars: stored with it.
 
     Raises:
         LimitError: the run has too many breaks.
     """
     codec, compression = coding
     version, breaks = parent.version + 1, parent.breaks
-    if held.version != parent.version:
-        breaks = _with_break(breaks, version, held.version)
+    if base.version != parent.version:
+        breaks = _with_break(breaks, version, base.version)
     return Manifest(
         run=parent.run,
         version=version,
         step=step,
         kind="delta",
-        base_version=held.version,
+        base_version=base.version,
         parent=parent.digest,
         breaks=breaks,
-        # Codec context is decoded with the bits of before, which is what taking it back would have to come to.
+        # Codec context needs the base bits to decode, which is just what a revert has to produce.
         reversible=changes.reversible and not (objects and codec == "context"),
         epoch=epoch,
         quarantine=_quarantine(reasons, parent),
@@ -257,6 +257,6 @@ def delta(
         total=parent.total,
         payload_bytes=sum(ref.bytes for ref in objects),
         full_bytes=parent.full_bytes,
-        fingerprint=(held.model_fingerprint + changes.fingerprint).hex(),
+        fingerprint=(base.model_fingerprint + changes.fingerprint).hex(),
         created_at=timestamp(),
     )

@@ -1,34 +1,94 @@
-"""What a publisher was asked for, checked."""
+"""Options of a publisher, checked: ``Options`` and the update gate's bounds, ``Gate``."""
 
 import math
 import operator
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch
 
-from trainer_side.diff.buffers import Place
-from trainer_side.gate import Gate
+from trainer_side.diff.buffers import BaselineLocation
 from vllm_delta_sync.codec.delta_object import Codec
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.format.limits import MAX_SIDECAR_BYTES, MAX_SIDECARS
+from vllm_delta_sync.format.manifest import FILE_NAME
 from vllm_delta_sync.settings import client_settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import HEAD_SECONDS, MAX_HEAD_SECONDS
 
+Action = Literal["refuse", "quarantine"]
+ACTIONS = ("refuse", "quarantine")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Bounds that a version must satisfy before servers serve it, and what happens to a version that does not.
+
+    Each version is compared with the last *sound* one, which is what servers have: the version it builds on or, if that
+    is quarantined, the newest one before it that is not. So a model that went bad and recovers is sound again at once,
+    and one that stays bad stays quarantined, even if its bad elements no longer change. Defects of the sound version
+    are not counted: a NaN that came with the base is counted only if its bits change. Version 0 has nothing to be
+    compared with and is not judged; its non-finite elements are logged.
+
+    To leave quarantine: publish weights within the bounds of the sound version, with or without
+    ``publisher.rebase(sound)`` first; or restart the publisher with wider bounds or without a gate.
+
+    Attributes:
+        nonfinite: no changed element may be NaN or infinite. Applies to every floating-point dtype, and to the scales
+            of F8_E8M0; integers have neither.
+        max_changed_share: the largest share of all elements that may differ, above 0 and at most 1; None: no bound.
+        max_norm_jump: the largest ‖new − sound‖₂ / ‖sound‖₂ over all floating-point tensors together, above 0; in fp64,
+            without the elements that are not finite in the sound version. None: no bound, and no norms are kept.
+        action: ``refuse``: the version is not published, and the next call or ``flush`` raises GateError, as for a
+            failed upload. The changes go out with the next version, which is judged anew. ``quarantine``: the version
+            is published with the reasons, and servers skip it unless told to serve it.
+
+    Raises:
+        UsageError: a bound or the action is invalid.
+    """
+
+    nonfinite: bool = True
+    max_changed_share: float | None = None
+    max_norm_jump: float | None = None
+    action: Action = "refuse"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.nonfinite, bool):
+            raise UsageError(f"gate: nonfinite is {self.nonfinite!r}; give True or False")
+        if not _is_bound(self.max_changed_share, 1.0):
+            raise UsageError(
+                f"gate: max_changed_share is {self.max_changed_share!r}; give a share above 0 and at most 1, or None"
+            )
+        if not _is_bound(self.max_norm_jump, math.inf):
+            raise UsageError(f"gate: max_norm_jump is {self.max_norm_jump!r}; give a ratio above 0, or None")
+        if self.action not in ACTIONS:
+            raise UsageError(f"gate: action is {self.action!r}; give one of {', '.join(map(repr, ACTIONS))}")
+
+
+def _is_bound(value: object, maximum: float) -> bool:
+    if value is None:
+        return True
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return plain and 0 < float(value) <= maximum and math.isfinite(value)  # type: ignore[arg-type]
+
+
 RESCAN_BYTES = 64 * 1024**2
 
-Choice = Literal["auto", "packed", "context", "raw"]
-CHOICES: tuple[Choice, ...] = get_args(Choice)
+SidecarData = bytes | bytearray | memoryview
+
+CodecOption = Literal["auto", "packed", "context", "raw"]
+CODEC_OPTIONS: tuple[CodecOption, ...] = get_args(CodecOption)
 
 
 @dataclass(frozen=True)
 class Options:
-    """See ``Publisher``."""
+    """The arguments of ``Publisher``, checked; see there."""
 
-    codec: Choice
+    codec: CodecOption
     compression: Compression
     every: int
     resume: bool
@@ -40,13 +100,13 @@ class Options:
     gate: Gate | None = None
     keyring: Keyring = field(default_factory=Keyring)
     head_seconds: int = HEAD_SECONDS
-    baseline: Place = "host"
+    baseline: BaselineLocation = "host"
     diff_threads: int = 1
     receiver_bytes_per_second: float | None = None
 
     @property
     def base_codec(self) -> Codec:
-        """The codec that changes are collected for; of relative ones ``auto`` may take another."""
+        """The codec that changes are collected for; ``auto`` may encode them as ``context`` instead."""
         return "packed" if self.codec == "auto" else self.codec
 
 
@@ -69,10 +129,10 @@ def checked(
     diff_threads: int | None = None,
     receiver_bytes_per_second: float | None = None,
 ) -> Options:
-    """Raise UsageError for an option that makes no sense, SettingsError for a key file that holds no such key."""
-    chosen = next((name for name in CHOICES if name == codec), None)
+    """Return the options; raise UsageError for an invalid one, SettingsError for an invalid key file."""
+    chosen = next((name for name in CODEC_OPTIONS if name == codec), None)
     if chosen is None:
-        raise UsageError(f"codec is {codec!r}; give one of {', '.join(map(repr, CHOICES))}")
+        raise UsageError(f"codec is {codec!r}; give one of {', '.join(map(repr, CODEC_OPTIONS))}")
     if compression not in ("zstd", "none"):
         raise UsageError(f"compression is {compression!r}; give 'zstd' or 'none'")
     _check_number("every", every, 1, "a number of calls")
@@ -118,7 +178,7 @@ def checked(
 def chosen_keys(
     signing_key: str | Path | None, trusted_keys: str | Sequence[str | Path] | None
 ) -> tuple[str | Path | None, str | Sequence[str | Path] | None]:
-    """Signing key and trusted keys: as given, else as set. Raises SettingsError: a setting does not fit."""
+    """Signing key and trusted keys: the arguments, else the settings. Raises SettingsError: a setting is invalid."""
     settings = client_settings()
     return (
         settings.signing_key if signing_key is None else signing_key,
@@ -127,7 +187,7 @@ def chosen_keys(
 
 
 def check_step(step: int) -> int:
-    """The optimizer step as an int; raises UsageError if it is none."""
+    """Return the optimizer step as an int; raise UsageError if it is invalid."""
     try:
         number = operator.index(step)
     except TypeError:
@@ -138,7 +198,7 @@ def check_step(step: int) -> int:
 
 
 def check_version(version: int) -> int:
-    """A version's number as an int; raises UsageError if it is none."""
+    """Return a version number as an int; raise UsageError if it is invalid."""
     try:
         number = operator.index(version)
     except TypeError:
@@ -148,9 +208,45 @@ def check_version(version: int) -> int:
     return number
 
 
-def _check_number(name: str, value: int, least: int, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name} is {value!r}; give {what}, at least {least}")
+def checked_sidecars(sidecars: Mapping[str, SidecarData] | None) -> dict[str, bytes]:
+    """Return name → bytes, copied so that later writes by the caller have no effect.
+
+    Raises:
+        UsageError: a name, a size, or the number of sidecars is invalid.
+    """
+    if sidecars is None:
+        return {}
+    if not isinstance(sidecars, Mapping):
+        raise UsageError(f"sidecars is a {type(sidecars).__name__}; give a mapping of names to bytes, or None")
+    if len(sidecars) > MAX_SIDECARS:
+        raise UsageError(f"sidecars has {len(sidecars)} entries; give at most {MAX_SIDECARS}, and join small ones")
+    return {_checked_name(name): _checked_bytes(name, data) for name, data in sidecars.items()}
+
+
+def _checked_name(name: str) -> str:
+    if not isinstance(name, str) or not re.fullmatch(FILE_NAME, name):
+        raise UsageError(
+            f"sidecar name {str(name)[:120]!r} is invalid; give 1 to 100 of A-Z a-z 0-9 . _ -, beginning with a letter "
+            "or a digit"
+        )
+    return name
+
+
+def _checked_bytes(name: str, data: SidecarData) -> bytes:
+    if not isinstance(data, SidecarData):
+        raise UsageError(f"sidecar {name!r} is a {type(data).__name__}; give bytes, such as torch.save writes")
+    size = memoryview(data).nbytes
+    if size > MAX_SIDECAR_BYTES:
+        raise UsageError(
+            f"sidecar {name!r} has {size:,} bytes; give at most {MAX_SIDECAR_BYTES:,} each, and keep larger data in "
+            "checkpoints of your own"
+        )
+    return bytes(data)
+
+
+def _check_number(name: str, value: int, minimum: int, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise UsageError(f"{name} is {value!r}; give {what}, at least {minimum}")
 
 
 def _check_rate(name: str, value: float) -> None:

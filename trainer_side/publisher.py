@@ -1,4 +1,4 @@
-"""Publish a model's weights while it trains: ``Publisher``."""
+"""``Publisher``: publish a model's weights while it trains."""
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 
-from trainer_side.assembly import agreed_options, assembled, each, ranks_of
 from trainer_side.background_thread import BackgroundThread
-from trainer_side.diff.buffers import Place
-from trainer_side.gate import Gate
+from trainer_side.diff.buffers import BaselineLocation
 from trainer_side.manifests import SHARD_BYTES
 from trainer_side.model.sources import ModelLike
-from trainer_side.options import RESCAN_BYTES, Options, check_version, checked, chosen_keys
+from trainer_side.options import RESCAN_BYTES, Gate, Options, SidecarData, check_version, checked, chosen_keys
 from trainer_side.result import PublishResult, Stopwatch
 from trainer_side.run_files import check_folder
-from trainer_side.sidecars import Bytes
+from trainer_side.session import agreed_options, build_publisher, on_every_rank, ranks_of
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
@@ -34,20 +32,21 @@ logger = guarded_logger(__name__)
 
 
 class Publisher:
-    """Writes one run: version 0 when it is made, one version per ``publish``; or goes on with one that is there.
+    """Writes one run: version 0 on construction, then one version per ``publish``; or continues an existing run.
 
-    ``publish`` compares the weights with the last published version and returns; encoding and upload run in
-    one background thread, one version at a time. What is published are the exact bits at the moment of the
-    call, however soon training goes on. A version that cannot be made durable is taken back, and its changes
-    go out with the next. Another thread makes anchors and folded ranges of what is durable.
+    ``publish`` compares the weights with the last published version and returns. Encoding and upload run in one
+    background thread, one version at a time. A version holds the exact bits at the moment of the call, even if
+    training continues immediately. If a version cannot be made durable, the baseline is reverted and its changes go
+    out with the next version. Another thread writes anchors and merged deltas of durable versions.
 
     A module that is sharded or replicated over the ranks of a ``torch.distributed`` world is published by all of them:
-    every rank makes a publisher of it and calls its methods, at the same places (docs/sharded.md).
+    every rank constructs a publisher and calls its methods at the same points of the program (docs/sharded.md).
 
-    Threads: any may call any method; calls take turns. Not from signal handlers, and not across ``os.fork``.
+    Threads: any thread may call any method; calls are serialized. Do not call from signal handlers or after
+    ``os.fork``.
 
     Attributes:
-        run: id of the run, 32 hex digits. url: where it is.
+        run: id of the run, 32 hex digits. url: the run's URL.
     """
 
     def __init__(
@@ -73,65 +72,67 @@ class Publisher:
         signing_key: str | Path | None = None,
         trusted_keys: str | Sequence[str | Path] | None = None,
         head_seconds: int = HEAD_SECONDS,
-        baseline: Place = "host",
+        baseline: BaselineLocation = "host",
         diff_threads: int | None = None,
         receiver_bytes_per_second: float | None = None,
     ) -> None:
-        """Begin a run with the weights of this moment as version 0, or take over the one that is at the URL.
+        """Begin a run with the current weights as version 0, or take over the run at the URL.
 
-        Taking over publishes nothing: the newest version is read back from the bucket, and the next ``publish`` is
-        a delta against it. Whoever wrote the run before is stopped. Only if the newest version cannot be rebuilt,
-        the weights of this moment are committed as a full snapshot behind it.
+        Taking over publishes nothing: the newest version is read back from the bucket, and the next ``publish`` writes
+        a delta against it. The previous writer of the run is fenced. Only if the newest version cannot be rebuilt,
+        the current weights are committed after it as a full snapshot.
 
         Args:
-            model: a module, (checkpoint name, tensor) pairs that can be iterated again and again, or a
-                function without arguments that returns them.
+            model: a module, an iterable of (checkpoint name, tensor) pairs that can be read repeatedly, or a function
+                without arguments that returns one.
             bucket: URL of a run (or an open bucket, which the caller closes).
-            base: checkpoint directory that servers start from, or public model as ``org/name@revision``. It decides
-                names and dtypes, and if the weights have its bits, version 0 is a reference to it and uploads nothing.
-                Otherwise version 0 is a full snapshot. For a run that is there already: where the checkpoint of its
-                version 0 lies, if not at the recorded place; names and dtypes are the run's.
+            base: checkpoint directory that servers start from, or a public model as ``org/name@revision``. It decides
+                names and dtypes. If the weights equal its bits, version 0 is a reference to it and uploads nothing;
+                otherwise version 0 is a full snapshot. For an existing run: the location of the checkpoint of its
+                version 0, if not at the recorded place; names and dtypes are those of the run.
             every: publish at every k-th call only.
-            codec: ``packed``: fast. ``context``: smaller, slower, and versions cannot be taken back. ``auto``: one of
-                them for each version, by the speed of uploads; the log says why. ``raw``: values, readable by others.
+            codec: ``packed``: fast. ``context``: smaller, slower, and versions cannot be reverted. ``auto``: chooses
+                one of them for each version by upload speed; the log gives the reason. ``raw``: plain values that
+                other software can read.
             compression: ``zstd`` or ``none``.
-            notice: where to announce versions: ``tcp://*:5555`` binds, ``connect:tcp://HOST:PORT`` goes to a broker.
-            files: folder with config.json, tokenizer.json and the like, which a run that begins keeps, so that servers
-                start from the bucket alone and exports are whole: small files (``*.json``, ``*.txt``, ``*.model``,
-                ``*.jinja``, ``*.tiktoken``) of up to 64 MiB, at most 64 of them and 256 MiB in all. The base's are kept
-                without being asked for, and without a base the configuration of a transformers model; those of this
-                folder win. Of ranks that publish together, rank 0 reads it.
-            notice_key, notice_allowed: own secret CURVE certificate; public ones of who may listen, or the broker's.
-            resume: False refuses a run that is there already.
-            anchor_every: each k-th version gets an anchor; None: when replaying has become dearer than an anchor.
-            fold: keep folded ranges, so that whoever is far behind catches up with few objects.
+            notice: where to announce versions: ``tcp://*:5555`` binds, ``connect:tcp://HOST:PORT`` uses a broker.
+            files: folder with config.json, tokenizer.json and similar files. A new run keeps them, so that servers
+                start from the bucket alone and exports are complete: small files (``*.json``, ``*.txt``, ``*.model``,
+                ``*.jinja``, ``*.tiktoken``) of up to 64 MiB, at most 64 of them and 256 MiB in all. The files of the
+                base are kept by default, and without a base the configuration of a transformers model; files of this
+                folder take precedence. Of ranks that publish together, rank 0 reads it.
+            notice_key, notice_allowed: own secret CURVE certificate; public certificates of subscribers, or of the
+                broker.
+            resume: False refuses an existing run.
+            anchor_every: write an anchor of each k-th version; None: when replaying costs more than an anchor.
+            fold: write merged deltas, so that a receiver that is far behind catches up with few objects.
             read_back: read each object and manifest back and compare before a version counts as durable.
-            rescan_bytes: at each version, compare so many bytes of the baseline in memory with what was published,
-                tensors in turn; 0 for none.
-            shard_bytes: bytes of tensors in one object of a full snapshot; a delta that is larger than that decoded
-                is parted too. Objects of one version go up side by side; at most 65,536 can be listed.
-            gate: what versions have to be like, and what becomes of one that is not; None: anything goes.
-            signing_key: private key file (``delta-sync keygen``); the whole run is signed from its beginning, or not.
-                None: the setting ``signing_key``; where that is not set either, nothing is signed.
-            trusted_keys: public key files, whose signatures count in a run that is taken over. None: the setting
-                ``trusted_keys``, else the signing key's own.
-            head_seconds: how long a signed HEAD.json holds; it is written again before, as long as this lives.
-            baseline: where the bits published last are kept of tensors on a device: in ``host`` memory (pinned, for
-                CUDA), or on the ``device``, where they take as many bytes as the model in the served dtypes.
-            diff_threads: threads that compare large tensors on the host; None: as many as torch computes with.
-            receiver_bytes_per_second: how fast receivers download, for codec ``auto``; None: as uploads go from here.
+            rescan_bytes: at each version, compare this many bytes of the baseline in memory with what was published,
+                rotating over the tensors; 0 for none.
+            shard_bytes: bytes of tensors in one object of a full snapshot; a delta that is larger when decoded is
+                split too. Objects of one version upload in parallel; a version has at most 65,536.
+            gate: bounds that versions must satisfy, and what happens to a version that does not; None: no bounds.
+            signing_key: private key file (``delta-sync keygen``). A run is signed from its beginning, or never. None:
+                the setting ``signing_key``; if that is not set either, nothing is signed.
+            trusted_keys: public key files whose signatures are accepted in a run that is taken over. None: the setting
+                ``trusted_keys``, else the signing key's own public key.
+            head_seconds: how long a signed HEAD.json is valid; it is renewed in time while the publisher lives.
+            baseline: where to keep the last published bits of tensors that live on a device: in ``host`` memory (pinned
+                for CUDA) or on the ``device``, where they take as many bytes as the model in the served dtypes.
+            diff_threads: threads that compare large tensors on the host; None: torch's number of threads.
+            receiver_bytes_per_second: download speed of receivers, for codec ``auto``; None: the measured upload speed.
 
         Raises:
-            UsageError: an argument is not understood. SettingsError: a key file or another setting cannot be used.
-            SignatureError: the run that is there is not signed by who is trusted, or by nobody, or the key may not.
-            ModelError, TensorMismatchError: a tensor, which is named, cannot be published, or does not fit the run.
+            UsageError: an argument is invalid. SettingsError: a key file or another setting cannot be used.
+            SignatureError: the existing run is unsigned or signed by an untrusted key, or the signing key may not sign.
+            ModelError, TensorMismatchError: the named tensor cannot be published, or does not fit the run.
             NotFoundError, FormatError: the base cannot be read.
-            ConflictError: there is a part of a run at the URL; or a run, and ``resume`` is False.
-            StoreError: the store failed. PublishError: so that version 0 may have been written; the URL stays claimed.
+            ConflictError: the URL holds part of a run; or a run, and ``resume`` is False.
+            StoreError: the store failed. PublishError: version 0 may have been written; the URL stays claimed.
         """
 
         def check(signs: bool) -> Options:
-            if signs:  # rank 0, which begins the run; other machines need not have the folder
+            if signs:  # rank 0, which begins the run; other machines may not have the folder
                 check_folder(files)
             key, trusted = chosen_keys(signing_key, trusted_keys) if signs else (None, None)
             return checked(
@@ -149,27 +150,29 @@ class Publisher:
             if ranks is not None:
                 undo.callback(ranks.close)
             options = agreed_options(ranks, check)
-            # Never the main thread: only there can a signal handler interrupt what must not be left half done.
+            # Only in the main thread can a signal handler interrupt work that must not be left half done.
             self._background = BackgroundThread("delta-sync-publisher")
             undo.callback(self._background.close)
             self._own_bucket = not isinstance(bucket, Bucket)
-            self._bucket = each(ranks, "bucket", lambda: bucket if isinstance(bucket, Bucket) else open_bucket(bucket))
+            self._bucket = on_every_rank(
+                ranks, "bucket", lambda: bucket if isinstance(bucket, Bucket) else open_bucket(bucket)
+            )
             if self._own_bucket:
                 undo.callback(self._bucket.close)
 
-            def announcing() -> NoticePublisher | None:
-                if notice is None or (ranks is not None and not ranks.leads):
+            def notice_publisher() -> NoticePublisher | None:
+                if notice is None or (ranks is not None and not ranks.is_rank0):
                     return None
                 return open_notices(notice, notice_key, notice_allowed, options.keyring)
 
-            self._notice = each(ranks, "notice", announcing)
+            self._notice = on_every_rank(ranks, "notice", notice_publisher)
             if self._notice is not None:
                 undo.callback(self._notice.close)
-            made = assembled(model, self._bucket, base, files, options, self._background, ranks, undo)
-            self._committer, self._course, self._upkeep = made.committer, made.course, made.upkeep
-            self._detector = made.detector
+            parts = build_publisher(model, self._bucket, base, files, options, self._background, ranks, undo)
+            self._committer, self._session, self._maintenance = parts.committer, parts.session, parts.maintenance
+            self._detector = parts.detector
             if self._notice is not None:
-                made.opened.writer.use_notice(self._notice)
+                parts.opened.writer.use_notice(self._notice)
             undo.pop_all()
 
     @property
@@ -195,116 +198,115 @@ class Publisher:
         step: int,
         wait: bool = False,
         weights: Iterable[tuple[str, torch.Tensor]] | None = None,
-        sidecars: Mapping[str, Bytes] | None = None,
+        sidecars: Mapping[str, SidecarData] | None = None,
     ) -> PublishResult:
-        """Publish the weights of this moment as the next version.
+        """Publish the current weights as the next version.
 
         Args:
-            step: optimizer step, at least 0; may repeat or go back.
-            wait: if the version before is still on its way, wait for it; without, this call is skipped and
-                its changes go out with the next.
-            weights: (checkpoint name, tensor) pairs to publish instead of the model given at construction.
-                Tensors that are absent keep the bits published last. Always read to its end, even when the
-                call is skipped.
+            step: optimizer step, at least 0; it may repeat or decrease.
+            wait: if the previous version is still being uploaded, wait for it; otherwise this call is skipped and its
+                changes go out with the next version.
+            weights: (checkpoint name, tensor) pairs to publish instead of the model given at construction. Tensors
+                that are absent keep the bits published last. Always read to its end, even if the call is skipped.
             sidecars: name → bytes to commit with this version, such as a small training state; at most 16 of 16 MiB.
-                Read back by ``Run.sidecar``. Those of a call that is skipped or fails are not kept for the next. Where
-                ranks publish together, it is those of rank 0.
+                Read back by ``Run.sidecar``. Sidecars of a call that is skipped or fails are dropped. Where ranks
+                publish together, those of rank 0 are committed.
 
         Returns:
-            The result, after the comparison; some of its fields wait for the background thread.
+            The result, after the comparison; reading some of its fields waits for the background thread.
 
         Raises:
-            PublishError: the version before could not be made durable (GateError: was refused by the gate), or the
-                weights changed in a way that cannot be compared; nothing was done for this call.
-            ConflictError: another writer has taken the run; every later call raises it too.
+            PublishError: the previous version could not be made durable (GateError: the gate refused it), or the
+                weights changed in a way that cannot be compared; this call did nothing.
+            ConflictError: another writer has taken over the run; every later call raises it too.
             TensorMismatchError: a tensor is unknown, or has another shape or dtype; nothing is published.
-            ModelError: a tensor cannot be read. UsageError: the publisher is closed, step is no step, or a sidecar is
-                too large or has no name.
+            ModelError: a tensor cannot be read. UsageError: the publisher is closed, step is invalid, or a sidecar is
+                too large or has an invalid name.
         """
         watch = Stopwatch()
-        given = None if weights is None else iter(weights.items() if isinstance(weights, Mapping) else weights)
+        pairs = None if weights is None else iter(weights.items() if isinstance(weights, Mapping) else weights)
         interrupted = False
         try:
             with self._lock:
-                self._refuse_closed()
-                return self._course.publish(step, wait, given, watch, sidecars)
+                self._check_open()
+                return self._session.publish(step, wait, pairs, watch, sidecars)
         except (KeyboardInterrupt, SystemExit):
             interrupted = True
             raise
         finally:
-            # Frameworks gather each tensor on all ranks together: one that stops reading hangs the others.
-            if given is not None and not interrupted:
-                for _ in given:
+            # Frameworks gather each tensor on all ranks together: a rank that stops reading hangs the others.
+            if pairs is not None and not interrupted:
+                for _ in pairs:
                     pass
 
     def flush(self) -> None:
         """Wait until everything published is durable.
 
         Raises:
-            PublishError, ConflictError: it could not be made durable.
+            PublishError, ConflictError: a version could not be made durable.
         """
         with self._lock:
-            self._settled()
+            self._wait_durable()
 
     def rebase(self, version: int) -> None:
-        """Build the next version on an older one instead of the newest; numbers go on as before.
+        """Build the next version on an older one instead of the newest; version numbers continue.
 
         Waits until everything published is durable, and reads the version back from the bucket. Until the next
-        publish only a tag that keeps the version is seen of it from outside. Back to the newest version undoes it.
+        publish, only a tag that retains the version shows in the bucket. Rebasing to the newest version undoes it.
 
         Raises:
-            NotFoundError: there is no such version. UsageError: it is no number, or the publisher is closed.
+            NotFoundError: there is no such version. UsageError: the number is invalid, or the publisher is closed.
             PublishError, ConflictError: as ``flush``. DeltaSyncError: the version cannot be rebuilt; the next publish
-                builds on what it would have built on before.
+                builds on the same version as before this call.
         """
         with self._lock:
-            self._refuse_closed()
-            number = self._course.agreed("version", lambda: check_version(version))
-            self._course.call(lambda: self._committer.rebase(number))
+            self._check_open()
+            number = self._session.check_same_arguments("version", lambda: check_version(version))
+            self._session.call(lambda: self._committer.rebase(number))
 
     def rescan(self) -> list[str]:
-        """Compare the whole baseline in memory with what was published, and fetch what differs from the bucket.
+        """Compare the whole baseline in memory with what was published, and repair differences from the bucket.
 
         Waits until everything published is durable.
 
         Returns:
-            Names of the tensors that were damaged, and are restored.
+            Names of the tensors that were damaged and have been repaired.
 
         Raises:
-            PublishError: they cannot be restored now. Else as ``flush``.
+            PublishError: they cannot be repaired now. Other errors as ``flush``.
         """
         names: list[str] = []
         with self._lock:
-            self._refuse_closed()
-            self._course.call(lambda: names.extend(self._committer.rescan()))
+            self._check_open()
+            self._session.call(lambda: names.extend(self._committer.rescan()))
         return names
 
     def anchor(self) -> int:
-        """Write a full snapshot beside the chain from memory: it helps readers, and repairs what the bucket has lost.
+        """Write a standalone anchor from memory: it helps readers, and replaces what the bucket has lost.
 
-        Waits until everything published is durable, and until the snapshot is.
+        Waits until everything published and the anchor are durable.
 
         Returns:
-            The version it is of: the newest, or the one rebased to.
+            The version of the anchor: the newest, or the one rebased to.
 
         Raises:
-            StoreError: it could not be stored. PublishError: the baseline is damaged. Else as ``flush``.
+            StoreError: it could not be stored. PublishError: the baseline is damaged. Other errors as ``flush``.
         """
         done: list[int] = []
         with self._lock:
-            self._refuse_closed()
-            self._course.call(lambda: done.append(self._committer.write_anchor()))
+            self._check_open()
+            self._session.call(lambda: done.append(self._committer.write_anchor()))
         return done[0]
 
     def tag(self, name: str, version: int | None = None, milestone: bool = False) -> "Tag":
-        """Give a version a name; retention keeps it. A tag of that name is moved.
+        """Give a version a name; retention keeps it. An existing tag of that name is moved.
 
         Args:
             version: None for the newest, once everything published is durable.
-            milestone: have an anchor made of it, in the background.
+            milestone: write an anchor of the version, in the background.
 
         Raises:
-            NotFoundError: there is no such version. UsageError: the name cannot be a tag's.
+            NotFoundError: there is no such version. UsageError: the name is not valid for a tag.
             ConflictError: a run branches at the tag of that name; or as ``flush``. StoreError: the store failed.
         """
         from vllm_delta_sync.format.documents import Tag, tag_key
@@ -314,46 +316,46 @@ class Publisher:
             return [tag_key(name), None if version is None else check_version(version), bool(milestone)]
 
         with self._lock:
-            self._refuse_closed()
-            self._course.agreed("tag", checked_arguments)
-            self._settled()
+            self._check_open()
+            self._session.check_same_arguments("tag", checked_arguments)
+            self._wait_durable()
             number = self.version if version is None else check_version(version)
             run = self._committer.run
-            text = self._course.led("tag", lambda: set_tag(run, name, number, milestone).to_bytes().decode())
-            if milestone and self._upkeep is not None:
-                self._upkeep.milestone(number)
+            text = self._session.run_once("tag", lambda: set_tag(run, name, number, milestone).to_bytes().decode())
+            if milestone and self._maintenance is not None:
+                self._maintenance.milestone(number)
         return Tag.from_bytes(text.encode())
 
     def wait_served(self, version: int | None = None, replicas: int = 1, timeout: float = 60.0) -> "list[Replica]":
-        """Wait until all servers that follow the run, and have a ``receiver_id``, serve a version: see ``Fleet.wait``.
+        """Wait until all servers that follow the run and have a ``receiver_id`` serve a version: see ``Fleet.wait``.
 
         Other threads may publish meanwhile.
 
         Args:
-            version: None for the newest, once everything published is durable. timeout: seconds, from then on.
+            version: None for the newest, once everything published is durable. timeout: seconds, counted from then.
 
         Returns:
-            all servers, those that have ended included, as they were then.
+            All servers at that moment, including those that have ended.
 
         Raises:
-            FleetLateError: they do not, in that time; the message names who lags. StoreError: the store failed.
-            UsageError: a number makes no sense, or the publisher is closed. Else as ``flush``.
+            FleetLateError: the timeout passed; the message names the servers that lag. StoreError: the store failed.
+            UsageError: a number is invalid, or the publisher is closed. Other errors as ``flush``.
         """
         from vllm_delta_sync.fleet.fleet import Fleet
 
         with self._lock:
-            self._refuse_closed()
+            self._check_open()
             if version is None:
-                self._settled()
+                self._wait_durable()
             wanted = self.version if version is None else check_version(version)
             run = self._committer.run
         return Fleet(run).wait(wanted, replicas, timeout)
 
     def close(self) -> None:
-        """Flush, and give back threads, sockets and connections. May be called twice.
+        """Flush, then release threads, sockets and connections. May be called twice.
 
         Raises:
-            PublishError, ConflictError: as ``flush``; everything is given back all the same.
+            PublishError, ConflictError: as ``flush``; everything is released in any case.
         """
         with self._lock:
             if self._closed:
@@ -367,11 +369,11 @@ class Publisher:
                 if self._ranks is not None:
                     last.callback(self._ranks.close)
                 last.callback(self._committer.close)
-                if self._upkeep is not None:
-                    last.callback(self._upkeep.close)
+                if self._maintenance is not None:
+                    last.callback(self._maintenance.close)
                 last.callback(self._detector.close)
                 last.callback(self._background.close)
-                self._course.finish()
+                self._session.finish()
 
     def __enter__(self) -> Self:
         return self
@@ -387,11 +389,11 @@ class Publisher:
         except DeltaSyncError as failure:
             logger.error("closing the publisher after %s: %s", type(error).__name__, failure)
 
-    def _refuse_closed(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the publisher is closed; make a new one with a new run URL")
 
-    def _settled(self) -> None:
-        """Refuse a closed publisher, and wait until what was published is durable."""
-        self._refuse_closed()
-        self._course.settle()
+    def _wait_durable(self) -> None:
+        """Wait until everything published is durable; raise UsageError if the publisher is closed."""
+        self._check_open()
+        self._session.wait_durable()

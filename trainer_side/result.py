@@ -1,4 +1,4 @@
-"""What ``publish`` returns: at once, and what only encoding or upload can know is filled in later."""
+"""``PublishResult``: what ``publish`` returns. Fields that depend on encoding or upload are filled in later."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -10,17 +10,17 @@ from vllm_delta_sync.errors import DeltaSyncError, PublishError
 Kind = Literal["delta", "skipped"]
 
 METRICS = "delta_sync/"
-"""What the names of all metrics start with."""
+"""Prefix of all metric names."""
 
 
 class PublishProgress(BackgroundJob):
-    """One version on its way to the store, shared by the publisher, its background thread and the result.
+    """One version that is being published, shared by the publisher, its background thread and the result.
 
     Attributes:
         seconds: durations so far. payload_bytes, codec: of the objects; 0 and None if there are none.
         changed: elements of all ranks, where several publish together.
-        quarantined: why the gate let it pass only so. sidecars: what is committed with it, by name.
-        delivered: whether the failure, if it is one, has been raised to the caller.
+        quarantined: why the gate quarantined the version. sidecars: bytes committed with it, by name.
+        error_raised: whether the caller has already received the error, if there is one.
     """
 
     def __init__(self, sidecars: Mapping[str, bytes] | None = None) -> None:
@@ -31,7 +31,7 @@ class PublishProgress(BackgroundJob):
         self.changed: int | None = None
         self.codec: str | None = None
         self.quarantined: tuple[str, ...] = ()
-        self.delivered = False
+        self.error_raised = False
 
     def wait(self) -> None:
         """Wait until the version is durable or has failed.
@@ -42,16 +42,16 @@ class PublishProgress(BackgroundJob):
         self.join()
         if self.error is None:
             return
-        self.delivered = True
+        self.error_raised = True
         if isinstance(self.error, DeltaSyncError):
             raise self.error
-        raise PublishError(f"publishing failed unexpectedly: {self.error!r}; the baseline was put back") from self.error
+        raise PublishError(f"publishing failed unexpectedly: {self.error!r}; the baseline was reverted") from self.error
 
 
 class Seconds(Mapping[str, float]):
-    """Durations in seconds: ``diff`` is there at once; reading another waits for the background thread.
+    """Durations in seconds. ``diff`` is available immediately; reading another waits for the background thread.
 
-    ``encode`` and ``upload`` (objects, manifest, head, notice) run in the background; ``total`` is from the
+    ``encode`` and ``upload`` (objects, manifest, head, notice) run in the background; ``total`` is the time from the
     call of ``publish`` until the version was durable.
     """
 
@@ -86,9 +86,9 @@ class PublishResult:
 
     Attributes:
         version: number of the new version; None if the call was skipped.
-        step: as given.
-        kind: ``delta``, or ``skipped`` (not every call publishes, or the version before is still under way).
-        changed: elements whose bits changed, of a sharded model in the shards of this rank. total: of the model.
+        step: the argument of ``publish``.
+        kind: ``delta``, or ``skipped`` (not every call publishes, or the previous version is still under way).
+        changed: elements whose bits changed; of a sharded model, in this rank's shards. total: elements of the model.
         full_bytes: bytes of the model in the served dtypes.
         seconds: durations, see ``Seconds``; reading some of them waits.
     """
@@ -115,23 +115,23 @@ class PublishResult:
 
     @property
     def done(self) -> bool:
-        """Whether the version is durable or has failed, so that nothing here waits any more. True if skipped."""
+        """Whether the version is durable or has failed, so that no field waits any more. True if skipped."""
         return self._progress is None or self._progress.done
 
     @property
     def failed(self) -> bool:
-        """Whether the version is known not to have become durable; the next ``publish`` or ``flush`` says why."""
+        """Whether the version is known to have failed; the next ``publish`` or ``flush`` raises the reason."""
         return self._progress is not None and self._progress.done and self._progress.error is not None
 
     def metrics(self) -> dict[str, float]:
-        """What loggers are to get of this publish, by name; waits until the version is durable, see ``done``.
+        """Metrics of this publish for loggers, by name; waits until the version is durable, see ``done``.
 
         ``delta_sync/version``, ``/step``, ``/changed_percent`` (of all elements), ``/payload_bytes``,
-        ``/diff_seconds``, ``/encode_seconds``, ``/upload_seconds`` and ``/skipped``, which is 0; of a call that was
-        skipped only ``/skipped``, which is 1.
+        ``/diff_seconds``, ``/encode_seconds``, ``/upload_seconds`` and ``/skipped`` (0). For a skipped call only
+        ``/skipped`` (1).
 
         Raises:
-            PublishError, ConflictError: it could not be made durable.
+            PublishError, ConflictError: the version could not be made durable.
         """
         if self.version is None:
             return {f"{METRICS}skipped": 1}
@@ -159,7 +159,7 @@ class PublishResult:
         """Bytes of the version's objects; waits until it is durable.
 
         Raises:
-            PublishError, ConflictError: it could not be made durable.
+            PublishError, ConflictError: the version could not be made durable.
         """
         if self._progress is None:
             return 0
@@ -168,10 +168,10 @@ class PublishResult:
 
     @property
     def codec(self) -> str | None:
-        """Codec of the version's objects, None if it has none; waits until it is durable.
+        """Codec of the version's objects, None if it has none; waits until the version is durable.
 
         Raises:
-            PublishError, ConflictError: it could not be made durable.
+            PublishError, ConflictError: the version could not be made durable.
         """
         if self._progress is None:
             return None
@@ -180,7 +180,7 @@ class PublishResult:
 
     @property
     def quarantined(self) -> tuple[str, ...]:
-        """Why the gate had the version published as quarantined; empty if it is sound. Waits until it is durable.
+        """Why the gate quarantined the version; empty if it is sound. Waits until the version is durable.
 
         Raises:
             GateError: the gate refused it. PublishError, ConflictError: it could not be made durable.

@@ -1,6 +1,6 @@
-"""The small files of a model that a run keeps, so that servers start from the bucket: configuration, tokenizer, …
+"""``collect_files``: the small files of a model that a run keeps, so that servers start from the bucket.
 
-They come from the base, or from a transformers model, and from a folder that the user names.
+These are configuration, tokenizer and the like, from the base or a transformers model, and from a folder of the user.
 """
 
 import copy
@@ -25,41 +25,41 @@ logger = guarded_logger(__name__)
 
 
 def check_folder(files: str | Path | None) -> None:
-    """Raise UsageError unless ``files`` is a folder of files that a run can keep, or None; StoreError: unreadable."""
+    """Raise UsageError unless ``files`` is None or a folder of files that a run can keep; StoreError: unreadable."""
     if files is not None:
-        room = _SizeBudget()
-        for path in _named(files):
-            _check(room, path)
+        budget = _SizeBudget()
+        for path in _files_in(files):
+            _check(budget, path)
 
 
 def collect_files(model: object, files: str | Path | None, base: ResolvedBase | None) -> dict[str, bytes]:
-    """Name → content of the files that a run which begins now will keep.
+    """Name → content of the files that a new run keeps.
 
-    Those of ``files`` win over those of the base. Without a configuration in the base, that of a transformers model is
-    written down. What a run cannot keep of the base or the model is left out with a warning.
+    Files of ``files`` take precedence over those of the base. If the base has no configuration, that of a transformers
+    model is written. Files of the base or the model that a run cannot keep are left out with a warning.
 
     Args:
-        model: as of ``Publisher``. files: folder of the user's choice. base: what version 0 starts from.
+        model: as of ``Publisher``. files: folder of the user. base: checkpoint that version 0 starts from.
 
     Raises:
         UsageError: see ``check_folder``. StoreError: a file or folder cannot be read.
     """
-    room = _SizeBudget()
+    budget = _SizeBudget()
     kept: dict[str, bytes] = {}
-    for path in _named(files) if files is not None else ():
-        kept[path.name] = _content(path, _check(room, path))
+    for path in _files_in(files) if files is not None else ():
+        kept[path.name] = _content(path, _check(budget, path))
     pretrained = _pretrained(model)
     with tempfile.TemporaryDirectory(prefix="delta-sync-") as folder:
         found = {} if base is None or not base.path.is_dir() else model_files(base.path)
         if CONFIG_NAME not in found and pretrained is not None:
             _write_configuration(pretrained, folder)
             found |= model_files(Path(folder))
-        # What no server starts without comes first.
+        # First the files that every server needs.
         for name in sorted(found, key=lambda name: (not name.startswith(("config.", "generation", "tokenizer")), name)):
-            if room.has(name):
+            if budget.has(name):
                 continue
             size = _size(found[name])
-            if (reason := room.refuses(name, size)) is not None:
+            if (reason := budget.refusal(name, size)) is not None:
                 logger.warning("the run does not keep the model's file %r: %s", name, reason)
                 continue
             kept[name] = _content(found[name], size)
@@ -68,9 +68,9 @@ def collect_files(model: object, files: str | Path | None, base: ResolvedBase | 
 
 @contextmanager
 def tokenizer_folder(processing_class: Any) -> Iterator[Path | None]:
-    """A folder with what a Trainer's tokenizer or processor is loaded from, for the time of the block.
+    """A temporary folder with the files of a Trainer's tokenizer or processor.
 
-    None where there is none, or it cannot be saved, or has no file that a run can keep; the last two are warned of.
+    None if there is none, or it cannot be saved, or has no file that a run can keep; the last two log a warning.
     """
     if not hasattr(processing_class, "save_pretrained"):
         yield None
@@ -80,12 +80,12 @@ def tokenizer_folder(processing_class: Any) -> Iterator[Path | None]:
         try:
             processing_class.save_pretrained(folder)
             found = model_files(Path(folder))
-        except Exception as error:  # noqa: BLE001  another library's code, and training goes on without a tokenizer
+        except Exception as error:  # noqa: BLE001  another library's code, and training continues without a tokenizer
             logger.warning("the run does not keep the Trainer's tokenizer, as it cannot be saved: %s", error)
-        room = _SizeBudget()
+        budget = _SizeBudget()
         for name, path in list(found.items()):
-            # What the user did not name cannot be refused.
-            if (reason := room.refuses(name, _size(path))) is not None:
+            # Skipped, not refused: the user did not name these files.
+            if (reason := budget.refusal(name, _size(path))) is not None:
                 logger.warning("the run does not keep the Trainer's file %r: %s", name, reason)
                 path.unlink()
                 del found[name]
@@ -93,19 +93,19 @@ def tokenizer_folder(processing_class: Any) -> Iterator[Path | None]:
 
 
 class _SizeBudget:
-    """The files that a run is to keep, and what it may still keep."""
+    """The files chosen so far, and how much room is left."""
 
     def __init__(self) -> None:
-        # Lower case, since some file systems take two spellings of a name for one file.
+        # Lower case, since some file systems treat names that differ in case as one file.
         self._names: dict[str, str] = {}
         self._bytes = 0
 
     def has(self, name: str) -> bool:
-        """Whether it keeps a file of that name."""
+        """Whether a file of that name was chosen."""
         return name.lower() in self._names
 
-    def refuses(self, name: str, size: int) -> str | None:
-        """Take a file, or say why that cannot be."""
+    def refusal(self, name: str, size: int) -> str | None:
+        """Choose a file and return None, or return why it cannot be kept."""
         if re.fullmatch(FILE_NAME, name) is None:
             return "its name is not 1 to 100 of A-Z a-z 0-9 . _ -, beginning with a letter or a digit"
         if self.has(name):
@@ -116,7 +116,7 @@ class _SizeBudget:
             return f"a run keeps at most {MAX_RUN_FILES} files (MAX_RUN_FILES)"
         if self._bytes + size > MAX_RUN_FILES_BYTES:
             return (
-                f"with it the files have {self._bytes + size:,} bytes, and all of them may have "
+                f"with it the files have {self._bytes + size:,} bytes, and all files together may have "
                 f"{MAX_RUN_FILES_BYTES:,} (MAX_RUN_FILES_BYTES)"
             )
         self._names[name.lower()] = name
@@ -124,23 +124,23 @@ class _SizeBudget:
         return None
 
 
-def _named(files: str | Path) -> list[Path]:
-    """Paths of the files that a user names with their folder."""
+def _files_in(files: str | Path) -> list[Path]:
+    """Paths of the files in a folder that the user named."""
     if not isinstance(files, str | Path) or not str(files) or not Path(files).is_dir():
-        raise UsageError(f"files is {str(files)!r}, which is no folder; give one that holds config.json and the like")
+        raise UsageError(f"files is {str(files)!r}, not a folder; give one that holds config.json and similar files")
     found = list(model_files(Path(files)).values())
     if not found:
         raise UsageError(
             f"files is {str(files)!r}, a folder without any file that a run keeps ({', '.join(MODEL_FILE_SUFFIXES)}); "
-            "give one that holds config.json and the like"
+            "give one that holds config.json and similar files"
         )
     return found
 
 
-def _check(room: _SizeBudget, path: Path) -> int:
-    """The size of a file that the user wants the run to keep; raises UsageError if that cannot be."""
+def _check(budget: _SizeBudget, path: Path) -> int:
+    """Choose a file that the user named, and return its size; raise UsageError if it cannot be kept."""
     size = _size(path)
-    if (reason := room.refuses(path.name, size)) is not None:
+    if (reason := budget.refusal(path.name, size)) is not None:
         raise UsageError(f"files: {str(path)!r} cannot be kept: {reason}; rename it or remove it from that folder")
     return size
 
@@ -159,12 +159,12 @@ def _content(path: Path, size: int) -> bytes:
     except OSError as error:
         raise StoreError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     if len(data) != size:
-        raise StoreError(f"{str(path)!r} was changed while it was read; start again")
+        raise StoreError(f"{str(path)!r} changed while it was read; start again")
     return data
 
 
 def _pretrained(model: object) -> Any:
-    """The transformers model in what a user published; None if there is none."""
+    """The transformers model among what a user published; None if there is none."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, nn.Module):
         return None
@@ -173,17 +173,17 @@ def _pretrained(model: object) -> Any:
 
 
 def _write_configuration(model: Any, folder: str) -> None:
-    """Write config.json and generation_config.json as ``save_pretrained`` of the model would."""
+    """Write config.json and generation_config.json as the model's ``save_pretrained`` would."""
     try:
         config = copy.deepcopy(model.config)
-        # FSDP2 gives a sharded module a class of its own.
+        # FSDP2 gives a sharded module a new class.
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         if getattr(config, "dtype", None) is None:
             config.dtype = model.dtype
         config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
-    except Exception as error:  # noqa: BLE001  another library's code, and publishing goes on without a configuration
+    except Exception as error:  # noqa: BLE001  another library's code, and publishing continues without a configuration
         logger.warning(
             "the run does not keep all of the model's configuration, as it cannot be written (%s); give files= with a "
             "folder that holds it",

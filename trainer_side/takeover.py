@@ -1,133 +1,503 @@
-"""Take a run over: claim it, and hold the bits of its newest version, read back from the bucket.
+"""``open_or_begin``: open a run for publishing, by beginning one (``RunStart``) or taking one over (``Takeover``).
 
-Order: whether the model fits, claim, head, weights. Whatever ends this early leaves at most a claim, which fences the
-writer of before and is otherwise without effect.
+A takeover checks whether the model fits, claims the run, finds its head, and reads the weights back, in this order. If
+a step fails, at most a claim is left, which fences the former writer and has no other effect.
 """
 
+import secrets
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 from trainer_side import manifests
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.engine import compile_kernels
 from trainer_side.encode.encoder import BaseCopies
-from trainer_side.encode.update_gate import judge_whole
-from trainer_side.epochs import EpochToken, HistoryTail, claim, find_end
+from trainer_side.encode.update_gate import judge_state
+from trainer_side.epochs import EpochToken, HistoryTail, check_tail, claim, find_tail, open_trusted, raise_if_forged
 from trainer_side.model.sources import LiveTensors
 from trainer_side.options import Options
-from trainer_side.signing_policy import check_end, open_vouched, refuse_forged
-from trainer_side.start import Collect, OpenedRun, begin, look_at
-from trainer_side.writer import FormerVersionError, RunWriter
+from trainer_side.writer import FormerVersionError, RunWriter, UncertainError
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.conditional_put import settled
+from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.codec.delta_object import DeltaContext, encode
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
     DeltaSyncError,
+    DigestError,
     FingerprintError,
     FormatError,
+    LimitError,
     NotFoundError,
     SignatureError,
+    StoreError,
     TensorMismatchError,
 )
-from vllm_delta_sync.format.manifest import Manifest, ObjectRef
+from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.documents import CLAIMS_PREFIX, KEYS_KEY
+from vllm_delta_sync.format.manifest import (
+    HEAD_KEY,
+    RUN_KEY,
+    TABLE_KEY,
+    VERSIONS_PREFIX,
+    Manifest,
+    ObjectRef,
+    RunFile,
+    RunInfo,
+    Stored,
+    file_key,
+    timestamp,
+    version_key,
+)
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.maintenance.key_list import CHANGES_PREFIX
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.checks import check_base
-from vllm_delta_sync.run.restore import BaseUnavailableError, restore
+from vllm_delta_sync.run.checks import check_base, document_limit
+from vllm_delta_sync.run.restore import BaseError, restore
 from vllm_delta_sync.tensors.changes import Changes
-from vllm_delta_sync.tensors.checkpoint import Checkpoint, resolve_base
+from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve_base
 
 logger = guarded_logger(__name__)
 
+CollectFiles = Callable[[ResolvedBase | None], Mapping[str, bytes]]
+"""Returns the small files of a model, name → content, for the base that was found."""
+
+RunInThread = Callable[[Callable[[], None]], None]
+
 UNREADABLE = (NotFoundError, FormatError, ChainError, FingerprintError, TensorMismatchError)
-"""What says that data in the bucket is bad. A store that fails says nothing about its data."""
+"""Errors that mean bad data in the bucket. A store failure says nothing about the data."""
 
 _ATTEMPTS = 8
 
-Call = Callable[[Callable[[], None]], None]
+
+@dataclass(frozen=True)
+class UrlContents:
+    """What a publisher finds at its URL.
+
+    Attributes:
+        run: whether there is a run, intact or damaged.
+        unfinished: run.json of a start that ended before version 0; None if there is none.
+    """
+
+    run: bool
+    unfinished: bytes | None = None
+
+
+@dataclass
+class OpenedRun:
+    """A run that can be published to.
+
+    Attributes:
+        baseline: holds the bits of ``current``. writer: its ``newest`` is ``current``.
+    """
+
+    baseline: Baseline
+    writer: RunWriter
+    current: Manifest
 
 
 def open_or_begin(
     bucket: Bucket,
     live: LiveTensors,
     base: str | Path | None,
-    files: Collect,
+    files: CollectFiles,
     options: Options,
-    call: Call,
+    run_in_thread: RunInThread,
 ) -> tuple[OpenedRun, str | Path | None]:
-    """Take over the run that is in the bucket, or begin one.
+    """Take over the run in the bucket, or begin one.
 
     Args:
         base: see ``Publisher``.
-        files: gives the model's small files, if a run begins.
-        call: makes a call in a thread that no interrupt hits, and raises what it raises.
+        files: returns the model's small files; called if a run begins.
+        run_in_thread: runs a call in a thread that no interrupt hits, and raises what the call raises.
 
     Returns:
-        The run, and where its version 0 lies as far as the caller knows.
+        The run, and the location of its version 0 if the caller gave one.
 
     Raises:
-        ConflictError: there is a part of a run, or a run that is not to be resumed. Else as ``begin`` and ``Takeover``.
+        ConflictError: the URL holds part of a run, or a run and ``resume`` is False.
+            Other errors as ``begin`` and ``Takeover``.
     """
-    there = look_at(bucket, options.resume)
-    if not there.run:
+    found = inspect_url(bucket, options.resume)
+    if not found.run:
         resolved = None if base is None else resolve_base(base)
         path = None if resolved is None else resolved.path
         kept = files(resolved)
         baseline = Baseline.captured(live, path)
-        _prepare(baseline, options, call)
-        call(baseline.scan)
+        _prepare(baseline, options, run_in_thread)
+        run_in_thread(baseline.scan)
         store = partial(manifests.put_shards, baseline, options.shard_bytes)
         difference = baseline.first_difference
-        writer, manifest = begin(bucket, baseline, difference, resolved, options, store, kept, there.unfinished)
+        writer, manifest = begin(bucket, baseline, difference, resolved, options, store, kept, found.unfinished)
         return OpenedRun(baseline, writer, manifest), path
     check_may_resume(bucket, options)
-    place = place_of(base)
-    takeover = Takeover(bucket, live, place, options, call)
-    _prepare(takeover.baseline, options, call)
-    return takeover.publishable(), place
+    base_location = locate_base(base)
+    takeover = Takeover(bucket, live, base_location, options, run_in_thread)
+    _prepare(takeover.baseline, options, run_in_thread)
+    return takeover.take_over(), base_location
+
+
+def inspect_url(bucket: Bucket, resume: bool) -> UrlContents:
+    """Find out what is at a run URL.
+
+    Args:
+        resume: whether an existing run may be continued.
+
+    Raises:
+        ConflictError: part of a run that an interrupted start does not explain.
+    """
+    found = [key for key in (RUN_KEY, TABLE_KEY, HEAD_KEY) if _present(bucket, key)]
+    versions = _present(bucket, version_key(0)) or next(iter(bucket.list(VERSIONS_PREFIX)), None) is not None
+    if versions and RUN_KEY in found:
+        return UrlContents(True)
+    found += [VERSIONS_PREFIX] if versions else []
+    # Claims of a removed run would fence the writer of a new one, and readers would refuse the new run for its keys.
+    found += [KEYS_KEY] if _present(bucket, KEYS_KEY) else []
+    for prefix in (CLAIMS_PREFIX, CHANGES_PREFIX):
+        found += [prefix] if next(iter(bucket.list(prefix)), None) is not None else []
+    if not found:
+        return UrlContents(False)
+    if resume and found in ([RUN_KEY], [RUN_KEY, TABLE_KEY]):
+        try:
+            return UrlContents(False, bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES))
+        except NotFoundError:
+            return UrlContents(False)
+    keys = ", ".join(found)
+    raise ConflictError(
+        f"{bucket.url} holds {keys} but no complete run: another publisher is starting there, or a start crashed, or a "
+        f"run was partly removed; publish to a new run URL, or, if this one is unused, remove "
+        f"{keys} by hand"
+    )
 
 
 def check_may_resume(bucket: Bucket, options: Options) -> None:
-    """Raise ConflictError if the run that is there is not to be gone on with."""
+    """Raise ConflictError if the existing run must not be continued."""
     if not options.resume:
         raise ConflictError(
-            f"{bucket.url} holds a run already; publish to a new run URL, or pass resume=True to go on with that run"
+            f"{bucket.url} holds a run already; publish to a new run URL, or pass resume=True to continue that run"
         )
 
 
-def place_of(base: str | Path | None) -> str | Path | None:
-    """Where the checkpoint of version 0 of a run lies, or the run branched from, by what the caller says.
+def locate_base(base: str | Path | None) -> str | Path | None:
+    """Location of the checkpoint of a run's version 0, or of the run it branched from, from the argument ``base``.
 
     Raises:
-        NotFoundError: it is not there.
+        NotFoundError: there is no such checkpoint.
     """
-    # A branch may need the URL of the run that it comes from.
+    # For a branch this may be the URL of its parent run.
     if base is None or "://" in str(base):
         return base
-    place = resolve_base(base).path
-    check_base(place)
-    return place
+    base_location = resolve_base(base).path
+    check_base(base_location)
+    return base_location
 
 
-def _prepare(baseline: Baseline, options: Options, call: Call) -> None:
-    baseline.place = options.baseline
-    call(lambda: compile_kernels(baseline.table))
-    # The codec's own check of the table, now rather than at the first version.
+def _prepare(baseline: Baseline, options: Options, run_in_thread: RunInThread) -> None:
+    baseline.location = options.baseline
+    run_in_thread(lambda: compile_kernels(baseline.table))
+    # Run the codec's check of the table now rather than at the first version.
     none, nothing = DeltaContext("", 1, 0), Changes()
     encode(nothing, baseline.table, options.base_codec, options.compression, none, BaseCopies(baseline, nothing))
 
 
-class Takeover:
-    """Takes a run over, in steps; see ``publishable``.
+def _present(bucket: Bucket, key: str) -> bool:
+    try:
+        bucket.stat(key)
+    except NotFoundError:
+        return False
+    return True
+
+
+def begin(
+    bucket: Bucket,
+    state: manifests.FullState,
+    difference: str | None,
+    base: ResolvedBase | None,
+    options: Options,
+    store: Callable[[manifests.Put], list[ObjectRef]],
+    files: Mapping[str, bytes],
+    unfinished: bytes | None = None,
+) -> tuple[RunWriter, Manifest]:
+    """Commit version 0 of a new run.
 
     Args:
-        base: where the checkpoint of version 0 lies, or the run branched from, if not at the recorded place.
-        call: see ``open_or_begin``.
+        files: name → content of the model's small files, which the run keeps.
+        unfinished: run.json of the interrupted start that this one replaces.
+        state: the weights. difference: the first tensor that differs from the base, None if none does.
+        store: stores all weights as an anchor's objects through the function that it is given.
 
     Raises:
-        TensorMismatchError, ModelError: the model does not fit into the run.
+        ConflictError: the URL holds a run already.
+        StoreError: the store failed; what this call wrote is removed, and the message names what could not be.
+        UncertainError: version 0 may have been written; the URL stays claimed.
+        SignatureError: the signing key may not begin a run.
+    """
+    keyring = options.keyring
+    keyring.check_begins()
+    info = keyring.signed(new_run(state.table, files))
+    writer = RunWriter(bucket, info, 0, options, document_limit(state.table))
+    if base is not None and difference is not None:
+        logger.warning(
+            "the model's weights are not those of base %s (first difference in tensor %s): version 0 is a full "
+            "snapshot",
+            base.path, difference,
+        )  # fmt: skip
+    with RunStart(bucket, writer, info, state.table) as start:
+        if unfinished is not None:
+            start.replace(unfinished)
+        start.claim()
+        start.put_files(files)
+        if base is not None and difference is None:
+            manifest = keyring.signed(manifests.reference(info.run, state, base.recorded))
+        else:
+            manifest = keyring.signed(manifests.anchor(info.run, state, store(start.put)))
+        start.commit(manifest)
+    writer.announce()
+    return writer, manifest
+
+
+def new_run(table: TensorTable, files: Mapping[str, bytes]) -> RunInfo:
+    """run.json of a new run. Args: files: name → content of the model's small files."""
+    digests = {name: sha256(data).hexdigest() for name, data in files.items()}
+    return RunInfo(
+        run=secrets.token_hex(16),
+        created_at=timestamp(),
+        tensors=table.digest,
+        total=table.total,
+        full_bytes=table.full_bytes,
+        files=[
+            RunFile(name=name, key=file_key(digest), bytes=len(files[name]), sha256=digest)
+            for name, digest in sorted(digests.items())
+        ],
+    )
+
+
+@dataclass
+class _WrittenKeys:
+    """What a start has written so far.
+
+    Attributes:
+        keys: certainly created by it. uncertain: key → content, of puts whose outcome is unknown.
+        committing: version 0, if its commit has begun.
+    """
+
+    keys: list[str] = field(default_factory=list)
+    uncertain: dict[str, bytes] = field(default_factory=dict)
+    committing: Manifest | None = None
+
+
+class RunStart:
+    """Starts one run at an empty URL. As a context manager it removes what it wrote if an error ends it early.
+
+    Args:
+        writer: of the new run. info, table: run.json and tensors.json.
+    """
+
+    def __init__(self, bucket: Bucket, writer: RunWriter, info: RunInfo, table: TensorTable) -> None:
+        self._bucket = bucket
+        self._writer = writer
+        self._info = info
+        self._table = table
+        self._written = _WrittenKeys()
+
+    def replace(self, unfinished: bytes) -> None:
+        """Remove what an interrupted start left. If that start is still running, its commit will fail.
+
+        Args:
+            unfinished: run.json of that start. If another one is stored by now, nothing is removed.
+
+        Raises:
+            ConflictError: that start has committed version 0 meanwhile. StoreError: the store failed.
+        """
+        if not self._has_content(RUN_KEY, unfinished):
+            return
+        self._refuse_begun()
+        logger.warning(
+            "an earlier start at %s ended before its first version: a new run begins in its place",
+            self._bucket.url,
+        )
+        found: dict[str, bytes | None] = {RUN_KEY: unfinished, TABLE_KEY: None}
+        if _present(self._bucket, TABLE_KEY):
+            found[TABLE_KEY] = self._bucket.get(TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES)
+        for item in _files_of(unfinished):
+            try:
+                found[item.key] = fetch_object(self._bucket, item)
+            except (NotFoundError, LimitError, DigestError):
+                found[item.key] = None
+        # run.json last: if this is interrupted, what is left can be replaced again.
+        for key in reversed(found):
+            self._bucket.delete(key)
+        try:
+            self._refuse_begun()
+        except ConflictError:
+            for key, data in found.items():
+                if data is not None:
+                    self._bucket.put(key, data, if_absent=True)
+            raise
+
+    def _refuse_begun(self) -> None:
+        if _present(self._bucket, version_key(0)):
+            raise ConflictError(
+                f"the run at {self._bucket.url} was begun by another publisher just now; start again to take it over"
+            )
+
+    def claim(self) -> None:
+        """Write run.json and tensors.json.
+
+        Raises:
+            ConflictError: the URL holds a run already. StoreError: the store failed.
+        """
+        self._create(RUN_KEY, self._info.to_bytes())
+        self._create(TABLE_KEY, self._table.to_bytes())
+
+    def put_files(self, files: Mapping[str, bytes]) -> None:
+        """Store the files that run.json lists; raise StoreError if that fails."""
+        written = self._written
+        for key, item in {item.key: item for item in self._info.files}.items():
+            # Garbage collection never removes these: after a failure, remove puts of unknown outcome and leftovers too.
+            written.uncertain[key] = files[item.name]
+            self.put(item, files[item.name])
+            del written.uncertain[key]
+            if key not in written.keys:
+                written.keys.append(key)
+
+    def put(self, ref: Stored, content: bytes | Path) -> None:
+        """Store an object that is named by its content, from any thread; raise StoreError if that fails."""
+        try:
+            with self._writer.bandwidth.upload(ref.bytes):
+                self._bucket.put(ref.key, content, if_absent=True)
+            self._written.keys.append(ref.key)
+        except ConflictError:
+            # Left by an earlier start, and possibly damaged since.
+            self._bucket.put(ref.key, content)
+        self._writer.check_object(ref)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Commit version 0; raises as ``RunWriter.commit``."""
+        self._written.committing = manifest
+        self._writer.commit(manifest)
+
+    def __enter__(self) -> "RunStart":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """After an error, remove what was written, unless version 0 is or may be stored; the message then says so.
+
+        Raises:
+            DeltaSyncError: the original error, with the keys that are left.
+        """
+        if error is None:
+            return
+        if isinstance(error, UncertainError):
+            raise UncertainError(f"{error.message}; {self._still_claimed()}") from error
+        if not isinstance(error, DeltaSyncError):
+            self._clean_up_interrupted()
+            return
+        left = self._remove_written()
+        if left:
+            raise type(error)(f"{error.message}; {self._leftovers(left)}") from error
+
+    def _create(self, key: str, data: bytes) -> None:
+        written = self._written
+        written.uncertain[key] = data
+        try:
+            self._bucket.put(key, data, if_absent=True)
+        except ConflictError as error:
+            # If the answer to a put is lost and the client repeats it, it finds its own object. Only the content of
+            # run.json proves who wrote it, since it holds the random id of the run.
+            if not self._has_content(key, data):
+                raise self._conflict(key) from error
+            if key != RUN_KEY:
+                del written.uncertain[key]
+                return
+        if key == RUN_KEY and not settled(self._bucket, key, data):
+            raise self._conflict(key)
+        written.keys.append(key)
+        del written.uncertain[key]
+
+    def _conflict(self, key: str) -> ConflictError:
+        del self._written.uncertain[key]
+        return ConflictError(f"{self._bucket.url} holds {key} of another publisher; publish to a new run URL")
+
+    def _remove_written(self) -> list[str]:
+        """Remove what this start has created; return the keys that may still be there."""
+        left: list[str] = []
+        written = self._written
+        if RUN_KEY in written.keys and self._is_replaced():
+            # The writer that replaced run.json may use the table and the objects too, which are named by content.
+            return left
+        # run.json last: while it exists, no other publisher writes here.
+        for key in [*reversed(written.uncertain), *reversed(written.keys)]:
+            try:
+                if key in written.keys or self._has_content(key, written.uncertain[key]):
+                    self._bucket.delete(key)
+            except DeltaSyncError as error:
+                logger.warning("%s of a failed start was not removed: %s", key, error)
+                left.append(key)
+        return left
+
+    def _clean_up_interrupted(self) -> None:
+        """After an interrupt: remove what was written, unless version 0 may be stored."""
+        try:
+            written = self._written.committing is not None and self._writer.is_stored(self._written.committing)
+        except UncertainError:
+            written = True
+        if written:
+            logger.warning("interrupted while version 0 was written; %s", self._still_claimed())
+            return
+        left = self._remove_written()
+        if left:
+            logger.warning("interrupted; %s", self._leftovers(left))
+
+    def _is_replaced(self) -> bool:
+        try:
+            return not self._has_content(RUN_KEY, self._info.to_bytes())
+        except StoreError as error:
+            logger.warning("what a failed start has written stays, as %s cannot be read: %s", RUN_KEY, error)
+            return True
+
+    def _has_content(self, key: str, data: bytes) -> bool:
+        try:
+            return self._bucket.get(key, max_bytes=max(len(data), limits.MAX_JSON_BYTES)) == data
+        except (NotFoundError, LimitError):
+            return False
+
+    def _still_claimed(self) -> str:
+        return (
+            f"{self._bucket.url} stays claimed by run {self._info.run}: start again, which continues that run if its "
+            "version 0 was written, and otherwise begins a new one in its place"
+        )
+
+    def _leftovers(self, keys: list[str]) -> str:
+        names = ", ".join(keys)
+        return (
+            f"this failed start may have left {names} in {self._bucket.url}: start again, which begins a run in its "
+            "place, or remove them by hand"
+        )
+
+
+def _files_of(info: bytes) -> list[RunFile]:
+    """The files that a run.json lists; empty if it cannot be read."""
+    try:
+        return RunInfo.from_bytes(info, RUN_KEY).files
+    except DeltaSyncError:
+        return []
+
+
+class Takeover:
+    """Takes over a run: ``take_over``. Ranks of a sharded model override the steps that read or write weights.
+
+    Args:
+        base: location of the checkpoint of version 0, or of the parent run, if not at the recorded place.
+        run_in_thread: see ``open_or_begin``.
+
+    Raises:
+        TensorMismatchError, ModelError: the model does not fit the run.
         SignatureError: the run is signed and there is no signing key, or the reverse, or the key may not sign it.
         DeltaSyncError: run.json or tensors.json is missing or damaged.
     """
@@ -138,100 +508,106 @@ class Takeover:
         live: LiveTensors,
         base: str | Path | None,
         options: Options,
-        call: Call,
+        run_in_thread: RunInThread,
     ) -> None:
-        self._bucket, self._live, self._base, self._options, self._call = bucket, live, base, options, call
-        self._run = open_vouched(bucket, options.keyring)
-        self._claimed = EpochToken(0, b"")
-        self.baseline = self._fitted()
+        self._bucket, self._live, self._base, self._options, self._run_in_thread = (
+            bucket,
+            live,
+            base,
+            options,
+            run_in_thread,
+        )
+        self._run = open_trusted(bucket, options.keyring)
+        self._epoch = EpochToken(0, b"")
+        self.baseline = self._matching_baseline()
 
-    # What each process that publishes does for its own part, if there are several
+    # Overridden where each of several ranks does its part
 
-    def _fitted(self) -> Baseline:
+    def _matching_baseline(self) -> Baseline:
         return Baseline.of_run(self._live, self._run.table)
 
-    def _hold(self, head: Manifest) -> None:
-        self.baseline.take(restore(self._run, head, self._base, in_memory=True).state.bits, head.model_fingerprint)
+    def _checkout(self, head: Manifest) -> None:
+        self.baseline.replace(restore(self._run, head, self._base, in_memory=True).state.bits, head.model_fingerprint)
 
     def _capture_live(self, rest: Checkpoint | None) -> None:
         self.baseline.capture(self._live, rest)
 
-    def _stored(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
+    def _store_anchor(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
         return self.baseline, manifests.put_shards(self.baseline, self._options.shard_bytes, put)
 
-    # The course of it
+    # The steps of a takeover
 
-    def publishable(self) -> OpenedRun:
-        """Claim the run and hold its newest version; where that is lost, commit the weights of now behind it.
+    def take_over(self) -> OpenedRun:
+        """Claim the run and check out its newest version; if that is lost, commit the current weights after it.
 
         Raises:
             StoreError: the store failed.
-            ConflictError: another publisher has taken the run over meanwhile.
-            NotFoundError: the base that version 0 refers to is needed and not at hand.
-            DeltaSyncError: the newest version is lost and the model does not hold all tensors: why it is lost.
-            LimitError: it is lost, and the run has too many breaks for another.
-            SignatureError: the run ends with, or needs, what nobody trusted has signed.
+            ConflictError: another publisher has taken over the run meanwhile.
+            NotFoundError: the base that version 0 refers to is needed and not available.
+            DeltaSyncError: the newest version is lost, for the reason in the message, and the model lacks tensors.
+            LimitError: the newest version is lost, and the run already has the maximum of breaks.
+            SignatureError: the run ends with, or needs, data that no trusted key has signed.
         """
         done: list[OpenedRun] = []
         lost: list[tuple[HistoryTail, DeltaSyncError]] = []
 
         def take() -> None:
-            # Before the claim: a publisher that may not go on stops nobody who may.
-            self._claimed = claim(self._run, self._end())
-            found = self._end()
+            # Check before the claim: a publisher that may not continue must not fence one that may.
+            self._epoch = claim(self._run, self._find_tail())
+            found = self._find_tail()
             try:
-                done.append(self._restored(found))
-            except BaseUnavailableError:
-                # Nothing of the chain is lost: somebody has to say where the base is.
+                done.append(self._restore(found))
+            except BaseError:
+                # No version is lost: the caller has to say where the base is.
                 raise
             except (*UNREADABLE, SignatureError) as error:
                 if found.problem is None:
-                    refuse_forged(self._run, found, error)
-                _let_go(error)
+                    raise_if_forged(self._run, found, error)
+                _release_frames(error)
                 lost.append((found, error))
 
-        self._call(take)
+        self._run_in_thread(take)
         if lost:
             found, problem = lost[0]
-            self._capture(found, problem)
-            self._call(lambda: done.append(self._begun_anew(found)))
+            self._capture_instead(found, problem)
+            self._run_in_thread(lambda: done.append(self._start_over(found)))
         return done[0]
 
-    def _end(self) -> HistoryTail:
-        """The newest version; raises SignatureError where nobody trusted has written it."""
-        found = find_end(self._run)
-        check_end(self._run, found)
+    def _find_tail(self) -> HistoryTail:
+        """The newest version; raise SignatureError if no trusted key signed it."""
+        found = find_tail(self._run)
+        check_tail(self._run, found)
         return found
 
-    def _restored(self, found: HistoryTail) -> OpenedRun:
+    def _restore(self, found: HistoryTail) -> OpenedRun:
         if found.problem is not None or found.manifest is None:
             raise found.problem or ChainError("no manifest is good")
         head = found.manifest
-        self._hold(head)
+        self._checkout(head)
         writer = self._writer(head)
-        writer.point_head()
+        writer.update_head()
         logger.info(
-            "run %s goes on from version %d, step %d, in epoch %d", writer.run, head.version, head.step, writer.epoch
+            "run %s continues from version %d, step %d, in epoch %d", writer.run, head.version, head.step, writer.epoch
         )
         return OpenedRun(self.baseline, writer, head)
 
     def _writer(self, newest: Manifest | None) -> RunWriter:
-        claimed, limit = self._claimed, self._run.document_limit
+        claimed, limit = self._epoch, self._run.document_limit
         writer = RunWriter(self._bucket, self._run.info, claimed.epoch, self._options, limit, claimed.data)
         if newest is not None:
-            writer.adopt(newest)
+            writer.set_newest(newest)
         return writer
 
-    # The newest version is lost
+    # If the newest version is lost
 
-    def _capture(self, found: HistoryTail, problem: DeltaSyncError) -> None:
-        if not self._live.held:
+    def _capture_instead(self, found: HistoryTail, problem: DeltaSyncError) -> None:
+        if not self._live.has_values:
             raise type(problem)(
-                f"version {found.version} cannot be rebuilt ({problem}), and this publisher is handed the weights to "
-                "begin anew only later; repair the run, or start a new one"
+                f"version {found.version} cannot be rebuilt ({problem}), and this publisher gets the weights for a new "
+                "start only later; repair the run, or start a new one"
             ) from problem
         logger.error(
-            "version %d of %s cannot be rebuilt, so the weights of now are committed as a full snapshot behind it: %s",
+            "version %d of %s cannot be rebuilt, so the current weights are committed as a full snapshot after it: %s",
             found.version, self._bucket.url, problem,
         )  # fmt: skip
         absent, rest = self.baseline.absent(), None
@@ -241,33 +617,33 @@ class Takeover:
             odd = odd or [name for name in absent if rest and rest.specs[name] != self._run.table.by_name(name)]
             if odd:
                 raise type(problem)(
-                    f"version {found.version} cannot be rebuilt ({problem}), and to begin anew the model lacks tensor "
-                    f"{odd[0]!r} ({len(odd)} in all); pass base= with a checkpoint that has it, repair the run, or "
-                    "start a new one"
+                    f"version {found.version} cannot be rebuilt ({problem}), and for a full snapshot the model lacks "
+                    f"tensor {odd[0]!r} ({len(odd)} in all); pass base= with a checkpoint that has it, repair the run, "
+                    "or start a new one"
                 ) from problem
-            logger.warning("tensors that the model does not hold are taken from base: %s", ", ".join(absent[:5]))
+            logger.warning("tensors that the model does not have are taken from base: %s", ", ".join(absent[:5]))
         self._capture_live(rest)
 
-    def _begun_anew(self, found: HistoryTail) -> OpenedRun:
+    def _start_over(self, found: HistoryTail) -> OpenedRun:
         manifests.check_breaks([] if found.manifest is None else found.manifest.breaks)
         self.baseline.scan()
-        reasons = judge_whole(self._options.gate, self.baseline)
+        reasons = judge_state(self._options.gate, self.baseline)
         writer = self._writer(None)
-        whole, objects = self._stored(writer.put_file)
+        state, objects = self._store_anchor(writer.put_file)
         for _ in range(_ATTEMPTS):
-            place = (found.version + 1, found.digest)
-            behind = manifests.anchor_behind(
-                writer.run, whole, objects, place, found.manifest, self._claimed.epoch, reasons
+            base_location = (found.version + 1, found.digest)
+            manifest_behind = manifests.restart_anchor(
+                writer.run, state, objects, base_location, found.manifest, self._epoch.epoch, reasons
             )
-            manifest = self._run.keyring.signed(behind)
+            manifest = self._run.keyring.signed(manifest_behind)
             try:
                 writer.commit(manifest)
             except (ConflictError, FormerVersionError):
-                before, found = found, self._end()
+                before, found = found, self._find_tail()
                 theirs = found.manifest if found.problem is None else None
-                if found.version == before.version or (theirs is not None and theirs.epoch >= self._claimed.epoch):
+                if found.version == before.version or (theirs is not None and theirs.epoch >= self._epoch.epoch):
                     raise
-                # The former writer's last commit came in between.
+                # The former writer's last commit arrived in between.
                 writer = self._writer(None)
                 continue
             writer.announce()
@@ -275,8 +651,8 @@ class Takeover:
         raise ConflictError(f"versions keep appearing at {self._bucket.url}; another publisher writes there")
 
 
-def _let_go(error: BaseException | None) -> None:
-    """Free what the calls that failed still hold: weights, before others are captured."""
+def _release_frames(error: BaseException | None) -> None:
+    """Free the weights that frames of the failed calls still hold, before others are captured."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

@@ -1,23 +1,23 @@
-"""The writing end of a run: one version after another.
+"""``RunWriter``: write one version after another to a run.
 
-Order: objects, manifest (create-if-absent: the commit point), notice, HEAD. A reader that comes at any moment
-finds whole versions only.
+Order: objects, manifest (create-if-absent: the commit point), notice, HEAD. So readers see complete versions only, at
+any moment.
 """
 
 import logging
 import math
 import threading
 import time
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 
 from trainer_side.encode.upload_bandwidth import UploadBandwidth
-from trainer_side.epochs import check_fence, stored_digest
+from trainer_side.epochs import check_not_fenced, key_refusal, stored_digest
 from trainer_side.options import Options
-from trainer_side.signing_policy import key_refused
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.conditional_put import reads_back
-from vllm_delta_sync.bucket.verified import has_object
+from vllm_delta_sync.bucket.conditional_put import gives
+from vllm_delta_sync.bucket.parallel import has_object, in_parallel
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
@@ -37,8 +37,10 @@ from vllm_delta_sync.format.manifest import (
     Manifest,
     ObjectRef,
     RunInfo,
+    Sidecar,
     Stored,
     object_key,
+    sidecar_key,
     version_key,
 )
 from vllm_delta_sync.notice import Notice, NoticePublisher
@@ -50,39 +52,39 @@ logger = logging.getLogger(__name__)
 
 
 class UncertainError(PublishError):
-    """The store failed in such a way that nobody knows whether the manifest was written."""
+    """The store failed, and it is unknown whether the manifest was written."""
 
 
 class FormerVersionError(PublishError):
-    """The number was taken by the last commit of the writer whose run this one took over, or by an earlier try.
+    """The version number is taken: by the former writer's last commit, or by an earlier attempt of this writer.
 
     Attributes:
-        manifest: that version.
+        manifest: of the version that is stored.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(
             f"version {manifest.version} was committed by the former writer of the run, just before it was stopped, or "
-            "by an earlier try that the store had reported as failed"
+            "by an earlier attempt that the store had reported as failed"
         )
         self.manifest = manifest
 
 
 class RunWriter:
-    """Writes one run. Not thread-safe: one thread at a time; another may call ``renew`` meanwhile.
+    """Writes one run. Use one thread at a time; another may call ``renew_head`` meanwhile.
 
-    HEAD is read before it is written, and never moved back by this writer. If somebody else has moved it back, the
-    bucket was put back to an older state: that is logged, and HEAD is pointed at the newest version again. Versions
-    that are gone from the bucket then do not come back by that: a reader that does not hold the newest of them comes
-    to later ones only through an anchor, which ``Publisher.anchor`` writes from memory.
+    HEAD is read before it is written, and this writer never moves it back. If HEAD was moved back by someone else, the
+    bucket was reset to an older state: that is logged, and HEAD is set to the newest version again. This does not bring
+    back versions that the bucket lost: a reader that does not have the newest of them reaches later versions only
+    through an anchor, which ``Publisher.anchor`` writes from memory.
 
     Attributes:
-        run: its id, 32 hex digits. epoch: which writer of the run this is.
-        newest: manifest of the newest durable version; None before version 0. link: how fast its objects went up.
+        run: its id, 32 hex digits. epoch: epoch of this writer.
+        newest: manifest of the newest durable version; None before version 0. bandwidth: of its uploads.
 
     Args:
-        document_limit: bytes that a manifest of the run may have; see ``run.checks.document_limit``.
-        claim: the claim of ``epoch`` as it is stored; None for the first writer, who has none.
+        document_limit: maximum bytes of a manifest of the run; see ``run.checks.document_limit``.
+        claim: the claim of ``epoch`` as it is stored; None for the first writer, which has none.
     """
 
     def __init__(
@@ -97,22 +99,22 @@ class RunWriter:
         self._document_limit = document_limit
         self._bucket = bucket
         self._info = info.to_bytes()
-        self._claim = claim
+        self._claim_data = claim
         self._options = options
-        self._authentic = RunVerifier(bucket, options.keyring, info)
+        self._verifier = RunVerifier(bucket, options.keyring, info)
         self._notice: NoticePublisher | None = None
         self._head_lock = threading.Lock()
-        self._pointed: Manifest | None = None
-        self._pointed_at = -math.inf
+        self._head_manifest: Manifest | None = None
+        self._head_written_at = -math.inf
         self._fenced = False
-        self._tried: set[str] = set()
+        self._tried_digests: set[str] = set()
         self.run = info.run
         self.epoch = epoch
         self.newest: Manifest | None = None
-        self.link = UploadBandwidth.to(bucket)
+        self.bandwidth = UploadBandwidth.to(bucket)
 
     def use_notice(self, notice: NoticePublisher) -> None:
-        """Announce versions there from now on, the newest one at once; the caller closes it."""
+        """Send notices there from now on, first for the newest version; the caller closes it."""
         self._notice = notice
         self.notify()
 
@@ -120,7 +122,7 @@ class RunWriter:
         """Store a version's object under its digest; from any thread.
 
         Raises:
-            StoreError: it was not stored, or reads back otherwise.
+            StoreError: it was not stored, or reads back differently.
         """
         digest = sha256(data).hexdigest()
         ref = ObjectRef(key=object_key(digest), bytes=len(data), sha256=digest)
@@ -128,27 +130,41 @@ class RunWriter:
         return ref
 
     def put_file(self, ref: Stored, content: bytes | Path) -> None:
-        """Store an object whose reference is known, from any thread; raises as ``put_object``."""
-        with self.link.upload(ref.bytes):
+        """Store an object whose reference is known, from any thread; raise as ``put_object``."""
+        with self.bandwidth.upload(ref.bytes):
             self._bucket.put(ref.key, content)
         self.check_object(ref)
 
+    def put_sidecars(self, sidecars: Mapping[str, bytes]) -> list[tuple[Sidecar, bytes]]:
+        """Store sidecars under their digests, several at once; the manifest that lists them follows.
+
+        Raises:
+            StoreError: one could not be stored.
+        """
+        stored = []
+        for name, data in sidecars.items():
+            digest = sha256(data).hexdigest()
+            stored.append((Sidecar(name=name, key=sidecar_key(digest), bytes=len(data), sha256=digest), data))
+        for _ in in_parallel(lambda item: self.put_file(*item), stored):
+            pass
+        return stored
+
     def check_object(self, ref: Stored) -> None:
-        """Where objects are read back: raise StoreError unless this one is stored as it should be."""
+        """If objects are read back, raise StoreError unless this one is stored correctly."""
         if not self._options.read_back:
             return
         try:
-            same = reads_back(lambda: stored_digest(self._bucket, ref.key), ref.sha256)
+            intact = gives(lambda: stored_digest(self._bucket, ref.key), ref.sha256)
         except NotFoundError as error:
             raise StoreError(f"object {ref.key} was stored and is not there: check the store") from error
-        if not same:
+        if not intact:
             raise StoreError(f"object {ref.key} reads back with another SHA-256 than its name: check the store")
 
-    def put_missing(self, ref: Stored, data: bytes) -> None:
-        """Put a committed version's object again if it was removed before its manifest was there.
+    def restore_if_collected(self, ref: Stored, data: bytes) -> None:
+        """Store a committed version's object again if it was collected before the manifest was written.
 
-        A collection whose ``min_age`` is shorter than the upload took has seen an object of nobody's. A failure only
-        warns: the version is committed.
+        A garbage collection whose ``min_age`` is shorter than the upload took sees an object without a manifest. A
+        failure only warns: the version is committed.
         """
         try:
             if has_object(self._bucket, ref):
@@ -156,55 +172,55 @@ class RunWriter:
         except DeltaSyncError as error:
             logger.warning("whether object %s is still there is not known: %s", ref.key, error)
             return
-        logger.warning("object %s was removed while its version was committed; it is put again", ref.key)
+        logger.warning("object %s was removed while its version was committed; it is stored again", ref.key)
         try:
             self._bucket.put(ref.key, data)
         except DeltaSyncError as error:
-            logger.error("object %s of a committed version is gone and could not be put again: %s", ref.key, error)
+            logger.error("object %s of a committed version is gone and could not be stored again: %s", ref.key, error)
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest: when this returns, the version is durable and ``newest``.
 
         Raises:
-            ConflictError: another publisher has taken the run over, the version exists already and is another
-                writer's, or the run is gone. FormerVersionError: it is that of the writer before this one.
-            StoreError: the manifest was not written. UncertainError: it may have been.
-            LimitError: it is larger than readers take; nothing was written.
+            ConflictError: another publisher has taken over the run or written this version, or the run was removed.
+                FormerVersionError: the version is the former writer's.
+            StoreError: the manifest was not written. UncertainError: it may have been written.
+            LimitError: the manifest is larger than readers accept; nothing was written.
         """
         data, key = manifest.to_bytes(), version_key(manifest.version)
         check_document_size(manifest, self._document_limit, key)
         if not self._bucket.supports_conditional_put:
             self._check_newest()
-        # Right before the write: whoever claims after this look finds at most this one version more.
-        self.check_fence()
-        # A network may deliver a write long after everybody has given it up.
-        self._tried.add(manifest.digest)
+        # Directly before the write: a writer that claims after this check finds at most this one version more.
+        self.check_not_fenced()
+        # A network may deliver a write long after the client gave up on it.
+        self._tried_digests.add(manifest.digest)
         try:
             self._bucket.put(key, data, if_absent=True)
         except ConflictError as error:
-            if not self.holds(manifest):
-                raise self._taken(manifest.version) from error
+            if not self.is_stored(manifest):
+                raise self._number_taken_error(manifest.version) from error
         except StoreError as error:
-            if not self.holds(manifest):
+            if not self.is_stored(manifest):
                 raise StoreError(error.message) from error
-        if not self._bucket.supports_conditional_put:
-            self._look_again(manifest)
+        if not self._bucket.exclusive:
+            self._check_written(manifest)
         if self._options.read_back:
             self._check_manifest(manifest)
-        self.adopt(manifest)
+        self.set_newest(manifest)
 
-    def adopt(self, manifest: Manifest) -> None:
-        """Take note that ``manifest`` is durable."""
+    def set_newest(self, manifest: Manifest) -> None:
+        """Record that ``manifest`` is durable."""
         self.newest = manifest
-        self._tried.clear()
+        self._tried_digests.clear()
 
     def announce(self) -> None:
-        """Send a notice of the newest version and point HEAD at it; a failure only warns."""
+        """Send a notice of the newest version and update HEAD; a failure only warns."""
         self.notify()
-        self.point_head()
+        self.update_head()
 
     def notify(self) -> None:
-        """Send a notice of the newest version: readers look beyond HEAD. A failure only warns."""
+        """Send a notice of the newest version: readers also look beyond HEAD. A failure only warns."""
         if self._notice is None or self.newest is None:
             return
         try:
@@ -212,11 +228,11 @@ class RunWriter:
         except NoticeError as error:
             logger.warning("no notice of version %d, receivers poll: %s", self.newest.version, error)
 
-    def holds(self, manifest: Manifest) -> bool:
-        """Whether this very manifest is in the bucket.
+    def is_stored(self, manifest: Manifest) -> bool:
+        """Whether exactly this manifest is in the bucket.
 
         Raises:
-            UncertainError: the store does not tell.
+            UncertainError: the store failed.
         """
         key = version_key(manifest.version)
         try:
@@ -226,50 +242,50 @@ class RunWriter:
         except StoreError as error:
             raise UncertainError(f"whether {key} was written is not known: {error}") from error
 
-    def point_head(self) -> None:
-        """Point HEAD at the newest version, unless it points there or beyond; a failure only warns."""
+    def update_head(self) -> None:
+        """Set HEAD to the newest version, unless it already names it or a later one; a failure only warns."""
         with self._head_lock:
             newest = self.newest
-            if newest is None or newest is self._pointed or self._fenced:
+            if newest is None or newest is self._head_manifest or self._fenced:
                 return
-            if time.monotonic() - self._pointed_at < self._bucket.overwrite_seconds:
-                return  # readers look beyond HEAD, and a later version or the end points it there
+            if time.monotonic() - self._head_written_at < self._bucket.overwrite_seconds:
+                return  # readers look beyond HEAD, and a later version or ``finalize_head`` updates it
             try:
                 self._write_head(newest)
             except DeltaSyncError as error:
                 logger.warning(
-                    "version %d is durable but %s still points before it, the next publish mends that: %s",
+                    "version %d is durable but %s still points before it, the next publish repairs that: %s",
                     newest.version, HEAD_KEY, error,
                 )  # fmt: skip
 
-    def leave_head(self) -> None:
-        """Point HEAD at the newest version for the last time; a signed one holds for all its time from now on."""
-        self._pointed_at = -math.inf
-        if not self._options.keyring.has_signing_key:
-            self.point_head()
+    def finalize_head(self) -> None:
+        """Set HEAD to the newest version for the last time; a signed HEAD gets its full lifetime."""
+        self._head_written_at = -math.inf
+        if not self._options.keyring.signs:
+            self.update_head()
         elif not self._fenced:
-            self.renew()
+            self.renew_head()
 
-    def renew(self) -> float | None:
-        """Write HEAD again, with a new end, if a third of its lifetime is over; a failure only warns.
+    def renew_head(self) -> float | None:
+        """Write HEAD again with a new expiry if a third of its lifetime has passed; a failure only warns.
 
         Returns:
-            seconds after which to call it again; None if this is not the writer of the run any more.
+            Seconds until the next call; None if this is no longer the writer of the run.
         """
         third = self._options.head_seconds / 3
         with self._head_lock:
-            left = self._pointed_at + third - time.monotonic()
+            left = self._head_written_at + third - time.monotonic()
             if self.newest is None or left > 0:
                 return max(left, third / 10)
             try:
-                self.check_fence()
+                self.check_not_fenced()
                 self._write_head(self.newest)
             except ConflictError as error:
                 logger.error("%s is not renewed any more: %s", HEAD_KEY, error)
                 return None
             except DeltaSyncError as error:
                 logger.warning(
-                    "%s could not be written again; unless it is, it runs out %.0f seconds after it was last: %s",
+                    "%s could not be written again; otherwise it expires %.0f seconds after it was last written: %s",
                     HEAD_KEY, 3 * third, error,
                 )  # fmt: skip
                 return third / 10
@@ -279,64 +295,64 @@ class RunWriter:
         head = make_head(newest, self._options.keyring, self._options.head_seconds)
         if not self._head_is_ahead(head):
             self._bucket.put(HEAD_KEY, head.to_bytes())
-        self._pointed, self._pointed_at = newest, time.monotonic()
+        self._head_manifest, self._head_written_at = newest, time.monotonic()
 
     def _head_is_ahead(self, wanted: Head) -> bool:
-        """Whether HEAD is to be left as it is: equal, another run's, or moved on by whoever took this run over."""
+        """Whether to leave HEAD unchanged: it is equal, of another run, or moved forward by a writer that took over."""
         try:
             present = Head.from_bytes(self._bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES), HEAD_KEY)
             if present.run != wanted.run:
                 return self._bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES) != self._info
-            self._authentic.check_head(present, HEAD_KEY)
+            self._verifier.head(present, HEAD_KEY)
         except SignatureError as error:
-            logger.error("%s, which somebody else has written to the bucket, is overwritten: %s", HEAD_KEY, error)
+            logger.error("%s, which another party has written to the bucket, is overwritten: %s", HEAD_KEY, error)
             return False
         except (NotFoundError, FormatError):
             return False
         if present.version <= wanted.version:
-            self._note_if_put_back(present)
-            # One with an end is never equal: it is there to be written again.
+            self._log_if_restored(present)
+            # A HEAD with an expiry is never equal: it is to be written again.
             return present.to_bytes() == wanted.to_bytes()
         try:
-            # A damaged HEAD may name a version that never was.
+            # A damaged HEAD may name a version that never existed.
             self._bucket.stat(version_key(present.version))
         except NotFoundError:
             return False
         return True
 
-    def _note_if_put_back(self, present: Head) -> None:
-        pointed = self._pointed
-        if pointed is None or present.version >= pointed.version:
+    def _log_if_restored(self, present: Head) -> None:
+        last = self._head_manifest
+        if last is None or present.version >= last.version:
             return
-        gone = not self.holds(pointed)
+        gone = not self.is_stored(last)
         logger.error(
-            "%s points at version %d and this publisher had pointed it at %d: somebody has put the bucket back to an "
-            "older state%s", HEAD_KEY, present.version, pointed.version,
-            f", and {version_key(pointed.version)} is lost: only who holds version {pointed.version} can go on from "
-            "it, until there is an anchor (Publisher.anchor()) or the bucket is repaired (delta-sync repair)"
-            if gone else "; it is pointed forward again",
+            "%s points at version %d and this publisher had pointed it at %d: the bucket was reset to an older "
+            "state%s", HEAD_KEY, present.version, last.version,
+            f", and {version_key(last.version)} is lost: only receivers that have version {last.version} can continue "
+            "from it, until there is an anchor (Publisher.anchor()) or the bucket is repaired (delta-sync repair)"
+            if gone else "; HEAD is moved forward again",
         )  # fmt: skip
 
-    def check_fence(self) -> None:
-        """Raise ConflictError if this is not the writer of the run any more, may not be, or the run is gone.
+    def check_not_fenced(self) -> None:
+        """Raise ConflictError if this is no longer the writer of the run, may not sign it, or the run was removed.
 
         Raises:
-            SignatureError, ReplayError, FormatError: ``keys.json`` may not be believed.
+            SignatureError, ReplayError, FormatError: ``keys.json`` cannot be trusted.
         """
         try:
-            check_fence(self._bucket, self._info, self.epoch, self._claim)
-            self._authentic.refresh()
-            refused = key_refused(self._authentic.keys, self._options.keyring)
+            check_not_fenced(self._bucket, self._info, self.epoch, self._claim_data)
+            self._verifier.refresh()
+            refused = key_refusal(self._verifier.keys, self._options.keyring)
             if refused is not None:
                 raise ConflictError(f"{refused}; this publisher stops")
         except ConflictError:
             self._fenced = True
             raise
 
-    # Where create-if-absent does not hold
+    # Where create-if-absent is not atomic
 
     def _check_newest(self) -> None:
-        """Raise ConflictError if somebody has written over the version that the next one is to follow."""
+        """Raise ConflictError if the version that the next one follows was overwritten."""
         if self.newest is None:
             return
         key = version_key(self.newest.version)
@@ -344,33 +360,33 @@ class RunWriter:
             if reads_back(lambda: stored_digest(self._bucket, key), self.newest.digest):
                 return
         except NotFoundError:
-            return  # lost, as it may be anywhere
+            return  # lost, which can happen in any store
         self._fenced = True
         raise ConflictError(
-            f"{key} of {self._bucket.url} was written over by another publisher; this one stops: let one publisher at "
+            f"{key} of {self._bucket.url} was overwritten by another publisher; this one stops: let one publisher at "
             "a time write the run, and start it again"
         )
 
-    def _look_again(self, manifest: Manifest) -> None:
-        """Raise as ``commit`` unless the manifest that was just written is there and the run is still this writer's."""
-        if not self.holds(manifest):
+    def _check_written(self, manifest: Manifest) -> None:
+        """Raise as ``commit`` unless the manifest just written is stored and this is still the writer of the run."""
+        if not self.is_stored(manifest):
             try:
-                raise self._taken(manifest.version)
+                raise self._number_taken_error(manifest.version)
             except NotFoundError as error:
                 raise UncertainError(f"{version_key(manifest.version)} was written, and is gone: {error}") from error
-        self.check_fence()
+        self.check_not_fenced()
 
-    def _taken(self, version: int) -> PublishError | ConflictError:
-        """Why a version's number is taken by another manifest."""
+    def _number_taken_error(self, version: int) -> PublishError | ConflictError:
+        """The error to raise if another manifest has the version's number."""
         key, newest = version_key(version), self.newest
         try:
             theirs = Manifest.from_bytes(self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), key)
-            self._authentic.check_manifest(theirs, key)
+            self._verifier.manifest(theirs, key)
         except SignatureError as error:
             theirs = None
             reason = (
-                f"{error.message}. It lies in {self._bucket.url}, where nobody but this publisher should write: find "
-                f"out who does, remove {key}, and start this publisher again; it stops now"
+                f"{error.message}. It lies in {self._bucket.url}, where only this publisher should write: find out who "
+                f"else does, remove {key}, and start this publisher again; it stops now"
             )
         except (FormatError, UnsupportedError) as error:
             theirs = None
@@ -387,15 +403,17 @@ class RunWriter:
 
     def _is_former(self, theirs: Manifest, newest: Manifest) -> bool:
         follows = theirs.version == newest.version + 1 and theirs.parent == newest.digest
-        return theirs.run == self.run and (theirs.epoch < self.epoch or theirs.digest in self._tried) and follows
+        return (
+            theirs.run == self.run and (theirs.epoch < self.epoch or theirs.digest in self._tried_digests) and follows
+        )
 
     def _check_manifest(self, manifest: Manifest) -> None:
-        """Read the manifest back. Nobody else writes at its key any more, so what is wrong there is put right once."""
-        if self.holds(manifest):
+        """Read the manifest back, and repair it once if it is damaged: no other writer writes at its key any more."""
+        if self.is_stored(manifest):
             return
         try:
             self._bucket.put(version_key(manifest.version), manifest.to_bytes())
         except StoreError as error:
             raise UncertainError(f"{version_key(manifest.version)} was damaged by the store: {error}") from error
-        if not self.holds(manifest):
-            raise UncertainError(f"{version_key(manifest.version)} reads back otherwise than written: check the store")
+        if not self.is_stored(manifest):
+            raise UncertainError(f"{version_key(manifest.version)} reads back differently: check the store")

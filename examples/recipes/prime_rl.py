@@ -1,4 +1,4 @@
-"""prime-rl: a weight sender and receiver that meet in a bucket, beside its filesystem, NCCL and NIXL ones.
+"""prime-rl: a weight sender and receiver over a bucket, beside its filesystem, NCCL and NIXL ones.
 
 Written against ``src/prime_rl/transports/weights/`` (``base.py`` at 114f3ca, ``__init__.py`` at 05732b7) and
 ``src/prime_rl/utils/weights.py`` (at 3a77ae0). ``setup_weight_sender`` and ``setup_weight_receiver`` there choose by
@@ -31,12 +31,12 @@ _LAYER = re.compile(r".*?\blayers\.\d+\.")
 
 
 class DeltaSyncWeightSender(WeightSender):  # type: ignore[misc]
-    """Publishes from the master rank what all ranks gather, layer by layer.
+    """Publishes, from the master rank, weights that all ranks gather layer by layer.
 
     Args:
         output_dir: of the training run.
-        config: its ``weight_broadcast``, with ``timeout`` (seconds), and of ours ``bucket`` (run URL) and ``base``
-            (checkpoint that the servers start from).
+        config: its ``weight_broadcast``, with ``timeout`` (seconds) and the added fields ``bucket`` (run URL) and
+            ``base`` (checkpoint that the servers start from).
     """
 
     def __init__(self, output_dir: Path, config: Any) -> None:
@@ -45,7 +45,7 @@ class DeltaSyncWeightSender(WeightSender):  # type: ignore[misc]
 
     def _broadcast(self, model: torch.nn.Module, step: int, step_dir: Path) -> None:
         if torch.distributed.is_initialized():
-            # The others wait for the master's handshake here, and not within a collective of the device.
+            # The other ranks wait here for the master's handshake, not in a collective on the device.
             torch.distributed.barrier()
         publish_gathered(self.publisher, step, hf_tensors(model))
         if self.publisher is not None:
@@ -53,7 +53,7 @@ class DeltaSyncWeightSender(WeightSender):  # type: ignore[misc]
 
 
 class DeltaSyncWeightReceiver(WeightReceiver):  # type: ignore[misc]
-    """Waits until the servers that follow the run serve an offered version; never asks them for anything.
+    """Waits until the servers that follow the run serve an offered version; it sends them no requests.
 
     Args:
         config: as the sender's, with ``replicas``, how many servers there are, each with a ``receiver_id``.
@@ -61,10 +61,10 @@ class DeltaSyncWeightReceiver(WeightReceiver):  # type: ignore[misc]
     """
 
     async def receive(self, step: int) -> None:
-        """Acknowledge the offer, and return once it is served.
+        """Acknowledge the offer, and return once the version is served.
 
         Raises:
-            FleetLateError: it is not, within ``config.timeout`` seconds; the message names who lags.
+            FleetLateError: ``config.timeout`` seconds have passed; the message names the servers that lag.
         """
         self._ack(step)
         await wait_for_path(self.step_dir(step) / FINISHED_MARKER)
@@ -74,9 +74,9 @@ class DeltaSyncWeightReceiver(WeightReceiver):  # type: ignore[misc]
 
 
 def hf_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(checkpoint name, whole tensor) of a model in prime-rl's layout; a layer at a time, which is what converts whole.
+    """(checkpoint name, whole tensor) of a model in prime-rl's layout, layer by layer, as it is converted.
 
-    Every rank has to read all of it: each sharded tensor is gathered when its layer's turn comes.
+    Every rank must read all of it: each sharded tensor is gathered with its layer.
     """
 
     def layer(item: tuple[str, torch.Tensor]) -> str:

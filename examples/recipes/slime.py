@@ -1,11 +1,11 @@
-"""slime: a hook for ``--custom-update-weight-post-write-path`` that publishes the checkpoint slime has just written.
+"""slime: a hook for ``--custom-update-weight-post-write-path`` that publishes the checkpoint that slime just wrote.
 
 Written against slime's ``docs/en/get_started/customization.md`` (section 19, at 138eb42) and
 ``slime/backends/megatron_utils/update_weight/update_weight_from_disk.py``: with ``--update-weight-transport disk``
 and ``--update-weight-mode full`` slime gathers, converts Megatron's names to those of ``--hf-checkpoint``, writes
 safetensors files, and calls the hook on every rank.
 
-Copy this file into a module of your own and name its function:
+Copy this file into a module of your project and name its function:
 
     export DELTA_SYNC_BUCKET=s3://bucket/run
     python train.py ... --custom-update-weight-post-write-path my_project.delta_sync_hook.publish_checkpoint
@@ -34,12 +34,12 @@ def publish_checkpoint(args: Any, version_dir: str, rollout_engines: Sequence[ob
     """Publish a directory that slime wrote, from rank 0; durable when this returns.
 
     Args:
-        args: slime's arguments; ``hf_checkpoint`` is what the servers start from.
+        args: slime's arguments; ``hf_checkpoint`` is the checkpoint that the servers start from.
         version_dir: ``.../weight_v000017``; its number becomes the step.
-        rollout_engines: slime's own, not used.
+        rollout_engines: passed by slime, not used.
 
     Raises:
-        UsageError: the directory is no whole checkpoint (slime's delta mode), or DELTA_SYNC_BUCKET is not set.
+        UsageError: the directory is not a complete checkpoint (slime's delta mode), or DELTA_SYNC_BUCKET is not set.
         Also what ``Publisher`` raises.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
@@ -49,7 +49,7 @@ def publish_checkpoint(args: Any, version_dir: str, rollout_engines: Sequence[ob
     index = folder / INDEX_NAME
     if number is None or (index.is_file() and "delta_encoding" in json.loads(index.read_bytes()).get("metadata", {})):
         raise UsageError(
-            f"{version_dir} holds no whole checkpoint, but what slime's delta mode writes, which only its own "
+            f"{version_dir} holds no complete checkpoint, but the output of slime's delta mode, which only its own "
             "engines read; use --update-weight-mode full"
         )
     written = Checkpoint(folder)
@@ -59,7 +59,7 @@ def publish_checkpoint(args: Any, version_dir: str, rollout_engines: Sequence[ob
 
 @lru_cache(maxsize=1)
 def publisher_of(base: str) -> Publisher | None:
-    """The publisher of this process. It is kept here, because slime calls a function and keeps no state for it."""
+    """The publisher of this process, cached here because slime calls a function and keeps no state for it."""
     bucket = os.environ.get("DELTA_SYNC_BUCKET")
     if not bucket:
         raise UsageError("DELTA_SYNC_BUCKET is not set; export the URL of the run on the trainer's machines")

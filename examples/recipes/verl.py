@@ -1,7 +1,7 @@
-"""verl: a checkpoint engine that publishes what verl's training engine exports, and reads it back for its rollouts.
+"""verl: a checkpoint engine that publishes the export of verl's training engine, and reads it back for its rollouts.
 
 Written against verl 0.9.1 (``verl/checkpoint_engine/base.py``, ``verl/workers/engine_workers.py``). Copy it to a module
-of your own under another name, and name that module in ``rollout.checkpoint_engine.custom_backend_module``.
+of your project under another name, and name that module in ``rollout.checkpoint_engine.custom_backend_module``.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ POLL_SECONDS = 0.2
 class DeltaSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """One object in each process: on the actor's rank 0 it publishes, on its other ranks it takes part in gathering.
 
-    verl makes it with ``bucket_size`` (not used: nothing is packed into buckets), on actors with ``is_master``, and
-    with what ``rollout.checkpoint_engine.engine_kwargs.delta_sync`` says.
+    verl constructs it with ``bucket_size`` (not used: nothing is packed into buckets), on actors with ``is_master``,
+    and with the values of ``rollout.checkpoint_engine.engine_kwargs.delta_sync``.
 
     Args:
         bucket: run URL. base: checkpoint that training began with; its path, or ``org/name@revision``.
@@ -47,14 +47,14 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._version = 0
 
     def prepare(self) -> dict[str, Any]:
-        """The number of the version that comes next, from the actor's rank 0."""
+        """The number of the next version, from the actor's rank 0."""
         return {} if self.publisher is None else {"version": self.publisher.version + 1}
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Nobody connects to anybody: all are told the number of the version."""
+        """Connect no processes: all receive the number of the version."""
         version = next(told["version"] for told in metadata if told)
         return {"version": [version] * actor_wg_world_size}, {"version": [version] * rollout_world_size}
 
@@ -62,15 +62,15 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._version = version
 
     def finalize(self) -> None:
-        """Nothing is held from one version to the next."""
+        """Do nothing: no state is kept between versions."""
 
     async def send_weights(self, weights: Pairs, global_steps: int | None = None) -> dict[str, float]:
-        """Publish on rank 0 → metrics for verl's log; durable when this returns."""
+        """Publish on rank 0; return metrics for verl's log. The version is durable when this returns."""
         result = publish_gathered(self.publisher, global_steps or 0, weights)
         return {} if result is None else result.metrics()
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """The version that is being sent, whole and bit for bit, for verl's own way into its rollout engine."""
+        """Yield all tensors of the version, bit for bit, for verl's own transfer into its rollout engine."""
         run = open_run(self._bucket)
         deadline = time.monotonic() + self._timeout
         while run.head().version < self._version:

@@ -24,11 +24,11 @@ IDLE_SECONDS = 300.0
 
 
 class BadRequestError(Exception):
-    """The request makes no sense; the message names the field."""
+    """The request is invalid; the message names the field."""
 
 
 def secret_of(seed: int, game: int) -> str:
-    """The word to be found in a game; every word is equally likely."""
+    """The secret word of a game; every word is equally likely."""
     return random.Random(f"{seed} {game}").choice(WORDS)
 
 
@@ -49,7 +49,7 @@ def feedback(secret: str, guess: str) -> str:
 
 
 def reward(signs: Sequence[str]) -> float:
-    """What a finished game earns: 1.0 to 0.7 if solved, else 0.1 for each letter in place in the best guess."""
+    """Reward of a finished game: 1.0 to 0.7 if solved, else 0.1 for each letter in place in the best guess."""
     if SOLVED in signs:
         return 1.0 - 0.1 * signs.index(SOLVED)
     return 0.1 * max(found.count("g") for found in signs)
@@ -81,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-            # Nothing of the body is read, so the connection cannot be used for another request.
+            # The body is not read, so the connection cannot be reused.
             self.close_connection = True
             self._send(413, {"error": f"header Content-Length is {length[:20]!r}; give up to {MAX_BODY_BYTES} bytes"})
             return
@@ -119,7 +119,7 @@ class Service(ThreadingHTTPServer):
         self.seed = seed
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report errors, except that a client is gone."""
+        """Report errors, except for a client that disconnected."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 

@@ -2,11 +2,11 @@
 
     python rollouts.py --bucket RUN --games URL --environment http://HOST:7000 --folder DIR --versions 120
 
-It starts ``delta-sync serve`` beside itself, which takes the model's files and all weights from the run. A batch of
+It starts ``delta-sync serve`` beside itself, which gets the model's files and all weights from the run. A batch of
 finished games is one immutable object, ``trajectories/WORKER/0000000017.json.gz``: tokens, the log-prob of each when it
-was sampled, and which weight version sampled it. The machine has no connection to a trainer: it plays ``--ahead``
-batches per version that its server serves, and ends once that is version ``--versions``. What is away (store, server,
-environment) is waited for. Writes JSON lines of events to standard output.
+was sampled, and the weight version that sampled it. The machine has no connection to a trainer: it plays ``--ahead``
+batches per version that its server serves, and ends once that is version ``--versions``. It waits while store, server
+or environment are unreachable. It writes JSON lines of events to standard output.
 """
 
 import argparse
@@ -57,16 +57,16 @@ _Result = TypeVar("_Result")
 
 
 class NotReadyError(Exception):
-    """The server does not know yet which version it serves."""
+    """The server has not yet proven which version it serves."""
 
 
-def tell(event: str, **fields: Any) -> None:
-    """Write one event; whole lines only, since two threads write."""
+def emit(event: str, **fields: Any) -> None:
+    """Write one event; in whole lines, since two threads write."""
     os.write(1, (json.dumps({"event": event, "at": time.time(), **fields}) + "\n").encode())
 
 
 def until_done(what: str, call: Callable[[], _Result], seconds: float) -> _Result:
-    """Call again while ``what`` is away, for up to ``seconds``. An HTTP status below 500 is raised at once."""
+    """Repeat a call while ``what`` is unreachable, up to ``seconds``. An HTTP status below 500 is raised at once."""
     began: float | None = None
     while True:
         try:
@@ -75,13 +75,13 @@ def until_done(what: str, call: Callable[[], _Result], seconds: float) -> _Resul
             refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
             if began is None:
                 began = time.monotonic()
-                tell("away", what=what, error=f"{type(error).__name__}: {error}"[:300])
+                emit("away", what=what, error=f"{type(error).__name__}: {error}"[:300])
             if refused or time.monotonic() - began > seconds:
                 raise
             time.sleep(RETRY_SECONDS)
             continue
         if began is not None:
-            tell("back", what=what, seconds=time.monotonic() - began)
+            emit("back", what=what, seconds=time.monotonic() - began)
         return result
 
 
@@ -91,14 +91,14 @@ def encode(text: str) -> list[int]:
 
 
 def reply(guess: str, feedback: str) -> str:
-    """How feedback reads to the policy: upper case in place, lower case elsewhere, 0 absent; then the call for more."""
+    """Feedback as the policy reads it: upper case in place, lower case elsewhere, 0 absent; then the call for more."""
     marked = {"g": str.upper, "y": str.lower, "-": lambda letter: "0"}
     padded = guess.ljust(len(feedback), "0")
     return "".join(marked[sign](letter) for letter, sign in zip(padded, feedback, strict=False)) + ">"
 
 
 class Server:
-    """``delta-sync serve`` on this machine; one that an earlier life of this script has started goes on."""
+    """``delta-sync serve`` on this machine; a server started by an earlier process of this script is reused."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -106,7 +106,7 @@ class Server:
         self.http = httpx.Client(base_url=options.server or f"http://127.0.0.1:{options.port}", timeout=120.0)
 
     def start(self) -> None:
-        """Start it unless it runs, once the run has begun, and wait for it to answer. Raises SystemExit: it ended."""
+        """Start it unless it runs, once the run exists, and wait for its answer. Raises SystemExit: it ended."""
         if self._options.server is None and not self._answers():
             while not until_done("store", lambda: exists(self._options.bucket), self._options.give_up):
                 time.sleep(RETRY_SECONDS)
@@ -133,7 +133,7 @@ class Server:
             return False
 
     def close(self) -> None:
-        """End it if this life started it."""
+        """End the server if this process started it."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()
@@ -172,7 +172,7 @@ class Server:
         ]
 
     def follow(self) -> None:
-        """Report each version as the server comes to serve it, for ever; on a connection of its own."""
+        """Report each version once the server serves it, endlessly; on a separate connection."""
         last = -1
         with httpx.Client(base_url=self.http.base_url, timeout=30.0) as http:
             while True:
@@ -181,7 +181,7 @@ class Server:
                     if status["served"] is not None and status["served"]["version"] != last:
                         last = status["served"]["version"]
                         pauses = {one["version"]: one["timings_ms"].get("pause") for one in status["recent"]}
-                        tell("served", version=last, pauses_ms=pauses)
+                        emit("served", version=last, pauses_ms=pauses)
                     http.get("/delta_sync/wait", params={"version": last + 1, "timeout": 5})
                 except httpx.HTTPError:
                     time.sleep(RETRY_SECONDS)
@@ -189,7 +189,7 @@ class Server:
 
 @dataclass
 class Play:
-    """A game under way. ``prompt``: token ids that the next guess will see."""
+    """A game that is being played. ``prompt``: token ids before the next guess."""
 
     game: int
     prompt: list[int] = field(default_factory=lambda: encode(">"))
@@ -198,12 +198,12 @@ class Play:
     answer: dict[str, Any] = field(default_factory=dict)
 
     def take(self, turn: dict[str, Any]) -> None:
-        """A guess of the policy."""
+        """Add a guess of the policy."""
         self.turns.append(turn)
         self.guesses.append("".join(CHARACTERS[token] for token in turn["output"]))
 
     def hear(self, answer: dict[str, Any]) -> None:
-        """What the environment said of it."""
+        """Add the environment's feedback."""
         self.answer = answer
         self.prompt = self.prompt + self.turns[-1]["output"] + encode(reply(self.guesses[-1], answer["feedback"]))
 
@@ -215,26 +215,26 @@ class Worker:
         self._options, self._server, self._bucket = options, server, bucket
         self._environment = httpx.Client(base_url=options.environment, timeout=15.0)
         self._version: int | None = None
-        self._played = 0  # batches since the server came to serve that version
+        self._played = 0  # batches since the server began to serve that version
         listed = self._retry("store", lambda: [item.key for item in bucket.list(f"trajectories/{options.worker}/")])
         self._number = 1 + max((int(Path(key).name.split(".")[0]) for key in listed), default=-1)
-        tell("ready", number=self._number)
+        emit("ready", number=self._number)
 
     def _retry(self, what: str, call: Callable[[], _Result]) -> _Result:
         return until_done(what, call, self._options.give_up)
 
     def run(self) -> None:
-        """Until the server serves the last version. Raises httpx.HTTPError, StoreError: something is away too long."""
+        """Play until the server serves the last version. Raises httpx.HTTPError, StoreError: unreachable too long."""
         while (run := self._next_run()) is not None:
             began = time.monotonic()
             plays = self._play()
             key = self._put(run, plays)
             self._played += 1
-            tell("batch", key=key, version=self._version, seconds=time.monotonic() - began)
-        tell("verified", **self._retry("server", lambda: self._server.request("POST", "/delta_sync/verify")))
+            emit("batch", key=key, version=self._version, seconds=time.monotonic() - began)
+        emit("verified", **self._retry("server", lambda: self._server.request("POST", "/delta_sync/verify")))
 
     def _next_run(self) -> str | None:
-        """Wait until another batch is due; the id of the run that is served, or None if that was the last version."""
+        """Wait until another batch is due; return the id of the served run, or None after the last version."""
         began = time.monotonic()
         while True:
             status = self._retry("server", lambda: self._server.request("GET", "/delta_sync/status"))
@@ -246,13 +246,13 @@ class Worker:
             if served is not None and self._played < self._options.ahead:
                 return str(status["run"])
             if time.monotonic() - began > self._options.patience:
-                # The trainer may lack just what was lost or too old: both would wait for ever.
-                tell("impatient", version=served)
+                # The trainer may lack just the batch that was lost or too old: both would wait endlessly.
+                emit("impatient", version=served)
                 began, self._played = time.monotonic(), 0
             time.sleep(0.1)
 
     def _play(self) -> list[Play]:
-        """A batch of games to their ends, each ``plays`` times, a turn of all of them at once."""
+        """Play a batch of games, each ``plays`` times, one turn of all of them at once."""
         chosen = random.Random(f"{self._options.worker} {self._number}").sample(range(2**31), self._options.groups)
         plays = [Play(game) for game in chosen for _ in range(self._options.plays)]
         for _ in range(GUESSES):
@@ -273,7 +273,7 @@ class Worker:
         return list(answer.json())
 
     def _put(self, run: str, plays: list[Play]) -> str:
-        """Write the batch under the next free number; returns its key."""
+        """Write the batch under the next free number; return its key."""
         games = [
             {"game": play.game, "turns": play.turns, "solved": play.answer["solved"], "reward": play.answer["reward"]}
             for play in plays
@@ -298,7 +298,7 @@ def exists(run: str) -> bool:
 
 
 def create(bucket: Bucket, key: str, data: bytes) -> bool:
-    """Put an object unless the key is taken by another; the same bytes may have arrived in an attempt before."""
+    """Put an object unless its key is taken by another; the same bytes may have arrived in an earlier attempt."""
     try:
         bucket.put(key, data, if_absent=True)
     except ConflictError:
@@ -324,7 +324,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--patience", type=float, default=60.0, help="seconds without a new version until it plays on all the same"
     )
-    parser.add_argument("--give-up", type=float, default=300.0, help="seconds to wait for what is away")
+    parser.add_argument("--give-up", type=float, default=300.0, help="seconds to wait for unreachable services")
     options = parser.parse_args(arguments)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", options.worker):
         parser.error(f"--worker {options.worker[:80]!r}: give up to 63 of A-Z a-z 0-9 _ -")

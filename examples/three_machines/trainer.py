@@ -1,15 +1,15 @@
-"""The trainer's machine: learns from games that lie in a bucket, and publishes its weights to a run.
+"""The trainer's machine: learns from games that are stored in a bucket, and publishes its weights to a run.
 
     python trainer.py --bucket RUN --games URL --folder DIR --versions 120
 
-It has a connection to the bucket only: to no server, and to no rollout machine. The first time it makes a policy of 3 M
+It connects to the bucket only: to no server, and to no rollout machine. At its first start it makes a policy of 3 M
 parameters and warms it up (supervised) until it begins to heed feedback. Each trajectory is trained on once, or left
-out because it is too old or no batch of this run. The sidecar ``trained`` of a version says what became of which.
+out because it is too old or not a batch of this run. The sidecar ``trained`` of a version records this.
 
-Weights, optimizer and how far the games are read are one file, which is replaced as a whole before its version is
-published, and nothing changes the weights before that version is durable. So at any moment the file is of the newest
-version, or of the next, which is then published first: killed at any time and started again, it neither trains on a
-trajectory twice nor loses one. Writes JSON lines of events to standard output.
+Weights, optimizer and read position are one file, which is replaced atomically before its version is published, and the
+weights do not change before that version is durable. So at any moment the file belongs to the newest version, or to the
+next, which is then published first: killed at any time and restarted, the trainer neither trains on a trajectory twice
+nor loses one. It writes JSON lines of events to standard output.
 """
 
 import argparse
@@ -49,7 +49,7 @@ WORDS = ["ant", "are", "ate", "ear", "eat", "net", "not", "oat", "one", "ore", "
 GUESSES = 4
 POSITIONS = 64
 WARM_UP_LOSS = 0.85
-"""Mean loss per letter at which the warm-up stops. Random words of the list, whatever the feedback, cost 0.92."""
+"""Mean loss per letter at which the warm-up stops. Random words of the list, regardless of feedback, have 0.92."""
 TRUNCATION = 2.0
 """Largest importance weight of a token."""
 MAX_NORM = 10.0
@@ -59,21 +59,21 @@ MAX_STORED_BYTES, MAX_BYTES = 4 << 20, 32 << 20
 POLL_SECONDS, RETRY_SECONDS = 0.2, 0.5
 EVENTS: TextIO | None = None
 Turns = Sequence[tuple[list[int], list[int]]]
-"""Prompt and output token ids of each turn of a game; a prompt begins with all of the turn before."""
+"""Prompt and output token ids of each turn of a game; a prompt begins with all of the previous turn."""
 _Result = TypeVar("_Result")
 
-# Trajectories, as rollouts.py writes them. They come from another machine, so all is checked.
+# Trajectories, as rollouts.py writes them. They come from another machine, so everything is checked.
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=len(CHARACTERS))]], Field(min_length=1, max_length=POSITIONS)]
 Version = Annotated[int, Field(ge=0)]
 
 
 class BatchError(Exception):
-    """An object is no batch that this trainer can use; the message says why."""
+    """An object is not a batch that this trainer can use; the message gives the reason."""
 
 
 class Part(BaseModel):
-    """Unknown fields are ignored, so that later writers may add some."""
+    """Unknown fields are ignored, so that later writers can add fields."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -87,7 +87,7 @@ class Span(Part):
 
 
 class Turn(Part):
-    """One guess: tokens seen, tokens written and their log-probs when sampled, and spans that cover the output."""
+    """One guess: input tokens, output tokens and their log-probs when sampled, and spans that cover the output."""
 
     prompt: TokenIds
     output: TokenIds
@@ -101,7 +101,7 @@ class Turn(Part):
         end, version = 0, 0
         for span in self.spans:
             if span.start != end or span.end <= end or span.version < version:
-                raise ValueError(f"span {span.start}-{span.end} of version {span.version} does not go on from {end}")
+                raise ValueError(f"span {span.start}-{span.end} of version {span.version} does not begin at {end}")
             end, version = span.end, span.version
         if end != len(self.output):
             raise ValueError(f"spans end at {end}, the output has {len(self.output)} tokens")
@@ -138,12 +138,12 @@ class Batch(Part):
 
     @property
     def versions(self) -> set[int]:
-        """All that sampled a token."""
+        """All versions that sampled a token."""
         return {span.version for game in self.games for turn in game.turns for span in turn.spans}
 
     @classmethod
     def from_object(cls, data: bytes, key: str) -> Self:
-        """Raises BatchError: it is no batch, or the one of another key."""
+        """Raises BatchError: it is not a batch, or one of another key."""
         try:
             text = gzip.GzipFile(fileobj=io.BytesIO(data)).read(MAX_BYTES + 1)
             if len(text) > MAX_BYTES:
@@ -159,7 +159,7 @@ class Batch(Part):
         return batch
 
 
-# The policy, and how games read to it.
+# The policy, and games as its input.
 
 
 def encode(text: str) -> list[int]:
@@ -168,7 +168,7 @@ def encode(text: str) -> list[int]:
 
 
 def example_game(rng: random.Random) -> Turns:
-    """One game, played with words that fit all feedback so far: what the warm-up teaches."""
+    """One game, played with words that fit all feedback so far: the data of the warm-up."""
     secret, fitting, prompt, turns = rng.choice(WORDS), WORDS, encode(">"), list[tuple[list[int], list[int]]]()
     for _ in range(GUESSES):
         guess = rng.choice(fitting)
@@ -221,7 +221,7 @@ def make_config(**changes: Any) -> Qwen3Config:
 
 
 def lay_out(games: Sequence[Turns]) -> tuple[torch.Tensor, torch.Tensor]:
-    """One right-padded sequence per game, and where the next token is the policy's: (n, length) and (n, length - 1)."""
+    """One right-padded sequence per game, and where the policy wrote the next token: (n, length), (n, length - 1)."""
     rows = [[*turns[-1][0], *turns[-1][1]] for turns in games]
     tokens = torch.full((len(rows), max(map(len, rows))), IDS["<pad>"], dtype=torch.int64)
     answers = torch.zeros((len(rows), tokens.shape[1] - 1), dtype=torch.bool)
@@ -233,7 +233,7 @@ def lay_out(games: Sequence[Turns]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Policy:
-    """What is trained, and what is published.
+    """The trained model and the published model.
 
     Attributes:
         model: fp32, with AdamW. served: the same rounded to bf16, in place, after each step.
@@ -250,7 +250,7 @@ class Policy:
         return torch.log_softmax(logits, dim=-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
     def step(self, max_norm: float) -> None:
-        """Move the weights along the gradient."""
+        """Update the weights along the gradient."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         self._adam.step()
         self._adam.zero_grad()
@@ -262,14 +262,14 @@ class Policy:
                 served.copy_(master)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """All that ``restore`` needs, by name."""
+        """Everything that ``restore`` needs, by name."""
         kept = {f"model.{number}": master.detach() for number, master in enumerate(self.model.parameters())}
         for number, moments in self._adam.state_dict()["state"].items():
             kept |= {f"adam.{number}.{name}": value for name, value in moments.items()}
         return kept
 
     def restore(self, state: dict[str, torch.Tensor]) -> None:
-        """Go on from what ``state`` gave. Raises KeyError, RuntimeError, ValueError: it is of another model."""
+        """Continue from a ``state``. Raises KeyError, RuntimeError, ValueError: it belongs to another model."""
         moments: dict[int, dict[str, torch.Tensor]] = {}
         masters = list(self.model.parameters())
         if sum(name.startswith("model.") for name in state) != len(masters):
@@ -286,12 +286,12 @@ class Policy:
 
 
 def warm_up(policy: Policy, seed: int, limit: int) -> None:
-    """Teach example games until ``WARM_UP_LOSS``. Each batch is fresh, so its loss is an honest estimate."""
+    """Teach example games until ``WARM_UP_LOSS``. Each batch is new, so its loss is an unbiased estimate."""
     rng = random.Random(seed)
     for step in range(1, limit + 1):
         tokens, answers = lay_out([example_game(rng) for _ in range(128)])
         loss = -(policy.logprobs(tokens) * answers).sum() / answers.sum()
-        tell("warm_up", step=step, loss=float(loss.detach()))
+        emit("warm_up", step=step, loss=float(loss.detach()))
         if float(loss.detach()) <= WARM_UP_LOSS:
             break
         loss.backward()
@@ -312,8 +312,8 @@ def off_policy_loss(
 ) -> torch.Tensor:
     """Policy-gradient loss of tokens that older versions sampled, averaged over the tokens that the policy wrote.
 
-    Each token's gradient is weighted by what the policy gives it now over what the version that sampled it gave it
-    then, at most ``TRUNCATION``: unbiased where no weight is cut, and of bounded variance.
+    Each token's gradient is weighted by its present probability over that under the version that sampled it, at most
+    ``TRUNCATION``: unbiased where no weight is cut, and of bounded variance.
 
     Args:
         logprobs: (n, length) with gradient. sampled: those when sampled. advantages: (n,). answers: (n, length) bool.
@@ -335,7 +335,7 @@ def gradient(policy: Policy, batch: Batch) -> None:
 
 
 class Consumed(BaseModel):
-    """Keys that were taken between two steps: trained on, too old, or no batches of this run. The sidecar."""
+    """Keys processed between two steps: trained on, too old, or not batches of this run. The sidecar."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     step: int = 0
@@ -345,7 +345,7 @@ class Consumed(BaseModel):
 
 
 class Progress(BaseModel):
-    """Where the trainer is. ``cursor``: worker → its next batch. ``consumed``: by the last step."""
+    """The trainer's position. ``cursor``: worker → its next batch. ``consumed``: by the last step."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     run: str
@@ -355,11 +355,11 @@ class Progress(BaseModel):
 
 
 class StateError(Exception):
-    """The state file cannot be gone on from, or there is nothing to train on; the message says what to do."""
+    """The state file cannot be used, or there is nothing to train on; the message says what to do."""
 
 
 def save_state(path: Path, progress: Progress, policy: Policy) -> None:
-    """Replace the state file. When this returns, the new one survives a crash of the machine; before, the old one."""
+    """Replace the state file. After a crash of the machine at any moment, the old or the new one is intact."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
     save_file({n: t.contiguous() for n, t in policy.state().items()}, draft, {"progress": progress.model_dump_json()})
@@ -369,14 +369,14 @@ def save_state(path: Path, progress: Progress, policy: Policy) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have a file or folder survive a crash of the machine."""
+    """Make a file or folder survive a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def load_state(path: Path, policy: Policy) -> Progress | None:
-    """Put the state into the policy; None if there is none. Raises StateError."""
+    """Load the state into the policy; None if there is none. Raises StateError."""
     if not path.exists():
         return None
     try:
@@ -388,7 +388,7 @@ def load_state(path: Path, policy: Policy) -> Progress | None:
     return progress
 
 
-def tell(event: str, **fields: Any) -> None:
+def emit(event: str, **fields: Any) -> None:
     """Write one event."""
     print(json.dumps({"event": event, "at": time.time(), **fields}), file=EVENTS, flush=True)
 
@@ -397,15 +397,15 @@ class Trainer:
     """Trains from the newest version to the last one."""
 
     def __init__(self, options: argparse.Namespace, policy: Policy) -> None:
-        """Raises StateError: there is a state, and it cannot be used."""
+        """Raises StateError: a state exists and cannot be used."""
         self._options, self._policy = options, policy
         self._state = options.folder / "state.safetensors"
-        self._held = load_state(self._state, policy)
+        self._loaded = load_state(self._state, policy)
         self._published: PublishResult | None = None
-        self._called: dict[int, float] = {}  # step → when its weights were handed to the publisher
+        self._called: dict[int, float] = {}  # step → when its weights were passed to the publisher
 
     def run(self) -> None:
-        """Train until the run has as many versions as asked for. Raises StateError, DeltaSyncError."""
+        """Train until the run has the number of versions asked for. Raises StateError, DeltaSyncError."""
         files = self._options.folder / "policy"
         with open_bucket(self._options.games) as games:
             with self._retry(lambda: Publisher(self._policy.served, self._options.bucket, files=files)) as publisher:
@@ -415,10 +415,10 @@ class Trainer:
                     self._one_step()
                 self._settle()
         self._policy.served.save_pretrained(self._options.folder / "checkpoint")
-        tell("done", version=self._version, step=self._progress.step)
+        emit("done", version=self._version, step=self._progress.step)
 
     def _retry(self, call: Callable[[], _Result]) -> _Result:
-        """Call again while the store is away, for up to ``--give-up`` seconds."""
+        """Repeat a call while the store is unreachable, for up to ``--give-up`` seconds."""
         began: float | None = None
         while True:
             try:
@@ -426,30 +426,30 @@ class Trainer:
             except (StoreError, PublishError) as error:
                 if began is None:
                     began = time.monotonic()
-                    tell("away", what="store", error=str(error)[:300])
+                    emit("away", what="store", error=str(error)[:300])
                 if time.monotonic() - began > self._options.give_up:
                     raise
                 time.sleep(RETRY_SECONDS)
 
     def _resume(self) -> None:
-        """See that the state is of the run's newest version, or of the next; that one is published first."""
-        publisher, held = self._publisher, self._held
+        """Check that the state is of the run's newest version, or of the next; publish that one first."""
+        publisher, loaded = self._publisher, self._loaded
         self._version = publisher.version
         recorded = self._recorded_step()
-        self._progress = held or Progress(run=publisher.run)
+        self._progress = loaded or Progress(run=publisher.run)
         if self._progress.run != publisher.run or self._progress.step not in (recorded, recorded + 1):
             raise StateError(
                 f"{self._state} is of step {self._progress.step} of run {self._progress.run}, and "
                 f"{self._options.bucket} holds run {publisher.run} up to step {recorded}; give the --folder of that"
             )
-        if held is None:
+        if loaded is None:
             save_state(self._state, self._progress, self._policy)
         self._consumed = Consumed(step=self._progress.step + 1)
         self._settle()
-        tell("ready", run=publisher.run, version=self._version, step=self._progress.step, resumed=held is not None)
+        emit("ready", run=publisher.run, version=self._version, step=self._progress.step, resumed=loaded is not None)
 
     def _recorded_step(self) -> int:
-        """Of the newest version that says what was consumed; 0 if none does."""
+        """Step of the newest version that has the sidecar; 0 if none has."""
         run = open_run(self._options.bucket)
         for version in range(self._publisher.version, 0, -1):
             if any(sidecar.name == SIDECAR for sidecar in run.manifest(version).sidecars):
@@ -459,19 +459,19 @@ class Trainer:
     def _one_step(self) -> None:
         batch = self._collect()
         gradient(self._policy, batch)
-        # Until here the upload of the version before went on. It reads the weights that are about to change.
+        # The previous version's upload ended here at the latest. It reads the weights that are about to change.
         self._settle()
         self._policy.step(MAX_NORM)
         step = self._progress.step + 1
         self._progress = self._progress.model_copy(update={"step": step, "consumed": self._consumed})
         save_state(self._state, self._progress, self._policy)
         rewards = [game.reward for game in batch.games]
-        tell("step", step=step, trained=self._consumed.trained, reward=sum(rewards) / len(rewards))
+        emit("step", step=step, trained=self._consumed.trained, reward=sum(rewards) / len(rewards))
         self._consumed = Consumed(step=step + 1)
         self._publish()
 
     def _collect(self) -> Batch:
-        """The next batch to train on, as soon as it is there."""
+        """The next batch to train on, once it is available."""
         began = time.monotonic()
         while time.monotonic() - began < self._options.patience:
             for key, worker, number in self._retry(lambda: list(self._new())):
@@ -486,7 +486,7 @@ class Trainer:
         raise StateError(f"no trajectory to train on came to {self._options.games} for {self._options.patience:g} s")
 
     def _new(self) -> Iterator[tuple[str, str, int]]:
-        """Keys from the cursor on with worker and number; workers take turns."""
+        """Keys from the cursor on, with worker and number, alternating between workers."""
         cursor = self._progress.cursor
         found = [match for item in self._games.list("trajectories/") if (match := KEY.fullmatch(item.key))]
         due = [(int(match[2]) - cursor.get(match[1], 0), match[1], match[0]) for match in found]
@@ -495,7 +495,7 @@ class Trainer:
                 yield key, worker, ahead + cursor.get(worker, 0)
 
     def _judged(self, key: str) -> Batch | None:
-        """The batch, if it is one to train on; otherwise it is recorded why not."""
+        """The batch, if it is to be trained on; otherwise the reason is recorded."""
         try:
             data = self._retry(lambda: self._games.get(key, max_bytes=MAX_STORED_BYTES))
             batch = Batch.from_object(data, key)
@@ -505,30 +505,30 @@ class Trainer:
                 raise BatchError(f"{key} names version {max(batch.versions)}; the newest is {self._version}")
         except (BatchError, NotFoundError, LimitError) as error:
             self._consumed.set_aside.append(key)
-            tell("set_aside", key=key, why=str(error)[:300])
+            emit("set_aside", key=key, why=str(error)[:300])
             return None
         if self._version - min(batch.versions) > self._options.max_staleness:
             self._consumed.stale.append(key)
-            tell("stale", key=key, version=self._version, lowest=min(batch.versions))
+            emit("stale", key=key, version=self._version, lowest=min(batch.versions))
             return None
         return batch
 
     def _publish(self) -> None:
-        """Hand the weights of the state to the publisher, which uploads them in the background."""
+        """Pass the weights of the state to the publisher, which uploads them in the background."""
         sidecars = {SIDECAR: self._progress.consumed.model_dump_json().encode()}
         self._called.setdefault(self._progress.step, time.time())
         self._published = self._publisher.publish(self._progress.step, wait=True, sidecars=sidecars)
         self._version = self._published.version or self._version
 
     def _settle(self) -> None:
-        """Wait until the version of the last step is durable, publishing it again if that is needed."""
+        """Wait until the version of the last step is durable; publish it again if necessary."""
         self._retry(self._settled)
         published, self._published = self._published, None
         if published is not None:
-            tell("published", version=published.version, step=published.step, called=self._called[self._progress.step])
+            emit("published", version=published.version, step=published.step, called=self._called[self._progress.step])
 
     def _settled(self) -> None:
-        # What failed, or what a kill cut off, may have arrived all the same: then it must not be published twice.
+        # A failed or killed upload may have arrived nevertheless: then it must not be published twice.
         if self._published is None or self._published.failed:
             self._published = None
             if self._recorded_step() < self._progress.step:
@@ -554,11 +554,11 @@ def open_policy(options: argparse.Namespace) -> Policy:
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; exits with status 2 on a wrong one."""
     parser = argparse.ArgumentParser(description="Train on trajectories from a bucket and publish the weights.")
-    parser.add_argument("--bucket", required=True, metavar="RUN", help="run to publish; begun, or gone on with")
+    parser.add_argument("--bucket", required=True, metavar="RUN", help="run to publish; begun, or continued")
     parser.add_argument("--games", required=True, metavar="URL", help="bucket that rollout machines write to")
     parser.add_argument("--folder", required=True, type=Path, metavar="DIR", help="for policy, state and checkpoint")
     parser.add_argument("--versions", required=True, type=int, metavar="N", help="end when the run has so many")
-    parser.add_argument("--max-staleness", type=int, default=4, help="leave out what is more versions behind (4)")
+    parser.add_argument("--max-staleness", type=int, default=4, help="leave out batches that are more versions old (4)")
     parser.add_argument("--warm-up", type=int, default=400, help="supervised steps at most (default %(default)s)")
     parser.add_argument("--rate", type=float, default=3e-4, help="learning rate (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the policy (default %(default)s)")
@@ -572,7 +572,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run as the module's docstring says."""
     global EVENTS
     options = parse_options(arguments)
-    # Libraries print to standard output now and then, which must not mix with events.
+    # Libraries sometimes print to standard output, which must not mix with events.
     EVENTS = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(options.threads)

@@ -1,9 +1,9 @@
-"""Judges a run of the three machines by what lies in the bucket: summary.json, three-machines.md, three-machines.png.
+"""Judges a run of the three machines by the content of the bucket: summary.json, three-machines.md, three-machines.png.
 
     python verdict.py --bucket RUN --games URL --out DIR --versions 120
 
-Exit status 0 if every claim holds, else 1. ``DIR/trainer`` and ``DIR/rollout`` hold the events of the other scripts
-(``events.jsonl``); all else is read from the bucket.
+Exit status 0 if every claim holds, else 1. ``DIR/trainer`` and ``DIR/rollout`` have the events of the other scripts
+(``events.jsonl``); everything else is read from the bucket.
 """
 
 import argparse
@@ -37,11 +37,11 @@ TOLERANCE = 0.02
 
 @dataclass
 class Found:
-    """What lies in the bucket and in the events.
+    """The content of the bucket and of the events.
 
     Attributes:
         consumed: version → its sidecar ``trained``. batches: key → trajectories. served, called: version → time.
-        scan: what the server said of its weights at the end.
+        scan: the server's rescan of its weights at the end.
     """
 
     run: Any
@@ -59,7 +59,7 @@ class Found:
 
 
 def read(run_url: str, games_url: str, out: Path) -> Found:
-    """Everything that the verdict needs."""
+    """Read everything that the verdict needs."""
     run = open_run(run_url)
     manifests = {manifest.version: manifest for manifest in run.log() if manifest.version > 0}
     consumed = {version: json.loads(run.sidecar(version, "trained")) for version in sorted(manifests)}
@@ -71,7 +71,7 @@ def read(run_url: str, games_url: str, out: Path) -> Found:
             if event["event"] == "published":
                 found.called.setdefault(event["version"], event["called"])
             elif event["event"] == "served":
-                # A server that jumps to a version has served what lies between.
+                # A server that jumps to a version has served all versions before it.
                 for version in range(max(found.served, default=-1) + 1, event["version"] + 1):
                     found.served[version] = event["at"]
                 found.pauses_ms |= {number: ms for number, ms in event["pauses_ms"].items() if ms is not None}
@@ -89,7 +89,7 @@ def checkpoint_fingerprint(folder: Path) -> str:
 
 
 def not_exact(found: Found, checkpoint: Path) -> list[str]:
-    """The server's weights, rescanned, are those of the run's head and of the checkpoint that the trainer saved."""
+    """The server's weights, rescanned, equal the run's head and the checkpoint that the trainer saved."""
     prints = {
         "server": found.scan.get("fingerprint"),
         "run": found.run.head().fingerprint,
@@ -126,25 +126,25 @@ def versions_of(batch: dict[str, Any]) -> tuple[int, int]:
 
 
 def too_stale(found: Found, most: int) -> list[str]:
-    """What was trained on was young enough, and what was left out as too old was not."""
+    """Batches that were trained on were young enough, and batches left out as too old were not."""
     wrong = []
     for version, one in found.consumed.items():
-        held = version - 1
+        before = version - 1
         for batch in found.trained(version):
             lowest, highest = versions_of(batch)
-            if held - lowest > most or highest > held:
+            if before - lowest > most or highest > before:
                 text = f"batch {batch['number']} of versions {lowest} to {highest}"
-                wrong.append(f"{text} was trained on by version {held}")
+                wrong.append(f"{text} was trained on by version {before}")
         for key in one["stale"]:
-            if key in found.batches and held - versions_of(found.batches[key])[0] <= most:
-                wrong.append(f"{key} was left out as too old at version {held}")
+            if key in found.batches and before - versions_of(found.batches[key])[0] <= most:
+                wrong.append(f"{key} was left out as too old at version {before}")
     return wrong
 
 
 def unexplained(found: Found, policy: Path) -> list[str]:
-    """Trained tokens whose log-probs do not fit the version of their span, or fit one beside it as well.
+    """Trained tokens whose log-probs do not fit the version of their span, or fit a neighbouring one as well.
 
-    They are computed anew with weights from the bucket, of the version itself and of the two beside it.
+    They are recomputed with weights from the bucket, of the version itself and of its two neighbours.
     """
     turns: dict[int, list[dict[str, Any]]] = {}
     for version in sorted(found.consumed):
@@ -162,7 +162,7 @@ def unexplained(found: Found, policy: Path) -> list[str]:
 
 
 def evenly(items: list[Any], count: int) -> list[Any]:
-    """So many of them, first and last included."""
+    """``count`` evenly spaced items, including the first and the last."""
     return items if len(items) <= count else [items[round(at * (len(items) - 1) / (count - 1))] for at in range(count)]
 
 
@@ -211,7 +211,7 @@ def ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:
-    """Median and longest."""
+    """Median and maximum."""
     if not values:
         return {"median": None, "longest": None}
     return {"median": round(statistics.median(values), 4), "longest": round(max(values), 4)}
@@ -286,7 +286,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
         axis.plot(numbers, values, ".-", linewidth=0.5, markersize=4)
         axis.set(ylabel=label, ylim=(0, None))
     axes[0].plot(numbers, [row["solved"] for row in curve], ":", label="games solved")
-    axes[0].set(title="A word game, learnt by three machines that meet in a bucket only")
+    axes[0].set(title="A word game, learnt by three machines that share only a bucket")
     axes[0].legend(frameon=False)
     axes[2].set(yscale="log", ylim=(None, None))
     axes[-1].set(xlabel="version")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support.reference import fingerprint as reference_fingerprint
-from trainer_side.diff.engine import _Share, _ThreadBuffers
-from trainer_side.diff.reader import boxes, shares
+from trainer_side.diff.engine import _ThreadBuffers, _ThreadComparison
+from trainer_side.diff.reader import boxes, split_boxes
 from trainer_side.model.conversion_trace import View, trace
 from vllm_delta_sync.codec.delta_object import DeltaContext, decode, encode
 from vllm_delta_sync.codec.merge import fold
@@ -41,7 +41,7 @@ def test_changes_are_found_where_they_are_and_arrive_there(tmp_path: Path) -> No
     for number, position in enumerate(EDGES, 1):
         live[position] = number
     notes: list[Segment] = []
-    share = _Share(spec, baseline, live, _ThreadBuffers(), notes)  # type: ignore[arg-type]
+    share = _ThreadComparison(spec, baseline, live, _ThreadBuffers(), notes)  # type: ignore[arg-type]
     # What a thread is given: pieces of the tensor, only those here that something is in.
     around = [(end - 64, end) for end in (2**31 + 1, 2**32 + 6, 2**33 + 1, NUMEL)]
     change = share.collect([(start, (slice(start, stop),)) for start, stop in around])
@@ -98,7 +98,7 @@ def test_shares_of_threads_make_up_a_huge_tensor(shape: tuple[int, ...], turned:
     live = torch.empty(shape, device="meta", dtype=torch.bfloat16)
     if turned and len(shape) > 1:
         live = live.transpose(-1, -2)
-    seen, every = shares(live, 3)
+    seen, every = split_boxes(live, 3)
     flat = [box for part in every for box in part]
     starts = [start for start, _ in flat]
     sizes = [measured(index, tuple(seen.shape)) for _, index in flat]

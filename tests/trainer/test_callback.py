@@ -160,7 +160,7 @@ def test_a_failure_is_logged_and_made_up_for(
     assert_holds(run, 4, seen.weights[6])
     said = [record.getMessage() for record in caplog.records if record.name == "trainer_side.integrations.reports"]
     assert len(said) == 2
-    assert "training goes on" in said[0]
+    assert "training continues" in said[0]
     assert "the store is down" in said[0]
     assert said[1] == "version 2 is published: publishing works again"
 
@@ -295,7 +295,7 @@ def test_skips_are_told_once(
             settle()
 
         seen.at = {1: hold, 5: let_go, 6: settle}
-        with caplog.at_level(logging.INFO, "trainer_side.skip_log"):
+        with caplog.at_level(logging.INFO, "trainer_side.session"):
             trainer_of(model, tmp_path, [callback, logged, seen], max_steps=7).train()
     assert steps_of(open_run(url)) == [1, 2, 6, 7]
     assert [line["delta_sync/skipped"] for line in logged.published] == [0, 0, 3, 0]
@@ -308,7 +308,7 @@ def test_skips_are_told_once(
 def test_metrics_have_the_lag(
     model: PreTrainedModel, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lag_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(lag_module, "REFRESH_SECONDS", 0.0)
     callback = DeltaSyncCallback(bucket=url)
     logged, seen = Logged(), Settled(callback)
     seen.at[1] = lambda: serve(Run(open_bucket(url)), "slow", 0)
@@ -357,13 +357,13 @@ def test_lag_is_that_of_the_slowest_receiver(model: PreTrainedModel, url: str) -
 
         def looked(expected: int | None) -> None:
             nonlocal now
-            now += lag_module.LOOK_SECONDS
+            now += lag_module.REFRESH_SECONDS
             deadline = time.monotonic() + 60
             while lag.lag != expected:
                 assert time.monotonic() < deadline, lag.lag
-                lag.look()
+                lag.refresh()
                 time.sleep(0.01)
-                now += lag_module.LOOK_SECONDS
+                now += lag_module.REFRESH_SECONDS
 
         serve(Run(bucket), "one", 1)
         looked(2)
@@ -376,7 +376,7 @@ def test_lag_is_that_of_the_slowest_receiver(model: PreTrainedModel, url: str) -
         serve(Run(bucket), "slow", 0, "left")
         looked(2)
         serve(Run(bucket), "one", 3)
-        lag.look()
+        lag.refresh()
         assert lag.lag == 2, "leases were read again at once"
         lag.close()
 

@@ -24,22 +24,22 @@ from tests.support.publishers import (
 from tests.support.publishing import assert_versions, damage
 from tests.support.samples import CONTEXT
 from trainer_side import Gate, Publisher
-from trainer_side.diff.dense_or_sparse import FEW, full_is_smaller
+from trainer_side.diff.dense_or_sparse import SPARSE_RATIO, full_is_smaller
 from trainer_side.diff.undo_log import ChangeLog, ExpandedChanges
 from trainer_side.encode import upload_bandwidth as module
 from trainer_side.encode.codec_policy import (
     CONTEXT_SHARE,
     ENCODE,
-    LEAST_CHANGED,
+    MIN_MEASURED_CHANGES,
     VALUE_BYTES,
     CodecChoice,
-    Known,
+    Estimates,
     Work,
-    better,
+    choose_codec,
     packed_bytes,
     seconds,
 )
-from trainer_side.encode.upload_bandwidth import LEAST_BYTES, UploadBandwidth
+from trainer_side.encode.upload_bandwidth import MIN_MEASURED_BYTES, UploadBandwidth
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
 from vllm_delta_sync.codec.delta_object import Codec, encode
@@ -57,8 +57,8 @@ def work_of(elements: float, share: float) -> Work:
     return Work(int(elements), int(elements * share))
 
 
-def both(rate: float) -> Known:
-    return Known(rate, rate)
+def both(rate: float) -> Estimates:
+    return Estimates(rate, rate)
 
 
 # Slower than about a megabyte per second, ``context`` wins; how much slower depends on how many elements are read for
@@ -75,7 +75,7 @@ def both(rate: float) -> Known:
     ],
 )  # fmt: skip
 def test_the_link_decides(elements: float, rate: float, share: float, expected: Codec) -> None:
-    assert better("packed", work_of(elements, share), both(rate)) == expected
+    assert choose_codec("packed", work_of(elements, share), both(rate)) == expected
 
 
 SMALL = Work(60_000, 3000)
@@ -87,24 +87,24 @@ SMALL = Work(60_000, 3000)
         # What takes no time anyway stays packed.
         (SMALL, both(100 * KB), "packed"), (SMALL, both(1 * KB), "context"),
         # Slow receivers count as much as slow uploads.
-        (ONE, Known(up=FAST, down=100 * KB), "context"), (ONE, Known(up=100 * KB, down=FAST), "context"),
+        (ONE, Estimates(up=FAST, down=100 * KB), "context"), (ONE, Estimates(up=100 * KB, down=FAST), "context"),
         (ONE, both(FAST), "packed"),
         # A slow processor speaks against context.
-        (ONE, Known(100 * KB, 100 * KB, slowness={"packed": 20.0}), "packed"),
-        (ONE, Known(100 * KB, 100 * KB, slowness={"packed": 20.0, "context": 1.0}), "context"),
+        (ONE, Estimates(100 * KB, 100 * KB, slowness={"packed": 20.0}), "packed"),
+        (ONE, Estimates(100 * KB, 100 * KB, slowness={"packed": 20.0, "context": 1.0}), "context"),
     ],
 )  # fmt: skip
-def test_sizes_receivers_and_the_processor_count_too(work: Work, known: Known, expected: Codec) -> None:
-    assert better("packed", work, known) == expected
+def test_sizes_receivers_and_the_processor_count_too(work: Work, known: Estimates, expected: Codec) -> None:
+    assert choose_codec("packed", work, known) == expected
 
 
 def test_context_begins_where_it_saves_a_fifth_and_stays_until_it_is_clearly_worse() -> None:
     rates = np.geomspace(10 * KB, 10 * MB, 100)
     for known in map(both, rates):
         saved = 1 - seconds("context", ONE, known) / seconds("packed", ONE, known)
-        assert (better("packed", ONE, known) == "context") == (saved >= 0.2)
-    enter = max(rate for rate in rates if better("packed", ONE, both(rate)) == "context")
-    stay = max(rate for rate in rates if better("context", ONE, both(rate)) == "context")
+        assert (choose_codec("packed", ONE, known) == "context") == (saved >= 0.2)
+    enter = max(rate for rate in rates if choose_codec("packed", ONE, both(rate)) == "context")
+    stay = max(rate for rate in rates if choose_codec("context", ONE, both(rate)) == "context")
     assert stay > 1.5 * enter
 
 
@@ -172,7 +172,7 @@ def test_what_encoding_takes_is_learnt_from_the_last_versions() -> None:
 
 def test_small_versions_and_one_odd_measurement_teach_nothing() -> None:
     choice = CodecChoice()
-    choice.learn("packed", Work(10**6, LEAST_CHANGED - 1), 10**9, 3600.0)
+    choice.learn("packed", Work(10**6, MIN_MEASURED_CHANGES - 1), 10**9, 3600.0)
     assert choice.choose(1, ONE, 100 * KB) == "context"
     for slowness in (1, 1, 1000, 1):
         choice.learn("packed", ONE, int(packed_bytes(ONE, VALUE_BYTES)), slowness * ENCODE["packed"].seconds(ONE))
@@ -316,7 +316,7 @@ def test_the_smaller_one_is_chosen(case: str, compression: Any) -> None:
     asked: list[int] = []
     chosen = full_is_smaller(table[0], found, "packed", compression, lambda: asked.append(1) or new)  # type: ignore[func-returns-value]
     assert sizes[chosen] < 1.03 * min(sizes.values()) + 600
-    assert not asked or (compression == "zstd" and positions.size * FEW >= NUMEL)
+    assert not asked or (compression == "zstd" and positions.size * SPARSE_RATIO >= NUMEL)
 
 
 def test_what_changes_little_is_never_sent_in_full() -> None:
@@ -331,7 +331,7 @@ def test_what_changes_little_is_never_sent_in_full() -> None:
         assert not full_is_smaller(TensorSpec("w", "BF16", (500,)), found, "packed", compression, lambda: new)  # type: ignore[arg-type]
 
 
-BYTES = 10 * LEAST_BYTES
+BYTES = 10 * MIN_MEASURED_BYTES
 
 
 class Clock:
@@ -366,7 +366,7 @@ def test_median_of_the_last_ones(clock: Clock) -> None:
 
 def test_tiny_and_failed_ones_and_those_beside_them_do_not_count(clock: Clock) -> None:
     link = UploadBandwidth()
-    send(link, clock, LEAST_BYTES - 1, 60)
+    send(link, clock, MIN_MEASURED_BYTES - 1, 60)
     with pytest.raises(OSError, match="gone"), link.upload(BYTES):
         raise OSError("gone")
     with link.upload(BYTES):
@@ -374,8 +374,8 @@ def test_tiny_and_failed_ones_and_those_beside_them_do_not_count(clock: Clock) -
             raise OSError("gone")
         clock.now += 1
     assert (link.bytes_per_second, UploadBandwidth(limit=5).bytes_per_second) == (None, None)
-    send(link, clock, LEAST_BYTES, 2)
-    assert link.bytes_per_second == LEAST_BYTES / 2
+    send(link, clock, MIN_MEASURED_BYTES, 2)
+    assert link.bytes_per_second == MIN_MEASURED_BYTES / 2
 
 
 def test_those_at_once_are_one(clock: Clock) -> None:

@@ -179,7 +179,7 @@ def test_a_failing_helper_fails_the_comparison(detector: Detector, monkeypatch: 
     with pytest.raises(MemoryError):
         detector.collect(TensorSpec(NAME, "U16", (old.size,)), held, live, found)
     assert held.bits.any()
-    detector.settle()
+    detector.wait_idle()
     found.revert(held)
     assert not held.bits.any()
 

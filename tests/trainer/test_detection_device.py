@@ -16,7 +16,7 @@ from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, expe
 from trainer_side import Gate, Publisher
 from trainer_side.diff import baseline, engine
 from trainer_side.diff import device as detection_device
-from trainer_side.diff.buffers import BaselineBuffer, DeviceBuffer, HostBuffer, Place, placed
+from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, DeviceBuffer, HostBuffer, move_buffer
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.undo_log import ChangeLog
 from vllm_delta_sync import open_run
@@ -92,14 +92,14 @@ def test_bits_are_placed_where_they_are_compared() -> None:
     """The meta device stands for one with memory of its own."""
     far, here = torch.device("meta"), torch.device("cpu")
     host = HostBuffer(np.arange(9, dtype=np.uint16))
-    assert placed(host, "w", here, "host") is host
-    assert placed(host, "w", here, "device") is host
-    assert placed(host, "w", far, "host") is host
-    moved = placed(host, "w", far, "device")
+    assert move_buffer(host, "w", here, "host") is host
+    assert move_buffer(host, "w", here, "device") is host
+    assert move_buffer(host, "w", far, "host") is host
+    moved = move_buffer(host, "w", far, "device")
     assert isinstance(moved, DeviceBuffer)
     assert (moved.flat.device, moved.flat.dtype, moved.flat.numel()) == (far, SIGNED[2], 9)
-    assert placed(moved, "w", far, "device") is moved
-    back = placed(device_held(host.bits), "w", here, "device")
+    assert move_buffer(moved, "w", far, "device") is moved
+    back = move_buffer(device_held(host.bits), "w", here, "device")
     assert isinstance(back, HostBuffer)
     assert np.array_equal(back.bits, host.bits)
 
@@ -108,11 +108,13 @@ def test_bits_are_placed_where_they_are_compared() -> None:
 def test_a_baseline_on_a_device(gate: Gate | None, bucket: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
     placed_on_device: dict[str, DeviceBuffer] = {}
 
-    def as_if_on_a_device(held: BaselineBuffer, name: str, device: torch.device, place: Place) -> BaselineBuffer:
+    def as_if_on_a_device(
+        held: BaselineBuffer, name: str, device: torch.device, place: BaselineLocation
+    ) -> BaselineBuffer:
         placed_on_device[name] = held if isinstance(held, DeviceBuffer) else device_held(held.read())
         return placed_on_device[name]
 
-    monkeypatch.setattr(baseline, "placed", as_if_on_a_device)
+    monkeypatch.setattr(baseline, "move_buffer", as_if_on_a_device)
     trainer, steps = Trainer(), []
     with Publisher(trainer.live, bucket, gate=gate, baseline="device") as publisher:
         for step in range(1, 4):
@@ -203,7 +205,7 @@ def test_interrupt_at_any_line(
         found = ChangeLog(spec.element)
         if not interrupted(lines, partial(detector.collect, spec, held, live, found)):
             break
-        detector.settle()
+        detector.wait_idle()
         found.revert(held)
         assert np.array_equal(held.read(), start), f"interrupted before line {lines}"
         lines += 1

@@ -116,7 +116,7 @@ def test_tag_waits_for_what_is_under_way(watched: Watched, trainer: Trainer) -> 
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(StoreError("disk full"), "disk full"), (ZeroDivisionError("injected"), "no upkeep after version")],
+    [(StoreError("disk full"), "disk full"), (ZeroDivisionError("injected"), "no maintenance after version")],
 )
 def test_maintenance_that_fails_does_not_end_and_hinders_nothing(
     error: Exception, said: str, watched: Watched, trainer: Trainer, caplog: pytest.LogCaptureFixture
@@ -199,7 +199,7 @@ def test_object_removed_before_its_manifest_is_put_again(bucket: Hooked, caplog:
         publish(publisher, trainer)
     run = open_run(bucket.url)
     assert removed == [run.head().objects[0].key]
-    assert "it is put again" in caplog.text
+    assert "it is stored again" in caplog.text
     assert run.verify().head == 1
     assert_holds(bucket, 1, trainer.copy())
 

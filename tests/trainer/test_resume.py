@@ -105,7 +105,7 @@ def test_claim_and_log_say_what_was_found(url: str, caplog: pytest.LogCaptureFix
     live, _ = published(url, 2)
     with caplog.at_level(logging.INFO):
         Publisher(live, url).close()
-    assert "goes on from version 2, step 20, in epoch 1" in caplog.text
+    assert "continues from version 2, step 20, in epoch 1" in caplog.text
     with open_bucket(url) as bucket:
         claim = Claim.from_bytes(bucket.get(claim_key(1)))
     assert (claim.epoch, claim.version, claim.run) == (1, 2, open_run(url).info.run)
@@ -113,7 +113,7 @@ def test_claim_and_log_say_what_was_found(url: str, caplog: pytest.LogCaptureFix
 
 
 UNFIT: dict[str, tuple[Tensors, str]] = {
-    "name": ({"z": torch.ones(2)}, r"'z' .*not among the 3 .*publish the model that the run is of, or start a new run"),
+    "name": ({"z": torch.ones(2)}, r"'z' .*not among the 3 .*publish the model of this run, or start a new run"),
     "shape": ({"a": torch.ones(4999)}, r"'a' is BF16 \[5000\] in the run .*\[4999\] in the model"),
     "kind of number": ({"a": torch.ones(5000, dtype=torch.int16)}, r"'a' is torch\.int16"),
 }
@@ -233,7 +233,7 @@ def test_model_that_lacks_tensors_cannot_begin_anew(url: str) -> None:
     live, _ = published(url, 1)
     damage(url, version_key(1))
     del live["b"]
-    with pytest.raises(FormatError, match="to begin anew the model lacks tensor 'b'"):
+    with pytest.raises(FormatError, match="for a full snapshot the model lacks tensor 'b'"):
         Publisher(live, url)
     assert open_run(url).versions() == [0, 1]
 
@@ -379,7 +379,7 @@ def test_a_manifest_that_head_names_and_that_is_lost_is_no_gap(url: str) -> None
 
 def test_a_manifest_larger_than_readers_take_is_not_committed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("trainer_side.start.document_limit", lambda table: 200)
+        patch.setattr("trainer_side.takeover.document_limit", lambda table: 200)
         with pytest.raises(LimitError, match=r"0000000000.*document_limit"):
             Publisher(tensors(), url)
     assert keys(url) == set()

@@ -122,7 +122,7 @@ def test_a_version_that_was_written_over_later_stops_its_writer(shared: Shared, 
     shared.overwrite(version_key(1), theirs)
     trainer.step()
     publisher.publish(step=2)
-    assert_stopped(publisher, r"versions/0000000001\.json .* was written over by another publisher")
+    assert_stopped(publisher, r"versions/0000000001\.json .* was overwritten by another publisher")
     assert shared.get(version_key(1)) == theirs
     assert [info.key for info in shared.list("versions/")] == [version_key(0), version_key(1)]
 

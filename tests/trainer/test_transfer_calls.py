@@ -232,7 +232,7 @@ def test_training_goes_on_if_wanted(url: str, base: Path, weights: Weights, capl
         transfer.send_weights(weights.stream())
         transfer.destroy()
     assert_holds(open_run(url), open_run(url).head().version, weights.served, base)
-    said = [line for line in caplog.messages if "training goes on" in line or "works again" in line]
+    said = [line for line in caplog.messages if "training continues" in line or "works again" in line]
     assert "the store is down" in said[0]
     assert said[1:] == ["version 1 is published: publishing works again"]
 

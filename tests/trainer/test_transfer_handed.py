@@ -77,7 +77,7 @@ def test_a_part_of_what_makes_up_one_tensor_is_refused(url: str, tmp_path: Path)
     model = _joined_model()
     base = save_checkpoint(model, tmp_path / "base")
     some = ((name, tensor) for name, tensor in handed(model) if not name.endswith("layers.0.self_attn.k_proj.weight"))
-    with pytest.raises(ModelError, match=r"gqkv_proj.*'.*k_proj.weight' was not handed over \(1 of 4\)"):
+    with pytest.raises(ModelError, match=r"gqkv_proj.*'.*k_proj.weight' was not yielded \(1 of 4\)"):
         publish(base, url, some)
     assert open_run(url).head().version == 0
 
@@ -163,7 +163,7 @@ def test_a_lost_version_is_not_made_up(url: str, tmp_path: Path) -> None:
     publish(base, url, handed(trained(model)))
     for lost in (tmp_path / "run" / "objects").iterdir():
         lost.unlink()
-    with pytest.raises(NotFoundError, match="handed the weights to begin anew only later; repair the run"):
+    with pytest.raises(NotFoundError, match="gets the weights for a new start only later; repair the run"):
         Publisher(StreamedWeights(base), bucket=url, base=base)
     assert open_run(url).head().version == 1
 

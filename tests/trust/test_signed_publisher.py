@@ -26,7 +26,7 @@ from tests.support.signed import (
     unsign,
 )
 from trainer_side import Publisher
-from trainer_side.head_renewal import THREAD_NAME
+from trainer_side.maintenance import HEAD_THREAD_NAME
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
@@ -116,7 +116,7 @@ def test_base_is_referred_to_by_a_signed_version(folder: Path, keys: Keys, train
 def test_without_a_key_nothing_is_signed_and_head_has_no_end(folder: Path, trainer: Trainer) -> None:
     with Publisher(trainer.live, str(folder)) as publisher:
         publish(publisher, trainer)
-        assert THREAD_NAME not in {thread.name for thread in threading.enumerate()}
+        assert HEAD_THREAD_NAME not in {thread.name for thread in threading.enumerate()}
     assert head_of(folder).expires_at is None
     documents = [json.loads(data) for key, data in stored(folder).items() if key.split("/")[0] in KINDS]
     assert len(documents) == 4
@@ -204,7 +204,7 @@ def test_key_that_is_not_in_use_any_more(state: str, folder: Path, keys: Keys, t
 def test_leftover_list_of_keys_is_not_begun_beside(folder: Path, keys: Keys, trainer: Trainer) -> None:
     folder.mkdir()
     (folder / KEYS_KEY).write_bytes(b"{}")
-    refuse(folder, trainer, ConflictError, "holds keys.json but no whole run", signing_key=keys.private("a"))
+    refuse(folder, trainer, ConflictError, "holds keys.json but no complete run", signing_key=keys.private("a"))
 
 
 # What lies beside the chain
@@ -284,7 +284,7 @@ class Heads(Hooked):
                 self.changed.notify_all()
 
     def renewals(self) -> list[Head]:
-        return [head for name, head in self.written if name == THREAD_NAME]
+        return [head for name, head in self.written if name == HEAD_THREAD_NAME]
 
     def wait(self, renewals: int) -> list[Head]:
         with self.changed:
@@ -295,7 +295,7 @@ class Heads(Hooked):
 def test_head_is_renewed_while_nothing_is_published(folder: Path, keys: Keys, trainer: Trainer) -> None:
     # A machine that stands still for two seconds writes one late; for twenty it does not.
     assert renewed_in_time(folder, keys, trainer, 3) or renewed_in_time(folder / "again", keys, trainer, 30)
-    assert THREAD_NAME not in {thread.name for thread in threading.enumerate()}
+    assert HEAD_THREAD_NAME not in {thread.name for thread in threading.enumerate()}
 
 
 def renewed_in_time(folder: Path, keys: Keys, trainer: Trainer, head_seconds: int) -> bool:
@@ -310,7 +310,7 @@ def renewed_in_time(folder: Path, keys: Keys, trainer: Trainer, head_seconds: in
     versions = [head.version for head in renewals]
     assert (versions, versions[-1]) == (sorted(versions), 1)
     assert all(head.created_at is not None and head.created_at < (head.expires_at or "") for head in renewals)
-    assert THREAD_NAME not in {thread.name for thread in threading.enumerate()}
+    assert HEAD_THREAD_NAME not in {thread.name for thread in threading.enumerate()}
     starts = [head.created_at or "" for _, head in bucket.written]
     return all(start < end for start, end in zip(starts[1:], ends, strict=False))
 
@@ -345,13 +345,13 @@ def test_renewal_does_not_move_head_back(folder: Path, keys: Keys, trainer: Trai
     waited: list[bool] = []
 
     def hold(key: str) -> None:
-        if key == HEAD_KEY and threading.current_thread().name == THREAD_NAME and not waited:
+        if key == HEAD_KEY and threading.current_thread().name == HEAD_THREAD_NAME and not waited:
             renewing.set()
             # Nobody comes to HEAD in this second, or the test fails.
             waited.append(committed.wait(120) and not overtaken.wait(1))
 
     def look(key: str) -> None:
-        if key == HEAD_KEY and threading.current_thread().name != THREAD_NAME:
+        if key == HEAD_KEY and threading.current_thread().name != HEAD_THREAD_NAME:
             overtaken.set()
 
     with Publisher(trainer.live, bucket, signing_key=keys.private("a"), head_seconds=1) as publisher:
@@ -380,7 +380,7 @@ def test_head_of_a_stranger_is_written_over_wherever_it_points(
         with caplog.at_level(logging.ERROR):
             # One may have looked at HEAD just before.
             bucket.wait(len(bucket.renewals()) + 2)
-        assert "which somebody else has written to the bucket" in caplog.text
+        assert "which another party has written to the bucket" in caplog.text
         assert head_of(folder).version == 1
         (folder / version_key(2)).unlink()
         assert_all_signed(folder, keys.hex("a"))
@@ -390,7 +390,7 @@ def test_head_of_a_stranger_is_written_over_wherever_it_points(
 def test_renewal_ends_when_another_takes_the_run_over(folder: Path, keys: Keys, trainer: Trainer) -> None:
     trusted = [keys.public("a")]
     former = Publisher(trainer.live, str(folder), signing_key=keys.private("a"), head_seconds=1)
-    (renewing,) = (thread for thread in threading.enumerate() if thread.name == THREAD_NAME)
+    (renewing,) = (thread for thread in threading.enumerate() if thread.name == HEAD_THREAD_NAME)
     publish(former, trainer)
     list_keys(folder, keys.ring("a"), [KeyEntry(key=keys.hex("b"))])
     bucket = Heads(folder)
@@ -482,7 +482,7 @@ def test_newest_version_of_a_stranger_is_not_built_upon(
     last = remove - 1
     refuse(
         folder, trainer, SignatureError,
-        rf"not published by anybody who is trusted.*remove {version_key(remove)} .*go on from version {last},",
+        rf"is not signed by a trusted key.*remove {version_key(remove)} .*continue from version {last},",
         signing_key=key,
     )  # fmt: skip
     (folder / version_key(remove)).unlink()
@@ -562,7 +562,7 @@ def test_last_commit_of_the_former_writer_is_adopted_if_it_is_signed(
     (later,) = late
     mine["b"][0] += 1
     later.publish(step=2)
-    with pytest.raises(PublishError, match="goes on from there"):
+    with pytest.raises(PublishError, match="continues from that version"):
         later.flush()
     later.publish(step=3)
     later.close()
@@ -582,7 +582,7 @@ def test_forged_last_commit_is_not_adopted(folder: Path, keys: Keys, trainer: Tr
     forge(folder)
     sign_file(folder, version_key(2), Manifest, keys.ring("stranger"))
     for _ in range(2):
-        with pytest.raises(ConflictError, match=rf"find out who does, remove {version_key(2)}"):
+        with pytest.raises(ConflictError, match=rf"find out who else does, remove {version_key(2)}"):
             publish(later, trainer)
     with pytest.raises(ConflictError):
         later.close()
@@ -624,7 +624,7 @@ def test_head_put_back_is_pointed_forward(folder: Path, keys: Keys, trainer: Tra
         (folder / HEAD_KEY).write_bytes(old)
         with caplog.at_level(logging.ERROR):
             publish(publisher, trainer)
-        assert "it is pointed forward again" in caplog.text
+        assert "HEAD is moved forward again" in caplog.text
         assert head_of(folder).version == 3
 
 

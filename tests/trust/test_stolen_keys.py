@@ -8,8 +8,7 @@ import pytest
 
 from tests.support.chains import Chain
 from tests.support.trusted import Trusted, keyring_at
-from trainer_side.epochs import find_end
-from trainer_side.signing_policy import check_end
+from trainer_side.epochs import check_tail, find_tail
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
@@ -220,9 +219,9 @@ def test_however_many_versions_a_thief_has_made_the_last_honest_one_is_found(tmp
     with pytest.raises(SignatureError, match="revoked after version 3"):
         world.receiver.advance()
     world.server.holds(world.chain.bits[3])
-    found = find_end(open_run(world.chain.url, keyring))
+    found = find_tail(open_run(world.chain.url, keyring))
     assert (found.version, None if found.manifest is None else found.manifest.version) == (73, 3)
-    check_end(open_run(world.chain.url, keyring), found)
+    check_tail(open_run(world.chain.url, keyring), found)
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -1,4 +1,4 @@
-"""Compare live tensors with the version published last, and keep what changed.
+"""Compare live tensors with the last published version, and collect what changed.
 
-May import ``trainer_side.model``. Begin with ``engine``; ``baseline`` holds the bits of the version published last.
+May import ``trainer_side.model``. Begin with ``engine``; ``baseline`` holds the bits of the last published version.
 """

@@ -1,4 +1,4 @@
-"""Where the baseline of one tensor lies: in host memory, or on the device that the live tensor is on."""
+"""``BaselineBuffer``: the baseline of one tensor, in host memory or on the device of the live tensor."""
 
 from abc import ABC, abstractmethod
 from typing import Literal
@@ -11,31 +11,31 @@ from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.tensors.bits import Bits, Positions, revert_distances
 from vllm_delta_sync.tensors.torch_views import SIGNED, bits_of
 
-Place = Literal["host", "device"]
+BaselineLocation = Literal["host", "device"]
 
 
 class BaselineBuffer(ABC):
-    """Bits (numel,) of one tensor, of the version published last."""
+    """Bits (numel,) of one tensor, of the last published version."""
 
     @abstractmethod
     def read(self) -> Bits:
-        """All of them in host memory: a view where they lie there, else a copy."""
+        """All bits in host memory: a view if they are there, else a copy."""
 
     @abstractmethod
     def write(self, bits: Bits) -> None:
-        """Replace all of them."""
+        """Replace all bits."""
 
     @abstractmethod
     def get(self, positions: Positions) -> Bits:
-        """Copy of those at (n,) flat positions, in host memory."""
+        """Copy of the bits at (n,) flat positions, in host memory."""
 
     @abstractmethod
     def revert(self, element: DType, positions: Positions, distances: Bits) -> None:
-        """Move those at (n,) distinct positions back by (n,) ULP distances."""
+        """Move the elements at (n,) distinct positions back by (n,) ULP distances."""
 
     @abstractmethod
     def window(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
-        """Elements start … stop − 1 as signed integers on ``device``: a view if they lie there, else a copy."""
+        """Elements start … stop − 1 as signed integers on ``device``: a view if they are there, else a copy."""
 
 
 class HostBuffer(BaselineBuffer):
@@ -51,7 +51,7 @@ class HostBuffer(BaselineBuffer):
         np.copyto(self.bits, bits)
 
     def put(self, positions: Positions, bits: Bits) -> None:
-        """Replace those at (n,) flat positions."""
+        """Replace the bits at (n,) flat positions."""
         self.bits[positions] = bits
 
     def get(self, positions: Positions) -> Bits:
@@ -65,7 +65,7 @@ class HostBuffer(BaselineBuffer):
 
     @property
     def pinned(self) -> bool:
-        """Whether a device copies from this memory by itself."""
+        """Whether a device can copy from this memory by DMA."""
         return _signed(self.bits).is_pinned()
 
 
@@ -82,39 +82,39 @@ class DeviceBuffer(BaselineBuffer):
         self.flat.copy_(_signed(bits))
 
     def put(self, positions: torch.Tensor, bits: torch.Tensor) -> None:
-        """Replace those at (n,) int64 flat positions by (n,) signed integers; both on the device."""
+        """Replace the bits at (n,) int64 flat positions by (n,) signed integers; both on the device."""
         self.flat[positions] = bits
 
     def get(self, positions: Positions) -> Bits:
-        return bits_of(self.flat[self._there(positions)].cpu())
+        return bits_of(self.flat[self._on_device(positions)].cpu())
 
     def revert(self, element: DType, positions: Positions, distances: Bits) -> None:
-        there = self._there(positions)
-        bits = bits_of(self.flat[there].cpu())
+        positions_there = self._on_device(positions)
+        bits = bits_of(self.flat[positions_there].cpu())
         revert_distances(element, bits, np.arange(bits.size, dtype=np.int64), distances)
-        self.flat[there] = self._there(bits)
+        self.flat[positions_there] = self._on_device(bits)
 
     def window(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
         return self.flat[start:stop].to(device)
 
-    def _there(self, array: np.ndarray) -> torch.Tensor:
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return _signed(array).to(self.flat.device)
 
 
-def placed(held: BaselineBuffer, name: str, device: torch.device, place: Place) -> BaselineBuffer:
-    """The same bits where the comparison with a live tensor on ``device`` wants them; ``held`` itself if they are.
+def move_buffer(buffer: BaselineBuffer, name: str, device: torch.device, location: BaselineLocation) -> BaselineBuffer:
+    """The same bits where comparing with a live tensor on ``device`` needs them; ``buffer`` itself if they are there.
 
     Raises:
         ModelError: the device's memory is full.
     """
     if device.type == "cpu":
-        return held if isinstance(held, HostBuffer) else HostBuffer(held.read())
-    if place == "host":
-        host = held if isinstance(held, HostBuffer) else HostBuffer(held.read())
+        return buffer if isinstance(buffer, HostBuffer) else HostBuffer(buffer.read())
+    if location == "host":
+        host = buffer if isinstance(buffer, HostBuffer) else HostBuffer(buffer.read())
         return host if device.type != "cuda" or host.pinned else HostBuffer(_pinned(host.bits))
-    if isinstance(held, DeviceBuffer) and held.flat.device == device:
-        return held
-    bits = held.read()
+    if isinstance(buffer, DeviceBuffer) and buffer.flat.device == device:
+        return buffer
+    bits = buffer.read()
     try:
         return DeviceBuffer(_signed(bits).to(device, copy=True))
     except torch.OutOfMemoryError as error:

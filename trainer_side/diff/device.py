@@ -1,4 +1,4 @@
-"""Change detection where the live tensor is: only what changed comes to the host.
+"""``collect``: compare a tensor on the live tensor's device, so that only its changes are copied to the host.
 
 Runs with plain torch operations on any device, the CPU included; on CUDA the loop over elements is one Triton kernel.
 """
@@ -18,35 +18,35 @@ from vllm_delta_sync.tensors.bits import Bits, order_masks
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of
 
 WINDOW_ELEMENTS = 32 * 1024**2
-"""Compared at a time: bounds what a comparison takes of the device's memory, see docs/DESIGN.md, Costs."""
+"""Elements compared at once: bounds the device memory of a comparison, see docs/DESIGN.md, Costs."""
 
 Differences = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Extract = Callable[[torch.Tensor, torch.Tensor, str], Differences]
 
 
-def collect(spec: TensorSpec, held: BaselineBuffer, live: torch.Tensor, found: ChangeLog) -> Fingerprint:
-    """``Detector.collect`` for a live tensor on a device, or a baseline there."""
+def collect(spec: TensorSpec, buffer: BaselineBuffer, live: torch.Tensor, log: ChangeLog) -> Fingerprint:
+    """``Detector.collect`` for a live tensor or baseline on a device."""
     extract = _extract_for(live)
-    notes = found.parts[0]
+    entries = log.parts[0]
     change = Fingerprint()
     flat = live.view(-1) if live.is_contiguous() else live
     for start, index in boxes(tuple(flat.shape), WINDOW_ELEMENTS):
         box = flat[index]
-        window = held.window(start, start + box.numel(), live.device)
+        window = buffer.window(start, start + box.numel(), live.device)
         where, old, new = extract(box, window, spec.dtype)
         if not where.numel():
             continue
         positions, before, after = where.cpu().numpy() + start, bits_of(old.cpu()), bits_of(new.cpu())
-        wide = ExpandedChanges(positions, distances_between(spec, before, after))
-        # From here on an interrupt may leave the window half updated; what is put back then is what was there.
-        if isinstance(held, DeviceBuffer):
-            there = where + start
-            notes.append(PendingWrite(partial(held.put, there, old)))
-            held.put(there, new)
-        elif isinstance(held, HostBuffer):
-            notes.append(PendingWrite(partial(held.put, positions, before)))
-            held.put(positions, after)
-        notes[-1] = wide
+        changes = ExpandedChanges(positions, distances_between(spec, before, after))
+        # From here on an interrupt may leave the window half updated; ``PendingWrite`` restores the old bits.
+        if isinstance(buffer, DeviceBuffer):
+            positions_there = where + start
+            entries.append(PendingWrite(partial(buffer.put, positions_there, old)))
+            buffer.put(positions_there, new)
+        elif isinstance(buffer, HostBuffer):
+            entries.append(PendingWrite(partial(buffer.put, positions, before)))
+            buffer.put(positions, after)
+        entries[-1] = changes
         change += fingerprint_change(spec.name, positions, before, after)
     return change
 
@@ -84,6 +84,6 @@ def _extract_for(live: torch.Tensor) -> Extract:
     try:
         from trainer_side.diff.triton import extract_triton
     except ImportError:
-        # torch's CUDA builds bring Triton; without it the same is done in a few passes.
+        # torch's CUDA builds include Triton; without it the torch version does the same in several passes.
         return extract_torch
     return extract_triton

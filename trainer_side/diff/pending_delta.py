@@ -1,4 +1,4 @@
-"""What one version changes: found by diffing, taken back if the version cannot be made durable."""
+"""``PendingDelta``: the changes of one version, reverted if the version cannot be made durable."""
 
 import threading
 from collections.abc import Iterable, Iterator
@@ -21,21 +21,21 @@ from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 
 
 @dataclass
-class _Moved:
-    """What changed in one tensor."""
+class _TensorChanges:
+    """The changes of one tensor."""
 
     tensor: int
-    found: ChangeLog
+    log: ChangeLog
 
 
 class PendingDelta:
-    """The difference between a baseline and newer weights; the baseline is brought up to the latter.
+    """The difference between a baseline and newer weights; the baseline is updated to the newer weights.
 
-    Whatever interrupts the work, the patch holds enough to put the baseline back: each step is noted down
-    before the baseline is touched, in a form that undoes nothing if the step did not happen.
+    After any interruption it holds enough to restore the baseline: each step is logged before the baseline is touched,
+    in a form that undoes nothing if the step did not happen.
 
     Attributes:
-        changed: elements whose bits changed.
+        changed: number of elements whose bits changed.
         fingerprints: tensor id → fingerprint after minus before.
     """
 
@@ -44,30 +44,30 @@ class PendingDelta:
         self._codec = codec
         self._compression = compression
         self._detector = detector
-        self._moved: list[_Moved] = []
+        self._touched: list[_TensorChanges] = []
         self._lock = threading.Lock()
-        self._settled = False
+        self._closed = False
         self.changed = 0
         self.fingerprints: dict[int, Fingerprint] = {}
 
     @property
     def open(self) -> bool:
-        """Whether the baseline may hold changes that are neither durable nor put back."""
-        return not self._settled
+        """Whether the baseline may hold changes that are neither durable nor reverted."""
+        return not self._closed
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Fingerprint of the model after the patch minus before."""
+        """Fingerprint of the model with the delta minus without."""
         return sum(self.fingerprints.values(), Fingerprint())
 
     def add_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Diff (live name, tensor) pairs, one after another.
+        """Compare (live name, tensor) pairs, one after another.
 
         Raises:
-            TensorMismatchError: tied tensors differ. Else as ``Baseline.current``; ``revert`` is up to the caller.
+            TensorMismatchError: tied tensors differ. Other errors as ``Baseline.match``; the caller must ``revert``.
         """
         owners: dict[int, str] = {}
-        for name, tensor, live in self._baseline.current(tensors):
+        for name, tensor, live in self._baseline.match(tensors):
             changed = self.add(tensor, live)
             if owners.setdefault(tensor, name) != name and changed:
                 raise TensorMismatchError(
@@ -76,7 +76,7 @@ class PendingDelta:
                 )
 
     def add(self, tensor: int, live: torch.Tensor) -> int:
-        """Diff one tensor and bring the baseline up to it.
+        """Compare one tensor and update the baseline to it.
 
         Args:
             tensor: id. live: of its shape, on any device; not kept.
@@ -85,130 +85,130 @@ class PendingDelta:
             Number of changed elements.
         """
         spec = self._baseline.table[tensor]
-        held = self._baseline.hold(tensor, live.device)
-        moved = _Moved(tensor, ChangeLog(spec.element))
-        self._moved.append(moved)
-        change = self._detector.collect(spec, held, live, moved.found)
-        changed = moved.found.size
+        buffer = self._baseline.buffer_on(tensor, live.device)
+        touched = _TensorChanges(tensor, ChangeLog(spec.element))
+        self._touched.append(touched)
+        change = self._detector.collect(spec, buffer, live, touched.log)
+        changed = touched.log.size
         if not changed:
-            self._moved.pop()
+            self._touched.pop()
             return 0
         self.fingerprints[tensor] = change
         self.changed += changed
         return changed
 
-    def settle(self) -> None:
-        """The version is durable: the baseline stays as it is, and can no longer be put back."""
+    def keep(self) -> None:
+        """Keep the changes, since the version is durable: the baseline can no longer be reverted."""
         with self._lock:
-            if self._settled:
+            if self._closed:
                 return
             known = self._baseline.fingerprints
-            # In one step, so that a failure in the middle leaves none of it.
+            # In one assignment, so that a failure in the middle changes nothing.
             self._baseline.fingerprints = [
                 value + self.fingerprints[i] if i in self.fingerprints else value for i, value in enumerate(known)
             ]
-            self._settled = True
-            self._moved.clear()
+            self._closed = True
+            self._touched.clear()
 
     def revert(self) -> None:
-        """Put the baseline back, unless that is done or the patch is settled.
+        """Restore the baseline, unless that was done or the changes were kept.
 
         Call it where no signal handler can interrupt it: not in the main thread.
         """
         with self._lock:
-            if self._settled:
+            if self._closed:
                 return
-            # An interrupted caller has left its helpers at work.
-            self._detector.settle()
-            for moved in reversed(self._moved):
-                moved.found.revert(self._baseline.held(moved.tensor))
-            self._settled = True
-            self._moved.clear()
+            # An interrupted caller may have left the detector's threads running.
+            self._detector.wait_idle()
+            for touched in reversed(self._touched):
+                touched.log.revert(self._baseline.buffer(touched.tensor))
+            self._closed = True
+            self._touched.clear()
 
     def pieces(self, most: int) -> Iterator[tuple[int, Iterator[tuple[Bits, Bits]]]]:
-        """Tensor id, and its bits (before, now) in pieces of up to ``most`` elements: those that changed."""
-        for moved in self._moved:
-            yield moved.tensor, ((before, now) for _, before, now in self._elements(moved, most))
+        """Yield tensor id, and the bits (before, now) of its changed elements in pieces of up to ``most`` elements."""
+        for touched in self._touched:
+            yield touched.tensor, ((before, now) for _, before, now in self._elements(touched, most))
 
     def elements(self, most: int) -> Iterator[tuple[int, Positions, Bits, Bits]]:
-        """Pieces of up to ``most`` elements that changed: tensor id, their positions, their bits before and now."""
-        for moved in self._moved:
-            for positions, before, now in self._elements(moved, most):
-                yield moved.tensor, positions, before, now
+        """Yield changed elements in pieces of up to ``most``: tensor id, positions, bits before and now."""
+        for touched in self._touched:
+            for positions, before, now in self._elements(touched, most):
+                yield touched.tensor, positions, before, now
 
-    def _elements(self, moved: _Moved, most: int) -> Iterator[tuple[Positions, Bits, Bits]]:
-        held = self._baseline.held(moved.tensor)
-        for positions, distances in moved.found.pieces():
+    def _elements(self, touched: _TensorChanges, most: int) -> Iterator[tuple[Positions, Bits, Bits]]:
+        buffer = self._baseline.buffer(touched.tensor)
+        for positions, distances in touched.log.pieces():
             every = np.arange(min(most, positions.size), dtype=np.int64)
             for start in range(0, positions.size, most):
                 here = positions[start : start + most]
-                now = held.get(here)
+                now = buffer.get(here)
                 before = now.copy()
-                revert_distances(moved.found.element, before, every[: now.size], distances[start : start + most])
+                revert_distances(touched.log.element, before, every[: now.size], distances[start : start + most])
                 yield here, before, now
 
     def before(self, tensors: Iterable[int]) -> dict[int, Bits]:
-        """Copies of the (numel,) bits that tensors which the patch changes had before it."""
+        """Copies of the (numel,) bits that changed tensors had before this delta."""
         wanted = set(tensors)
         found: dict[int, Bits] = {}
-        for moved in self._moved:
-            if moved.tensor in wanted:
-                bits = found[moved.tensor] = np.array(self._baseline.peek(moved.tensor))
-                for positions, distances in moved.found.pieces():
-                    revert_distances(moved.found.element, bits, positions, distances)
+        for touched in self._touched:
+            if touched.tensor in wanted:
+                bits = found[touched.tensor] = np.array(self._baseline.read(touched.tensor))
+                for positions, distances in touched.log.pieces():
+                    revert_distances(touched.log.element, bits, positions, distances)
         return found
 
     def changes(self) -> Changes:
-        """The patch in the wire's terms; valid until it is reverted or the next patch begins."""
+        """The delta as the codecs take it; valid until it is reverted or the next delta begins."""
         full: list[Full] = []
-        sparse: list[_Moved] = []
-        # Not found out where tensors are compared: the training waits there.
-        for moved in self._moved:
-            if self._is_smaller_in_full(moved):
-                full.append(Full(moved.tensor, self._baseline.peek(moved.tensor)))
+        sparse: list[_TensorChanges] = []
+        # Decided here and not during the comparison, since training waits for that.
+        for touched in self._touched:
+            if self._is_smaller_in_full(touched):
+                full.append(Full(touched.tensor, self._baseline.read(touched.tensor)))
             else:
-                sparse.append(moved)
+                sparse.append(touched)
         return Changes([self._group(batch) for batch in self._batches(sparse)], full, dict(self.fingerprints))
 
-    def _is_smaller_in_full(self, moved: _Moved) -> bool:
-        spec, baseline = self._baseline.table[moved.tensor], self._baseline
-        return baseline.sent_in_full(moved.tensor) and full_is_smaller(
-            spec, moved.found, self._codec, self._compression, lambda: baseline.peek(moved.tensor)
+    def _is_smaller_in_full(self, touched: _TensorChanges) -> bool:
+        spec, baseline = self._baseline.table[touched.tensor], self._baseline
+        return baseline.may_send_in_full(touched.tensor) and full_is_smaller(
+            spec, touched.log, self._codec, self._compression, lambda: baseline.read(touched.tensor)
         )
 
-    def _batches(self, sparse: list[_Moved]) -> Iterator[list[_Moved]]:
-        """Tensors of one dtype, ascending by id, up to about a block together: bounds what joining copies."""
+    def _batches(self, sparse: list[_TensorChanges]) -> Iterator[list[_TensorChanges]]:
+        """Batches of tensors of one dtype, ascending by id, up to about a block each: bounds what joining copies."""
         table = self._baseline.table
-        batch: list[_Moved] = []
-        held = 0
-        for moved in sorted(sparse, key=lambda moved: (table[moved.tensor].dtype, moved.tensor)):
-            full = held + moved.found.size > BLOCK_ELEMENTS
-            if batch and (full or table[moved.tensor].dtype != table[batch[0].tensor].dtype):
+        batch: list[_TensorChanges] = []
+        size = 0
+        for touched in sorted(sparse, key=lambda touched: (table[touched.tensor].dtype, touched.tensor)):
+            full = size + touched.log.size > BLOCK_ELEMENTS
+            if batch and (full or table[touched.tensor].dtype != table[batch[0].tensor].dtype):
                 yield batch
-                batch, held = [], 0
-            batch.append(moved)
-            held += moved.found.size
+                batch, size = [], 0
+            batch.append(touched)
+            size += touched.log.size
         if batch:
             yield batch
 
-    def _group(self, batch: list[_Moved]) -> Sparse:
+    def _group(self, batch: list[_TensorChanges]) -> Sparse:
         relative = self._codec != "raw"
-        counts = np.array([moved.found.size for moved in batch], np.int64)
+        counts = np.array([touched.log.size for touched in batch], np.int64)
         positions = np.empty(counts.sum(), np.int64)
-        distances = np.empty(positions.size, batch[0].found.element.uint)
+        distances = np.empty(positions.size, batch[0].log.element.uint)
         start = 0
-        for moved, count in zip(batch, counts.tolist(), strict=True):
-            # The joined arrays replace the single ones, so that both are held for one batch only.
-            moved.found.join_into(positions[start : start + count], distances[start : start + count])
+        for touched, count in zip(batch, counts.tolist(), strict=True):
+            # The joined arrays replace the single ones, so that both exist for one batch only.
+            touched.log.join_into(positions[start : start + count], distances[start : start + count])
             start += count
         data = distances
         if not relative:
             data = np.concatenate(
                 [
-                    self._baseline.held(moved.tensor).get(positions)
-                    for moved in batch
-                    for positions, _ in moved.found.pieces()
+                    self._baseline.buffer(touched.tensor).get(positions)
+                    for touched in batch
+                    for positions, _ in touched.log.pieces()
                 ]
             )
-        ids = np.array([moved.tensor for moved in batch], np.uint32)
+        ids = np.array([touched.tensor for touched in batch], np.uint32)
         return Sparse(self._baseline.table[batch[0].tensor].dtype, ids, counts, positions, data, relative)

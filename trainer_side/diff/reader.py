@@ -1,4 +1,4 @@
-"""Live tensors on the host, read piece by piece as bits of the served dtype."""
+"""``Reader``: read live tensors on the host in pieces, as bits of the served dtype."""
 
 import math
 from collections.abc import Iterator
@@ -12,20 +12,20 @@ from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS, Bits
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of
 
 GATHER_ELEMENTS = 1024**2
-"""Strided tensors are gathered so many at a time: of a transposed matrix rows enough to use up cache lines."""
+"""Elements of a strided tensor gathered at once: enough rows of a transposed matrix to use whole cache lines."""
 PLANE_ELEMENTS = 4096
-"""Where the last two dimensions have fewer, the boxes that are gathered take in more of them."""
+"""If the last two dimensions have fewer elements, gathered boxes include more of the dimensions before them."""
 
 Index = tuple[int | slice, ...]
 Box = tuple[int, Index]
-"""Flat index of its first element, and where in the tensor it is; ``()`` for all of it."""
+"""Flat index of its first element, and its index in the tensor; ``()`` for the whole tensor."""
 
 
 @cache
 def nan_pattern() -> np.uint16 | None:
     """Bits that torch rounds float32 NaNs to in bfloat16 here; None if that depends on the NaN.
 
-    Which ones they are differs between processors, and even between a contiguous and a strided tensor.
+    They differ between processors, and even between a contiguous and a strided tensor.
     """
     samples = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -0x7FFFFF, -0x400000], dtype=torch.int32)
     rounded = bits_of(samples.view(torch.float32).repeat(16).to(torch.bfloat16))
@@ -33,9 +33,9 @@ def nan_pattern() -> np.uint16 | None:
 
 
 def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Boxes of at most ``most`` elements that follow each other in row-major order and together make up the shape.
+    """Boxes of at most ``most`` elements, in row-major order, that together make up the shape.
 
-    A box is a range of one dimension, with all of those behind it. Each is consecutive in flat indices.
+    A box is a range of one dimension, with all of the dimensions after it. Each is consecutive in flat indices.
     """
     if not math.prod(shape):
         return
@@ -53,27 +53,27 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
             start += (stop - row) * inner
 
 
-def shares(live: torch.Tensor, parts: int) -> tuple[torch.Tensor, list[list[Box]]]:
-    """The tensor, flat if it is contiguous, and for each of up to ``parts`` threads consecutive boxes of it."""
+def split_boxes(live: torch.Tensor, parts: int) -> tuple[torch.Tensor, list[list[Box]]]:
+    """The tensor, flat if contiguous, and for each of up to ``parts`` threads its consecutive boxes."""
     shape = tuple(live.shape)
     if live.is_contiguous():
         live = live.view(-1)
         if parts == 1:
             return live, [[(0, ())]] if live.numel() else []
-        every = list(boxes((live.numel(),), -(-live.numel() // parts) or 1))
+        found = list(boxes((live.numel(),), -(-live.numel() // parts) or 1))
     elif len(shape) > 2 and math.prod(shape[-2:]) < PLANE_ELEMENTS:
-        every = list(boxes(shape, CHUNK_ELEMENTS))
+        found = list(boxes(shape, CHUNK_ELEMENTS))
     else:
         planes = enumerate(product(*map(range, shape[:-2])))
         inside = list(boxes(shape[-2:], GATHER_ELEMENTS))
         size = math.prod(shape[-2:])
-        every = [(size * number + start, (*outer, *index)) for number, outer in planes for start, index in inside]
-    each = -(-len(every) // parts) or 1
-    return live, [every[start : start + each] for start in range(0, len(every), each)]
+        found = [(size * number + start, (*outer, *index)) for number, outer in planes for start, index in inside]
+    per_part = -(-len(found) // parts) or 1
+    return live, [found[start : start + per_part] for start in range(0, len(found), per_part)]
 
 
 class Reader:
-    """Reads boxes of CPU tensors, for one thread: through scratch where they are strided or torch converts them."""
+    """Reads boxes of CPU tensors, for one thread; strided or converted elements go through scratch memory."""
 
     def __init__(self) -> None:
         self._gathered = torch.empty(0, dtype=torch.uint8)
@@ -84,8 +84,8 @@ class Reader:
 
         Yields:
             consecutive pieces: index of the first element, (n,) bits in the served dtype, None; or bits of float32,
-            and what ``round_to_bf16`` makes of NaNs. They are shared with the tensor or with scratch: never write
-            them, and do not use them any more once the next are asked for.
+            and the bits that ``round_to_bf16`` gives to NaNs. The arrays share memory with the tensor or scratch:
+            never write them, and do not use them after the next piece is requested.
         """
         if not box.is_contiguous():
             box = self._gather(box)
@@ -98,22 +98,22 @@ class Reader:
                 self._converted = torch.empty(8 * CHUNK_ELEMENTS, dtype=torch.uint8)
             # torch converts so few elements in this thread alone.
             for number, piece in enumerate(box.view(-1).split(CHUNK_ELEMENTS)):
-                room = self._converted.view(TORCH_DTYPES[dtype])[: piece.numel()]
-                yield number * CHUNK_ELEMENTS, bits_of(room.copy_(piece)), None
+                scratch = self._converted.view(TORCH_DTYPES[dtype])[: piece.numel()]
+                yield number * CHUNK_ELEMENTS, bits_of(scratch.copy_(piece)), None
 
     def _gather(self, box: torch.Tensor) -> torch.Tensor:
         if self._gathered.numel() < 8 * box.numel():
             self._gathered = torch.empty(8 * box.numel(), dtype=torch.uint8)
-        room = self._gathered.view(box.dtype)[: box.numel()]
+        scratch = self._gathered.view(box.dtype)[: box.numel()]
         if box.dim() > 2:
-            return room.view(box.shape).copy_(box)
+            return scratch.view(box.shape).copy_(box)
         from vllm_delta_sync.tensors import diff_kernels
 
         rows, columns = (1, *box.shape)[-2:]
         strides = (0, *box.stride())[-2:]
         reach = box.as_strided((1 + (rows - 1) * strides[0] + (columns - 1) * strides[1],), (1,))
-        diff_kernels.gather(bits_of(reach), *strides, columns, bits_of(room))
-        return room
+        diff_kernels.gather(bits_of(reach), *strides, columns, bits_of(scratch))
+        return scratch
 
 
 def host_bits(tensor: torch.Tensor, dtype: str) -> Bits:
@@ -128,16 +128,16 @@ def host_bits(tensor: torch.Tensor, dtype: str) -> Bits:
     """
     if tensor.device.type != "cpu":
         return bits_of(tensor.detach().contiguous().to(TORCH_DTYPES[dtype]).cpu())
-    live, every = shares(tensor.detach(), 1)
+    live, found = split_boxes(tensor.detach(), 1)
     from vllm_delta_sync.tensors import diff_kernels
 
     bits = np.empty(tensor.numel(), f"<u{TORCH_DTYPES[dtype].itemsize}")
     reader = Reader()
-    for start, index in chain.from_iterable(every):
+    for start, index in chain.from_iterable(found):
         for offset, fresh, nan in reader.read(live[index], dtype):
-            room = bits[start + offset : start + offset + fresh.size]
+            target = bits[start + offset : start + offset + fresh.size]
             if nan is None:
-                np.copyto(room, fresh)
+                np.copyto(target, fresh)
             else:
-                diff_kernels.round_to_bf16(fresh, nan, room)
+                diff_kernels.round_to_bf16(fresh, nan, target)
     return bits

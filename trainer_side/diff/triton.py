@@ -1,4 +1,4 @@
-"""The loop over elements of change detection as one Triton kernel; imported only for tensors on CUDA."""
+"""``extract_triton``: the element loop of change detection as one Triton kernel; imported only for CUDA tensors."""
 
 from functools import cache
 
@@ -10,26 +10,26 @@ from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
 
 BLOCK = 2048
 ROOM_SHARE = 4
-"""A window gets room for a quarter of its elements; one in which more changed is compared again in quarters."""
+"""Output for a quarter of a window's elements; if more changed, the window is compared again in quarters."""
 
 
 @triton.jit
-def _extract(live, held, size, where, old, new, count, nan, room, ROUND: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _extract(live, base, size, where, old, new, count, nan, room, ROUND: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     offsets = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = offsets < size
-    # Each element is loaded once: what is compared and what is collected is one value.
+    # Each element is loaded once, so that the value compared and collected is the same.
     fresh = tl.load(live + offsets, mask=inside, other=0)
     if ROUND:
         # float32 → bfloat16, to nearest even; a carry out of the mantissa runs into the exponent, as it should.
         magnitude = fresh & 0x7FFFFFFF
         rounded = (fresh + 0x7FFF + ((fresh >> 16) & 1)) >> 16
         fresh = tl.where(magnitude > 0x7F800000, nan, rounded).to(tl.int16)
-    before = tl.load(held + offsets, mask=inside, other=0)
+    before = tl.load(base + offsets, mask=inside, other=0)
     changed = inside & (fresh != before)
     rank = tl.cumsum(changed.to(tl.int32), 0)
     found = tl.max(rank, 0)
     if found > 0:
-        # Blocks come in any order; the caller sorts.
+        # Blocks finish in any order; the caller sorts.
         slot = tl.atomic_add(count, found) + rank - 1
         fits = changed & (slot < room)
         tl.store(where + slot, offsets.to(tl.int32), mask=fits)
@@ -46,7 +46,7 @@ def nan_pattern(device: torch.device) -> int:
 def extract_triton(
     box: torch.Tensor, window: torch.Tensor, dtype: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``detection_device.extract_torch`` in one pass."""
+    """``device.extract_torch`` in one pass."""
     box = box.contiguous().view(-1)
     rounds = box.dtype == torch.float32 and dtype == "BF16"
     if box.dtype != TORCH_DTYPES[dtype] and not rounds:
@@ -64,12 +64,12 @@ def _compared(
     old, new = torch.empty_like(where, dtype=window.dtype), torch.empty_like(where, dtype=window.dtype)
     count = torch.zeros(1, dtype=torch.int32, device=window.device)
     blocks = (triton.cdiv(size, BLOCK),)
-    # Triton launches on the current device, whichever the tensors are on.
+    # Triton launches on the current device, whatever device the tensors are on.
     with torch.cuda.device_of(window):
         _extract[blocks](bits, window, size, where, old, new, count, nan, room, ROUND=rounds, SIZE=BLOCK)
     found = int(count)
     if found > room:
-        # Nothing was written but what is thrown away here, so it can be done again.
+        # Only scratch was written, so the comparison can be repeated.
         parts = [
             (start, _compared(bits[start : start + room], window[start : start + room], nan, rounds, room))
             for start in range(0, size, room)

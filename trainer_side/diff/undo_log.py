@@ -1,4 +1,4 @@
-"""What change detection found in one tensor, kept so that the baseline can be put back at any moment."""
+"""``ChangeLog``: the changes of one tensor, from which the baseline can be restored at any moment."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,72 +31,73 @@ class ExpandedChanges:
 
 @dataclass
 class PendingWrite:
-    """Bits that are being overwritten; ``undo`` writes them again, which is right whether they were or not."""
+    """Bits that are being overwritten; ``undo`` writes them again, which is harmless if they were not overwritten."""
 
     undo: Callable[[], None]
     size: int = 0
 
 
-Note = Segment | ExpandedChanges | PendingWrite
+LogEntry = Segment | ExpandedChanges | PendingWrite
 
 
 class ChangeLog:
     """Changed elements of one tensor, in ascending order.
 
-    A note is there before what it notes is done to the baseline, and undoes nothing if that did not happen: a Segment
-    counts along, Saved holds bits of before, and is replaced by Wide in one step.
+    An entry is logged before its change is made to the baseline, and undoes nothing if the change was not made: a
+    Segment counts the elements written so far; a PendingWrite holds the old bits, and ExpandedChanges replace it in one
+    step.
 
     Attributes:
-        parts: notes of consecutive ranges of the tensor; each is filled by one thread.
+        parts: entries of consecutive ranges of the tensor; one thread fills each part.
     """
 
     def __init__(self, element: DType) -> None:
         self.element = element
-        self.parts: list[list[Note]] = [[]]
+        self.parts: list[list[LogEntry]] = [[]]
 
     @property
     def size(self) -> int:
         """Number of changed elements, once all are found."""
-        return sum(note.size for part in self.parts for note in part)
+        return sum(entry.size for part in self.parts for entry in part)
 
-    def revert(self, held: BaselineBuffer) -> None:
-        """Put the baseline of the tensor back."""
-        for note in [note for part in self.parts for note in part][::-1]:
-            if isinstance(note, PendingWrite):
-                note.undo()
-            elif note.size:
-                held.revert(self.element, *_wide(note))
+    def revert(self, buffer: BaselineBuffer) -> None:
+        """Restore the baseline of the tensor."""
+        for entry in [entry for part in self.parts for entry in part][::-1]:
+            if isinstance(entry, PendingWrite):
+                entry.undo()
+            elif entry.size:
+                buffer.revert(self.element, *_expanded(entry))
 
     def pieces(self) -> Iterator[tuple[Positions, Bits]]:
-        """(positions, distances) of consecutive pieces of bounded size, or as they were joined."""
+        """(positions, distances) in consecutive pieces of bounded size, or as they were joined."""
         for part in self.parts:
-            for note in part:
-                if note.size and not isinstance(note, PendingWrite):
-                    yield _wide(note)
+            for entry in part:
+                if entry.size and not isinstance(entry, PendingWrite):
+                    yield _expanded(entry)
 
     def samples(self, most: int) -> Iterator[tuple[Positions, Bits]]:
         """(positions, distances) of up to ``most`` pieces of at most SAMPLE_ELEMENTS, evenly spread; of all if few."""
-        pieces = [note for part in self.parts for note in part if note.size and not isinstance(note, PendingWrite)]
+        pieces = [entry for part in self.parts for entry in part if entry.size and not isinstance(entry, PendingWrite)]
         for number in np.unique(np.linspace(0, len(pieces) - 1, most).astype(int)).tolist():
-            positions, distances = _wide(pieces[number])
+            positions, distances = _expanded(pieces[number])
             yield positions[:SAMPLE_ELEMENTS], distances[:SAMPLE_ELEMENTS]
 
     def join_into(self, positions: Positions, distances: Bits) -> None:
-        """Write all elements into arrays of that size, and keep views of them instead of what was kept."""
+        """Write all elements into arrays of that size, and keep views of these instead of the entries."""
         cursor = 0
         for part in self.parts:
-            for note in part:
-                if note.size and not isinstance(note, PendingWrite):
-                    end = cursor + note.size
-                    note.expand(positions[cursor:end])
-                    distances[cursor:end] = note.distances[: note.size]
+            for entry in part:
+                if entry.size and not isinstance(entry, PendingWrite):
+                    end = cursor + entry.size
+                    entry.expand(positions[cursor:end])
+                    distances[cursor:end] = entry.distances[: entry.size]
                     cursor = end
         self.parts = [[ExpandedChanges(positions, distances)]]
 
 
-def _wide(note: Segment | ExpandedChanges) -> tuple[Positions, Bits]:
-    if isinstance(note, ExpandedChanges):
-        return note.positions, note.distances
-    positions = np.empty(note.size, np.int64)
-    note.expand(positions)
-    return positions, note.distances[: note.size]
+def _expanded(entry: Segment | ExpandedChanges) -> tuple[Positions, Bits]:
+    if isinstance(entry, ExpandedChanges):
+        return entry.positions, entry.distances
+    positions = np.empty(entry.size, np.int64)
+    entry.expand(positions)
+    return positions, entry.distances[: entry.size]

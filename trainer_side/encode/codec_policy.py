@@ -1,7 +1,7 @@
-"""``codec="auto"``: whether a version is smaller by more than coding it that small takes.
+"""``CodecChoice``: for ``codec="auto"``, choose between ``packed`` and ``context`` for each version.
 
-What is compared is the time until receivers hold new weights: encode, upload, download, decode. All in all it is a
-choice between bytes (``packed`` has more) and work (``context`` reads every tensor that changed, on both sides).
+It compares the time until receivers have new weights: encode, upload, download, decode. ``packed`` has more bytes,
+``context`` costs more work (it reads every changed tensor, on both sides).
 """
 
 import math
@@ -16,23 +16,23 @@ from vllm_delta_sync.tensors.changes import Changes
 
 logger = guarded_logger(__name__)
 
-LEAST_SHARE = 0.2
-"""``context`` begins where it saves this share of the time that ``packed`` takes …"""
-LEAST_SECONDS = 0.1
-"""… and so much: less nobody notices, and a store that stalled once is no reason to …"""
-STAY = 0.5
-"""… and goes on as long as it saves this part of both, so that noise does not decide anew each time."""
-LEAST_CHANGED = 64 * 1024
-"""With fewer changed elements what is measured is overhead."""
-RECENT = 5
+MIN_SAVED_SHARE = 0.2
+"""Switch to ``context`` if it saves this share of the time that ``packed`` takes …"""
+MIN_SAVED_SECONDS = 0.1
+"""… and at least this time: nobody notices less, and one stall of the store is no reason to switch …"""
+STAY_FACTOR = 0.5
+"""… and stay with it while it saves this part of both, so that noise does not change the choice each time."""
+MIN_MEASURED_CHANGES = 64 * 1024
+"""With fewer changed elements, overhead dominates the measurement."""
+RECENT_VERSIONS = 5
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a version changes, tensors that are sent in full left out: they are the same in both codecs.
+    """The changes of a version, without tensors sent in full, which are the same in both codecs.
 
     Attributes:
-        touched: elements of the tensors that changes are in. changed: those that changed.
+        touched: elements of the changed tensors. changed: elements that changed.
     """
 
     touched: int
@@ -46,7 +46,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds on one core, by element touched and by element changed."""
+    """Seconds on one core, per element touched and per element changed."""
 
     touched: float
     changed: float
@@ -55,24 +55,24 @@ class Cost:
         return self.touched * work.touched + self.changed * work.changed
 
 
-# 111 M bfloat16 elements moved by Adam (benchmarks/common/synthetic.py), 0.5 to 10 % changed: straight lines through
-# what python -m benchmarks.codec measures, without detection. Taking the old bits back is part of encoding.
+# 111 M bfloat16 elements changed by Adam (benchmarks/common/synthetic.py), 0.5 to 10 % of them: linear fits to the
+# measurements of python -m benchmarks.codec, without detection. Recovering the base bits is part of encoding.
 ENCODE: dict[Codec, Cost] = {"packed": Cost(0.0, 13e-9), "context": Cost(1e-9, 90e-9)}
 DECODE: dict[Codec, Cost] = {"packed": Cost(0.0, 9e-9), "context": Cost(0.55e-9, 33e-9)}
 VALUE_BYTES = 0.25
-"""Of ``packed``, per changed element, beside the entropy of its positions; 0.23 to 0.27 there."""
+"""Bytes of ``packed`` per changed element, in addition to the entropy of its position; 0.23 to 0.27 measured there."""
 CONTEXT_SHARE = 0.72
-"""Size of ``context`` as a part of that of ``packed``; 0.70 to 0.73 there."""
+"""Size of ``context`` as a share of that of ``packed``; 0.70 to 0.73 measured there."""
 
 
 @dataclass(frozen=True)
-class Known:
-    """What an estimate is made from.
+class Estimates:
+    """Measurements that the estimate uses.
 
     Attributes:
         up, down: bytes per second to the store, and from there to the receivers.
         value_bytes, context_share: see the constants.
-        slowness: how much longer than ``ENCODE`` a codec takes; what is not known of ``context`` is as of ``packed``.
+        slowness: encoding time of a codec relative to ``ENCODE``; if unknown for ``context``, that of ``packed``.
     """
 
     up: float
@@ -83,7 +83,7 @@ class Known:
 
 
 def packed_bytes(work: Work, value_bytes: float) -> float:
-    """Bytes that ``packed`` takes, as if the changes lay anywhere."""
+    """Estimated bytes of ``packed`` if the changes are spread at random."""
     return work.changed * (_position_bytes(work) + value_bytes)
 
 
@@ -94,64 +94,64 @@ def _position_bytes(work: Work) -> float:
     return -(math.log2(share) + (rest / share * math.log2(rest) if rest else 0.0)) / 8
 
 
-def seconds(codec: Codec, work: Work, known: Known) -> float:
-    """Estimated time from changes found to changes decoded, for at least one changed element."""
-    size = packed_bytes(work, known.value_bytes) * (known.context_share if codec == "context" else 1.0)
-    encoding = known.slowness.get(codec, known.slowness.get("packed", 1.0)) * ENCODE[codec].seconds(work)
-    return encoding + size / known.up + size / known.down + DECODE[codec].seconds(work)
+def seconds(codec: Codec, work: Work, estimates: Estimates) -> float:
+    """Estimated time from detected changes to decoded changes, for at least one changed element."""
+    size = packed_bytes(work, estimates.value_bytes) * (estimates.context_share if codec == "context" else 1.0)
+    encoding = estimates.slowness.get(codec, estimates.slowness.get("packed", 1.0)) * ENCODE[codec].seconds(work)
+    return encoding + size / estimates.up + size / estimates.down + DECODE[codec].seconds(work)
 
 
-def better(current: Codec, work: Work, known: Known) -> Codec:
-    """The codec for the next version, ``packed`` or ``context``; ``current`` is that of the one before."""
-    packed = seconds("packed", work, known)
-    wanted = max(LEAST_SHARE * packed, LEAST_SECONDS) * (STAY if current == "context" else 1.0)
-    return "context" if packed - seconds("context", work, known) >= wanted else "packed"
+def choose_codec(current: Codec, work: Work, estimates: Estimates) -> Codec:
+    """The codec for the next version, ``packed`` or ``context``; ``current`` is that of the previous version."""
+    packed = seconds("packed", work, estimates)
+    wanted = max(MIN_SAVED_SHARE * packed, MIN_SAVED_SECONDS) * (STAY_FACTOR if current == "context" else 1.0)
+    return "context" if packed - seconds("context", work, estimates) >= wanted else "packed"
 
 
 class CodecChoice:
-    """Chooses the codec of each version, and says why in the log: when it is chosen first, and when it changes.
+    """Chooses the codec of each version, and logs the reason at the first choice and at each change.
 
     Args:
-        receivers: bytes per second at which receivers download; None: as fast as this publisher uploads.
+        receivers: bytes per second at which receivers download; None: the upload speed of this publisher.
     """
 
     def __init__(self, receivers: float | None = None) -> None:
         self._receivers = receivers
         self._current: Codec = "packed"
-        self._said: tuple[Codec, bool] | None = None
-        self._value_bytes: deque[float] = deque(maxlen=RECENT)
-        self._context_share: deque[float] = deque(maxlen=RECENT)
+        self._logged: tuple[Codec, bool] | None = None
+        self._value_bytes: deque[float] = deque(maxlen=RECENT_VERSIONS)
+        self._context_share: deque[float] = deque(maxlen=RECENT_VERSIONS)
         self._slowness: dict[Codec, deque[float]] = {}
 
     def choose(self, version: int, work: Work, up: float | None) -> Codec:
-        """The codec of a version. ``up``: bytes per second of the uploads so far; None if none was measured."""
+        """Choose the codec of a version. ``up``: bytes per second of the uploads so far; None if unmeasured."""
         if not work.changed:
             return "packed"
         if up is None:
-            self._say(version, False, "no upload was measured yet")
+            self._log_choice(version, False, "no upload was measured yet")
             return self._current
-        known = self._known(up)
-        self._current = better(self._current, work, known)
-        packed, context = (seconds(codec, work, known) for codec in ("packed", "context"))
-        self._say(
+        estimates = self._estimates(up)
+        self._current = choose_codec(self._current, work, estimates)
+        packed, context = (seconds(codec, work, estimates) for codec in ("packed", "context"))
+        self._log_choice(
             version, True,
-            f"{work.changed:,} of {work.touched:,} elements changed; at {_rate(up)} up and {_rate(known.down)} down "
-            f"new weights take about {packed:.3g} s with 'packed', {context:.3g} s with 'context'",
+            f"{work.changed:,} of {work.touched:,} elements changed; at {_rate(up)} up and {_rate(estimates.down)} "
+            f"down new weights take about {packed:.3g} s with 'packed', {context:.3g} s with 'context'",
         )  # fmt: skip
         return self._current
 
     def learn(self, codec: Codec, work: Work, payload_bytes: int, spent: float) -> None:
-        """Take note of what encoding a version without full tensors has come to; ``spent``: seconds."""
-        if work.changed < LEAST_CHANGED:
+        """Record size and time of an encoded version without full tensors; ``spent``: seconds."""
+        if work.changed < MIN_MEASURED_CHANGES:
             return
-        self._slowness.setdefault(codec, deque(maxlen=RECENT)).append(spent / ENCODE[codec].seconds(work))
+        self._slowness.setdefault(codec, deque(maxlen=RECENT_VERSIONS)).append(spent / ENCODE[codec].seconds(work))
         if codec == "packed":
             self._value_bytes.append(max(0.0, payload_bytes / work.changed - _position_bytes(work)))
         else:
-            self._context_share.append(payload_bytes / packed_bytes(work, self._known(1.0).value_bytes))
+            self._context_share.append(payload_bytes / packed_bytes(work, self._estimates(1.0).value_bytes))
 
-    def _known(self, up: float) -> Known:
-        return Known(
+    def _estimates(self, up: float) -> Estimates:
+        return Estimates(
             up,
             up if self._receivers is None else self._receivers,
             median(self._value_bytes or [VALUE_BYTES]),
@@ -159,11 +159,11 @@ class CodecChoice:
             {codec: median(recent) for codec, recent in self._slowness.items()},
         )
 
-    def _say(self, version: int, measured: bool, why: str) -> None:
-        said = self._current, measured
-        if said != self._said:
-            logger.info("codec 'auto': %r from version %d on: %s", self._current, version, why)
-        self._said = said
+    def _log_choice(self, version: int, measured: bool, reason: str) -> None:
+        logged = self._current, measured
+        if logged != self._logged:
+            logger.info("codec 'auto': %r from version %d on: %s", self._current, version, reason)
+        self._logged = logged
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -1,4 +1,4 @@
-"""From changes to objects: choose the codec, give it the bits of before, and measure what it takes."""
+"""``Encoder``: choose the codec of a version, encode its changes, and measure the time."""
 
 import time
 
@@ -17,40 +17,40 @@ from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 
 class Encoder:
-    """Encodes versions, one at a time. The baseline holds the bits after the changes, and nobody changes it meanwhile.
+    """Encodes versions, one at a time. The baseline holds the bits after the changes, and must not change meanwhile.
 
     Args:
-        link: what is known of uploads.
+        bandwidth: of the uploads so far.
     """
 
-    def __init__(self, baseline: Baseline, options: Options, link: UploadBandwidth) -> None:
+    def __init__(self, baseline: Baseline, options: Options, bandwidth: UploadBandwidth) -> None:
         self._baseline = baseline
         self._options = options
-        self._link = link
+        self._bandwidth = bandwidth
         self._choice = CodecChoice(options.receiver_bytes_per_second)
         self._compiled: set[Codec] = set()
 
-    def begin(self) -> None:
-        """Compile what the first version is going to run; not where an interrupt can hit it."""
+    def compile(self) -> None:
+        """Compile the kernels of the first version; call it where no interrupt can hit the compiler."""
         self._compile(self._options.base_codec)
 
     def encode(self, changes: Changes, context: DeltaContext) -> tuple[Codec, list[bytes]]:
-        """The codec chosen, and the version's objects: parts of at most ``shard_bytes`` decoded."""
+        """Return the codec chosen, and the version's objects: parts of at most ``shard_bytes`` when decoded."""
         codec, auto = self._options.base_codec, self._options.codec == "auto"
         if not changes.changed:
             return codec, []
         work = Work.of(changes, self._baseline.table)
         if auto:
-            codec = self._choice.choose(context.version, work, self._link.bytes_per_second)
-        # Before it is measured: the first version would seem to take as long as compiling does.
+            codec = self._choice.choose(context.version, work, self._bandwidth.bytes_per_second)
+        # Compile before measuring: otherwise the time of the first version would include it.
         self._compile(codec)
-        began = time.perf_counter()
-        old = BaseCopies(self._baseline, changes)
+        started = time.perf_counter()
+        base_bits = BaseCopies(self._baseline, changes)
         coding = (codec, self._options.compression)
         parts = changes.parts(self._options.shard_bytes)
-        objects = [encode(part, self._baseline.table, *coding, context, old) for part in parts]
+        objects = [encode(part, self._baseline.table, *coding, context, base_bits) for part in parts]
         if auto and not changes.full:
-            self._choice.learn(codec, work, sum(map(len, objects)), time.perf_counter() - began)
+            self._choice.learn(codec, work, sum(map(len, objects)), time.perf_counter() - started)
         return codec, objects
 
     def _compile(self, codec: Codec) -> None:
@@ -60,9 +60,9 @@ class Encoder:
 
 
 class BaseCopies:
-    """The bits that changes, which the baseline holds already, start from: copies, one tensor at a time.
+    """The base bits of changes that the baseline already holds: copies, one tensor at a time.
 
-    Calling it is what a codec does that needs them; see ``tensors.base_bits.Old``.
+    A codec that needs base bits calls it with a tensor id; see ``tensors.base_bits``.
     """
 
     def __init__(self, baseline: Baseline, changes: Changes) -> None:
@@ -77,16 +77,16 @@ class BaseCopies:
 
     def __call__(self, tensor: int) -> BaseTensor:
         if self._last is None or self._last[0] != tensor:
-            # First let go of the one before: two of the largest would be held.
+            # First release the previous tensor, so that two large ones are never held at once.
             self._last = None
-            bits = np.array(self._baseline.peek(tensor))
+            bits = np.array(self._baseline.read(tensor))
             revert_distances(self._baseline.table[tensor].element, bits, *self._found[tensor])
             self._last = tensor, bits
         return BaseTensor(self._last[1])
 
 
 def compile_codec(codec: Codec, table: TensorTable) -> None:
-    """Compile (or load from the cache) what encoding changes of this table runs."""
+    """Compile (or load from the cache) the kernels that encode changes of this table."""
     if codec == "raw":
         return
     for dtype in {spec.element.uint: spec.dtype for spec in table}.values():
@@ -94,6 +94,6 @@ def compile_codec(codec: Codec, table: TensorTable) -> None:
         element = tiny[0].element
         data = np.ones(2, element.uint)
         group = Sparse(dtype, np.zeros(1, np.uint32), np.full(1, 2), np.arange(2), data, relative=True)
-        old = BaseTensor(np.zeros(16, element.uint))
+        base_bits = BaseTensor(np.zeros(16, element.uint))
         changes = Changes([group], [], {0: Fingerprint()})
-        encode(changes, tiny, codec, "zstd", DeltaContext("", 1, 0), {0: old}.__getitem__)
+        encode(changes, tiny, codec, "zstd", DeltaContext("", 1, 0), {0: base_bits}.__getitem__)

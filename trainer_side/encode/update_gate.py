@@ -1,7 +1,7 @@
-"""Judges versions by a gate: what they differ in from the last sound one, from what changed and what is kept of it.
+"""``UpdateGate``: judge versions by the bounds of a ``Gate``, comparing them with the last sound version.
 
-While the version held is sound, a judgement costs O(changed). While it is quarantined, the tensors that differ from the
-sound version are kept as they are there (at most the model once more), and comparing those costs O(tensor).
+While the current version is sound, a judgement costs O(changed elements). While it is quarantined, the sound bits of
+the tensors that differ are kept (at most one more copy of the model), and comparing those costs O(tensor).
 """
 
 import math
@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.pending_delta import PendingDelta
-from trainer_side.gate import Gate
+from trainer_side.options import Gate
 from vllm_delta_sync.errors import GateError
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.table import TensorTable
@@ -23,9 +23,9 @@ from vllm_delta_sync.tensors.floats import Values, count_nonfinite, has_values, 
 logger = guarded_logger(__name__)
 
 PIECE_ELEMENTS = 1 << 16
-"""Elements looked at together: what is made of them stays in a processor's cache."""
-LONGEST_REASON = 1000
-# A running sum is taken anew when what went through it could have left an error above this part of it.
+"""Elements processed at once, so that intermediate results stay in the processor's cache."""
+MAX_REASON_CHARS = 1000
+# A running sum is recomputed when the terms added to it could have left an error above this share of it.
 _DRIFT = 1e-9
 _ROUNDING = 2.0**-52
 
@@ -34,13 +34,13 @@ Pieces = Iterable[tuple[Bits, Bits]]
 
 @dataclass
 class Difference:
-    """What one tensor differs in from before.
+    """How one tensor differs from the version it is compared with.
 
     Attributes:
-        changed: elements of other bits. nonfinite: those among them that are NaN or infinite now.
-        distance: Σ (new − old)² of elements that were finite; infinite if one is not any more and only norms are asked.
-        nonfinite_gain: elements not finite now, less those of before.
-        squares_gain: Σ new² less Σ old², of finite elements. flow: Σ new² + Σ old²: how much went through.
+        changed: elements whose bits differ. nonfinite: those among them that are NaN or infinite now.
+        distance: Σ (new − old)² of elements that were finite; infinite if one no longer is and only norms are bounded.
+        nonfinite_gain: elements not finite now, minus those before.
+        squares_gain: Σ new² − Σ old², of finite elements. magnitude: Σ new² + Σ old², which bounds rounding errors.
     """
 
     changed: int = 0
@@ -48,26 +48,26 @@ class Difference:
     distance: float = 0.0
     nonfinite_gain: int = 0
     squares_gain: float = 0.0
-    flow: float = 0.0
+    magnitude: float = 0.0
 
 
 @dataclass
 class _Verdict:
-    """What ``settle`` has to take note of: the judgement, by tensor that the patch touches."""
+    """A judgement, by changed tensor, for ``mark_durable`` to record."""
 
     reasons: list[str]
     against_sound: dict[int, Difference]
-    against_held: dict[int, Difference]
+    against_current: dict[int, Difference]
     saved: dict[int, Bits] = field(default_factory=dict)
 
 
 class UpdateGate:
-    """Running state of a gate. One thread at a time, and nobody else touches the baseline meanwhile.
+    """The running state of a gate. One thread at a time; nothing else may change the baseline meanwhile.
 
     Attributes:
-        sound: number of the version that others are compared with; None if it is not at hand.
-        nonfinite: per tensor id, elements of the version held that are NaN or infinite; empty if that is not asked.
-        squares: per tensor id, Σ w² of the sound version's finite elements; empty if that is not asked.
+        sound: number of the version that others are compared with; None if it is not available.
+        nonfinite: per tensor id, NaN or infinite elements of the current version; empty if they are not bounded.
+        squares: per tensor id, Σ w² of the sound version's finite elements; empty if norms are not bounded.
     """
 
     def __init__(self, gate: Gate, baseline: Baseline) -> None:
@@ -76,8 +76,8 @@ class UpdateGate:
         self.sound: int | None = None
         self.nonfinite: list[int] = []
         self.squares: list[float] = []
-        self._flow: list[float] = []
-        self._apart: dict[int, Bits] = {}
+        self._magnitude: list[float] = []
+        self._sound_bits: dict[int, Bits] = {}
         self._differences: dict[int, Difference] = {}
         self._verdict: _Verdict | None = None
 
@@ -85,95 +85,95 @@ class UpdateGate:
     def _table(self) -> TensorTable:
         return self._baseline.table
 
-    def begin(self, version: int, quarantined: bool, sound: tuple[int, list[Bits]] | None) -> None:
-        """Take the baseline as the version held: one pass over the model.
+    def start(self, version: int, quarantined: bool, sound: tuple[int, list[Bits]] | None) -> None:
+        """Start with the baseline as the current version: one pass over the model.
 
         Args:
-            version: its number. quarantined: whether it is.
-            sound: for a quarantined one, number and bits per tensor id of the version to compare with; None if that
-                cannot be read. Then changes count from the version held, and everything that is not finite counts.
+            version: its number. quarantined: whether it is quarantined.
+            sound: for a quarantined one, number and bits per tensor id of the version to compare with; None if it
+                cannot be read. Then versions are compared with the current one, and all non-finite elements count.
         """
         self._verdict = None
-        self._apart, self._differences = {}, {}
+        self._sound_bits, self._differences = {}, {}
         self.sound = version if not quarantined else None
-        bits = [self._baseline.peek(tensor) for tensor in range(len(self._table))]
-        self.nonfinite = _counted(self._table, bits) if self.gate.nonfinite else []
+        bits = [self._baseline.read(tensor) for tensor in range(len(self._table))]
+        self.nonfinite = _count_nonfinite(self._table, bits) if self.gate.nonfinite else []
         reference = bits
         if quarantined and sound is not None:
             self.sound, reference = sound
             for tensor, (before, after) in enumerate(zip(reference, bits, strict=True)):
                 if not np.array_equal(before, after):
-                    self._apart[tensor] = np.array(before)
+                    self._sound_bits[tensor] = np.array(before)
                     self._differences[tensor] = self._compare(tensor, pieces(before, after))
         if self.gate.max_norm_jump is not None:
             self.squares = [self._squared(tensor, of) for tensor, of in enumerate(reference)]
-            self._flow = [0.0] * len(self.squares)
-        self._tell(version, quarantined)
+            self._magnitude = [0.0] * len(self.squares)
+        self._log_start(version, quarantined)
 
-    def judge(self, patch: PendingDelta) -> list[str]:
-        """What is beyond the bounds in the baseline with an open patch; empty if nothing is. One line each."""
-        held = {tensor: self._compare(tensor, found) for tensor, found in patch.pieces(PIECE_ELEMENTS)}
+    def judge(self, pending: PendingDelta) -> list[str]:
+        """Return how the baseline with its pending delta exceeds the bounds, one line each; empty if it does not."""
+        current = {tensor: self._compare(tensor, found) for tensor, found in pending.pieces(PIECE_ELEMENTS)}
         against_sound = {
-            tensor: self._compare(tensor, pieces(self._apart[tensor], self._baseline.bits(tensor)))
-            if tensor in self._apart
+            tensor: self._compare(tensor, pieces(self._sound_bits[tensor], self._baseline.bits(tensor)))
+            if tensor in self._sound_bits
             else difference
-            for tensor, difference in held.items()
+            for tensor, difference in current.items()
         }
-        reasons = self._reasons(self._differences | against_sound, held)
-        verdict = _Verdict(reasons, against_sound, held)
+        reasons = self._reasons(self._differences | against_sound, current)
+        verdict = _Verdict(reasons, against_sound, current)
         if reasons and self.gate.action == "quarantine":
-            # Before the version is written, so that there is no way to fail once it is.
-            wanted = [tensor for tensor in held if tensor not in self._apart]
-            verdict.saved = patch.before(wanted)
+            # Saved before the version is written, so that nothing can fail afterwards.
+            needed = [tensor for tensor in current if tensor not in self._sound_bits]
+            verdict.saved = pending.before(needed)
         self._verdict = verdict
         return reasons
 
-    def settle(self, version: int) -> None:
-        """The patch judged last is durable, as that version; it may be settled already."""
+    def mark_durable(self, version: int) -> None:
+        """Record that the delta judged last is durable as that version; it may already be closed."""
         verdict, self._verdict = self._verdict, None
         if verdict is None:
             return
-        for tensor, difference in verdict.against_held.items():
+        for tensor, difference in verdict.against_current.items():
             if self.nonfinite:
                 self.nonfinite[tensor] += difference.nonfinite_gain
         if not verdict.reasons:
             self._advance(self._differences | verdict.against_sound)
-            self._apart, self._differences, self.sound = {}, {}, version
+            self._sound_bits, self._differences, self.sound = {}, {}, version
             return
-        self._apart |= verdict.saved
+        self._sound_bits |= verdict.saved
         self._differences |= verdict.against_sound
         for tensor in [tensor for tensor, found in self._differences.items() if not found.changed]:
-            del self._apart[tensor], self._differences[tensor]
+            del self._sound_bits[tensor], self._differences[tensor]
 
     def _advance(self, differences: dict[int, Difference]) -> None:
-        """The baseline is sound: its norms are what versions are compared with."""
+        """Make the baseline the sound version, by updating its norms."""
         if not self.squares:
             return
         for tensor, difference in differences.items():
             self.squares[tensor] += difference.squares_gain
-            self._flow[tensor] += difference.flow
-            error = _ROUNDING * self._flow[tensor]
-            # Not (… <= …): so that a sum that is not finite any more is taken anew, too.
+            self._magnitude[tensor] += difference.magnitude
+            error = _ROUNDING * self._magnitude[tensor]
+            # Not (… <= …), so that a sum that is no longer finite is recomputed too.
             if not error <= _DRIFT * self.squares[tensor]:
-                self.squares[tensor] = self._squared(tensor, self._baseline.peek(tensor))
-                self._flow[tensor] = self.squares[tensor]
+                self.squares[tensor] = self._squared(tensor, self._baseline.read(tensor))
+                self._magnitude[tensor] = self.squares[tensor]
 
     # Reasons
 
-    def _reasons(self, sound: dict[int, Difference], held: dict[int, Difference]) -> list[str]:
+    def _reasons(self, sound: dict[int, Difference], current: dict[int, Difference]) -> list[str]:
         found = [
-            self._nonfinite_reason(sound, held),
+            self._nonfinite_reason(sound, current),
             self._share_reason(sound),
             self._norm_reason(sound),
         ]
-        return [reason[:LONGEST_REASON] for reason in found if reason is not None]
+        return [reason[:MAX_REASON_CHARS] for reason in found if reason is not None]
 
-    def _nonfinite_reason(self, sound: dict[int, Difference], held: dict[int, Difference]) -> str | None:
+    def _nonfinite_reason(self, sound: dict[int, Difference], current: dict[int, Difference]) -> str | None:
         if not self.gate.nonfinite:
             return None
         if self.sound is None:
             counts = {
-                tensor: count + (held[tensor].nonfinite_gain if tensor in held else 0)
+                tensor: count + (current[tensor].nonfinite_gain if tensor in current else 0)
                 for tensor, count in enumerate(self.nonfinite)
             }
         else:
@@ -181,8 +181,8 @@ class UpdateGate:
         bad = {tensor: count for tensor, count in counts.items() if count}
         if not bad:
             return None
-        name, count = self._most(bad)
-        return f"elements became NaN or infinite: {count} in tensor {name}{_rest(bad)}; nonfinite is True"
+        name, count = self._worst(bad)
+        return f"elements became NaN or infinite: {count} in tensor {name}{_others(bad)}; nonfinite is True"
 
     def _share_reason(self, sound: dict[int, Difference]) -> str | None:
         bound = self.gate.max_changed_share
@@ -190,7 +190,7 @@ class UpdateGate:
         total = sum(changed.values())
         if bound is None or total <= bound * self._table.total:
             return None
-        name, count = self._most(changed)
+        name, count = self._worst(changed)
         share = total / self._table.total
         return (
             f"{share:.4g} of the elements changed since {self._since}, most in tensor {name} ({count:g}); "
@@ -202,37 +202,37 @@ class UpdateGate:
         distances = {tensor: difference.distance for tensor, difference in sound.items() if difference.distance}
         if bound is None or not distances:
             return None
-        norm = _root(sum(self.squares))
-        jump = _root(sum(distances.values())) / norm if norm > 0 else math.inf
-        # Infinite by infinite is no number, and no reason to let the version pass.
+        norm = _sqrt(sum(self.squares))
+        jump = _sqrt(sum(distances.values())) / norm if norm > 0 else math.inf
+        # Infinity divided by infinity is NaN, which must not let the version pass.
         if jump <= bound:
             return None
-        name, distance = self._most(distances)
+        name, distance = self._worst(distances)
         return (
             f"the weights moved by {jump:.4g} of the norm of {self._since}, most in tensor {name} "
-            f"(by {_root(distance):.4g}); max_norm_jump is {bound:g}"
+            f"(by {_sqrt(distance):.4g}); max_norm_jump is {bound:g}"
         )
 
     @property
     def _since(self) -> str:
         return "the version before" if self.sound is None else f"version {self.sound}"
 
-    def _most(self, of: "dict[int, int] | dict[int, float]") -> tuple[str, float]:
+    def _worst(self, of: "dict[int, int] | dict[int, float]") -> tuple[str, float]:
         tensor = max(of, key=lambda number: (of[number], -number))
         return repr(self._table[tensor].name[:200]), of[tensor]
 
-    def _tell(self, version: int, quarantined: bool) -> None:
-        odd = {tensor: count for tensor, count in enumerate(self.nonfinite) if count}
+    def _log_start(self, version: int, quarantined: bool) -> None:
+        nonfinite = {tensor: count for tensor, count in enumerate(self.nonfinite) if count}
         if quarantined and self.sound is None:
             logger.warning(
                 "version %d is quarantined and the sound version before it cannot be read: the next one is sound if "
                 "everything in it is finite and it is within the bounds of this one", version,
             )  # fmt: skip
-        elif odd and not quarantined:
-            name, count = self._most(odd)
+        elif nonfinite and not quarantined:
+            name, count = self._worst(nonfinite)
             logger.warning(
                 "version %d holds elements that are NaN or infinite, %d in tensor %s%s; the gate looks at those that "
-                "change", version, count, name, _rest(odd),
+                "change", version, count, name, _others(nonfinite),
             )  # fmt: skip
 
     # Measuring
@@ -255,13 +255,13 @@ class UpdateGate:
 
 
 def pieces(before: Bits, after: Bits) -> Iterator[tuple[Bits, Bits]]:
-    """Both arrays, in views of so many elements as are looked at together."""
+    """Both arrays, in views of ``PIECE_ELEMENTS`` elements."""
     for start in range(0, before.size, PIECE_ELEMENTS):
         yield before[start : start + PIECE_ELEMENTS], after[start : start + PIECE_ELEMENTS]
 
 
-def judge_whole(gate: Gate | None, baseline: Baseline) -> list[str]:
-    """Why weights that are to be published with nothing that they could be compared with are quarantined.
+def judge_state(gate: Gate | None, baseline: Baseline) -> list[str]:
+    """Why to quarantine weights that cannot be compared with a version.
 
     Raises:
         GateError: the gate refuses them.
@@ -269,19 +269,19 @@ def judge_whole(gate: Gate | None, baseline: Baseline) -> list[str]:
     if gate is None or not gate.nonfinite:
         return []
     table = baseline.table
-    counts = _counted(table, [baseline.peek(tensor) for tensor in range(len(table))])
+    counts = _count_nonfinite(table, [baseline.read(tensor) for tensor in range(len(table))])
     bad = {tensor: count for tensor, count in enumerate(counts) if count}
     if not bad:
         return []
     worst = max(bad, key=lambda tensor: bad[tensor])
     name = table[worst].name[:200]
-    reason = f"elements are NaN or infinite: {bad[worst]} in tensor {name!r}{_rest(bad)}; nonfinite is True"
+    reason = f"elements are NaN or infinite: {bad[worst]} in tensor {name!r}{_others(bad)}; nonfinite is True"
     if gate.action == "refuse":
-        raise GateError(f"the weights are not published: {reason}. Mend them, or give a gate with nonfinite=False")
+        raise GateError(f"the weights are not published: {reason}. Fix them, or give a gate with nonfinite=False")
     return [reason]
 
 
-def _counted(table: TensorTable, bits: list[Bits]) -> list[int]:
+def _count_nonfinite(table: TensorTable, bits: list[Bits]) -> list[int]:
     return [
         sum(count_nonfinite(spec.element, piece) for piece, _ in pieces(of, of))
         for spec, of in zip(table, bits, strict=True)
@@ -304,10 +304,10 @@ def _add(result: Difference, element: DType, before: Bits, after: Bits, nonfinit
         result.nonfinite_gain += count - count_nonfinite(element, before)
     if norm:
         old, new = values_of(element, before), values_of(element, after)
-        gone, come = _squares(old), _squares(new)
+        old_squares, new_squares = _squares(old), _squares(new)
         result.distance += _distance(old, new, nonfinite)
-        result.squares_gain += come - gone
-        result.flow += come + gone
+        result.squares_gain += new_squares - old_squares
+        result.magnitude += new_squares + old_squares
 
 
 def _distance(old: Values, new: Values, nonfinite: bool) -> float:
@@ -315,13 +315,13 @@ def _distance(old: Values, new: Values, nonfinite: bool) -> float:
     distance = _sum_of_squares(moved)
     if math.isfinite(distance):
         return distance
-    # Of what is not finite any more the other check speaks, if there is one.
+    # Elements that are no longer finite are left to the other check, if it is on.
     counted = np.isfinite(old) & np.isfinite(new) if nonfinite else np.isfinite(old)
     return _sum_of_squares(moved[counted])
 
 
 def _squares(values: Values) -> float:
-    """Σ w² of the finite ones."""
+    """Σ w² of the finite elements."""
     total = _sum_of_squares(values)
     if math.isfinite(total):
         return total
@@ -329,14 +329,14 @@ def _squares(values: Values) -> float:
 
 
 def _sum_of_squares(values: Values) -> float:
-    # Not np.dot, which would wake threads that take turns with the trainer's.
+    # Not np.dot, whose threads compete with the trainer's.
     return float(np.einsum("i,i->", values, values))
 
 
-def _root(value: float) -> float:
+def _sqrt(value: float) -> float:
     return math.sqrt(value) if value >= 0 else math.nan
 
 
-def _rest(counts: dict[int, int]) -> str:
+def _others(counts: dict[int, int]) -> str:
     others = len(counts) - 1
     return f", {sum(counts.values())} in {others + 1} tensors" if others else ""

@@ -1,4 +1,4 @@
-"""How fast this publisher's uploads are."""
+"""``UploadBandwidth``: measure how fast this publisher uploads."""
 
 import threading
 import time
@@ -11,35 +11,35 @@ from typing import Self
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.factory import OpenedBucket
 
-LEAST_BYTES = 64 * 1024
-"""What is smaller measures how long a store takes to answer."""
-RECENT = 5
+MIN_MEASURED_BYTES = 64 * 1024
+"""Smaller uploads measure the store's latency instead."""
+RECENT_UPLOADS = 5
 
 
 class UploadBandwidth:
-    """Bytes per second to the store, from the last uploads. Those that run at once count as one. From any thread.
+    """Bytes per second to the store, from the last uploads. Simultaneous uploads count as one. Thread-safe.
 
     Args:
-        limit: bytes per second that the store's options allow; short uploads may seem faster. None: any.
+        limit: bytes per second that the store's options allow; short uploads may seem faster. None: no limit.
     """
 
     def __init__(self, limit: float | None = None) -> None:
         self._limit = limit
-        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._recent: deque[float] = deque(maxlen=RECENT_UPLOADS)
         self._lock = threading.Lock()
-        self._under_way = 0
+        self._running = 0
         self._bytes = 0
-        self._whole = True
-        self._began = 0.0
+        self._all_succeeded = True
+        self._started = 0.0
 
     @classmethod
     def to(cls, bucket: Bucket) -> Self:
-        """A link that nothing was sent over yet."""
+        """A new instance for a bucket."""
         return cls(bucket.options.store_upload_limit if isinstance(bucket, OpenedBucket) else None)
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Median of the last uploads; None if there was none that tells."""
+        """Median of the last uploads; None if none was large enough."""
         with self._lock:
             if not self._recent:
                 return None
@@ -48,19 +48,19 @@ class UploadBandwidth:
 
     @contextmanager
     def upload(self, size: int) -> Iterator[None]:
-        """Within, ``size`` bytes go up. If that fails, nothing is measured."""
+        """Measure the block as an upload of ``size`` bytes, unless it fails."""
         with self._lock:
-            if not self._under_way:
-                self._began, self._bytes, self._whole = time.monotonic(), 0, True
-            self._under_way += 1
+            if not self._running:
+                self._started, self._bytes, self._all_succeeded = time.monotonic(), 0, True
+            self._running += 1
         done = False
         try:
             yield
             done = True
         finally:
             with self._lock:
-                self._under_way -= 1
+                self._running -= 1
                 self._bytes += size
-                self._whole = self._whole and done
-                if not self._under_way and self._whole and self._bytes >= LEAST_BYTES:
-                    self._recent.append(self._bytes / max(time.monotonic() - self._began, 1e-6))
+                self._all_succeeded = self._all_succeeded and done
+                if not self._running and self._all_succeeded and self._bytes >= MIN_MEASURED_BYTES:
+                    self._recent.append(self._bytes / max(time.monotonic() - self._started, 1e-6))

@@ -1,4 +1,4 @@
-"""Publish weights that a framework gathers on all ranks and yields as (name, tensor): ``publish_gathered``."""
+"""``publish_gathered``: publish weights that a framework gathers on all ranks and yields as (name, tensor)."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,14 +13,14 @@ from trainer_side.result import PublishResult
 __all__ = ["Pairs", "gathered_publisher", "publish_gathered"]
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
-"""Names, of the checkpoint or of parameters, each with its whole tensor."""
+"""(name in the checkpoint or of a parameter, whole tensor)."""
 
 
 def gathered_publisher(bucket: str, base: str | Path, leads: bool = True, **options: Any) -> Publisher | None:
-    """Make a publisher whose weights come with each call; None on ranks that do not lead.
+    """Make a publisher whose weights come with each call; None on ranks that do not publish.
 
-    Version 0 is a reference to ``base``, which decides the names and dtypes of the run. Tensors that are never handed
-    over keep the bits of ``base``.
+    Version 0 is a reference to ``base``, which decides the names and dtypes of the run. Tensors that are never yielded
+    keep the bits of ``base``.
 
     Args:
         bucket: run URL; an existing run is taken over.
@@ -35,17 +35,17 @@ def gathered_publisher(bucket: str, base: str | Path, leads: bool = True, **opti
 
 
 def publish_gathered(publisher: Publisher | None, step: int, weights: Pairs) -> PublishResult | None:
-    """Publish on the rank that leads, and return when the version is durable; None on the other ranks.
+    """Publish on one rank, and return when the version is durable; None on the other ranks.
 
     Call it on every rank: each reads the generator to its end, because gathering a tensor takes all ranks.
 
     Args:
         publisher: of ``gathered_publisher``.
         step: optimizer step.
-        weights: (name in the checkpoint, or of a parameter, whole tensor).
+        weights: (name in the checkpoint or of a parameter, whole tensor).
 
     Raises:
-        As ``Publisher.publish`` and ``Publisher.flush``. The generator has been read to its end then too.
+        As ``Publisher.publish`` and ``Publisher.flush``, after the generator was read to its end.
     """
     if publisher is None:
         for _ in weights:

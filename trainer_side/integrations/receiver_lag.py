@@ -1,4 +1,4 @@
-"""How far the receivers of a run are behind, found out beside training."""
+"""``ReceiverLag``: measure, beside training, how far the receivers of a run are behind."""
 
 import time
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from vllm_delta_sync.redaction import guarded_logger
 
 logger = guarded_logger(__name__)
 
-LOOK_SECONDS = 10.0
-"""Leases are not read more often: a listing each time, and one small object for each lease that is new."""
+REFRESH_SECONDS = 10.0
+"""Heartbeats are read at most this often: each time one listing, and one small object for each new heartbeat."""
 
 
 class ReceiverLag:
-    """Reads leases in a thread of its own, now and then.
+    """Reads heartbeats of receivers from time to time, in a thread.
 
     Args:
         bucket: URL of the run, or an open bucket, which the caller closes.
-        newest: gives the number of the newest version; called in the thread.
+        newest: returns the number of the newest version; called in the thread.
         clock: seconds.
     """
 
@@ -33,33 +33,33 @@ class ReceiverLag:
         self._clock = clock
         self._worker = BackgroundThread("delta-sync-receivers")
         self._job: BackgroundJob | None = None
-        self._began = float("-inf")
+        self._started = float("-inf")
         self._run: Run | None = None
         self._fleet: Fleet | None = None
         self._lag: int | None = None
 
     @property
     def lag(self) -> int | None:
-        """Versions that the slowest live receiver was behind at the last look; None if no lease said anything."""
+        """Versions that the slowest live receiver was behind when last read; None if no heartbeat says it."""
         return self._lag
 
-    def look(self) -> None:
-        """Have the leases read again, unless that goes on or was done a moment ago. Returns at once."""
+    def refresh(self) -> None:
+        """Start reading the heartbeats, unless that is running or was done recently. Returns at once."""
         now = self._clock()
-        if now - self._began < LOOK_SECONDS or not (self._job is None or self._job.done):
+        if now - self._started < REFRESH_SECONDS or not (self._job is None or self._job.done):
             return
         if self._job is not None and self._job.error is not None:
             logger.warning("how far receivers are behind is not known: %r", self._job.error)
-        self._began, self._job = now, BackgroundJob()
-        self._worker.submit(self._job, self._look)
+        self._started, self._job = now, BackgroundJob()
+        self._worker.submit(self._job, self._refresh)
 
     def close(self) -> None:
-        """Wait for a look that goes on, and give back thread and connections."""
+        """Wait for a read that is running, then release thread and connections."""
         self._worker.close()
         if self._run is not None and not isinstance(self._bucket, Bucket):
             self._run.close()
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         try:
             if self._fleet is None:
                 self._run = Run(self._bucket) if isinstance(self._bucket, Bucket) else open_run(self._bucket)

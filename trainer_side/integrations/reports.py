@@ -1,4 +1,4 @@
-"""What a training is told of its versions: metrics, through the Trainer that trains, and this project's log."""
+"""``MetricReporter``: report a training's versions as metrics, to its Trainer and to this project's log."""
 
 import inspect
 import sys
@@ -15,19 +15,19 @@ logger = guarded_logger(__name__)
 
 
 def check_publisher_options(bucket: str | Bucket, options: dict[str, Any]) -> None:
-    """Raise UsageError unless ``Publisher`` takes the options."""
+    """Raise UsageError unless ``Publisher`` accepts the options."""
     try:
         inspect.signature(Publisher).bind(None, bucket, **options)
     except TypeError as error:
         raise UsageError(f"the options {sorted(options)} are not those of Publisher: {error}") from error
 
 
-def calling_trainer() -> Any:
+def find_calling_trainer() -> Any:
     """The Trainer of transformers among the callers; None if there is none.
 
-    Neither callbacks nor weight transfers are handed their Trainer. Loggers that ``report_to`` names are called before
-    a callback, so that what it adds to the ``logs`` of ``on_log`` never reaches them: what does is ``Trainer.log``. To
-    be removed once events name their Trainer.
+    Callbacks and weight transfers do not receive their Trainer. Loggers named by ``report_to`` are called before a
+    callback, so that metrics added to the ``logs`` of ``on_log`` never reach them; only ``Trainer.log`` does. To be
+    removed once events name their Trainer.
     """
     module = sys.modules.get("transformers.trainer")
     frame = inspect.currentframe()
@@ -40,11 +40,11 @@ def calling_trainer() -> Any:
 
 
 class MetricReporter:
-    """Tells of each version once it is durable, and of what keeps versions from being so.
+    """Reports each version once it is durable, and errors of publishing.
 
     Attributes:
-        trainer: whose log gets the metrics; None: only this project's log does.
-        lag: None: how far receivers are behind is not told. under_way: the version to be told of next.
+        trainer: its log gets the metrics; None: only this project's log does.
+        lag: None: the lag of receivers is not reported. under_way: the version to report next.
     """
 
     def __init__(self) -> None:
@@ -55,29 +55,29 @@ class MetricReporter:
         self._failure: str | None = None
 
     def begin(self, bucket: str | Bucket, publisher: Publisher, lag: bool) -> None:
-        """Tell the Trainer that has called, and look after receivers if ``lag``."""
-        self.trainer = calling_trainer()
+        """Report to the Trainer that called, and measure the lag of receivers if ``lag``."""
+        self.trainer = find_calling_trainer()
         if self.trainer is None:
             logger.warning("no Trainer is found among the callers: metrics go to this log only")
         if lag:
             self.lag = ReceiverLag(bucket, lambda: publisher.version)
 
-    def took(self, result: PublishResult) -> None:
-        """Tell of what ``publish`` has returned, later."""
+    def published(self, result: PublishResult) -> None:
+        """Record a result of ``publish``, to be reported later."""
         if result.version is None:
             self._waiting += 1
         else:
             self.under_way = result
             self._skipped, self._waiting = self._waiting, 0
 
-    def tell(self) -> bool:
-        """Log the version under way, if it is durable; False if it is known that it failed."""
+    def report(self) -> bool:
+        """Log the version under way, if it is durable; return False if it is known to have failed."""
         result = self.under_way
         if result is None or not result.done:
             return True
         self.under_way = None
         if result.failed:
-            # Told by the publisher at its next call, in all processes of a sharded model alike.
+            # The next call of the publisher raises the error, in all processes of a sharded model alike.
             return False
         metrics = result.metrics() | {f"{METRICS}skipped": self._skipped}
         if self._failure is not None:
@@ -86,33 +86,33 @@ class MetricReporter:
         if self.lag is not None:
             if self.lag.lag is not None:
                 metrics[f"{METRICS}receivers_lag"] = self.lag.lag
-            self.lag.look()
+            self.lag.refresh()
         logger.info("%s", ", ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
         if self.trainer is not None:
             _log(self.trainer, metrics)
         return True
 
     def failed(self, error: DeltaSyncError) -> None:
-        """Say that training goes on without a version; once for a kind of error until one is published again."""
+        """Log that training continues without a version; once per kind of error until a version is published again."""
         if error.kind != self._failure:
-            # A store that is down would otherwise be told of at every step.
+            # Otherwise a store that is down would be logged at every step.
             self._failure = error.kind
             logger.error(
-                "not published (%s), training goes on and the next version makes up for it: %s", error.kind, error
+                "not published (%s), training continues and the next version makes up for it: %s", error.kind, error
             )
 
     def close(self) -> None:
-        """Give back thread and connections."""
+        """Release thread and connections."""
         if self.lag is not None:
             self.lag.close()
 
 
 def _log(trainer: Any, metrics: dict[str, float]) -> None:
-    """Have the Trainer log, without the side effects of its own logging."""
+    """Call the Trainer's log, without the side effects of its own logging."""
     from transformers import Trainer
 
-    # Logging is what the flag asks for, and puts it down; the Trainer's own is still to come in this step.
+    # ``log`` clears the flag that requests logging, and the Trainer's own log of this step is still to come.
     wanted = trainer.control.should_log
-    # Subclasses such as TRL's average over the time since the last call; so this calls none of theirs.
+    # Call the base class: subclasses such as TRL's average over the time since their last call.
     Trainer.log(trainer, metrics)
     trainer.control.should_log = wanted

@@ -1,6 +1,215 @@
-"""For TRL's ``AsyncGRPOTrainer``: ``DeltaWeightTransfer``. TRL's other trainers take ``DeltaSyncCallback``."""
+"""``DeltaWeightTransfer``: publish from TRL's ``AsyncGRPOTrainer``, in place of its weight transfer over NCCL.
 
-from trainer_side.integrations.transformers_callback import DeltaSyncCallback
-from trainer_side.integrations.trl_transfer import DeltaWeightTransfer
+TRL's other trainers take ``DeltaSyncCallback``.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer_side.integrations.reports import MetricReporter, check_publisher_options
+from trainer_side.integrations.transformers import DeltaSyncCallback
+from trainer_side.model.streamed import StreamedWeights
+from trainer_side.publisher import Publisher
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.errors import ConflictError, DeltaSyncError, UsageError
+from vllm_delta_sync.redaction import guarded_logger
 
 __all__ = ["DeltaSyncCallback", "DeltaWeightTransfer"]
+
+logger = guarded_logger(__name__)
+
+
+class DeltaWeightTransfer:
+    """The argument of ``AsyncGRPOTrainer(weight_transfer=…)``: each weight sync becomes a version in the bucket.
+
+    Trainer and servers communicate through the bucket only. A server may start before, during or after training, from
+    ``base`` or from the bucket, and there may be several. The trainer pauses no server: each pauses itself for the
+    milliseconds in which it applies a version.
+
+    Training waits for the comparison, and for the previous version if that is still being uploaded; encoding and
+    upload run beside the next steps. With ``wait_served`` it also waits until the servers serve the version.
+
+    Attributes:
+        publisher: while the transfer is open, for tags and the like; else None.
+    """
+
+    def __init__(
+        self,
+        bucket: str | Bucket,
+        base: str | Path,
+        wait_served: float | None = None,
+        replicas: int = 1,
+        *,
+        stop_on_error: bool = True,
+        receivers_lag: bool = True,
+        **options: Any,
+    ) -> None:
+        """Make the transfer; nothing is opened before training begins.
+
+        Args:
+            bucket: as of ``Publisher``.
+            base: checkpoint that training and servers start from, a directory or ``org/name@revision``. Version 0 is a
+                reference to it, and parameters that TRL leaves out (frozen ones) keep its values.
+            wait_served: maximum seconds that ``resume`` waits until all live servers, and at least ``replicas``, serve
+                the version that was sent; they need a ``receiver_id``. None: it does not wait.
+            stop_on_error: let errors of publishing and waiting stop training. Otherwise they are logged, training
+                continues, and the changes go out with the next version; errors at the beginning, and of another writer
+                that has taken over the run, are always raised.
+            receivers_lag: read the heartbeats of receivers, in another thread, at most every 10 s.
+            options: of ``Publisher``, such as ``notice`` and ``codec``.
+
+        Raises:
+            UsageError: an argument is invalid, or is not one of ``Publisher``.
+        """
+        if "every" in options:
+            raise UsageError("every= is given; TRL decides when to sync: set weight_sync_steps of AsyncGRPOConfig")
+        check_publisher_options(bucket, {**options, "base": base})
+        if wait_served is not None and not (isinstance(wait_served, int | float) and wait_served > 0):
+            raise UsageError(f"wait_served is {wait_served!r}; give a number of seconds above 0, or None")
+        if type(replicas) is not int or replicas < 1:
+            raise UsageError(f"replicas is {replicas!r}; give a number of servers from 1 on")
+        self._bucket, self._base, self._options = bucket, base, options
+        self._wait_served, self._replicas = wait_served, replicas
+        self._stop_on_error, self._report_lag = stop_on_error, receivers_lag
+        self.publisher: Publisher | None = None
+        self._reports = MetricReporter()
+        self._sends = 0
+        self._sent = False
+
+    def init_weight_transfer(self) -> None:
+        """Begin the run, or take it over if it exists.
+
+        Raises:
+            DeltaSyncError: see ``Publisher``; or ``base`` is not a checkpoint of a supported model.
+        """
+        if self.publisher is not None:
+            self._close_logging_errors()
+        weights = StreamedWeights(self._base)
+        self.publisher = publisher = Publisher(weights, self._bucket, base=self._base, **self._options)
+        self._sends, self._sent = 0, False
+        self._reports = MetricReporter()
+        self._reports.begin(self._bucket, publisher, self._report_lag)
+        if self._reports.trainer is not None:
+            _at_last_log(self._reports.trainer, self._settle)
+
+    def pause(self) -> None:
+        """Do nothing: servers pause themselves."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Publish (parameter name, tensor) pairs as the next version; return after the comparison.
+
+        They are always read to their end, except after an interrupt: each may be gathered on all ranks.
+
+        Raises:
+            UsageError: the transfer is not open.
+            PublishError: the previous version could not be made durable; nothing of this one was published either.
+            TensorMismatchError, ModelError: a tensor does not fit; nothing was published.
+            ConflictError: another writer has taken over the run; every later call raises it too.
+        """
+        interrupted = False
+        try:
+            self._attempt(lambda: self._send(iterator))
+        except (KeyboardInterrupt, SystemExit):
+            interrupted = True
+            raise
+        finally:
+            if not interrupted:
+                for _ in iterator:
+                    pass
+
+    def resume(self) -> None:
+        """Return at once; or with ``wait_served``, once the version that was sent is served.
+
+        Raises:
+            FleetLateError: the timeout passed; the message names the servers that lag. StoreError: the store failed.
+            PublishError, ConflictError: it could not be made durable.
+        """
+        if self.publisher is None:
+            return
+        if self._wait_served is not None and self._sent:
+            self._attempt(self._wait)
+        self._reports.report()
+
+    def destroy(self) -> None:
+        """Wait until what was sent is durable, and release everything. May be called twice, or without an init.
+
+        Raises:
+            PublishError, ConflictError: it could not be made durable; everything is released in any case. Only logged
+                while another exception is being handled.
+        """
+        if sys.exc_info()[1] is not None:
+            self._close_logging_errors()
+        else:
+            self._close()
+
+    # Helpers
+
+    def _send(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._sent = False
+        if self.publisher is None:
+            raise UsageError(
+                "weights are sent, but init_weight_transfer was not called, or destroy was called since; TRL calls it "
+                "for the first train() of a trainer only: make a new trainer"
+            )
+        self._sends += 1
+        trainer = self._reports.trainer
+        step = self._sends if trainer is None else trainer.state.global_step
+        result = self.publisher.publish(step, wait=True, weights=iterator)
+        self._reports.report()
+        self._reports.published(result)
+        self._sent = True
+
+    def _wait(self) -> None:
+        if self.publisher is not None and self._wait_served is not None:
+            self.publisher.wait_served(replicas=self._replicas, timeout=self._wait_served)
+
+    def _settle(self) -> None:
+        """Log the metrics of the last version while the loggers are still open."""
+        if self.publisher is not None:
+            self._attempt(self.publisher.flush)
+            self._reports.report()
+            self._reports.trainer = None
+
+    def _attempt(self, call: Callable[[], None]) -> None:
+        """Make a call that publishes; unless training is to stop, its errors are only logged."""
+        try:
+            call()
+        except DeltaSyncError as error:
+            if self._stop_on_error or isinstance(error, ConflictError | UsageError):
+                raise
+            self._reports.failed(error)
+
+    def _close(self) -> None:
+        publisher, self.publisher = self.publisher, None
+        if publisher is None:
+            return
+        try:
+            publisher.flush()
+            self._reports.report()
+        finally:
+            try:
+                self._reports.close()
+            finally:
+                publisher.close()
+
+    def _close_logging_errors(self) -> None:
+        try:
+            self._close()
+        except DeltaSyncError as failure:
+            logger.error("closing the weight transfer: %s", failure)
+
+
+def _at_last_log(trainer: Any, call: Callable[[], None]) -> None:
+    """Make ``call`` at the Trainer's last log: its loggers end before the weight transfer is destroyed."""
+    from transformers import TrainerCallback
+
+    class LastLog(TrainerCallback):
+        def on_log(self, *events: Any, logs: dict[str, Any] | None = None, **others: Any) -> None:
+            if logs is not None and "train_runtime" in logs:
+                call()
+
+    trainer.add_callback(LastLog())

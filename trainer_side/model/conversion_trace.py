@@ -1,10 +1,9 @@
-"""Where every element of a converted tensor comes from.
+"""``trace``: find where every element of a converted tensor comes from.
 
-Transformers 5 holds some weights in another form than checkpoints do (experts stacked, gate and up fused).
-``trace`` runs the model's own conversion back to the checkpoint once, on tensors without data, and records
-which operations lead from which source to which result. The recording is replayed on the live parameters at
-each publish: nothing is copied that need not be, nothing goes stale, and a conversion that computes new
-values instead of moving old ones is refused.
+Transformers 5 holds some weights in another form than checkpoints do (experts stacked, gate and up fused). ``trace``
+runs the model's own conversion back to the checkpoint once, on tensors without data, and records which operations lead
+from which source to which result. Each publish replays the recording on the live parameters: it copies nothing
+needlessly and never reads stale data. A conversion that computes new values instead of moving old ones is refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from vllm_delta_sync.errors import ModelError
 
 aten = torch.ops.aten
 
-# Copies and relabellings: the result has the elements of the first argument at the same logical indices.
+# Copies and aliases: the result has the elements of the first argument at the same logical indices.
 _SAME = {aten.clone, aten.detach, aten.alias, aten.contiguous, aten.lift_fresh, aten._to_copy}
 # A new shape over the same elements in row-major order, whatever the layout in memory.
 _RESHAPE = {
@@ -80,21 +79,21 @@ class View:
         return source.as_strided(self.shape, self.strides, source.storage_offset() + self.offset)
 
 
-Joined = tuple[tuple[tuple[int, ...], View], ...]
-"""Windows that make up a result, each with its place in it."""
+JoinedViews = tuple[tuple[tuple[int, ...], View], ...]
+"""Windows that make up a result, each with its offsets in the result."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A result that no single window describes, such as a concatenation: assembled anew at each read.
+    """A result that no single window describes, such as a concatenation: assembled again at each read.
 
-    ``joined`` is None where it is more than a concatenation of windows.
+    ``joined`` is None if it is more than a concatenation of windows.
     """
 
     node: _Node
     sources: tuple[str, ...]
     shape: tuple[int, ...]
-    joined: Joined | None
+    joined: JoinedViews | None
 
     def read(self, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():
@@ -113,12 +112,12 @@ def trace(
     """Record how ``convert`` makes its results from ``sources``.
 
     Args:
-        sources: detached tensors by name; only their shapes, strides and dtypes are looked at.
+        sources: detached tensors by name; only their shapes, strides and dtypes are used.
         convert: takes tensors of the same names (on the meta device) and returns the results by name.
 
     Raises:
-        ModelError: an operation computes values, casts, or writes in place, so that the results cannot be
-            followed exactly; the message names the operation and the sources it was applied to.
+        ModelError: an operation computes values, casts, or writes in place, so that the results cannot be traced
+            exactly; the message names the operation and the sources it was applied to.
     """
     stand_ins = {
         name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -142,13 +141,13 @@ def trace(
     for name, result in results.items():
         node = recorder.node_of(result)
         if node is None:
-            raise ModelError(f"checkpoint tensor {name!r} does not come from a parameter, so it cannot be followed")
+            raise ModelError(f"checkpoint tensor {name!r} does not come from a parameter, so it cannot be traced")
         view = window(node)
         routes[name] = view or Replay(node, tuple(_sources_of(node)), tuple(result.shape), _joined(node, window))
     return routes
 
 
-def _joined(node: _Node, window: Callable[[_Node], View | None]) -> Joined | None:
+def _joined(node: _Node, window: Callable[[_Node], View | None]) -> JoinedViews | None:
     view = window(node)
     if view is not None:
         return (((0,) * len(view.shape), view),)
@@ -179,7 +178,7 @@ class _CallRecorder(TorchDispatchMode):
     def __init__(self, stand_ins: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self._nodes: dict[int, _Node] = {}
-        # Ids stay unique only while the tensors that own them live.
+        # Ids stay unique only while their tensors live.
         self._alive: list[torch.Tensor] = []
         for name, tensor in stand_ins.items():
             self._remember(tensor, _TracedSource(name))
@@ -231,7 +230,7 @@ def _untraceable(func: Any, known: list[_Node], reason: str) -> ModelError:
     names = sorted({name for node in known for name in _sources_of(node)})
     shown = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
     return ModelError(
-        f"the conversion of {shown} to checkpoint form cannot be followed: operation {func} {reason}; pass "
+        f"the conversion of {shown} to checkpoint form cannot be traced: operation {func} {reason}; pass "
         "an iterable of (checkpoint name, tensor) instead"
     )
 

@@ -1,4 +1,4 @@
-"""Which tensors of a run a model's tensors are, and whether they fit there."""
+"""``target_names``: match a model's tensors to the tensors of a run, and check that they fit."""
 
 from collections.abc import Mapping
 
@@ -12,13 +12,13 @@ from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, dtype_name
 
 
 def own_spec(tensor: CheckpointTensor) -> TensorSpec:
-    """What a live tensor is in a run that has no base.
+    """The spec of a live tensor in a run that has no base.
 
     Raises:
         ModelError: its dtype cannot be published.
     """
     own = dtype_name(tensor.dtype, tensor.name)
-    # torch calls the scales of F8_E8M0 floating-point, but no rounding takes them to the model's dtype.
+    # torch calls the scales of F8_E8M0 floating-point, but they cannot be rounded to the model's dtype.
     if tensor.configured is not None and DTYPES[own].is_float:
         own = dtype_name(tensor.configured, tensor.name)
     return TensorSpec(tensor.name, own, tensor.shape)
@@ -28,8 +28,8 @@ def target_names(live: LiveTensors, specs: Mapping[str, TensorSpec] | None, wher
     """Live name, aliases included → names in the run.
 
     Args:
-        specs: the tensors that the live ones have to be among; None if these make the run.
-        where: of ``specs``, for messages.
+        specs: the run's tensors, which must include the live ones; None if the live ones make up the run.
+        where: what ``specs`` belong to, for messages.
 
     Raises:
         TensorMismatchError: a live tensor is not in ``specs``, or has another shape or kind of dtype there.
@@ -48,7 +48,7 @@ def target_names(live: LiveTensors, specs: Mapping[str, TensorSpec] | None, wher
 
 
 def check_fits(name: str, tensor: torch.Tensor, spec: TensorSpec) -> None:
-    """Raise TensorMismatchError unless the values of ``tensor`` can be those of ``spec``."""
+    """Raise TensorMismatchError unless ``tensor`` has the shape of ``spec`` and a convertible dtype."""
     if tuple(tensor.shape) != spec.shape:
         raise TensorMismatchError(
             f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, but {spec.name!r} is {spec.dtype} "
@@ -78,7 +78,7 @@ def _check_targets(tensor: CheckpointTensor, targets: list[str], specs: Mapping[
 
 
 def _check_convertible(name: str, dtype: torch.dtype, spec: TensorSpec, where: str) -> None:
-    """Raise TensorMismatchError unless rounding takes ``dtype`` to the spec's: integers and scales would wrap."""
+    """Raise TensorMismatchError unless ``dtype`` can be rounded to the spec's: integers and scales would wrap."""
     given = dtype_name(dtype, name)
     if given == spec.dtype or (DTYPES[given].is_float and spec.element.is_float):
         return

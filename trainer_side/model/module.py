@@ -1,4 +1,4 @@
-"""Checkpoint tensors of a torch module: what ``save_pretrained`` would write, as live views.
+"""``ModuleTensors``: checkpoint tensors of a torch module, as ``save_pretrained`` would write them, as live views.
 
 All knowledge of transformers is here. It is imported only if the caller's program has imported it.
 """
@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from trainer_side.model.conversion_trace import Route, View, trace
-from trainer_side.model.sources import CheckpointTensor, LiveTensors, changed, check_name, check_plain, storage_key
+from trainer_side.model.sources import CheckpointTensor, LiveTensors, changed, check_name, check_readable, storage_key
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.torch_sharding import is_sharded, layout, local_boxes, whole_shape
 
 logger = guarded_logger(__name__)
 
-# Wrappers that only add a level to every name, by class name so that none of them has to be imported.
+# Wrappers that only add a level to every name, by class name so that none of them needs to be imported.
 _WRAPPERS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
@@ -36,19 +36,19 @@ class ModuleForm:
     """How the tensors of a module, sharded ones included, become those of its checkpoint.
 
     Attributes:
-        routes: checkpoint name → where its elements are; in a sharded source as if that were whole and contiguous.
+        routes: checkpoint name → where its elements are; in a sharded source as if that were complete and contiguous.
         tensors: checkpoint name → description, in the model's order; the same on every rank.
         aliases: checkpoint name of a tied duplicate → checkpoint name of the tensor that is published.
     """
 
     def __init__(self, model: nn.Module, *, described: bool = False) -> None:
-        """Find the form.
+        """Find how the module's tensors map to its checkpoint.
 
         Args:
-            described: the module stands for another of its kind, and its tensors may be on the meta device.
+            described: the module only describes the model, and its tensors may be on the meta device.
 
         Raises:
-            ModelError: see ``check_plain``; or the conversion cannot be followed, or there is no tensor.
+            ModelError: see ``check_readable``; or the conversion cannot be traced, or there is no tensor.
         """
         self._model = unwrap(model)
         _refuse_unpublishable(self._model)
@@ -68,11 +68,11 @@ class ModuleForm:
             raise ModelError(f"{type(model).__name__} has no tensor to publish")
 
     def state(self) -> State:
-        """The module's tensors of this moment, sharded ones as they are, all others detached.
+        """The module's current tensors, sharded ones unchanged, all others detached.
 
         Raises:
-            TensorMismatchError: a tensor is new, missing, or has another shape, dtype, tie or cut than before.
-            ModelError: a tensor can no longer be read, see ``check_plain``.
+            TensorMismatchError: a tensor is new, missing, or has another shape, dtype, tie or sharding than before.
+            ModelError: a tensor can no longer be read, see ``check_readable``.
         """
         state = _module_state(self._model, self._described)
         self._check_unchanged(state)
@@ -85,11 +85,11 @@ class ModuleForm:
     def _check_unchanged(self, state: State) -> None:
         geometry = _geometry(state)
         for name in geometry.keys() ^ self._geometry.keys():
-            change, mend = ("appeared", "remove it") if name in geometry else ("is gone", "put it back")
+            change, remedy = ("appeared", "remove it") if name in geometry else ("is gone", "put it back")
             shape, dtype, _ = geometry.get(name) or self._geometry[name]
             raise TensorMismatchError(
                 f"tensor {name!r} {change} since the publisher was made ({dtype} {list(shape)}), and the tensors of a "
-                f"run are fixed; {mend}, or start a new run under a new URL"
+                f"run are fixed; {remedy}, or start a new run under a new URL"
             )
         for name, (shape, dtype, memory) in geometry.items():
             old_shape, old_dtype, old_memory = self._geometry[name]
@@ -98,7 +98,7 @@ class ModuleForm:
             if memory != old_memory and is_sharded(state[name]):
                 raise TensorMismatchError(
                     f"tensor {name!r} is sharded in another way than when the publisher was made; close that publisher "
-                    "and make one for the model as it is now"
+                    "and make one for the model in its present state"
                 )
         for alias, owner in self._ties.items():
             if _identity(state[alias]) != _identity(state[owner]):
@@ -127,7 +127,7 @@ class ModuleForm:
 
 
 class ModuleTensors(LiveTensors):
-    """Tensors of a module that this process holds alone, under the names and in the shapes that its checkpoint has."""
+    """Tensors of a module that this process holds alone, under the names and shapes of its checkpoint."""
 
     def __init__(self, model: nn.Module) -> None:
         self._form = ModuleForm(model)
@@ -142,24 +142,24 @@ class ModuleTensors(LiveTensors):
 
 
 def _held_whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or what this process holds of a sharded one if that is all of it, as in a world of one."""
+    """The tensor itself; of a sharded one this process's piece if that is everything, as in a world of one."""
     if not is_sharded(tensor):
         return tensor
     pieces = local_boxes(tensor, name)
     if len(pieces) == 1 and pieces[0][0].is_whole:
-        return check_plain(name, pieces[0][1])
-    return check_plain(name, tensor)
+        return check_readable(name, pieces[0][1])
+    return check_readable(name, tensor)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module in the wrappers of frameworks, such as DistributedDataParallel; the module itself if it has none."""
+    """The module inside the wrappers of frameworks, such as DistributedDataParallel; the module itself without one."""
     while (attribute := _wrapper_attribute(model)) is not None:
         model = getattr(model, attribute)
     return model
 
 
 def _wrapper_attribute(module: nn.Module) -> str | None:
-    """Name of the attribute that holds the wrapped module; None for a module that is no wrapper."""
+    """Name of the attribute that holds the wrapped module; None if the module is not a wrapper."""
     for cls in type(module).__mro__:
         attribute = _WRAPPERS.get(cls.__name__)
         if attribute is not None and isinstance(getattr(module, attribute, None), nn.Module):
@@ -194,7 +194,7 @@ def _module_state(model: nn.Module, described: bool) -> State:
     Sharded ones are those of the module; all others are detached.
 
     Raises:
-        ModelError: see ``check_plain``; also two tensors of one name once wrappers are stripped.
+        ModelError: see ``check_readable``; also two tensors of one name once wrappers are stripped.
     """
     wrapped = [
         (f"{name}.{attribute}.", f"{name}.")
@@ -204,7 +204,7 @@ def _module_state(model: nn.Module, described: bool) -> State:
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     state: State = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        # Innermost first, so that the longer prefixes are still spelled as they were found.
+        # Innermost first, since the longer prefixes contain the shorter ones.
         for prefix, stripped in reversed(wrapped):
             name = stripped + name.removeprefix(prefix) if name.startswith(prefix) else name
         if name in ignored:
@@ -218,14 +218,14 @@ def _module_state(model: nn.Module, described: bool) -> State:
             state[name] = value.detach()
             continue
         sharded = isinstance(value, torch.Tensor) and is_sharded(value)
-        state[name] = value if sharded else check_plain(name, value)
+        state[name] = value if sharded else check_readable(name, value)
     return state
 
 
 def _geometry(
     state: Mapping[str, torch.Tensor],
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype, tuple[object, ...]]]:
-    """Shape and dtype of the whole tensor, and what tells where this process has its elements."""
+    """Name → shape and dtype of the whole tensor, and where this process has its elements."""
     return {
         name: (whole_shape(tensor), _dtype(tensor), layout(tensor) if is_sharded(tensor) else tensor.stride())
         for name, tensor in state.items()
@@ -238,14 +238,14 @@ def _dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """Equal for two names of one tensor, on every rank alike; a rank may hold nothing of a sharded one."""
+    """Equal for two names of one tensor, also on ranks that hold nothing of a sharded tensor."""
     if is_sharded(tensor):
         return ("sharded", id(tensor)) if math.prod(whole_shape(tensor)) else None
     return storage_key(tensor)
 
 
 def _find_ties(model: nn.Module, state: State) -> dict[str, str]:
-    """Duplicate → the name that is published; the choice is that of transformers' ``save_pretrained``."""
+    """Duplicate → the name that is published, chosen as transformers' ``save_pretrained`` does."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, tensor in state.items():
         key = _identity(tensor)
@@ -272,10 +272,10 @@ def _transformers_model(model: nn.Module) -> Any:
 
 
 def _follow_conversion(model: nn.Module, state: State) -> dict[str, Route]:
-    """How each checkpoint tensor is read from ``state``; of sharded tensors as if they were whole and contiguous.
+    """How each checkpoint tensor is read from ``state``; for sharded tensors as if they were complete and contiguous.
 
     Raises:
-        ModelError: the model's conversion back to its checkpoint form fails or cannot be followed.
+        ModelError: the model's conversion back to its checkpoint form fails or cannot be traced.
     """
     state = {
         name: torch.empty(whole_shape(tensor), dtype=_dtype(tensor), device="meta") if is_sharded(tensor) else tensor
@@ -287,7 +287,7 @@ def _follow_conversion(model: nn.Module, state: State) -> dict[str, Route]:
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
-        # Before transformers 5 modules held weights in the form of their checkpoints.
+        # Before transformers 5, modules held weights in the form of their checkpoints.
         return trace(state, dict)
     try:
         return trace(state, lambda stand_ins: revert_weight_conversion(pretrained, stand_ins))
@@ -299,9 +299,9 @@ def _follow_conversion(model: nn.Module, state: State) -> dict[str, Route]:
 
 
 def _configured_dtypes(model: nn.Module, state: State) -> dict[str, torch.dtype]:
-    """Dtype that checkpoints of the model have by its configuration, for the tensors that follow it.
+    """Name → dtype that the model's configuration gives to checkpoints, for the tensors that it applies to.
 
-    Only floating-point parameters do: buffers, and modules that transformers keeps in fp32, stay as they are.
+    It applies to floating-point parameters only: buffers, and modules that transformers keeps in fp32, keep theirs.
     """
     dtype = getattr(getattr(model, "config", None), "dtype", None)
     if isinstance(dtype, str):

@@ -1,7 +1,7 @@
-"""From what a user passes to checkpoint tensors: names as in a Hugging Face checkpoint, live values.
+"""``live_tensors``: turn what a user passes as the model into checkpoint tensors with live values.
 
-Three forms are understood: a module, something that can be iterated again and again over
-(checkpoint name, tensor), and a function without arguments that returns such an iterable.
+A model is a module, an iterable of (checkpoint name, tensor) that can be read repeatedly, or a function without
+arguments that returns one. Names are those of a Hugging Face checkpoint.
 """
 
 from abc import ABC, abstractmethod
@@ -19,13 +19,13 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """What is known of a tensor since construction.
+    """What is known of a tensor from construction.
 
     Attributes:
         name: checkpoint name.
         shape: shape in the checkpoint.
         dtype: dtype of the live tensor.
-        configured: dtype that the model's configuration gives to checkpoints; None where it says nothing.
+        configured: dtype that the model's configuration gives to checkpoints; None if it does not say.
     """
 
     name: str
@@ -35,7 +35,7 @@ class CheckpointTensor:
 
 
 class LiveTensors(ABC):
-    """The checkpoint tensors of a model, readable again and again with their values of the moment.
+    """The checkpoint tensors of a model. They can be read repeatedly, each time with their current values.
 
     Attributes:
         tensors: name → description, in the model's order.
@@ -44,14 +44,14 @@ class LiveTensors(ABC):
 
     tensors: dict[str, CheckpointTensor]
     aliases: dict[str, str]
-    held = True
-    """Whether ``read`` gives the values; otherwise they come with each version only, through ``given``."""
+    has_values = True
+    """Whether ``read`` yields the values; otherwise they come with each version only, through ``convert``."""
 
-    def given(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, tensor) pairs from what a caller hands over to be published, one after another.
+    def convert(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (checkpoint name, tensor) pairs from the ``weights=`` of a publish, one at a time.
 
         Raises:
-            UsageError: not pairs. TensorMismatchError, ModelError: a tensor is not what it has to be.
+            UsageError: not pairs. TensorMismatchError, ModelError: a tensor does not fit.
         """
         return pairs(weights)
 
@@ -63,7 +63,7 @@ class LiveTensors(ABC):
 
         Raises:
             TensorMismatchError: a tensor is new, missing, or has another shape, dtype or tie than before.
-            ModelError: a tensor can no longer be read, see ``check_plain``.
+            ModelError: a tensor can no longer be read, see ``check_readable``.
         """
 
 
@@ -71,11 +71,11 @@ ModelLike = nn.Module | Mapping[str, torch.Tensor] | NamedTensors | Callable[[],
 
 
 def live_tensors(model: ModelLike) -> LiveTensors:
-    """Understand what a user passed as the model.
+    """The tensors of what a user passed as the model.
 
     Raises:
-        ModelError: a tensor cannot be published; names the tensor, the reason and the mend.
-        UsageError: not one of the forms.
+        ModelError: a tensor cannot be published; the message names it, the reason and the remedy.
+        UsageError: ``model`` has none of the accepted forms.
     """
     if isinstance(model, LiveTensors):
         return model
@@ -101,23 +101,23 @@ def live_tensors(model: ModelLike) -> LiveTensors:
     )
 
 
-def pairs(given: Mapping[str, torch.Tensor] | NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over (name, tensor) pairs, which a mapping has as its items.
+def pairs(items: Mapping[str, torch.Tensor] | NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over (name, tensor) pairs; of a mapping, over its items.
 
     Raises:
-        UsageError: something else comes out.
+        UsageError: an item is not such a pair.
     """
-    for item in given.items() if isinstance(given, Mapping) else given:
+    for item in items.items() if isinstance(items, Mapping) else items:
         if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
             raise UsageError(f"expected (checkpoint name, tensor) pairs, got a {type(item).__name__}")
         yield item[0], item[1]
 
 
-def check_plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` detached, if its bits can be read here and now.
+def check_readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` detached, if this process can read its bits now.
 
     Raises:
-        ModelError: sharded, partitioned, quantized, sparse, or without data.
+        ModelError: it is sharded, partitioned, quantized, sparse, or without data.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ModelError(f"tensor {name!r} is a {type(tensor).__name__}, not a torch.Tensor")
@@ -150,15 +150,15 @@ def check_plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_name(name: str) -> None:
-    """Raise ModelError unless ``name`` can be the name of a tensor in a delta."""
+    """Raise ModelError unless ``name`` is valid as the name of a tensor in a delta."""
     if not name or name.startswith("@"):
         raise ModelError(f"tensor name {name!r} cannot be published: it is empty or starts with '@'")
 
 
 def storage_key(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """Equal for two tensors exactly if they show the same elements of one storage; None without elements.
+    """A key that is equal for two tensors exactly if they view the same elements of one storage; None if empty.
 
-    Holds while the storages live, or while a StorageWeakRef keeps their identity from being used again.
+    Valid while the storages live, or while a StorageWeakRef keeps their identity from being reused.
     """
     if not tensor.numel():
         return None
@@ -171,7 +171,7 @@ def check_unchanged(name: str, tensor: torch.Tensor, known: CheckpointTensor | N
     if known is None:
         raise TensorMismatchError(
             f"tensor {name!r} was not there when the publisher was made ({tensor.dtype} {list(tensor.shape)}), and the "
-            "tensors of a run are fixed; yield it no more, or start a new run under a new URL"
+            "tensors of a run are fixed; do not yield it, or start a new run under a new URL"
         )
     if (tuple(tensor.shape), tensor.dtype) != (known.shape, known.dtype):
         raise changed(name, (tuple(tensor.shape), tensor.dtype), (known.shape, known.dtype))
@@ -180,30 +180,30 @@ def check_unchanged(name: str, tensor: torch.Tensor, known: CheckpointTensor | N
 def changed(
     name: str, now: tuple[tuple[int, ...], torch.dtype], then: tuple[tuple[int, ...], torch.dtype]
 ) -> TensorMismatchError:
-    """What to raise of a tensor whose (shape, dtype) is not what it was when the publisher was made."""
-    mend = "give it its former shape again, or start a new run under a new URL"
+    """The error for a tensor whose (shape, dtype) has changed since the publisher was made."""
+    remedy = "restore its former shape, or start a new run under a new URL"
     if now[0] == then[0]:
-        # A run keeps its dtypes, and whoever takes it over rounds to them.
-        mend = "convert it back, or make a new Publisher of the model as it is now"
+        # A run keeps its dtypes, and a publisher that takes it over rounds to them.
+        remedy = "convert it back, or make a new Publisher for the model in its present state"
     return TensorMismatchError(
         f"tensor {name!r} is now {now[1]} {list(now[0])}, but was {then[1]} {list(then[0])} when the publisher was "
-        f"made; {mend}"
+        f"made; {remedy}"
     )
 
 
 class IterableTensors(LiveTensors):
-    """Tensors that the user names; names are taken as they are."""
+    """Tensors under the names that the user yields."""
 
     def __init__(self, source: Callable[[], NamedTensors]) -> None:
         self._source = source
         self.tensors = {}
         self.aliases = {}
         owners: dict[tuple[object, ...], str] = {}
-        # Identities without the memory: a function may gather each tensor and drop it before the next.
+        # These keep identities, not memory: a function may gather each tensor and drop it before the next.
         identities: list[StorageWeakRef] = []
         for name, value in pairs(source()):
             check_name(name)
-            tensor = check_plain(name, value)
+            tensor = check_readable(name, value)
             if name in self.tensors or name in self.aliases:
                 raise ModelError(f"tensor name {name!r} is yielded twice; each name must occur once")
             key = storage_key(tensor)
@@ -220,7 +220,7 @@ class IterableTensors(LiveTensors):
             if name in seen:
                 raise TensorMismatchError(f"tensor {name!r} is yielded twice; each name must occur once")
             seen.add(name)
-            tensor = check_plain(name, value)
+            tensor = check_readable(name, value)
             check_unchanged(name, tensor, self.tensors.get(self.aliases.get(name, name)))
             yield name, tensor
         missing = [name for name in self.tensors if name not in seen]

@@ -1,4 +1,4 @@
-"""Weights that a framework hands over parameter by parameter, and never as a model: as the tensors of a checkpoint."""
+"""``StreamedWeights``: weights that a framework yields parameter by parameter, as the tensors of a checkpoint."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer_side.model.conversion_trace import Route
 from trainer_side.model.module import ModuleForm
-from trainer_side.model.sources import CheckpointTensor, LiveTensors, NamedTensors, check_plain, pairs
+from trainer_side.model.sources import CheckpointTensor, LiveTensors, NamedTensors, check_readable, pairs
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, resolve_base
@@ -18,32 +18,31 @@ logger = guarded_logger(__name__)
 
 
 class StreamedWeights(LiveTensors):
-    """The model of a checkpoint, whose values come with each version only.
+    """The tensors of a checkpoint; their values come only with each ``Publisher.publish(weights=…)``.
 
-    What ``Publisher.publish(weights=…)`` is given may have the names and shapes that parameters have in the module of
-    transformers, or those of the checkpoint. It is converted tensor by tensor, by views where that is possible; a
-    parameter is kept only until the others have come that make up a checkpoint tensor with it. Tensors that are never
-    given keep the values of the checkpoint.
+    The weights may have the names and shapes of parameters in the module of transformers, or those of the checkpoint.
+    They are converted tensor by tensor, by views where possible. A parameter is kept only until the other parts of its
+    checkpoint tensors have arrived. Tensors that are never yielded keep the values of the checkpoint.
     """
 
-    held = False
+    has_values = False
 
     def __init__(self, base: str | Path) -> None:
-        """Follow the module's conversion to its checkpoint once, on a module without data.
+        """Trace the module's conversion to its checkpoint once, on a module without data.
 
         Args:
             base: checkpoint directory, or public model as ``org/name@revision``. If transformers does not know its
-                architecture, only the names and shapes of the checkpoint are understood.
+                architecture, only the names and shapes of the checkpoint are accepted.
 
         Raises:
-            NotFoundError, FormatError, StoreError: it cannot be read. ModelError: the conversion cannot be followed.
+            NotFoundError, FormatError, StoreError: it cannot be read. ModelError: the conversion cannot be traced.
         """
         folder = resolve_base(base).path
         checkpoint = Checkpoint(folder)
         self._sources: dict[str, torch.Tensor] = {}
         self._routes: dict[str, Route] = {}
-        self._targets: dict[str, list[str]] = {}
-        module = _without_data(folder)
+        self._targets_by_source: dict[str, list[str]] = {}
+        module = _meta_module(folder)
         if module is None:
             specs = checkpoint.specs.items()
             self.aliases = {}
@@ -54,38 +53,40 @@ class StreamedWeights(LiveTensors):
         self._sources, self._routes = form.state(), form.routes
         for target, route in self._routes.items():
             for source in route.sources:
-                self._targets.setdefault(source, []).append(target)
+                self._targets_by_source.setdefault(source, []).append(target)
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(())
 
-    def given(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def convert(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         waiting: dict[str, torch.Tensor] = {}
-        made: set[str] = set()
+        produced: set[str] = set()
         for name, value in pairs(weights):
-            targets = self._targets.get(name)
+            targets = self._targets_by_source.get(name)
             if targets is None:
-                # A name of the checkpoint; any other is refused where versions are compared.
+                # A name of the checkpoint; unknown names are refused in the comparison.
                 yield name, value
                 continue
-            waiting[name] = self._placed(name, value)
+            waiting[name] = self._as_in_module(name, value)
             for target in targets:
                 route = self._routes[target]
                 if all(source in waiting for source in route.sources):
                     yield target, route.read(waiting)
-                    made.add(target)
-            self._let_go(name, waiting, made)
+                    produced.add(target)
+            self._release(name, waiting, produced)
         if waiting:
-            lacking = next(target for source in waiting for target in self._targets[source] if target not in made)
-            sources = [source for source in self._routes[lacking].sources if source not in waiting]
+            incomplete = next(
+                target for source in waiting for target in self._targets_by_source[source] if target not in produced
+            )
+            sources = [source for source in self._routes[incomplete].sources if source not in waiting]
             raise ModelError(
-                f"checkpoint tensor {lacking!r} is made of several parameters, of which {sources[0]!r} was not handed "
-                f"over ({len(sources)} of {len(self._routes[lacking].sources)}); hand over all of them, or none"
+                f"checkpoint tensor {incomplete!r} is made of several parameters, of which {sources[0]!r} was not "
+                f"yielded ({len(sources)} of {len(self._routes[incomplete].sources)}); yield all of them, or none"
             )
 
-    def _placed(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A parameter, laid out as in the module that the conversion was followed on."""
-        tensor, known = check_plain(name, value), self._sources[name]
+    def _as_in_module(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """A parameter, with the strides of the module that the conversion was traced on."""
+        tensor, known = check_readable(name, value), self._sources[name]
         if tensor.shape != known.shape:
             raise TensorMismatchError(
                 f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, but {list(known.shape)} in the model of the "
@@ -96,17 +97,17 @@ class StreamedWeights(LiveTensors):
         laid_out = torch.empty_strided(known.shape, known.stride(), dtype=tensor.dtype, device=tensor.device)
         return laid_out.copy_(tensor)
 
-    def _let_go(self, name: str, waiting: dict[str, torch.Tensor], made: set[str]) -> None:
-        """Keep of what has come only what another tensor still needs; the newest, ``name``, in memory of its own."""
-        for source in {source for target in self._targets[name] for source in self._routes[target].sources}:
-            if source in waiting and made.issuperset(self._targets[source]):
+    def _release(self, name: str, waiting: dict[str, torch.Tensor], produced: set[str]) -> None:
+        """Drop parameters that no other tensor needs; copy the newest, ``name``, to its own memory."""
+        for source in {source for target in self._targets_by_source[name] for source in self._routes[target].sources}:
+            if source in waiting and produced.issuperset(self._targets_by_source[source]):
                 del waiting[source]
         if name in waiting:
-            # Frameworks may fill one buffer again and again.
+            # Frameworks may refill one buffer.
             waiting[name] = waiting[name].clone(memory_format=torch.preserve_format)
 
 
-def _without_data(folder: Path) -> nn.Module | None:
+def _meta_module(folder: Path) -> nn.Module | None:
     """The module that a checkpoint is loaded into, on the meta device; None if transformers does not know it."""
     try:
         import transformers

@@ -1,16 +1,35 @@
-"""Begin a run from all ranks, or take one over: rank 0 writes and decides, each rank holds its own parts."""
+"""``build_sharded``: open a run from all ranks; rank 0 writes and decides, each rank holds its own parts."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
+from torch import nn
+
 from trainer_side import manifests
+from trainer_side.background_thread import BackgroundThread
 from trainer_side.diff.baseline import Baseline
-from trainer_side.diff.engine import compile_kernels
+from trainer_side.diff.engine import Detector, compile_kernels
+from trainer_side.maintenance import BackgroundMaintenance
+from trainer_side.model.sources import ModelLike
 from trainer_side.options import Options
 from trainer_side.ranks.coordinator import RankCoordinator
-from trainer_side.ranks.group import Json, ProcessGroup, check_same
+from trainer_side.ranks.group import Json, ProcessGroup, RankGroups, check_same
+from trainer_side.ranks.rank_committer import RankCommitter
+from trainer_side.ranks.rank_session import RankPublishSession
 from trainer_side.ranks.shard_parts import ModuleParts
-from trainer_side.start import Collect, OpenedRun, RunLocation, begin, look_at
-from trainer_side.takeover import Takeover, check_may_resume, place_of
+from trainer_side.session import PublisherParts, on_every_rank, skip_maintenance
+from trainer_side.takeover import (
+    CollectFiles,
+    OpenedRun,
+    Takeover,
+    UrlContents,
+    begin,
+    check_may_resume,
+    inspect_url,
+    locate_base,
+)
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.codec.delta_object import DeltaContext, encode
@@ -18,100 +37,178 @@ from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve_base
+from vllm_delta_sync.trust import Keyring
+
+# With other values ranks would encode or split differently, or reach their calls at other steps. For all other options
+# rank 0's values count, or each rank's own.
+_SAME_ON_ALL_RANKS = ("codec", "compression", "every", "shard_bytes")
+
+
+def agree_on_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Options:
+    """See ``session.agreed_options``; also raise UsageError for options that need the whole model."""
+    found: list[Options] = []
+
+    def work() -> Json:
+        found.append(_check_sharded(check(ranks.is_rank0)))
+        return [getattr(found[0], name) for name in _SAME_ON_ALL_RANKS]
+
+    def judge(reports: list[Json]) -> None:
+        for name, values in zip(_SAME_ON_ALL_RANKS, zip(*reports, strict=True), strict=True):
+            check_same(name, values)
+
+    ranks.work.all_or_raise("options", work, judge)
+    trusted = ranks.work.from_rank0("keys", lambda: sorted(found[0].keyring.trusted))
+    # A rank that signs nothing trusts the keys that rank 0 trusts.
+    return found[0] if ranks.is_rank0 else replace(found[0], keyring=Keyring(trusted))
+
+
+def _check_sharded(options: Options) -> Options:
+    if options.gate is not None:
+        raise UsageError(
+            "gate is set, and a gate needs whole tensors, of which each rank has a part; leave it out, or publish "
+            "from one rank through a function that yields (checkpoint name, whole tensor)"
+        )
+    if options.codec == "context":
+        raise UsageError(
+            "codec is 'context', which encodes changes with the whole tensor, of which each rank has a part; give "
+            "'packed' or 'auto'"
+        )
+    return options
+
+
+def build_sharded(
+    model: ModelLike,
+    bucket: Bucket,
+    base: str | Path | None,
+    files: CollectFiles,
+    options: Options,
+    background: BackgroundThread,
+    detector: Detector,
+    ranks: RankGroups,
+    undo: ExitStack,
+) -> PublisherParts:
+    """As ``session.build_publisher``, called by every rank."""
+    live = on_every_rank(ranks, "model", lambda: _module_parts(model))
+    found: list[tuple[OpenedRun, RankCoordinator]] = []
+    background.call(lambda: found.append(open_or_begin(bucket, live, base, files, options, ranks.work)))
+    opened, coordinator = found[0]
+    maintenance: BackgroundMaintenance | None = None
+    if ranks.is_rank0:
+        maintenance = BackgroundMaintenance(bucket, coordinator.base, options, opened.writer)
+        undo.callback(maintenance.close)
+    committer = RankCommitter(
+        opened, coordinator, bucket, options, skip_maintenance if maintenance is None else maintenance.offer
+    )
+    background.call(committer.begin)
+    session = RankPublishSession(live, coordinator.baseline.whole, options, committer, detector, background, ranks)
+    return PublisherParts(opened, committer, session, detector, maintenance)
+
+
+def _module_parts(model: ModelLike) -> ModuleParts:
+    if not isinstance(model, nn.Module):
+        raise UsageError("only a module can be published by several ranks together")
+    return ModuleParts(model)
 
 
 def open_or_begin(
-    bucket: Bucket, live: ModuleParts, base: str | Path | None, files: Collect, options: Options, circle: ProcessGroup
+    bucket: Bucket,
+    live: ModuleParts,
+    base: str | Path | None,
+    files: CollectFiles,
+    options: Options,
+    group: ProcessGroup,
 ) -> tuple[OpenedRun, RankCoordinator]:
-    """As ``resume.open_or_begin``, by all ranks; call it where no interrupt hits. On every rank the errors are one's.
+    """As ``takeover.open_or_begin``, called by all ranks where no interrupt hits. Every rank raises the same error.
 
     Returns:
-        The run (whose writer stores objects only, on ranks other than 0), and this rank's place in it.
+        The run (on ranks other than 0 its writer stores objects only), and this rank's coordinator.
     """
-    looked: list[RunLocation] = []
+    found: list[UrlContents] = []
 
     def look() -> bool:
-        looked.append(look_at(bucket, options.resume))
-        if looked[0].run:
+        found.append(inspect_url(bucket, options.resume))
+        if found[0].run:
             check_may_resume(bucket, options)
-        return looked[0].run
+        return found[0].run
 
-    there = circle.first("opening", look)
+    exists = group.from_rank0("opening", look)
     places: list[tuple[ResolvedBase | None, str | Path | None]] = []
 
     def locate() -> bool:
-        resolved = None if there or base is None else resolve_base(base)
+        resolved = None if exists or base is None else resolve_base(base)
         path = None if resolved is None else resolved.path
-        places.append((resolved, place_of(base) if there else path))
+        places.append((resolved, locate_base(base) if exists else path))
         return resolved is not None
 
-    # Where it has to be downloaded, ranks that share a cache take it from there.
-    based = circle.first("base", locate)
-    circle.together("base of each", lambda: based if circle.leads else locate(), _check_based)
-    resolved, place = places[0]
-    crew = RankCoordinator(circle, live, bucket, options, place)
+    # If rank 0 has to download it, ranks that share its cache find it there.
+    based = group.from_rank0("base", locate)
+    group.all_or_raise("base of each", lambda: based if group.is_rank0 else locate(), _check_based)
+    resolved, base_location = places[0]
+    coordinator = RankCoordinator(group, live, bucket, options, base_location)
     writers: list[RunWriter] = []
-    if there:
-        text = crew.lead("taking over", lambda: _take_over(crew, live, options, bucket, writers))
+    if exists:
+        text = coordinator.run_on_rank0(
+            "taking over", lambda: _take_over_together(coordinator, live, options, bucket, writers)
+        )
     else:
-        whole, difference = crew.begin(None if resolved is None else resolved.path)
+        state, difference = coordinator.begin(None if resolved is None else resolved.path)
 
         def start() -> str:
-            if whole is None:
+            if state is None:
                 raise UsageError("only rank 0 begins a run")
-            store, unfinished = (lambda put: crew.put_shards(put)[1]), looked[0].unfinished
+            store, unfinished = (lambda put: coordinator.put_shards(put)[1]), found[0].unfinished
             kept = files(resolved)
-            writer, manifest = begin(bucket, whole, difference, resolved, options, store, kept, unfinished)
+            writer, manifest = begin(bucket, state, difference, resolved, options, store, kept, unfinished)
             writers.append(writer)
             return manifest.to_bytes().decode()
 
-        text = crew.lead("beginning", start)
-    held = Manifest.from_bytes(text.encode())
-    circle.together("ready", lambda: _prepare(crew, held, options))
-    writer = writers[0] if writers else crew.follower(held)
-    return OpenedRun(crew.baseline, writer, held), crew
+        text = coordinator.run_on_rank0("beginning", start)
+    current = Manifest.from_bytes(text.encode())
+    group.all_or_raise("ready", lambda: _prepare(coordinator, current, options))
+    writer = writers[0] if writers else coordinator.follower_writer(current)
+    return OpenedRun(coordinator.baseline, writer, current), coordinator
 
 
-def _check_based(told: list[Json]) -> None:
-    check_same("whether base= is given", told)
+def _check_based(reports: list[Json]) -> None:
+    check_same("whether base= is given", reports)
 
 
-def _prepare(crew: RankCoordinator, held: Manifest, options: Options) -> None:
-    baseline = crew.baseline
-    baseline.place = options.baseline
+def _prepare(coordinator: RankCoordinator, current: Manifest, options: Options) -> None:
+    baseline = coordinator.baseline
+    baseline.location = options.baseline
     compile_kernels(baseline.table)
-    # The codec's own check of the table, now rather than at the first version.
+    # Run the codec's check of the table now rather than at the first version.
     encode(Changes(), baseline.whole, options.base_codec, options.compression, DeltaContext("", 1, 0))
-    if crew.run.info.run != held.run:
+    if coordinator.run.info.run != current.run:
         raise UsageError(
-            f"rank {crew.circle.rank} finds another run in the bucket than rank 0 has written: give every rank the URL "
-            "of one bucket that all of them reach"
+            f"rank {coordinator.group.rank} finds another run in the bucket than rank 0 has written: give every rank "
+            "the URL of one bucket that all of them reach"
         )
 
 
 class _RanksTakeover(Takeover):
-    """A takeover by rank 0 on behalf of all."""
+    """A takeover by rank 0 for all ranks."""
 
-    def __init__(self, crew: RankCoordinator, live: ModuleParts, bucket: Bucket, options: Options) -> None:
-        self._crew = crew
-        super().__init__(bucket, live, crew.base, options, lambda work: work())
+    def __init__(self, coordinator: RankCoordinator, live: ModuleParts, bucket: Bucket, options: Options) -> None:
+        self._coordinator = coordinator
+        super().__init__(bucket, live, coordinator.base, options, lambda work: work())
 
-    def _fitted(self) -> Baseline:
-        return self._crew.fit()
+    def _matching_baseline(self) -> Baseline:
+        return self._coordinator.find_parts()
 
-    def _hold(self, head: Manifest) -> None:
-        self._crew.hold(head)
+    def _checkout(self, head: Manifest) -> None:
+        self._coordinator.checkout(head)
 
-    def _capture_live(self, rest: Checkpoint | None) -> None:
-        self._crew.capture(rest)
+    def _capture_live(self, fallback: Checkpoint | None) -> None:
+        self._coordinator.capture(fallback)
 
-    def _stored(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
-        return self._crew.put_shards(put)
+    def _store_anchor(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
+        return self._coordinator.put_shards(put)
 
 
-def _take_over(
-    crew: RankCoordinator, live: ModuleParts, options: Options, bucket: Bucket, writers: list[RunWriter]
+def _take_over_together(
+    coordinator: RankCoordinator, live: ModuleParts, options: Options, bucket: Bucket, writers: list[RunWriter]
 ) -> str:
-    opened = _RanksTakeover(crew, live, bucket, options).publishable()
+    opened = _RanksTakeover(coordinator, live, bucket, options).take_over()
     writers.append(opened.writer)
-    return opened.held.to_bytes().decode()
+    return opened.current.to_bytes().decode()

@@ -1,7 +1,7 @@
-"""The caller's side of publishing on each of many ranks: all of them compare, or none.
+"""``RankPublishSession``: the caller's side of publishing on each of many ranks: all of them compare, or none.
 
-What one rank has met must not lead it elsewhere than the others, or they would wait for each other. So before anything
-is done that all have to do, they ask each other who is still busy, and who has something to say first.
+An error on one rank must not lead it to other calls than the other ranks, or they would wait for each other. So before
+each collective step the ranks ask each other which of them are busy and which have an error to raise.
 """
 
 from collections.abc import Callable
@@ -10,23 +10,22 @@ from typing import TypeVar
 from trainer_side.background_thread import BackgroundThread
 from trainer_side.diff.engine import Detector
 from trainer_side.model.sources import LiveTensors
-from trainer_side.options import Options, check_step
+from trainer_side.options import Options, check_step, checked_sidecars
 from trainer_side.ranks.group import Json, RankGroups, check_same
 from trainer_side.ranks.rank_committer import RankCommitter
 from trainer_side.result import PublishProgress, PublishResult, Stopwatch
 from trainer_side.session import PublishSession, Sidecars, Weights
-from trainer_side.sidecars import checked_sidecars
 from vllm_delta_sync.errors import DeltaSyncError, PublishError, UsageError
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 
 logger = guarded_logger(__name__)
 
-_Given = TypeVar("_Given")
+_Value = TypeVar("_Value")
 
 
 class RankPublishSession(PublishSession):
-    """One version after another, on every rank; each method is called by all of them, at the same places."""
+    """Publishes one version after another; every rank calls each method at the same point of the program."""
 
     def __init__(
         self,
@@ -39,128 +38,131 @@ class RankPublishSession(PublishSession):
         ranks: RankGroups,
     ) -> None:
         super().__init__(live, table, options, committer, detector, background)
-        self._together = committer
+        self._rank_committer = committer
         self._ranks = ranks
 
     def publish(
         self, step: int, wait: bool, weights: Weights | None, watch: Stopwatch, sidecars: Sidecars
     ) -> PublishResult:
         """See ``Publisher.publish``."""
-        # Counted before anything is refused, so that the ranks count alike.
+        # Count before any check can raise, so that the counts of all ranks stay equal.
         self._calls += 1
-        kept: dict[str, bytes] = {}
+        sidecar_bytes: dict[str, bytes] = {}
 
         def checked() -> int:
             _refuse_weights(weights)
-            kept.update(checked_sidecars(sidecars))
+            sidecar_bytes.update(checked_sidecars(sidecars))
             return check_step(step)
 
         if self._calls % self._options.every:
-            return self._skipped(checked(), watch)
+            return self._skipped_result(checked(), watch)
         what = f"publish, call {self._calls}"
         if wait:
-            self._join()
-        busy = self._ranks.calls.agree(what, lambda: [checked(), self._busy], _busy_at_one_step)
+            self._wait_under_way()
+        busy = self._ranks.caller.reduce_on_rank0(what, lambda: [checked(), self._busy], _busy_at_one_step)
         step = check_step(step)
         if busy:
-            return self._skipped_for_another(step, watch)
-        failed = self._agree(what)
+            return self._skip_while_busy(step, watch)
+        failed = self._recover_together(what)
         if failed:
-            logger.warning("step %d is not published: rank %s has to be heard first", step, _listed(failed))
-            return self._skipped(step, watch)
+            logger.warning("step %d is not published: rank %s raises an error first", step, _listed(failed))
+            return self._skipped_result(step, watch)
         watch.lap()
         try:
-            patch = self._diff(None)
-        except BaseException as error:  # an interrupt too: the others publish, and wait for this rank
+            pending = self._diff(None)
+        except BaseException as error:  # an interrupt too: the other ranks publish, and wait for this one
             self._withdraw(error, step, watch)
             raise
-        return self._handed_over(step, patch, watch, kept)
+        return self._hand_over(step, pending, watch, sidecar_bytes)
 
     def finish(self) -> None:
         """Wait for the version under way, without the other ranks.
 
         Raises:
-            PublishError, ConflictError: what became of it, if nobody was told yet.
+            PublishError, ConflictError: its error, unless it was raised before.
         """
-        self._join()
-        problem = self._untold()
+        self._wait_under_way()
+        problem = self._pending_error()
         if problem is not None:
             raise problem
 
-    def settle(self) -> None:
-        """As ``Course.settle``.
+    def wait_durable(self) -> None:
+        """As ``PublishSession.wait_durable``.
 
         Raises:
-            PublishError: another rank has something to say first, as its log shows. Else as ``Course.settle``.
+            PublishError: another rank raises an error first, see its log. Other errors as
+                ``PublishSession.wait_durable``.
         """
-        self._join()
-        failed = self._agree("settle")
+        self._wait_under_way()
+        failed = self._recover_together("settle")
         if failed:
-            raise PublishError(f"rank {_listed(failed)} could not go on, and says why; call this again")
+            raise PublishError(f"rank {_listed(failed)} could not continue, and raises its error; call this again")
 
-    def agreed(self, what: str, check: Callable[[], _Given]) -> _Given:
-        """As ``Course.agreed``; raises on every rank, also where they were not given the same."""
-        found: list[_Given] = []
+    def check_same_arguments(self, what: str, check: Callable[[], _Value]) -> _Value:
+        """As ``PublishSession.check_same_arguments``; raises on every rank, also if the ranks' arguments differ."""
+        found: list[_Value] = []
 
         def work() -> Json:
             found.append(check())
             return found[0]
 
-        self._ranks.calls.agree(f"{what}: arguments", work, lambda told: check_same(what, told))
+        self._ranks.caller.reduce_on_rank0(f"{what}: arguments", work, lambda reports: check_same(what, reports))
         return found[0]
 
-    def led(self, what: str, work: Callable[[], str]) -> str:
-        """What ``work`` gives on rank 0, on every rank."""
-        found: str = self._ranks.calls.first(what, work)
+    def run_once(self, what: str, work: Callable[[], str]) -> str:
+        """Return the result of ``work`` on rank 0, on every rank."""
+        found: str = self._ranks.caller.from_rank0(what, work)
         return found
 
-    def _join(self) -> None:
+    def _wait_under_way(self) -> None:
         if self._progress is not None:
             self._progress.join()
 
-    def _agree(self, what: str) -> list[int]:
-        """Have each rank raise what it has not told yet, and bring all baselines to a durable version.
+    def _recover_together(self, what: str) -> list[int]:
+        """Have each rank raise its pending error, and bring all baselines to a durable version.
 
         Returns:
-            the ranks that raise something, on those that do not.
+            The ranks that raise an error, on the ranks that do not.
         """
-        problem = self._untold()
-        patch, committer = self._patch, self._committer
-        untidy = (patch is not None and patch.open) or committer.suspect or self._called_off
-        failed, untidied = self._ranks.calls.who(f"{what}: before", [problem is not None, untidy])
+        problem = self._pending_error()
+        pending, committer = self._pending, self._committer
+        dirty = (pending is not None and pending.open) or committer.suspect or self._call_interrupted
+        failed, dirty_ranks = self._ranks.caller.ranks_where(f"{what}: before", [problem is not None, dirty])
         if problem is not None:
             raise problem
-        if failed or not untidied:
+        if failed or not dirty_ranks:
             return failed
         try:
-            # Also waits for what a caller who was interrupted has left under way.
-            self._background.call(lambda: committer.tidy(patch))
-            self._called_off = False
+            # Also waits for a background call that an interrupted caller left running.
+            self._background.call(lambda: committer.recover(pending))
+            self._call_interrupted = False
         except DeltaSyncError as error:
             problem = error
-        (failed,) = self._ranks.calls.who(f"{what}: tidied", [problem is not None])
+        (failed,) = self._ranks.caller.ranks_where(f"{what}: tidied", [problem is not None])
         if problem is not None:
             raise problem
         return failed
 
-    def _untold(self) -> DeltaSyncError | None:
-        """What the background thread has met, if nobody was told yet."""
+    def _pending_error(self) -> DeltaSyncError | None:
+        """The error of the background thread, unless it was raised before."""
         stopped = self._committer.stopped
         try:
-            if self._progress is not None and not self._progress.delivered:
+            if self._progress is not None and not self._progress.error_raised:
                 self._progress.wait()
         except DeltaSyncError as error:
             return error
         return None if stopped is None else type(stopped)(stopped.message)
 
     def _withdraw(self, error: BaseException, step: int, watch: Stopwatch) -> None:
-        """Tell the other ranks, who go on to publish, that this one has nothing to give."""
-        patch = self._patch
-        if patch is None:
+        """Report to the other ranks, which continue publishing, that this one has nothing to publish."""
+        pending = self._pending
+        if pending is None:
             return
         progress = PublishProgress()
-        progress.delivered = True
-        self._background.submit(progress, lambda: self._together.work(patch, step, progress, watch, error))
+        progress.error_raised = True
+        self._background.submit(
+            progress, lambda: self._rank_committer.commit_version(pending, step, progress, watch, error)
+        )
         self._progress = progress
 
 
@@ -172,10 +174,10 @@ def _refuse_weights(weights: Weights | None) -> None:
         )
 
 
-def _busy_at_one_step(told: list[Json]) -> bool:
-    """Whether a version is under way on any rank; raises UsageError where they publish different steps."""
-    check_same("step", [step for step, _ in told])
-    return any(busy for _, busy in told)
+def _busy_at_one_step(reports: list[Json]) -> bool:
+    """Whether a version is under way on any rank; raise UsageError if the ranks publish different steps."""
+    check_same("step", [step for step, _ in reports])
+    return any(busy for _, busy in reports)
 
 
 def _listed(ranks: list[int]) -> str:

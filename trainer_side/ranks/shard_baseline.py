@@ -1,4 +1,4 @@
-"""The baseline of one rank: the bits of its parts, and how they are spoken of in terms of whole tensors."""
+"""``ShardBaseline``: the bits of one rank's parts, and how they relate to whole tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _PIECE_ELEMENTS = 1024**2
 
 @dataclass(frozen=True)
 class GatheredState:
-    """All tensors of a version, put together from what the ranks hold; see ``versions.Whole``."""
+    """All tensors of a version, from the shares of all ranks; see ``manifests.FullState``."""
 
     table: TensorTable
     fingerprints: list[Fingerprint]
@@ -37,8 +37,8 @@ class GatheredState:
         return sum(self.fingerprints, Fingerprint())
 
 
-class _Wholes(LiveTensors):
-    """The whole tensors of a sharded model, to find out which tensors of a run they are."""
+class _WholeTensors(LiveTensors):
+    """The whole tensors of a sharded model, for matching them to the tensors of a run."""
 
     def __init__(self, live: ModuleParts) -> None:
         self._live = live
@@ -49,14 +49,14 @@ class _Wholes(LiveTensors):
 
 
 class ShardBaseline(Baseline):
-    """A baseline whose tensors are the parts that this rank owns. Its table and fingerprints are of the parts.
+    """A baseline whose tensors are the parts that this rank owns. Its table and fingerprints are those of the parts.
 
-    Rank 0 also owns the tensors of the run that the model does not hold.
+    Rank 0 also owns the run's tensors that the model does not have.
 
     Attributes:
         whole: the run's tensors.
-        boxes: per part, its tensor's id in ``whole``, and where it is in that.
-        shares: tensor id in ``whole`` → what this rank's parts add to its fingerprint; see ``scan`` and ``take_bits``.
+        boxes: per part, its tensor's id in ``whole``, and its box there.
+        shares: tensor id in ``whole`` → what this rank's parts add to its fingerprint; see ``scan``, ``replace_bits``.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class ShardBaseline(Baseline):
         rank: int,
     ) -> None:
         found: dict[str, tuple[TensorSpec, int, Box]] = {}
-        feeds: dict[str, list[str]] = {}
+        targets_of: dict[str, list[str]] = {}
         for part_name, part in live.parts.items():
             for target in names[part.name]:
                 name = _part_name(part_name, part, target)
                 spec = TensorSpec(name, table.by_name(target).dtype, part.box.shape)
                 found[name] = spec, table.index(target), part.box
-                feeds.setdefault(part_name, []).append(name)
+                targets_of.setdefault(part_name, []).append(name)
         if rank == 0:
-            fed = {target for targets in names.values() for target in targets}
+            present = {target for targets in names.values() for target in targets}
             for spec in table:
-                if spec.name not in fed:
+                if spec.name not in present:
                     found[spec.name] = spec, table.index(spec.name), Box.all_of(spec.shape)
-        super().__init__(TensorTable(spec for spec, _, _ in found.values()), feeds, checkpoint)
+        super().__init__(TensorTable(spec for spec, _, _ in found.values()), targets_of, checkpoint)
         self.whole = table
         self.boxes = [found[spec.name][1:] for spec in self.table]
         self.shares: dict[int, Fingerprint] = {}
@@ -90,55 +90,55 @@ class ShardBaseline(Baseline):
 
     @classmethod
     def captured_parts(cls, live: ModuleParts, base: str | Path | None, rank: int) -> Self:
-        """The parts of this moment, of a new run; arguments and errors as ``captured``."""
-        table, names, checkpoint = new_run_tensors(_Wholes(live), base)
+        """The baseline of a new run, from the current parts; arguments and errors as ``captured``."""
+        table, names, checkpoint = new_run_tensors(_WholeTensors(live), base)
         baseline = cls(live, table, names, checkpoint, rank)
         baseline.capture(live)
         if checkpoint is not None:
-            baseline._warn_of_kept("base")
+            baseline._warn_of_missing("base")
             baseline._compare(checkpoint)
         return baseline
 
     @classmethod
     def parts_of_run(cls, live: ModuleParts, table: TensorTable, rank: int) -> Self:
-        """Of a run that is there already, still without values; errors as ``of_run``."""
-        baseline = cls(live, table, names_in_run(_Wholes(live), table), None, rank)
-        baseline._warn_of_kept("run")
+        """The baseline of an existing run, still without values; errors as ``of_run``."""
+        baseline = cls(live, table, names_in_run(_WholeTensors(live), table), None, rank)
+        baseline._warn_of_missing("run")
         return baseline
 
     def scan(self) -> None:
         """Fingerprint every part, by itself and as a share of its tensor."""
         super().scan()
-        self.shares = self.shares_of([self.peek(part) for part in range(len(self.table))])
+        self.shares = self.shares_of([self.read(part) for part in range(len(self.table))])
 
     def shares_of(self, bits: Sequence[Bits]) -> dict[int, Fingerprint]:
-        """Tensor id → what this rank adds to its fingerprint, if its parts have these (numel,) bits each."""
+        """Tensor id → what this rank adds to its fingerprint, if its parts have these (numel,) bits."""
         shares: dict[int, Fingerprint] = {}
         for (tensor, box), here in zip(self.boxes, bits, strict=True):
             share = fingerprint_box(self.whole[tensor].name, box, here)
             shares[tensor] = shares.get(tensor, Fingerprint()) + share
         return shares
 
-    def take_bits(self, bits: Sequence[Bits], shares: dict[int, Fingerprint]) -> None:
-        """Hold other bits, whose shares of all ranks together were found to be right; else as ``take``."""
-        self._replace(bits, self.measured(bits))
+    def replace_bits(self, bits: Sequence[Bits], shares: dict[int, Fingerprint]) -> None:
+        """Replace all bits, after the sum of all ranks' shares was checked; else as ``replace``."""
+        self._write_all(bits, self.fingerprints_of(bits))
         self.shares = shares
 
     def wanted(self) -> dict[str, list[Box]]:
-        """Checkpoint name → the boxes that this rank holds of that tensor, in the order of ``arranged``."""
+        """Checkpoint name → this rank's boxes of that tensor, in the order of ``in_part_order``."""
         return {name: [box for _, box in parts] for name, parts in self._parts.items()}
 
-    def arranged(self, found: Mapping[str, Sequence[Bits]]) -> list[Bits]:
-        """Bits per part, from those of the boxes that are ``wanted``."""
+    def in_part_order(self, found: Mapping[str, Sequence[Bits]]) -> list[Bits]:
+        """Bits per part, from the bits of the ``wanted`` boxes."""
         rows = {name: iter(bits) for name, bits in found.items()}
         return [next(rows[self.whole[tensor].name]) for tensor, _ in self.boxes]
 
     def parts_of(self, name: str) -> list[tuple[int, Box]]:
-        """Id and box of each part that this rank holds of a tensor."""
+        """Id and box of each part that this rank has of a tensor."""
         return self._parts.get(name, [])
 
-    def sent_in_full(self, tensor: int) -> bool:
-        """A tensor that other ranks carry parts of is never sent in full: only one object could carry it."""
+    def may_send_in_full(self, tensor: int) -> bool:
+        """Only if this rank has all of the tensor: one object has to carry it."""
         return self.table[tensor].name in self.whole
 
     def _of_base(self, spec: TensorSpec, base: Checkpoint) -> Bits:
@@ -147,16 +147,16 @@ class ShardBaseline(Baseline):
 
 
 def _part_name(part_name: str, part: ShardPart, target: str) -> str:
-    """Name of a part of ``target``, which is the part's own tensor or one that is tied to it."""
+    """Name of a part of ``target``, which is the part's own tensor or one tied to it."""
     return target + part_name.removeprefix(part.name)
 
 
-def whole_changes(baseline: ShardBaseline, patch: PendingDelta) -> Changes:
-    """What a patch of this rank's parts changes, in terms of whole tensors.
+def changes_of_tensors(baseline: ShardBaseline, pending: PendingDelta) -> Changes:
+    """The changes of a pending delta of this rank's parts, in terms of whole tensors.
 
-    Valid as ``Patch.changes``, whose positions and distances stay as they are: they take the patch back.
+    Valid as long as ``PendingDelta.changes``, whose positions and distances are not modified: a revert needs them.
     """
-    own = patch.changes()
+    own = pending.changes()
     found: dict[int, list[tuple[Positions, Bits]]] = {}
     for group in own.sparse:
         for part, positions, data in group.tensors():
@@ -165,12 +165,12 @@ def whole_changes(baseline: ShardBaseline, patch: PendingDelta) -> Changes:
     full = [Full(baseline.boxes[one.id][0], one.bits) for one in own.full]
     relative = all(group.relative for group in own.sparse)
     sparse = list(_groups(found, baseline.whole, relative))
-    return Changes(sparse, full, _fingerprint_changes(baseline, patch))
+    return Changes(sparse, full, _fingerprint_changes(baseline, pending))
 
 
-def _fingerprint_changes(baseline: ShardBaseline, patch: PendingDelta) -> dict[int, Fingerprint]:
+def _fingerprint_changes(baseline: ShardBaseline, pending: PendingDelta) -> dict[int, Fingerprint]:
     changes: dict[int, Fingerprint] = {}
-    for part, positions, before, now in patch.elements(_PIECE_ELEMENTS):
+    for part, positions, before, now in pending.elements(_PIECE_ELEMENTS):
         tensor, box = baseline.boxes[part]
         change = fingerprint_change(baseline.whole[tensor].name, box.positions(positions), before, now)
         changes[tensor] = changes.get(tensor, Fingerprint()) + change
@@ -178,16 +178,16 @@ def _fingerprint_changes(baseline: ShardBaseline, patch: PendingDelta) -> dict[i
 
 
 def _groups(found: dict[int, list[tuple[Positions, Bits]]], table: TensorTable, relative: bool) -> Iterator[Sparse]:
-    """Tensors of one dtype, ascending by id, up to about a block together, as ``Patch.changes`` groups them."""
+    """Tensors of one dtype, ascending by id, up to about a block each, as ``PendingDelta.changes`` groups them."""
     batch: list[int] = []
-    held = 0
+    size_so_far = 0
     for tensor in sorted(found, key=lambda tensor: (table[tensor].dtype, tensor)):
         size = sum(positions.size for positions, _ in found[tensor])
-        if batch and (held + size > BLOCK_ELEMENTS or table[tensor].dtype != table[batch[0]].dtype):
+        if batch and (size_so_far + size > BLOCK_ELEMENTS or table[tensor].dtype != table[batch[0]].dtype):
             yield _group(batch, found, table, relative)
-            batch, held = [], 0
+            batch, size_so_far = [], 0
         batch.append(tensor)
-        held += size
+        size_so_far += size
     if batch:
         yield _group(batch, found, table, relative)
 
@@ -207,7 +207,7 @@ def _group(
 
 
 def _ascending(pieces: list[tuple[Positions, Bits]]) -> tuple[Positions, Bits]:
-    """One tensor's changes from those of its parts, whose elements may lie between each other's."""
+    """One tensor's changes from those of its parts, whose elements may interleave."""
     if len(pieces) == 1:
         return pieces[0]
     positions = np.concatenate([piece for piece, _ in pieces])
@@ -215,9 +215,9 @@ def _ascending(pieces: list[tuple[Positions, Bits]]) -> tuple[Positions, Bits]:
     return positions[order], np.concatenate([data for _, data in pieces])[order]
 
 
-def check_same_tables(told: Sequence[Mapping[str, object]]) -> None:
-    """Raise ModelError unless all ranks publish the same tensors. ``told``: of each, ``tensors`` is a digest."""
-    odd = [rank for rank, theirs in enumerate(told) if theirs["tensors"] != told[0]["tensors"]]
+def check_same_tables(reports: Sequence[Mapping[str, object]]) -> None:
+    """Raise ModelError unless all ranks publish the same tensors. ``reports``: per rank, ``tensors`` is a digest."""
+    odd = [rank for rank, theirs in enumerate(reports) if theirs["tensors"] != reports[0]["tensors"]]
     if odd:
         raise ModelError(
             f"the model of rank {', '.join(map(str, odd[:8]))} has other tensors than that of rank 0: names, shapes, "

@@ -1,21 +1,23 @@
-"""What one rank publishes of a model: its shards, as parts of checkpoint tensors."""
+"""``ModuleParts``: the shards that one rank publishes, as parts of checkpoint tensors; ``check_coverage``."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import distributed, nn
 
-from trainer_side.model.conversion_trace import Joined, Route, View
+from trainer_side.model.conversion_trace import JoinedViews, Route, View
 from trainer_side.model.module import ModuleForm
-from trainer_side.model.sources import CheckpointTensor, LiveTensors, check_plain
-from trainer_side.ranks.shard_views import ShardView, windows
+from trainer_side.model.sources import CheckpointTensor, LiveTensors, check_readable
+from trainer_side.ranks.group import Json
+from trainer_side.ranks.shard_views import ShardView, shard_views
 from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.torch_sharding import is_sharded, owned_boxes
 
-# By class name, so that none of them has to be imported. A module that FSDP2 shards may hold plain tensors for the
-# moment, after a forward pass that no backward pass followed.
+# By class name, so that none of them needs to be imported. A module sharded by FSDP2 may temporarily hold plain
+# tensors, after a forward pass without a backward pass.
 _OF_ALL_RANKS = {"DistributedDataParallel", "DeepSpeedEngine", "FSDPModule"}
 
 
@@ -24,7 +26,7 @@ class ShardPart:
     """A piece of a checkpoint tensor that this rank publishes.
 
     Attributes:
-        name: checkpoint name. box: where in that tensor; never empty.
+        name: checkpoint name. box: where it is in that tensor; never empty.
     """
 
     name: str
@@ -41,24 +43,24 @@ class _PartSource:
 
 
 class ModuleParts(LiveTensors):
-    """What this rank publishes of a module: all ranks' parts together are every element exactly once.
+    """The parts of a module that this rank publishes: the parts of all ranks contain every element exactly once.
 
-    ``tensors`` and ``read`` are by the names of parts, in the shapes of their boxes: a part that is a whole tensor has
-    the checkpoint name, another is called ``name[start:stop,…]``. A rank may have none. Nothing is communicated, so
-    every rank makes one, at the same place of its program.
+    The keys of ``tensors`` and ``read`` are names of parts, with the shapes of their boxes: a part that is a whole
+    tensor has the checkpoint name, another is called ``name[start:stop,…]``. A rank may have no parts. Constructing it
+    does not communicate, but every rank must do so, at the same point of the program.
 
     Attributes:
         whole: checkpoint name → the whole tensor, in the model's order, the same on every rank.
         whole_aliases: name of a tied duplicate → name in ``whole``; ``aliases`` is empty.
-        parts: name of the part → what it is, in the order of ``whole``.
+        parts: name of the part → the part, in the order of ``whole``.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Find this rank's parts.
 
         Raises:
-            ModelError: a tensor cannot be published, see ``check_plain``, ``local_boxes`` and ``trace``; or one that
-                comes from sharded parameters is not made up of strided windows into them.
+            ModelError: a tensor cannot be published, see ``check_readable``, ``local_boxes`` and ``trace``; or one that
+                comes from sharded parameters is not composed of strided windows into them.
         """
         self._form = ModuleForm(model)
         self.whole, self.whole_aliases = self._form.tensors, self._form.aliases
@@ -67,18 +69,18 @@ class ModuleParts(LiveTensors):
         self.parts: dict[str, ShardPart] = {}
         self._places: dict[str, _PartSource] = {}
         state = self._form.state()
-        held = {name: owned_boxes(tensor, name) for name, tensor in state.items() if is_sharded(tensor)}
+        owned = {name: owned_boxes(tensor, name) for name, tensor in state.items() if is_sharded(tensor)}
         for name, route in self._form.routes.items():
-            if held.keys().isdisjoint(route.sources):
-                # What is not sharded is read by one for all.
+            if owned.keys().isdisjoint(route.sources):
+                # Rank 0 reads tensors that are not sharded.
                 if distributed.get_rank() == 0 and 0 not in route.shape:
                     self._add(ShardPart(name, Box.all_of(route.shape)), None)
                 continue
-            for at, view in _joined(name, route, held):
-                for piece, (box, _) in enumerate(held[view.source]):
+            for at, view in _joined(name, route, owned):
+                for piece, (box, _) in enumerate(owned[view.source]):
                     for window in _windows(name, view, box):
                         self._add(
-                            ShardPart(name, _moved(window.box, at, route.shape)),
+                            ShardPart(name, _in_whole(window.box, at, route.shape)),
                             _PartSource(view.source, piece, window),
                         )
         for _ in self.read():
@@ -86,16 +88,16 @@ class ModuleParts(LiveTensors):
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         state = self._form.state()
-        held: dict[str, list[torch.Tensor]] = {}
+        owned: dict[str, list[torch.Tensor]] = {}
         for name, part in self.parts.items():
             place = self._places.get(name)
             if place is None:
                 yield name, self._form.routes[part.name].read(state)
                 continue
-            if place.source not in held:
+            if place.source not in owned:
                 pieces = owned_boxes(state[place.source], place.source)
-                held[place.source] = [check_plain(place.source, piece).contiguous() for _, piece in pieces]
-            piece, window = held[place.source][place.piece], place.window
+                owned[place.source] = [check_readable(place.source, piece).contiguous() for _, piece in pieces]
+            piece, window = owned[place.source][place.piece], place.window
             start = piece.storage_offset() + window.offset
             yield name, piece.as_strided(window.box.shape, window.strides, start)
 
@@ -109,7 +111,7 @@ class ModuleParts(LiveTensors):
 
 
 def needs_ranks(model: object) -> bool:
-    """True if the model is one of a world of several ranks, all of which have to publish it together.
+    """True if all ranks of a world have to publish the model together.
 
     A plain module, and anything but a module, belongs to the process that publishes it, in any world.
     """
@@ -123,7 +125,7 @@ def needs_ranks(model: object) -> bool:
 
 
 def part_name(part: ShardPart) -> str:
-    """Name of a part: that of its tensor if it is the whole, else with the range in each dimension."""
+    """Name of a part: the tensor's name if it is the whole tensor, else with the range in each dimension."""
     if part.box.is_whole:
         return part.name
     ranges = zip(part.box.offsets, part.box.shape, strict=True)
@@ -131,18 +133,18 @@ def part_name(part: ShardPart) -> str:
 
 
 def _windows(name: str, view: View, box: Box) -> list[ShardView]:
-    found = windows(view, box)
+    found = shard_views(view, box)
     if found is None:
         raise ModelError(
             f"checkpoint tensor {name!r} cuts {view.source!r} in a way that its shard {list(box.shape)} at "
-            f"{list(box.offsets)} of {list(box.whole)} does not allow to follow; shard that parameter along its first "
+            f"{list(box.offsets)} of {list(box.whole)} cannot be traced; shard that parameter along its first "
             "dimension, or publish from one rank through a function that yields (checkpoint name, whole tensor)"
         )
     return found
 
 
-def _joined(name: str, route: Route, sharded: Container[str]) -> Joined:
-    """The windows into sharded sources that make up a checkpoint tensor.
+def _joined(name: str, route: Route, sharded: Container[str]) -> JoinedViews:
+    """The windows into sharded sources that compose a checkpoint tensor.
 
     Raises:
         ModelError: it is more than a concatenation of such windows.
@@ -151,13 +153,83 @@ def _joined(name: str, route: Route, sharded: Container[str]) -> Joined:
         return (((0,) * len(route.shape), route),)
     if route.joined is None or not all(source in sharded for source in route.sources):
         raise ModelError(
-            f"checkpoint tensor {name!r} is put together from {', '.join(route.sources[:3])} in a way that cannot be "
-            "followed shard by shard; leave these parameters unsharded, or publish from one rank through a function "
+            f"checkpoint tensor {name!r} is composed of {', '.join(route.sources[:3])} in a way that cannot be "
+            "traced shard by shard; leave these parameters unsharded, or publish from one rank through a function "
             "that yields (checkpoint name, whole tensor)"
         )
     return route.joined
 
 
-def _moved(box: Box, at: tuple[int, ...], whole: tuple[int, ...]) -> Box:
-    """A box of a window, where the window is in the whole."""
+def _in_whole(box: Box, at: tuple[int, ...], whole: tuple[int, ...]) -> Box:
+    """The box of a window, in the whole tensor that has the window at ``at``."""
     return Box(tuple(start + more for start, more in zip(box.offsets, at, strict=True)), box.shape, whole)
+
+
+_MAX_LISTED = 8
+
+RankBox = tuple[int, Box]
+"""A rank, and a box that it holds."""
+
+
+def boxes_document(boxes: Sequence[tuple[int, Box]]) -> Json:
+    """A rank's (tensor id, box) in the form that ``check_coverage`` takes."""
+    return [[tensor] if box.is_whole else [tensor, box.offsets, box.shape] for tensor, box in boxes]
+
+
+def check_coverage(table: TensorTable, reports: Sequence[Json]) -> None:
+    """Raise ModelError unless the ranks hold every element of every tensor exactly once.
+
+    Args:
+        reports: ``boxes_document`` of each rank.
+    """
+    boxes_by_tensor: list[list[RankBox]] = [[] for _ in table]
+    for rank, rows in enumerate(reports):
+        for tensor, *cut in rows:
+            whole = table[tensor].shape
+            box = Box(tuple(cut[0]), tuple(cut[1]), whole) if cut else Box.all_of(whole)
+            if box.numel:
+                boxes_by_tensor[tensor].append((rank, box))
+    for spec, pieces in zip(table, boxes_by_tensor, strict=True):
+        covered = sum(box.numel for _, box in pieces)
+        twice = _overlap(pieces)
+        if twice is not None:
+            raise ModelError(
+                f"{_named(spec, twice)} share elements of tensor {spec.name!r}; of its {spec.numel} elements the ranks "
+                f"hold {covered}; make the same model on every rank, and shard it there in the same way"
+            )
+        if covered != spec.numel:
+            raise ModelError(
+                f"the ranks hold {covered} of the {spec.numel} elements of tensor {spec.name!r} "
+                f"({_named(spec, pieces)}); shard each parameter over a mesh that rank 0 is in, in the same way on "
+                "every rank, or publish from one rank through a function that yields (checkpoint name, whole tensor)"
+            )
+
+
+def _overlap(pieces: Sequence[RankBox]) -> tuple[RankBox, RankBox] | None:
+    """Two boxes that share an element; None if there are none."""
+    if len(pieces) < 2:
+        return None
+    dimensions = range(len(pieces[0][1].whole))
+    if not dimensions:
+        return pieces[0], pieces[1]
+    # Along the dimension with the most cuts few boxes overlap.
+    axis = max(dimensions, key=lambda dimension: len({box.offsets[dimension] for _, box in pieces}))
+    beside: list[RankBox] = []
+    for piece in sorted(pieces, key=lambda piece: piece[1].offsets[axis]):
+        start = piece[1].offsets[axis]
+        beside = [other for other in beside if start < other[1].offsets[axis] + other[1].shape[axis]]
+        for other in beside:
+            if _meet(other[1], piece[1]):
+                return other, piece
+        beside.append(piece)
+    return None
+
+
+def _meet(first: Box, second: Box) -> bool:
+    rows = zip(first.offsets, first.shape, second.offsets, second.shape, strict=True)
+    return all(max(at, other) < min(at + size, other + others) for at, size, other, others in rows)
+
+
+def _named(spec: TensorSpec, pieces: Sequence[RankBox]) -> str:
+    named = [f"rank {rank}: {part_name(ShardPart(spec.name, box))}" for rank, box in pieces[:_MAX_LISTED]]
+    return ", ".join(named or ["no rank has any"]) + (", …" if len(pieces) > _MAX_LISTED else "")

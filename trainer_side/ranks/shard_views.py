@@ -1,7 +1,7 @@
-"""Which elements of a checkpoint tensor lie in one box of the tensor that they come from.
+"""``shard_views``: find the elements of a checkpoint tensor that lie in one box of its source tensor.
 
-A checkpoint tensor is a strided window into a source, such as one expert of a stack. A rank holds a box of the
-source; what it can say of the checkpoint tensor is again a few boxes, each strided in what the rank holds.
+A checkpoint tensor is a strided window into a source, such as one expert of a stack. A rank holds a box of the source;
+its share of the checkpoint tensor is again a few boxes, each strided in the rank's memory.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class ShardView:
 
     Attributes:
         box: where they are in the checkpoint tensor.
-        strides, offset: where they are in the box of the source, as that lies contiguous in memory.
+        strides, offset: where they are in the box of the source, which is contiguous in memory.
     """
 
     box: Box
@@ -28,10 +28,10 @@ class ShardView:
 
 @dataclass(frozen=True)
 class _Digit:
-    """Neighbouring dimensions of a source, as one number of an element's place, of which a box has a range.
+    """Neighbouring dimensions of a source, as one digit of a position; a box has a range of its values.
 
     Attributes:
-        size: values that it has in the source. stride: flat indices of the source from one value to the next.
+        size: number of values in the source. stride: flat indices of the source from one value to the next.
         start, stop: values in the box. local: flat indices of the box from one value to the next.
     """
 
@@ -44,21 +44,21 @@ class _Digit:
 
 @dataclass(frozen=True)
 class _Axis:
-    """A dimension of a view: its number, how many indices it has, and by how much each moves a digit."""
+    """A dimension of a view: its number, its size, and by how much each index moves a digit."""
 
     number: int
     size: int
     step: int
 
 
-def windows(view: View, box: Box) -> list[ShardView] | None:
+def shard_views(view: View, box: Box) -> list[ShardView] | None:
     """The elements of ``view`` that are in ``box``, each once.
 
     Args:
         view: into the source as if that were contiguous. box: of the source, not empty.
 
     Returns:
-        disjoint windows that are not empty; None if boxes cannot describe them.
+        Disjoint non-empty windows; None if boxes cannot describe them.
     """
     if 0 in view.shape:
         return []
@@ -97,7 +97,7 @@ def _window(
 
 
 def _digits(box: Box) -> list[_Digit]:
-    """The fewest digits of which a box has a range each, the innermost first."""
+    """The fewest digits of which the box has one range each, the innermost first."""
     found: list[_Digit] = []
     size, start, stop, stride, local = 1, 0, 1, 1, 1
     for offset, extent, whole in reversed(list(zip(box.offsets, box.shape, box.whole, strict=True))):
@@ -114,7 +114,7 @@ def _digits(box: Box) -> list[_Digit]:
 
 
 def _reach(axes: Sequence[_Axis]) -> int:
-    """From the first to the last value."""
+    """The distance from the first to the last value."""
     return sum((axis.size - 1) * axis.step for axis in axes)
 
 
@@ -124,7 +124,7 @@ def _ascending(axes: Sequence[_Axis]) -> bool:
 
 
 def _below(limit: int, axes: Sequence[_Axis]) -> int:
-    """How many values are less than ``limit``, counted from the first; they come in ascending order."""
+    """The number of values, counted from the first, that are less than ``limit``; they are in ascending order."""
     count = 0
     if limit <= 0:
         return 0

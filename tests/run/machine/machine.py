@@ -126,7 +126,7 @@ class WriterEvents(Events):
     def look_after(self, which: int, fault: Fault) -> None:
         """What a publisher's second thread does after a version, anchors and folded ranges, at any time."""
         writer = pick(self.world.writers, which)
-        committer, upkeep = writer.publisher._committer, writer.publisher._upkeep
+        committer, upkeep = writer.publisher._committer, writer.publisher._maintenance
         assert upkeep is not None
         self.world.attempt(writer.process, fault, lambda: upkeep._look_after(committer.newest))
         if writer.process.dead:

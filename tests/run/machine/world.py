@@ -158,11 +158,11 @@ class Writer:
     @property
     def held(self) -> int:
         """The version that the next one builds on: the newest, unless it was rebased."""
-        return self.publisher._committer.held.version
+        return self.publisher._committer.current.version
 
     @property
     def baseline(self) -> list[Bits]:
-        return [self.publisher._committer.baseline.peek(i) for i in range(len(self.tensors))]
+        return [self.publisher._committer.baseline.read(i) for i in range(len(self.tensors))]
 
 
 @dataclass(eq=False, repr=False)

@@ -61,7 +61,7 @@ def test_start_whose_version_0_may_be_there_keeps_the_claim(
         Publisher(trainer.live, bucket)
     told = str(caught.value) if isinstance(error, StoreError) else caplog.text
     assert "stays claimed by run" in told
-    refused("holds a run already" if written else "but no whole run", bucket, resume=False)
+    refused("holds a run already" if written else "but no complete run", bucket, resume=False)
     claimed = bucket.get(RUN_KEY)
     expect_run(bucket, trainer)
     assert (bucket.get(RUN_KEY) == claimed) is written
@@ -72,16 +72,16 @@ def test_start_that_cannot_tidy_says_what_is_left(bucket: Hooked, trainer: Train
     bucket.reading = FailAt(RUN_KEY, StoreError("still down"))
     with pytest.raises(StoreError, match=r"injected.*may have left run\.json"):
         Publisher(trainer.live, bucket)
-    refused(r"holds run\.json but no whole run", bucket, resume=False)
+    refused(r"holds run\.json but no complete run", bucket, resume=False)
     Publisher(trainer.live, bucket).close()
 
 
 LEFTOVERS = {
-    "no run.json": ([RUN_KEY], r"holds tensors\.json, HEAD\.json, versions/ but no whole run"),
+    "no run.json": ([RUN_KEY], r"holds tensors\.json, HEAD\.json, versions/ but no complete run"),
     "table": ([RUN_KEY, HEAD_KEY, version_key(0)], r"holds tensors\.json but .* remove tensors\.json by hand"),
-    "HEAD": ([RUN_KEY, TABLE_KEY, version_key(0)], r"holds HEAD\.json but no whole run"),
-    "version": ([RUN_KEY, TABLE_KEY, HEAD_KEY], r"holds versions/ but no whole run"),
-    "claims": ([RUN_KEY, TABLE_KEY, HEAD_KEY, version_key(0)], r"holds claims/ but no whole run"),
+    "HEAD": ([RUN_KEY, TABLE_KEY, version_key(0)], r"holds HEAD\.json but no complete run"),
+    "version": ([RUN_KEY, TABLE_KEY, HEAD_KEY], r"holds versions/ but no complete run"),
+    "claims": ([RUN_KEY, TABLE_KEY, HEAD_KEY, version_key(0)], r"holds claims/ but no complete run"),
 }
 
 
@@ -131,10 +131,10 @@ def test_start_that_was_killed_is_made_good_by_the_next(
 ) -> None:
     assert nursery.statuses(1, killed, folder=str(bucket.folder), key=key, when=when) == [-signal.SIGKILL]
     claimed = bucket.get(RUN_KEY)
-    refused(r"holds run\.json.* but no whole run", bucket, resume=False)
+    refused(r"holds run\.json.* but no complete run", bucket, resume=False)
     expect_run(bucket, trainer)
     assert bucket.get(RUN_KEY) != claimed
-    assert "gone before its first version" in caplog.text
+    assert "ended before its first version" in caplog.text
 
 
 def test_start_of_another_model_is_replaced_too(bucket: Hooked, trainer: Trainer, tmp_path: Path) -> None:

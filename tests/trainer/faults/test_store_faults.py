@@ -356,7 +356,7 @@ def test_manifest_that_cannot_be_written_right_is_not_durable(spoiled: Spoiled, 
     spoiled.prefix, spoiled.times = "versions/", 2
     trainer.step()
     publisher.publish(step=1)
-    expect_failure(publisher, "reads back otherwise than written")
+    expect_failure(publisher, "reads back differently")
     assert publisher.version == 0
     publisher.publish(step=2)
     with pytest.raises(DeltaSyncError):
@@ -385,7 +385,7 @@ def test_own_manifest_that_arrives_late_is_gone_on_from(trainer: Trainer, tmp_pa
         late.arrive()
         trainer.step()
         publisher.publish(step=3, wait=True)
-        expect_failure(publisher, "earlier try")
+        expect_failure(publisher, "earlier attempt")
         assert publisher.publish(step=3, wait=True).version == 3
         history.append(trainer.copy())
     assert_history(late, history)

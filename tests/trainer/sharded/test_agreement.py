@@ -156,7 +156,7 @@ def former(rank: int, size: int, folder: str) -> None:
             bucket.arrive()
         trained.train()
         publisher.publish(trained.step)
-        refused(publisher.flush, PublishError, "goes on from there")
+        refused(publisher.flush, PublishError, "continues from that version")
         assert publisher.version == 2
         trained.publish(publisher)
         assert publisher.version == 3

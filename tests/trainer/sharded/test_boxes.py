@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side.model.conversion_trace import View
-from trainer_side.ranks.coverage import boxes_document, check_cover
-from trainer_side.ranks.shard_views import windows
+from trainer_side.ranks.shard_parts import boxes_document, check_coverage
+from trainer_side.ranks.shard_views import shard_views
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.boxes import Box, boxes_of_range
@@ -185,7 +185,7 @@ def refusal(shape: tuple[int, ...], boxes: list[list[Box]]) -> str:
     told = [boxes_document([(1, box) for box in theirs]) for theirs in boxes]
     told[0] += boxes_document([(0, Box.all_of((2,)))])
     try:
-        check_cover(table, told)
+        check_coverage(table, told)
     except ModelError as error:
         return error.message
     return ""
@@ -291,7 +291,7 @@ def values(view: View, whole: tuple[int, ...]) -> np.ndarray:
 def test_windows_are_what_the_view_has_in_the_box(data: st.DataObject) -> None:
     view, whole = data.draw(views())
     box = data.draw(boxes_in(whole))
-    found = windows(view, box)
+    found = shard_views(view, box)
     if found is None:
         # A range of the flat source never needs more than boxes.
         assert not box.is_range
@@ -314,12 +314,12 @@ def test_one_expert_of_a_stack_is_one_window(sharded: int) -> None:
     view = View("experts", (6, 4), (8, 1), 2 * 48 + 4)
     half = tuple(size // (2 if axis == sharded else 1) for axis, size in enumerate(whole))
     second = tuple(size if axis == sharded else 0 for axis, size in enumerate(half))
-    counts = [len(windows(view, Box(at, half, whole)) or []) for at in ((0, 0, 0), second)]
+    counts = [len(shard_views(view, Box(at, half, whole)) or []) for at in ((0, 0, 0), second)]
     assert counts == {0: [0, 1], 1: [1, 1], 2: [0, 1]}[sharded]
 
 
 def test_views_that_no_boxes_describe_are_refused() -> None:
     rows = Box((0, 1), (4, 2), (4, 4))
-    assert windows(View("w", (16,), (1,), 0), rows) is None
-    assert windows(View("w", (3, 4), (0, 1), 0), rows) is None
-    assert windows(View("w", (3, 3), (1, 1), 0), Box.all_of((4, 4))) is None
+    assert shard_views(View("w", (16,), (1,), 0), rows) is None
+    assert shard_views(View("w", (3, 4), (0, 1), 0), rows) is None
+    assert shard_views(View("w", (3, 3), (1, 1), 0), Box.all_of((4, 4))) is None

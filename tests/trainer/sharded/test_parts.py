@@ -19,7 +19,7 @@ from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.model.sources import CheckpointTensor, IterableTensors, LiveTensors, live_tensors
-from trainer_side.ranks.shard_baseline import ShardBaseline, check_same_tables, whole_changes
+from trainer_side.ranks.shard_baseline import ShardBaseline, changes_of_tensors, check_same_tables
 from trainer_side.ranks.shard_parts import ModuleParts, ShardPart, needs_ranks, part_name
 from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, decode, encode
 from vllm_delta_sync.errors import DeltaSyncError, ModelError
@@ -149,8 +149,8 @@ def test_edges_of_a_sharded_model(nursery: Nursery) -> None:
         assert "'extra' appeared since the publisher was made" in answer["added"]
         assert "'weight' is now torch.float32 [7, 2], but was torch.float32 [6, 2]" in answer["resized"]
         assert "'weight' is sharded in another way than when the publisher was made" in answer["replicated"]
-        assert "mlp.gate_up_proj.weight' is put together from" in answer["mixed"]
-        assert "cannot be followed shard by shard; leave these parameters unsharded" in answer["mixed"]
+        assert "mlp.gate_up_proj.weight' is composed of" in answer["mixed"]
+        assert "cannot be traced shard by shard; leave these parameters unsharded" in answer["mixed"]
         assert "is on the meta device and has no data" in answer["meta"]
     assert sum(answer["gathered"][2] for answer in ranks) == ranks[0]["gathered"][3]
     assert [answer["small"] for answer in ranks] == [["weight[0:3,0:2]", "bias", "count"], ["weight[3:6,0:2]"]]
@@ -237,7 +237,7 @@ def test_changes_of_parts_are_those_of_the_whole(seed: int, codec: Codec, monkey
     change = Fingerprint()
     for baseline, live in zip(parts, lives, strict=True):
         patch = patched(baseline, live, codec)
-        changes = whole_changes(baseline, patch)
+        changes = changes_of_tensors(baseline, patch)
         # As others read it.
         data = encode(changes, baseline.whole, codec, "zstd", DeltaContext("r", 1, 0))
         read = decode(data, baseline.whole, DeltaContext("r", 1, 0))
@@ -250,7 +250,7 @@ def test_changes_of_parts_are_those_of_the_whole(seed: int, codec: Codec, monkey
         change += changes.fingerprint
         # What was translated still takes the patch back.
         patch.revert()
-        assert baseline.shares_of(list(map(baseline.peek, range(len(baseline.table))))) == baseline.shares
+        assert baseline.shares_of(list(map(baseline.read, range(len(baseline.table))))) == baseline.shares
     assert found == elements(reference)
     assert change == reference.fingerprint
 
@@ -265,8 +265,8 @@ def test_parts_find_their_bits_among_those_of_boxes() -> None:
         name: [box.view(tensors[name].numpy().reshape(-1).view(np.uint32)).reshape(-1) for box in of]
         for name, of in wanted.items()
     }
-    arranged = baseline.arranged(found)
-    assert all((baseline.peek(part) == bits).all() for part, bits in enumerate(arranged))
+    arranged = baseline.in_part_order(found)
+    assert all((baseline.read(part) == bits).all() for part, bits in enumerate(arranged))
 
 
 def test_other_tensors_on_some_ranks_are_named() -> None:

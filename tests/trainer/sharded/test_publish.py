@@ -188,7 +188,7 @@ def test_rank_0_writes_run_files_once(nursery: Nursery, tmp_path: Path) -> None:
 def test_run_files_that_rank_0_cannot_keep_are_refused_on_every_rank(nursery: Nursery, tmp_path: Path) -> None:
     said = nursery.run(2, begin_badly, url=str(tmp_path / "run"), files=str(tmp_path / "never"))
     assert said[1] == f"rank 0: {said[0]}"
-    assert "which is no folder; give one that holds config.json" in said[0]
+    assert "not a folder; give one that holds config.json" in said[0]
     assert not (tmp_path / "run").exists()
 
 
