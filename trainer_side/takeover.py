@@ -21,7 +21,8 @@ from trainer_side.signing_policy import check_end, open_vouched, refuse_forged
 from trainer_side.start import Collect, OpenedRun, begin, look_at
 from trainer_side.writer import FormerVersionError, RunWriter
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,

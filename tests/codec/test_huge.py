@@ -11,7 +11,9 @@ from tests.support.reference import fingerprint as reference_fingerprint
 from trainer_side.diff.engine import _Share, _ThreadBuffers
 from trainer_side.diff.reader import boxes, shares
 from trainer_side.model.conversion_trace import View, trace
-from vllm_delta_sync.codec.delta_object import DeltaContext, decode, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_reader import decode
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.merge import fold
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_strided, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable

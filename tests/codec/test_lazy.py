@@ -12,11 +12,12 @@ from tests.codec.test_fold import histories
 from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, random_bits, state_of
 from tests.support.written import TABLE
 from vllm_delta_sync.codec import delta_reader as reading
-from vllm_delta_sync.codec import delta_writer as spooling
-from vllm_delta_sync.codec.delta_object import DeltaContext, decode, encode
-from vllm_delta_sync.codec.delta_reader import LazyDelta, fold_lazily
-from vllm_delta_sync.codec.delta_writer import DeltaSpool
-from vllm_delta_sync.codec.merge import fold
+from vllm_delta_sync.codec import merge_spool as spooling
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_reader import LazyDelta, decode
+from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.codec.merge import fold, fold_lazily
+from vllm_delta_sync.codec.merge_spool import DeltaSpool
 from vllm_delta_sync.errors import ChainError, FormatError, TensorMismatchError, UnsupportedError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorTable

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden.regenerate import DIRECTORY, SIGNED, TREE
-from vllm_delta_sync.codec.blocks import BLOCK_ELEMENTS
-from vllm_delta_sync.codec.delta_object import CODECS
+from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS, CODECS
 from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (

@@ -17,9 +17,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.support.samples import CREATED, RunWriter
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.format import documents as side
-from vllm_delta_sync.format.anchor_file import write_anchor
 from vllm_delta_sync.format.documents import Claim, KeyEntry, KeyValidity, Lease, Retention, Tag, Turn
 from vllm_delta_sync.format.manifest import Document
+from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.trust import Keyring

@@ -15,7 +15,8 @@ from tests.support.hooks import Hook, HookedPort, failing
 from tests.support.samples import changes_between
 from tests.support.seeds import seeds
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.planning.lineage import across, line
 from vllm_delta_sync.engine.staging.reconstruct import newest, rebuild

@@ -20,7 +20,7 @@ from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec import delta_reader as reading
-from vllm_delta_sync.codec import delta_writer as spooling
+from vllm_delta_sync.codec import merge_spool as spooling
 from vllm_delta_sync.errors import (
     ChainError,
     FingerprintError,

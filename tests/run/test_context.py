@@ -13,7 +13,8 @@ from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.cli.log import version_document
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec import delta_reader as reading
-from vllm_delta_sync.codec.delta_object import FINGERPRINTS, DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import FINGERPRINTS, DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, UnsupportedError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys

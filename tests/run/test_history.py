@@ -18,7 +18,8 @@ import vllm_delta_sync
 from tests.golden.regenerate import DIRECTORY, table, versions
 from tests.support.written import SMALL, Written, assert_bits, reference_run, save_base
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,

@@ -18,8 +18,8 @@ from vllm_delta_sync.codec.delta_object import Codec
 from vllm_delta_sync.errors import DeltaSyncError, DigestError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
-from vllm_delta_sync.format.anchor_file import shard_tables
 from vllm_delta_sync.format.manifest import Head
+from vllm_delta_sync.format.safetensors_file import shard_tables
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.repair.deltas import difference, lost_object, put_anchor, put_fold, put_lost_shard
@@ -497,7 +497,7 @@ WIDE = TensorTable(TensorSpec(f"layers.{layer}.weight", ["BF16", "F32"][layer % 
 def test_a_range_from_weights_takes_the_memory_of_a_few_tensors(
     tmp_path: Path, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_delta_sync.codec.delta_writer.SPOOL_ELEMENTS", 64 * 1024)
+    monkeypatch.setattr("vllm_delta_sync.codec.merge_spool.SPOOL_ELEMENTS", 64 * 1024)
     random = np.random.default_rng(9)
     writer = RunWriter(open_bucket(str(tmp_path / "run")), WIDE)
     writer.reference(random_bits(WIDE, random), str(tmp_path))

@@ -14,7 +14,8 @@ from safetensors.torch import load, save
 
 from tests.support.damage import TABLE, Damage, Whole, random_run
 from tests.support.samples import CREATED, RUN, changes_between, nudge, state_of
-from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,

@@ -8,18 +8,18 @@ import numpy as np
 from hypothesis import strategies as st
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.codec.delta_object import RELATIVE, Codec, DeltaContext, encode, required_features
+from vllm_delta_sync.codec.delta_object import RELATIVE, Codec, DeltaContext, required_features
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
-from vllm_delta_sync.format.anchor_file import write_anchor
 from vllm_delta_sync.format.documents import Anchor, KeyEntry, KeyFile, MergedDelta
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Break, Head, Manifest, ObjectRef, RunInfo
+from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.base_bits import BaseTensor
-from vllm_delta_sync.tensors.bits import Bits, diff
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, diff
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.trust import Keyring

@@ -11,17 +11,17 @@ import pytest
 from tests.support.samples import CREATED, RUN, RunWriter, changes_between, nudge, random_bits, state_of
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, encode, required_features
+from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, required_features
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format import documents as side
-from vllm_delta_sync.format.anchor_file import write_anchor
 from vllm_delta_sync.format.documents import Claim, Retention, Tag
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.plan import FOLD_WIDTH
 from vllm_delta_sync.run.restore import restore
-from vllm_delta_sync.tensors.base_bits import BaseTensor
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.state import ModelState
 
 TABLE = TensorTable(

@@ -13,7 +13,8 @@ from trainer_side.start import Collect, OpenedRun, RunLocation, begin, look_at
 from trainer_side.takeover import Takeover, check_may_resume, place_of
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.tensors.changes import Changes

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from vllm_delta_sync.codec.delta_object import batch_starts, sizes_by_tensor
+from vllm_delta_sync.codec.delta_reader import LazyDelta, batch_stops
 from vllm_delta_sync.errors import ChainError
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.bits import Bits, Positions, apply_distances, order_masks
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits, Positions, apply_distances, order_masks
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 
 BATCH_ELEMENTS = 4 * 1024 * 1024
@@ -133,20 +135,6 @@ def fold_groups(groups: list[Sparse], last_full: Counts) -> list[Sparse]:
     return output.groups()
 
 
-def sizes_by_tensor(ids: list[Ids], counts: list[Counts]) -> tuple[Ids, Counts]:
-    """(tensor ids, ascending, elements of all layers)."""
-    tensors, rows = np.unique(np.concatenate(ids), return_inverse=True)
-    sizes = np.zeros(tensors.size, np.int64)
-    np.add.at(sizes, rows, np.concatenate(counts))
-    return tensors, sizes
-
-
-def batch_starts(sizes: Counts, elements: int) -> Counts:
-    """Where batches of about so many elements begin in a row of tensors of these sizes."""
-    number = (np.cumsum(sizes) - sizes) // elements
-    return np.flatnonzero(np.diff(number, prepend=-1))
-
-
 def _batches(groups: list[Sparse]) -> Iterator[list[Sparse]]:
     """Cut groups, as views, between tensors: all layers of a tensor are in one batch."""
     tensors, sizes = sizes_by_tensor([group.ids for group in groups], [group.counts for group in groups])
@@ -249,3 +237,114 @@ class _Output:
         """Those that hold anything."""
         halves = ((True, self.relative), (False, self.absolute))
         return [half.group(self.element.name, relative) for relative, half in halves if half.used]
+
+
+class RollingBase:
+    """Tensors on their way through the versions that are folded: the ``old`` of parts of codec ``context``.
+
+    Args:
+        old: the bits at the first version. They stay as they are: a tensor is copied before it moves.
+    """
+
+    def __init__(self, old: BaseLookup) -> None:
+        self._old = old
+        self._bits: dict[int, Bits] = {}
+
+    def __call__(self, tensor: int) -> BaseTensor:
+        bits = self._bits.get(tensor)
+        return self._old(tensor) if bits is None else BaseTensor(bits)
+
+    def move(self, group: Sparse, wanted: npt.NDArray[np.bool_]) -> None:
+        """Apply distances to the tensors that are wanted; (tensors of the table,) mask."""
+        for tensor, positions, distances in group.tensors():
+            if wanted[tensor]:
+                if tensor not in self._bits:
+                    self._bits[tensor] = np.array(self._old(tensor).bits)
+                apply_distances(group.element, self._bits[tensor], positions, distances)
+
+    def replace(self, full: Full) -> None:
+        self._bits[full.id] = np.array(full.bits)
+
+    def forget(self) -> None:
+        self._bits.clear()
+
+
+def fold_lazily(
+    parts: Sequence[LazyDelta], table: TensorTable, moving: RollingBase | None = None
+) -> Iterator[Sparse | Full]:
+    """What ``fold.fold`` makes of the parts, piece by piece: by dtype, tensors ascending, each in one piece only.
+
+    Takes the memory of one batch of ``LAZY_ELEMENTS``, or of one tensor where that is more.
+
+    Args:
+        parts: in order of application; taken from the beginning to the end. Objects of one version may stand in any
+            order, and share no tensor that one of them carries in full.
+        moving: what the parts have as their ``old``, if one of them is of codec ``context``.
+
+    Raises:
+        FormatError, LimitError: a part is damaged. UnsupportedError: see ``LazyDelta.take``.
+    """
+    last_full, last_context = (np.full(len(table), -1, np.int64) for _ in range(2))
+    for number, part in enumerate(parts):
+        last_full[list(part.full)] = number
+        if part.codec == "context":
+            for ids, _ in part.directory.values():
+                last_context[ids] = number
+    in_full = np.flatnonzero(last_full >= 0)
+    dtypes = {dtype for part in parts for dtype in part.directory} | {table[tensor].dtype for tensor in in_full}
+    for dtype in sorted(dtypes):
+        whole = np.array([tensor for tensor in in_full if table[tensor].dtype == dtype], np.int64)
+        start = 0
+        for stop in batch_stops(parts, dtype, len(table), None if moving is None else table):
+            chosen = whole[(whole >= start) & (whole < stop)].tolist()
+            layers = _taken(parts, dtype, stop, chosen, last_context, moving)
+            if layers:
+                yield from fold_groups([group for _, group in layers], last_full)
+            for tensor in chosen:
+                yield _moved(parts[last_full[tensor]].full[tensor], int(last_full[tensor]), layers)
+            start = stop
+
+
+def _taken(
+    parts: Sequence[LazyDelta],
+    dtype: str,
+    stop: int,
+    whole: list[int],
+    last_context: npt.NDArray[np.int64],
+    moving: RollingBase | None,
+) -> list[tuple[int, Sparse]]:
+    """What all parts do to the tensors of a batch: (number of the part, changed elements).
+
+    Args:
+        whole: tensors of the batch that some part carries in full.
+        last_context: (tensors of the table,) the last part of codec ``context`` that changes a tensor.
+    """
+    layers: list[tuple[int, Sparse]] = []
+    first = taken = 0
+    for number, part in enumerate(parts):
+        layers += [(number, group) for group in part.take(dtype, stop)]
+        if moving is None or (number + 1 < len(parts) and parts[number + 1].version == part.version):
+            continue
+        # Only now: all objects of a version start from the same bits.
+        wanted = last_context > number
+        for _, group in layers[taken:]:
+            moving.move(group, wanted)
+        for tensor in whole:
+            for carrier in parts[first : number + 1]:
+                if wanted[tensor] and tensor in carrier.full:
+                    moving.replace(carrier.full[tensor])
+        first, taken = number + 1, len(layers)
+    if moving is not None:
+        moving.forget()
+    return layers
+
+
+def _moved(full: Full, number: int, layers: list[tuple[int, Sparse]]) -> Full:
+    """A tensor in full, with what later parts did to it: a copy, if they did anything."""
+    rows = [
+        (group, int(row)) for later, group in layers if later > number for row in np.flatnonzero(group.ids == full.id)
+    ]
+    bits = np.array(full.bits) if rows else full.bits
+    for group, row in rows:
+        lay_over(bits, group, row)
+    return Full(full.id, bits)

@@ -45,7 +45,7 @@ def encode(groups: list[Sparse], table: TensorTable) -> Arrays:
 
 
 def decode(container: Container, table: TensorTable, what: str) -> list[Sparse]:
-    """Read and check every tensor (errors: see ``delta_object.decode``); one group per dtype."""
+    """Read and check every tensor (errors: see ``delta_reader.decode``); one group per dtype."""
     tensors = sorted(table.index(name) for name in _carried(table, container))
     groups = []
     by_dtype = sorted(tensors, key=lambda tensor: (table[tensor].dtype, tensor))

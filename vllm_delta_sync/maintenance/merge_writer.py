@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
-from vllm_delta_sync.codec.delta_reader import LazyDelta, RollingBase, fold_lazily
-from vllm_delta_sync.codec.delta_writer import DeltaSpool
+from vllm_delta_sync.codec.delta_reader import LazyDelta
+from vllm_delta_sync.codec.merge import RollingBase, fold_lazily
+from vllm_delta_sync.codec.merge_spool import DeltaSpool
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,

@@ -56,7 +56,7 @@ from vllm_delta_sync.run.head import BAD_DOCUMENTS, BAD_IN_A_ROW, newest_before
 from vllm_delta_sync.run.metadata import read_info, read_table
 from vllm_delta_sync.run.prefetch import MOST_EXPECTED, Prefetcher, read_ahead
 from vllm_delta_sync.run.verifier import RunVerifier
-from vllm_delta_sync.tensors.base_bits import Old
+from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.precheck import GLANCE_BYTES, check_glance
@@ -294,7 +294,7 @@ class RunDocuments:
         check_limit(f"{ref.key}: bytes", ref.bytes, object_limit(self.table), "object_limit")
         return fetch_object(self.bucket, ref) if self.cache is None else self.cache.get(ref, self.bucket)
 
-    def changes(self, document: Manifest | MergedDelta, old: Old | None = None) -> Changes:
+    def changes(self, document: Manifest | MergedDelta, old: BaseLookup | None = None) -> Changes:
         """Everything that a version or a folded range changes, fetched, verified and decoded.
 
         For an anchor that is every tensor in full, with no declared changes of fingerprint.
@@ -305,7 +305,7 @@ class RunDocuments:
         Raises:
             UnsupportedError: codec ``context``, and no old bits.
             NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``fetch`` and
-                ``codec.delta_object.decode``; also when the objects do not add up to what the manifest declares.
+                ``codec.delta_reader.decode``; also when the objects do not add up to what the manifest declares.
         """
         return decode_objects(document, self.table, [self.fetch(ref) for ref in document.objects], old)
 

@@ -22,7 +22,7 @@ from vllm_delta_sync.run.checks import object_limit
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import open_parts
 from vllm_delta_sync.run.plan import Step
-from vllm_delta_sync.tensors.base_bits import Old
+from vllm_delta_sync.tensors.bits import BaseLookup
 
 MAPPED_BYTES = 64 * 1024 * 1024
 """A larger object is not read into memory where it can be mapped."""
@@ -30,7 +30,7 @@ SCRATCH_PREFIX = "delta-sync-scratch-"
 LOCK_NAME = "lock"
 
 
-def open_step(step: Step, folder: Path, old: Old | None = None) -> list[LazyDelta]:
+def open_step(step: Step, folder: Path, old: BaseLookup | None = None) -> list[LazyDelta]:
     """A step's objects, fetched to ``folder``, checked and mapped.
 
     Args:

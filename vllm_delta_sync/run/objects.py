@@ -12,7 +12,7 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.checks import context_of, decode_objects, name_of
-from vllm_delta_sync.tensors.base_bits import Old
+from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Changes
 
 
@@ -22,7 +22,7 @@ def needs_weights(document: Manifest | MergedDelta) -> bool:
 
 
 def open_parts(
-    document: Manifest | MergedDelta, table: TensorTable, objects: Iterable[Buffer], old: Old | None = None
+    document: Manifest | MergedDelta, table: TensorTable, objects: Iterable[Buffer], old: BaseLookup | None = None
 ) -> list[LazyDelta]:
     """The objects (already checked by digest) that a document lists, to be read tensor by tensor.
 

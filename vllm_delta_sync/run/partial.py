@@ -27,8 +27,7 @@ from vllm_delta_sync.run.objects import needs_weights
 from vllm_delta_sync.run.plan import Plan
 from vllm_delta_sync.run.restore import carry_out, held_whole, whole
 from vllm_delta_sync.run.roots import branches, origin
-from vllm_delta_sync.tensors.base_bits import BaseTensor
-from vllm_delta_sync.tensors.bits import Bits, Positions, apply_distances
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions, apply_distances
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 from vllm_delta_sync.tensors.state import ModelState

@@ -38,8 +38,7 @@ from vllm_delta_sync.run.objects import declared
 from vllm_delta_sync.run.plan import GapError, Plan, Step, plan
 from vllm_delta_sync.run.roots import BaseError as BaseError
 from vllm_delta_sync.run.roots import branches, locate_base, origin
-from vllm_delta_sync.tensors.base_bits import BaseTensor, Old
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 from vllm_delta_sync.tensors.state import ModelState, Room, one_stretch
@@ -277,7 +276,9 @@ def check_step(step: Step, held: Fingerprint, changes: Changes) -> Fingerprint:
     return reached
 
 
-def step_changes(step: Step, fetch: Callable[[ObjectRef], Buffer] | None = None, old: Old | None = None) -> Changes:
+def step_changes(
+    step: Step, fetch: Callable[[ObjectRef], Buffer] | None = None, old: BaseLookup | None = None
+) -> Changes:
     """What a step changes, in its direction.
 
     Args:

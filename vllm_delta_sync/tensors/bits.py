@@ -5,6 +5,8 @@ The ULP distance of two patterns is their difference, modulo 2^width, in an orde
 patterns monotonically (docs/FORMAT.md), so that +0.0, −0.0 and every NaN stay apart.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -74,3 +76,24 @@ def revert_distances(dtype: DType, bits: Bits, positions: Positions, distances: 
     from vllm_delta_sync.format import kernels
 
     kernels.add_distances(bits, positions, distances, *order_masks(dtype), True)
+
+
+Rectangle = tuple[int, int, int, int]
+"""First row, end of rows, first column, end of columns, of a tensor seen as rows of its last dimension."""
+
+
+@dataclass(frozen=True)
+class BaseTensor:
+    """What somebody holds of one tensor at the version that a delta applies to.
+
+    Attributes:
+        bits: (numel,) in row-major order of the whole tensor; outside ``held`` anything may stand.
+        held: rectangles without overlap; None for all of it.
+    """
+
+    bits: Bits
+    held: tuple[Rectangle, ...] | None = None
+
+
+BaseLookup = Callable[[int], BaseTensor]
+"""Tensor id → its bits before the delta. Asked once to decode a tensor, twice to encode it; answers are not kept."""

@@ -7,8 +7,7 @@ import numpy as np
 from vllm_delta_sync.errors import FingerprintError, TensorMismatchError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.base_bits import BaseTensor
-from vllm_delta_sync.tensors.bits import Bits, apply_distances
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, apply_distances
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 _ALIGNMENT = 64

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from vllm_delta_sync.codec.delta_object import decode
-from vllm_delta_sync.codec.delta_reader import LazyDelta
+from vllm_delta_sync.codec.delta_reader import LazyDelta, decode
 from vllm_delta_sync.errors import DeltaSyncError, UnsupportedError
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor

@@ -12,7 +12,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.e2e.siege.world import Siege, attack
 from tests.support.forge import good_parts
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.format.canonical_json import dump_canonical
 from vllm_delta_sync.format.documents import KEYS_KEY, KeyEntry, KeyFile, KeyValidity, anchor_key, fold_key
 from vllm_delta_sync.format.manifest import (

@@ -12,26 +12,27 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_delta_sync.codec import packed
-from vllm_delta_sync.codec.blocks import Arrays, Block, Directory, block_ranges, bytes_of
-from vllm_delta_sync.codec.context.classes import KEYS, chosen_thresholds, dropped_bits
 from vllm_delta_sync.codec.context.tables import (
+    KEYS,
     STATE_BITS,
     STATES,
     TOKENS,
     Decoding,
+    chosen_thresholds,
     decoding,
+    dropped_bits,
     encoding,
     normalized,
     token_ranges,
 )
 from vllm_delta_sync.codec.context.tiles import BLOCK_BYTES, Grid, chosen_grid, lost_bytes, read_grid, wanted_tiles
+from vllm_delta_sync.codec.delta_object import Arrays, Block, Directory, block_ranges, bytes_of
 from vllm_delta_sync.codec.zstd import Compression, compress, declared_size, decompress
 from vllm_delta_sync.errors import FormatError, TensorMismatchError
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.base_bits import BaseTensor, Old
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Sparse
 
 BLOCK_CHANGES = 256 * 1024
@@ -46,7 +47,7 @@ _WRONG = {-1: "ends too early", -2: "has bytes behind its end", -3: "names an el
 
 
 def encode(
-    groups: list[Sparse], table: TensorTable, compression: Compression, old: Old
+    groups: list[Sparse], table: TensorTable, compression: Compression, old: BaseLookup
 ) -> tuple[Arrays, list[dict[str, Any]]]:
     """Container entries and rows of ``blocks`` for relative groups.
 
@@ -91,7 +92,7 @@ class _Entries:
     used: int = 0
 
 
-def _encode_block(group: Sparse, table: TensorTable, compression: Compression, old: Old) -> Arrays:
+def _encode_block(group: Sparse, table: TensorTable, compression: Compression, old: BaseLookup) -> Arrays:
     from vllm_delta_sync.codec.context import encode_kernels as kernels
 
     specs = [table[tensor] for tensor in group.ids.tolist()]
@@ -145,7 +146,7 @@ def _coded(
 
 
 def _thresholds(
-    group: Sparse, specs: list[TensorSpec], zigzags: Bits, drop: np.uint64, old: Old, tiles: int
+    group: Sparse, specs: list[TensorSpec], zigzags: Bits, drop: np.uint64, old: BaseLookup, tiles: int
 ) -> npt.NDArray[np.uint8]:
     from vllm_delta_sync.codec.context import encode_kernels as kernels
 
@@ -164,7 +165,7 @@ def _thresholds(
     return chosen_thresholds(np.maximum(owned, tokens.sum(axis=1)), tokens, min(tiles, group.positions.size))
 
 
-def _whole(old: Old, table: TensorTable, spec: TensorSpec, element: DType) -> Bits:
+def _whole(old: BaseLookup, table: TensorTable, spec: TensorSpec, element: DType) -> Bits:
     found = old(table.index(spec.name))
     if found.held is not None:
         raise TensorMismatchError(f"old bits of {spec.name!r} are a part of it; all of it is needed to encode")
@@ -253,7 +254,7 @@ class ContextBlock:
             raise FormatError(f"{what}: streams have {streams.size} bytes, their lengths add up to {ends[-1]}")
         return cls(directory, block, table, what, thresholds, grids, ends, streams, decoding(frequencies))
 
-    def take(self, first: int, last: int, old: Old) -> Sparse:
+    def take(self, first: int, last: int, old: BaseLookup) -> Sparse:
         """Decode tensors number ``first`` to ``last`` − 1 of the block, as far as ``old`` holds them.
 
         Raises:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from vllm_delta_sync.errors import FormatError, UnsupportedError
 from vllm_delta_sync.format.limits import MAX_TILE_ELEMENTS, MIN_TILE_ELEMENTS
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors.base_bits import Rectangle
+from vllm_delta_sync.tensors.bits import Rectangle
 
 CUTS = (16, 8, 4, 2, 1)
 """Into how many equal parts a writer cuts rows and columns, if they divide: tensor parallelism cuts there too."""

@@ -13,7 +13,7 @@ from vllm_delta_sync.engine.model.regions import Region, pieces
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.errors import EngineError, UnsupportedError
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors.base_bits import BaseTensor, Old, Rectangle
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Rectangle
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
@@ -72,7 +72,7 @@ def _copy(there: torch.Tensor, here: torch.Tensor) -> None:
     here.copy_(there)
 
 
-def moved(old: Old, parts: Sequence[Changes]) -> Old:
+def moved(old: BaseLookup, parts: Sequence[Changes]) -> BaseLookup:
     """``old`` after some changes, which are applied to the bits that it gives.
 
     Args:

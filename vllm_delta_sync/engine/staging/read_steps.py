@@ -22,7 +22,7 @@ from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.lazy_objects import MAPPED_BYTES, mapped
 from vllm_delta_sync.run.plan import Step
 from vllm_delta_sync.run.restore import check_step, step_changes
-from vllm_delta_sync.tensors.base_bits import Old
+from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Changes
 
 
@@ -71,7 +71,9 @@ def reader(run: RunDocuments) -> Callable[[ObjectRef], Buffer]:
     return read
 
 
-def read_steps(steps: list[Step], held: list[Fingerprint], routes: RouteMap, clock: PhaseTimer, old: Old) -> Changes:
+def read_steps(
+    steps: list[Step], held: list[Fingerprint], routes: RouteMap, clock: PhaseTimer, old: BaseLookup
+) -> Changes:
     """What consecutive steps change, folded into one, each checked by itself.
 
     Args:

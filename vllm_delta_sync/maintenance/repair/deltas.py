@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_delta_sync.codec.delta_object import CODECS, RELATIVE, DeltaContext, decode, encode
+from vllm_delta_sync.codec.delta_object import CODECS, RELATIVE, DeltaContext
+from vllm_delta_sync.codec.delta_reader import decode
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.zstd import COMPRESSIONS
-from vllm_delta_sync.format.anchor_file import shard_tables, write_anchor
 from vllm_delta_sync.format.documents import Anchor, anchor_key, fold_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, object_key, timestamp
+from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.compact_uploads import OBJECT_BYTES
 from vllm_delta_sync.maintenance.key_list import check_signer

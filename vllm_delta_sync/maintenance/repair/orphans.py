@@ -1,6 +1,7 @@
 """A version whose manifest is lost may still have its objects: find them, and let a folded range lead across it."""
 
-from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, codec_of, decode, required_features
+from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, required_features
+from vllm_delta_sync.codec.delta_reader import codec_of, decode
 from vllm_delta_sync.errors import DeltaSyncError, LimitError, NotFoundError, StoreError
 from vllm_delta_sync.format.documents import MergedDelta, fold_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
