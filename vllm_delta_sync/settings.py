@@ -27,8 +27,8 @@ CONFIG_VARIABLE = "DELTA_SYNC_CONFIG"
 NO_SETTINGS = (CONFIG_VARIABLE, admin_token.VARIABLE, admin_token.DIGEST_VARIABLE)
 HEAD = "head"
 TARGET = rf"^({HEAD}|[0-9]{{1,10}}|tag:{TAG_NAME.pattern})$"
-MOST_CONNECTIONS = 256
-SLOWEST_BYTES_PER_SECOND = 1_000_000
+MAX_CONNECTIONS = 256
+MIN_BYTES_PER_SECOND = 1_000_000
 
 
 class StoreOptions(BaseModel):
@@ -63,7 +63,7 @@ class StoreOptions(BaseModel):
     ] = 30.0
     store_connections: Annotated[
         int,
-        Field(ge=1, le=MOST_CONNECTIONS, description="Requests that one process has in flight to a store, at most."),
+        Field(ge=1, le=MAX_CONNECTIONS, description="Requests that one process has in flight to a store, at most."),
     ] = 16
     store_upload_limit: Annotated[
         int | None, Field(gt=0, description="Bytes per second that one process sends to a store, at most.")
@@ -81,7 +81,7 @@ class StoreOptions(BaseModel):
 
     def allowance(self, size: int) -> float:
         """Seconds that one try of moving ``size`` bytes may take."""
-        return self.store_deadline + size / SLOWEST_BYTES_PER_SECOND
+        return self.store_deadline + size / MIN_BYTES_PER_SECOND
 
     @property
     def retry_seconds(self) -> float:

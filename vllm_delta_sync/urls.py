@@ -38,12 +38,12 @@ class StoreLocation:
 
 def check_url(url: str) -> None:
     """Raise UsageError if no bucket can have that URL, whatever the environment says."""
-    check_public(url)
+    check_no_credentials(url)
     scheme = scheme_of(url)
     if scheme == "file":
         local_path(url)
     elif scheme in ("hf", *OBJECT_STORES):
-        place_of(url)
+        parse_store_url(url)
     else:
         raise unknown_scheme(url)
 
@@ -64,7 +64,7 @@ def store_of(url: str) -> str:
     return "file" if scheme == "file" else "/".join([f"{scheme}:", *parts[1 : 5 if scheme == "hf" else 3]])
 
 
-def place_of(url: str) -> StoreLocation:
+def parse_store_url(url: str) -> StoreLocation:
     """Take a store's URL apart.
 
     Raises:
@@ -93,7 +93,7 @@ def unknown_scheme(url: str) -> UsageError:
     return UsageError(f"bucket URL {url!r} has the unknown scheme {scheme_of(url)!r}; understood: {_UNDERSTOOD}")
 
 
-def check_public(url: str) -> None:
+def check_no_credentials(url: str) -> None:
     """Raise UsageError if a URL holds credentials: it is shown, logged, and written into runs that branch from it."""
     if scheme_of(url) != "file" and public_url(url) != url:
         raise UsageError(

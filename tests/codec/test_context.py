@@ -12,7 +12,7 @@ from tests.support.reference_context import read_block
 from vllm_delta_sync.codec import delta_reader, delta_writer
 from vllm_delta_sync.codec.context import encode_kernels, tiles
 from vllm_delta_sync.codec.context.tables import dropped_bits
-from vllm_delta_sync.codec.context.tiles import Grid, chosen_grid, extent, wanted_tiles
+from vllm_delta_sync.codec.context.tiles import Grid, choose_grid, extent, select_tiles
 from vllm_delta_sync.codec.delta_object import DeltaContext, bytes_of
 from vllm_delta_sync.codec.packed import zigzag
 from vllm_delta_sync.codec.zstd import Compression
@@ -247,7 +247,7 @@ def test_old_bits_are_asked_for() -> None:
 @given(shape=st.lists(st.integers(1, 3000), min_size=1, max_size=3).map(tuple), share=st.floats(1e-6, 1.0))
 def test_tiles_cover_a_tensor_once(shape: tuple[int, ...], share: float) -> None:
     spec = TensorSpec("t", "BF16", shape)
-    grid = chosen_grid(spec, max(1, int(share * spec.numel)))
+    grid = choose_grid(spec, max(1, int(share * spec.numel)))
     cut = grid.rectangles()
     assert len(cut) == grid.tiles
     areas = (cut[:, 1] - cut[:, 0]) * (cut[:, 3] - cut[:, 2])
@@ -262,7 +262,7 @@ def test_tiles_cover_a_tensor_once(shape: tuple[int, ...], share: float) -> None
 @pytest.mark.parametrize("shape", [(4096, 4096), (11008, 4096), (4096, 11008), (151936, 1024), (64, 1536, 4096)])
 def test_usual_cuts_split_no_tile(shape: tuple[int, ...], ranks: int, share: float) -> None:
     spec = TensorSpec("t", "BF16", shape)
-    grid = chosen_grid(spec, int(spec.numel * share))
+    grid = choose_grid(spec, int(spec.numel * share))
     parts = held_parts(spec, ranks, "rows")
     if len(shape) == 3:
         parts = [
@@ -273,7 +273,7 @@ def test_usual_cuts_split_no_tile(shape: tuple[int, ...], ranks: int, share: flo
     wide = shape[-2] < 8 * shape[-1]
     parts += held_parts(spec, ranks, "columns") if wide else []
     for part in parts:
-        assert wanted_tiles(grid, [part], "t", "test").any()
+        assert select_tiles(grid, [part], "t", "test").any()
 
 
 def test_a_grid_knows_its_tiles() -> None:

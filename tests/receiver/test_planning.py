@@ -245,7 +245,7 @@ def test_range_whose_distances_are_wrong_is_taken_back_and_avoided(chain: Chain)
     changes.sparse[0].data[3] += 1
     data = encode(changes, chain.table, "packed", "zstd", DeltaContext(chain.run, 4, 0))
     forged = folded.model_copy(update={"objects": [chain._put(data)], "payload_bytes": len(data)})
-    chain.bucket.put(side.fold_key(0, 4), forged.to_bytes())
+    chain.bucket.put(side.merged_delta_key(0, 4), forged.to_bytes())
     server = Server(chain, chain.bits[0])
     server.reaches(6, commits=4)
     assert "revert" in server.port.log

@@ -192,7 +192,7 @@ def test_another_maker_was_first(tmp_path: Path) -> None:
     theirs: list[Any] = []
 
     def put(real: Callable[..., None], key: str, data: bytes | Path) -> None:
-        if key == side.fold_key(0, 4) and not theirs:
+        if key == side.merged_delta_key(0, 4) and not theirs:
             theirs.append(None)
             theirs[:] = [make_fold(written.run, 0, 4, object_bytes=1)]
         real()
@@ -478,7 +478,7 @@ def test_scratch_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> N
 
 
 def folds(*pairs: tuple[int, int]) -> list[str]:
-    return [side.fold_key(*pair) for pair in pairs]
+    return [side.merged_delta_key(*pair) for pair in pairs]
 
 
 def test_due_ranges_are_an_aligned_skip_list() -> None:

@@ -59,8 +59,8 @@ def test_pieces_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     old = random_bits(TABLE, random)
     new = nudge(old, random, 0.05)
     state, context = state_of(TABLE, old), DeltaContext("", 1, 0)
-    data = encode(changes_between(TABLE, old, new, full=[2]), TABLE, "context", "zstd", context, state.old)
-    lazy = reading.LazyDelta(data, TABLE, context, state.old)
+    data = encode(changes_between(TABLE, old, new, full=[2]), TABLE, "context", "zstd", context, state.base_tensor)
+    lazy = reading.LazyDelta(data, TABLE, context, state.base_tensor)
     pieces = []
     for piece in lazy.pieces():
         pieces.append(sorted(piece.fingerprints))
@@ -76,7 +76,7 @@ def test_nothing_is_read_without_the_weights_before(mixed: Written) -> None:
         assert not manifest.reversible
         with pytest.raises(UnsupportedError, match="at hand"):
             run.changes(manifest)
-        changes = run.changes(manifest, state_of(TABLE, mixed.writer.bits[version - 1]).old)
+        changes = run.changes(manifest, state_of(TABLE, mixed.writer.bits[version - 1]).base_tensor)
         assert changes.changed == manifest.changed
 
 
@@ -202,7 +202,7 @@ def test_a_lost_manifest_is_crossed_by_its_object() -> None:
     whole.deltas("packed", "context", "context", "packed")
     whole.bucket.delete(keys.version_key(2))
     report = repair(whole.run)
-    assert report.repaired == [f"{side.fold_key(1, 2)}: leads across version 2, whose manifest is lost"]
+    assert report.repaired == [f"{side.merged_delta_key(1, 2)}: leads across version 2, whose manifest is lost"]
     folded = whole.run.folded(1, 2)
     assert (folded.requires, folded.reversible) == (["context", "zstd"], False)
     assert whole.is_readable(4)

@@ -389,7 +389,7 @@ def test_large_junk_behind_the_head_is_not_parsed(whose: str, chain: Chain, ring
     assert 0 < max(parsed) < GLANCE_BYTES
     assert sum(read) < (BAD_DOCUMENTS + 1) * run.document_limit
     # Nor is what lies beside the history.
-    for at in (side.anchor_key(2), side.fold_key(0, 2)):
+    for at in (side.anchor_key(2), side.merged_delta_key(0, 2)):
         (chain.folder / at).parent.mkdir()
         (chain.folder / at).write_bytes(junk(chain, 2, 20_000, ring.public or ""))
     with parsing() as parsed:
@@ -415,7 +415,10 @@ def test_more_than_the_limit_is_not_read(chain: Chain, ring: Keyring) -> None:
         manifest, error = run.reachable_head()
     assert (manifest.version, type(error)) == (HEAD, LimitError)
     assert sum(read) < GLANCE_BYTES
-    for key, get in ((side.anchor_key(2), lambda: run.anchor(2)), (side.fold_key(0, 2), lambda: run.folded(0, 2))):
+    for key, get in (
+        (side.anchor_key(2), lambda: run.anchor(2)),
+        (side.merged_delta_key(0, 2), lambda: run.folded(0, 2)),
+    ):
         (chain.folder / key).parent.mkdir()
         (chain.folder / key).write_bytes(b" " * (run.document_limit + 1))
         with pytest.raises(LimitError):

@@ -112,7 +112,7 @@ def test_a_version_whose_object_cannot_be_made_again_gets_a_folded_range() -> No
     damaged = whole.bucket.get(whole.object_of(3))
     report = repair(whole.run)
     assert report.lost == []
-    assert report.repaired == [f"{side.fold_key(2, 3)}: stands in for version 3"]
+    assert report.repaired == [f"{side.merged_delta_key(2, 3)}: stands in for version 3"]
     assert ["version 3: its own objects" in note for note in report.notes] == [True]
     # The manifest cannot list other bytes: what is damaged is left for whoever finds a use for it.
     assert whole.bucket.get(whole.object_of(3)) == damaged
@@ -162,7 +162,7 @@ def test_objects_of_a_lost_manifest_are_found(whole: Whole) -> None:
         assert whole.readable() == list(range(version))
         report = repair(whole.run)
         assert report.repaired == [
-            f"{side.fold_key(version - 1, version)}: leads across version {version}, whose manifest is lost"
+            f"{side.merged_delta_key(version - 1, version)}: leads across version {version}, whose manifest is lost"
         ]
         assert report.unreadable == [version]
         assert whole.readable() == [v for v in range(12) if v != version]
@@ -174,18 +174,20 @@ def test_damaged_anchors_and_folded_ranges_are_made_again(what: str, whole: Whol
     whole.beside(5)
     whole.deltas("raw", "raw", "raw", "raw")
     whole.writer.fold(8, 12)
-    for key in (side.anchor_key(5), side.fold_key(0, 4), side.fold_key(8, 12)):
+    for key in (side.anchor_key(5), side.merged_delta_key(0, 4), side.merged_delta_key(8, 12)):
         if what != "document":
             run = whole.run
-            listed = run.anchor(5) if key == side.anchor_key(5) else run.folded(*(side.fold_of_key(key) or (0, 0)))
+            listed = (
+                run.anchor(5) if key == side.anchor_key(5) else run.folded(*(side.merged_delta_of_key(key) or (0, 0)))
+            )
             whole.flip(listed.objects[0].key)
         if what != "object":
             whole.bucket.put(key, b"{")
     report = repair(whole.run)
     assert sorted(report.repaired) == [
         f"{side.anchor_key(5)}: made again from the chain",
-        f"{side.fold_key(0, 4)}: made again from the chain",
-        f"{side.fold_key(8, 12)}: made again from the chain",
+        f"{side.merged_delta_key(0, 4)}: made again from the chain",
+        f"{side.merged_delta_key(8, 12)}: made again from the chain",
     ]
     assert report.lost == []
     assert (verify_run(whole.run).anchors, verify_run(whole.run).folds) == (1, 3)
@@ -229,7 +231,7 @@ def test_a_mirror_is_believed_only_where_digests_prove_it(whole: Whole) -> None:
     whole.beside(5)
     manifests = {keys.version_key(3), keys.version_key(8)}
     before = contents(whole)
-    for key in (*manifests, side.fold_key(0, 4), side.anchor_key(5), side.tag_key("best"), whole.object_of(2)):
+    for key in (*manifests, side.merged_delta_key(0, 4), side.anchor_key(5), side.tag_key("best"), whole.object_of(2)):
         whole.bucket.put(key, b"{")
         report = repair(whole.run, mirror=mirror.bucket)
         assert not any("from the mirror" in line for line in report.repaired)
@@ -266,8 +268,8 @@ def test_a_mirror_decides_between_head_and_manifest(whole: Whole) -> None:
     newest = whole.writer.manifests[8]
     head = Head(run=newest.run, version=8, manifest="0" * 64)
     whole.bucket.put(keys.HEAD_KEY, head.to_bytes())
-    whole.bucket.delete(side.fold_key(4, 8))  # names version 8 too
-    del right[side.fold_key(4, 8)]
+    whole.bucket.delete(side.merged_delta_key(4, 8))  # names version 8 too
+    del right[side.merged_delta_key(4, 8)]
     assert repair(whole.run).unreadable == [8]
     assert repair(whole.run, mirror=mirror).repaired == ["HEAD.json: from the mirror"]
     assert contents(whole) == right

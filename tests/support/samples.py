@@ -179,7 +179,7 @@ class RunWriter:
             created_at=CREATED,
         )
         folded = self.keyring.signed(unsigned)
-        self.bucket.put(side.fold_key(first, last), folded.to_bytes())
+        self.bucket.put(side.merged_delta_key(first, last), folded.to_bytes())
         return folded
 
     def beside(self, version: int, folder: Path, shards: int = 2) -> Anchor:

@@ -220,7 +220,7 @@ class Written:
         run = self.run
         folded = run.folded(first, last)
         state = state_of(self.writer.table, self.writer.bits[first])
-        changes = run.changes(folded, state.old)
+        changes = run.changes(folded, state.base_tensor)
         state.apply(changes)
         assert_bits(state, self.writer.bits[last])
         assert state.fingerprint == self.writer.manifests[last].model_fingerprint

@@ -28,7 +28,7 @@ Counts = npt.NDArray[np.int64]
 Ids = npt.NDArray[np.uint32]
 
 
-def fold(parts: Sequence[Changes], table: TensorTable) -> Changes:
+def merge_changes(parts: Sequence[Changes], table: TensorTable) -> Changes:
     """One Changes that does what ``parts`` do when they are applied in order, bit for bit.
 
     Takes O(changed elements) time and memory for any number of parts, plus a look at each part for every 4096
@@ -58,7 +58,7 @@ def fold(parts: Sequence[Changes], table: TensorTable) -> Changes:
             last_full[full.id], fulls[full.id] = number, full
     folded = Changes(full=_folded_fulls(parts, fulls, last_full))
     for dtype in sorted(layers):
-        folded.sparse += fold_groups(layers[dtype], last_full)
+        folded.sparse += merge_groups(layers[dtype], last_full)
     carried = {tensor for group in folded.sparse for tensor in group.ids.tolist()} | set(fulls)
     # A reader refuses fingerprints of what is not carried. One that is not 0 is kept for it to refuse.
     folded.fingerprints = {
@@ -104,11 +104,11 @@ def _folded_fulls(parts: Sequence[Changes], fulls: dict[int, Full], last_full: C
                 tensor = int(group.ids[row])
                 if tensor not in moved:
                     moved[tensor] = np.array(fulls[tensor].bits)
-                lay_over(moved[tensor], group, row)
+                apply_row(moved[tensor], group, row)
     return [Full(tensor, moved.get(tensor, fulls[tensor].bits)) for tensor in sorted(fulls)]
 
 
-def lay_over(bits: Bits, group: Sparse, row: int) -> None:
+def apply_row(bits: Bits, group: Sparse, row: int) -> None:
     """Do to a tensor what row number ``row`` of ``group`` says; (numel,) bits, in place."""
     start = int(group.counts[:row].sum())
     piece = slice(start, start + int(group.counts[row]))
@@ -118,7 +118,7 @@ def lay_over(bits: Bits, group: Sparse, row: int) -> None:
         bits[group.positions[piece]] = group.data[piece]
 
 
-def fold_groups(groups: list[Sparse], last_full: Counts) -> list[Sparse]:
+def merge_groups(groups: list[Sparse], last_full: Counts) -> list[Sparse]:
     """Fold groups of one dtype, given in order of application, without the tensors that are sent in full.
 
     Args:
@@ -215,7 +215,7 @@ class _Output:
         stops = np.cumsum(counts)
         tensors, firsts = np.unique(ids[order], return_index=True)
         tallies = np.zeros(tensors.size, np.int64), np.zeros(tensors.size, np.int64)
-        used = merge_kernels.fold_layers(
+        used = merge_kernels.merge_layers(
             np.append(firsts, order.size).astype(np.int64),
             (stops - counts)[order],
             stops[order],
@@ -269,7 +269,7 @@ class RollingBase:
         self._bits.clear()
 
 
-def fold_lazily(
+def merge_lazily(
     parts: Sequence[LazyDelta], table: TensorTable, moving: RollingBase | None = None
 ) -> Iterator[Sparse | Full]:
     """What ``fold.fold`` makes of the parts, piece by piece: by dtype, tensors ascending, each in one piece only.
@@ -299,7 +299,7 @@ def fold_lazily(
             chosen = whole[(whole >= start) & (whole < stop)].tolist()
             layers = _taken(parts, dtype, stop, chosen, last_context, moving)
             if layers:
-                yield from fold_groups([group for _, group in layers], last_full)
+                yield from merge_groups([group for _, group in layers], last_full)
             for tensor in chosen:
                 yield _moved(parts[last_full[tensor]].full[tensor], int(last_full[tensor]), layers)
             start = stop
@@ -346,5 +346,5 @@ def _moved(full: Full, number: int, layers: list[tuple[int, Sparse]]) -> Full:
     ]
     bits = np.array(full.bits) if rows else full.bits
     for group, row in rows:
-        lay_over(bits, group, row)
+        apply_row(bits, group, row)
     return Full(full.id, bits)

@@ -8,7 +8,7 @@ tests/codec/test_fold.py holds it against applying the layers one by one.
 import numpy as np
 
 # numba's cache does not notice a change of what is inlined from another file; these are fixed by docs/FORMAT.md.
-from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, _fold, _inline, _key, _unkey
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, _inline, _key, _mirror_mask, _unkey
 
 TILE = np.uint64(4096)
 """Positions per step. One 64-bit word says which of its 64 words of bits are in use; both fit the nearest cache."""
@@ -33,7 +33,7 @@ def _lowest(word):
 
 
 @_compile
-def _scatter(start, stop, base, positions, data, relative, fold, sign, mask, values, seen, fixed, used, pinned):
+def _scatter(start, stop, base, positions, data, relative, mirror, sign, mask, values, seen, fixed, used, pinned):
     """Put the elements start … that lie in the tile at ``base`` over what ``values`` holds.
 
     → index of the first element beyond the tile, words in use, words in use with absolute elements.
@@ -51,8 +51,8 @@ def _scatter(start, stop, base, positions, data, relative, fold, sign, mask, val
             fixed[word] |= bit
             pinned |= ONE << word
         elif pinned != ZERO and fixed[word] & bit != ZERO:
-            key = _key(np.uint64(values[offset]), sign, fold) + np.uint64(data[i])
-            values[offset] = _unkey(key & mask, sign, fold)
+            key = _key(np.uint64(values[offset]), sign, mirror) + np.uint64(data[i])
+            values[offset] = _unkey(key & mask, sign, mirror)
         else:
             values[offset] += data[i]
         seen[word] |= bit
@@ -110,7 +110,7 @@ def _emit(offsets, pinned, base, values, fixed, near, near_data, r, far, far_dat
 
 
 @_compile
-def fold_layers(
+def merge_layers(
     firsts,
     starts,
     stops,
@@ -139,7 +139,7 @@ def fold_layers(
     Returns:
         how many of ``near`` and of ``far`` are in use.
     """
-    fold = _fold(sign, mask)
+    mirror = _mirror_mask(sign, mask)
     # Layers are laid over each other in a dense tile, which is left all 0: the first distance adds to nothing.
     values = np.zeros(TILE, data.dtype)
     seen = np.zeros(WORDS, np.uint64)
@@ -162,7 +162,7 @@ def fold_layers(
             pinned = ZERO
             for layer in range(firsts[tensor], firsts[tensor + 1]):
                 cursors[layer], used, pinned = _scatter(
-                    cursors[layer], stops[layer], base, positions, data, relative[layer], fold, sign, mask,
+                    cursors[layer], stops[layer], base, positions, data, relative[layer], mirror, sign, mask,
                     values, seen, fixed, used, pinned,
                 )  # fmt: skip
             found = _list_bits(seen, used, offsets)

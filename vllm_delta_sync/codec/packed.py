@@ -47,7 +47,7 @@ def encode(
         dense = group.counts * DENSE_RATIO > numels
         kinds: list[tuple[Kind, np.ndarray]] = [("sparse", ~dense), ("dense", dense)]
         for kind, chosen in kinds:
-            part, sizes = chosen_tensors(group, chosen), numels[chosen]
+            part, sizes = select_tensors(group, chosen), numels[chosen]
             for first, last in block_ranges(part.counts, BLOCK_ELEMENTS):
                 block = Block(first_block + len(rows), group.element, kind)
                 start = int(part.counts[:first].sum())
@@ -58,7 +58,7 @@ def encode(
     return arrays, rows
 
 
-def chosen_tensors(group: Sparse, chosen: np.ndarray) -> Sparse:
+def select_tensors(group: Sparse, chosen: np.ndarray) -> Sparse:
     """Some tensors of a group; ``chosen``: (k,) bool."""
     if chosen.all():
         return group

@@ -22,7 +22,7 @@ from vllm_delta_sync.doctor.findings import CheckResult, Failure, Progress, mill
 from vllm_delta_sync.errors import AccessError, ConflictError, DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.format.limits import MAX_JSON_BYTES
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, RUN_KEY
-from vllm_delta_sync.settings import SLOWEST_BYTES_PER_SECOND
+from vllm_delta_sync.settings import MIN_BYTES_PER_SECOND
 
 PREFIX = "doctor/"
 STALE_SECONDS = 24 * 3600.0
@@ -254,7 +254,7 @@ class StoreProbe:
         speeds = {way: size / max(seconds, 1e-9) for way, seconds in took.items()}
         figures = {"bytes": size, **{f"{way}_bytes_per_second": round(speed) for way, speed in speeds.items()}}
         said = ", ".join(f"{speed / 1e6:.3g} MB/s {way}" for way, speed in speeds.items()) + f" ({size / 1e6:.3g} MB)"
-        if size >= SLOWEST_BYTES_PER_SECOND and min(speeds.values()) < SLOWEST_BYTES_PER_SECOND:
+        if size >= MIN_BYTES_PER_SECOND and min(speeds.values()) < MIN_BYTES_PER_SECOND:
             mend = (
                 "A transfer is given up where it takes longer than store_deadline and a second for each MB: raise "
                 "store_deadline, or use a store that is nearer"

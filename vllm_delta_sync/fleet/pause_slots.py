@@ -29,13 +29,13 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.fleet.store_clock import StoreClock
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
-    TURN_END,
+    PAUSE_SLOT_END,
     TURNS_PREFIX,
-    Turn,
+    PauseSlotClaim,
     lease_key,
-    turn_end_key,
-    turn_key,
-    turn_of_key,
+    pause_slot_end_key,
+    pause_slot_key,
+    pause_slot_of_key,
 )
 from vllm_delta_sync.format.manifest import timestamp
 from vllm_delta_sync.run.documents import RunDocuments
@@ -102,7 +102,7 @@ class PauseSlots:
         self._pick = random.Random() if pick is None else pick
         self._clock = StoreClock(monotonic)
         self._holder = secrets.token_hex(16)
-        self._claims: dict[str, tuple[Turn | None, float]] = {}
+        self._claims: dict[str, tuple[PauseSlotClaim | None, float]] = {}
         self._asked_at: dict[str, float] = {}
 
     def take(self, version: int, until: Callable[[], bool] = lambda: False) -> HeldSlot | None:
@@ -165,14 +165,14 @@ class PauseSlots:
     def end(self, held: HeldSlot) -> None:
         """Let the next one have the slot. Raises StoreError; then it is free when its time is over."""
         bucket = self._run.bucket
-        bucket.put(turn_end_key(held.slot, held.number), TURN_END)
+        bucket.put(pause_slot_end_key(held.slot, held.number), PAUSE_SLOT_END)
         for key in held.old:
             bucket.delete(key)
 
     def _look(self) -> dict[int, _Slot]:
         found: dict[int, _Slot] = {}
         for info in self._run.bucket.list(TURNS_PREFIX):
-            where = turn_of_key(info.key)
+            where = pause_slot_of_key(info.key)
             if where is None:
                 continue
             self._clock.saw(info.modified)
@@ -201,12 +201,14 @@ class PauseSlots:
         # The store's times are cut to whole seconds.
         return self._clock.earliest >= there.info.modified + seconds + 1
 
-    def _claimed(self, key: str) -> tuple[Turn | None, float]:
+    def _claimed(self, key: str) -> tuple[PauseSlotClaim | None, float]:
         """A claim, and when it was first seen."""
         if key not in self._claims:
             first = self._monotonic()
             try:
-                claim: Turn | None = Turn.from_bytes(self._run.bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES), key)
+                claim: PauseSlotClaim | None = PauseSlotClaim.from_bytes(
+                    self._run.bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES), key
+                )
             except NotFoundError:
                 return None, first  # removed meanwhile, so there are newer ones
             except StoreError:
@@ -228,8 +230,8 @@ class PauseSlots:
     def _claim(self, slot: int, number: int, version: int) -> HeldSlot | None:
         if number > limits.MAX_VERSION:
             raise LimitError(f"{TURNS_PREFIX}{slot:02d}/ has no numbers left; remove what lies there")
-        key = turn_key(slot, number)
-        turn = Turn(
+        key = pause_slot_key(slot, number)
+        turn = PauseSlotClaim(
             run=self._run.info.run,
             slot=slot,
             number=number,
@@ -249,7 +251,7 @@ class PauseSlots:
 
     def _confirmed(self, slot: int, number: int) -> HeldSlot | None:
         """A claim that this receiver has made, if it counts: it is the newest, and there is time left to pause in."""
-        key = turn_key(slot, number)
+        key = pause_slot_key(slot, number)
         there = self._look().get(slot, _Slot())
         if there.number > number:
             self._run.bucket.delete(key)

@@ -46,7 +46,7 @@ _FOLD = re.compile(r"folds/([0-9]{10})-([0-9]{10})\.json")
 _CLAIM = re.compile(r"claims/([0-9]{10})\.json")
 _TAG = re.compile(r"tags/(.+)\.json")
 _TURN = re.compile(r"turns/([0-9]{2})/([0-9]{10})\.(json|end)")
-TURN_END = b"{}"
+PAUSE_SLOT_END = b"{}"
 """Content of ``turns/<s>/<n>.end``, which means nothing: that it is there does."""
 _COLLECTION = re.compile(r"collections/([0-9]{10})\.(json|end)")
 COLLECTION_END = b"{}"
@@ -61,7 +61,7 @@ def anchor_key(version: int) -> str:
     return f"{ANCHORS_PREFIX}{version:010d}.json"
 
 
-def fold_key(first: int, last: int) -> str:
+def merged_delta_key(first: int, last: int) -> str:
     """Key of the folded range that leads from version ``first`` to ``last``."""
     return f"{FOLDS_PREFIX}{first:010d}-{last:010d}.json"
 
@@ -89,17 +89,17 @@ def lease_key(receiver: str) -> str:
     return f"{LEASES_PREFIX}{_checked('receiver id', receiver)}.json"
 
 
-def turn_key(slot: int, number: int) -> str:
+def pause_slot_key(slot: int, number: int) -> str:
     """Key of claim number ``number`` on a slot."""
     return f"{TURNS_PREFIX}{slot:02d}/{number:010d}.json"
 
 
-def turn_end_key(slot: int, number: int) -> str:
+def pause_slot_end_key(slot: int, number: int) -> str:
     """Key of what says that a claim on a slot is over."""
     return f"{TURNS_PREFIX}{slot:02d}/{number:010d}.end"
 
 
-def turn_of_key(key: str) -> tuple[int, int, bool] | None:
+def pause_slot_of_key(key: str) -> tuple[int, int, bool] | None:
     """Slot and number of a claim, and whether the key is of its end; None for any other key."""
     match = _TURN.fullmatch(key)
     return (int(match[1]), int(match[2]), match[3] == "end") if match else None
@@ -127,8 +127,8 @@ def anchor_of_key(key: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def fold_of_key(key: str) -> tuple[int, int] | None:
-    """Inverse of ``fold_key``; None for any other key."""
+def merged_delta_of_key(key: str) -> tuple[int, int] | None:
+    """Inverse of ``merged_delta_key``; None for any other key."""
     match = _FOLD.fullmatch(key)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -316,7 +316,7 @@ class Lease(Document):
     created_at: Timestamp
 
 
-class Turn(Document):
+class PauseSlotClaim(Document):
     """turns/<s>/<n>.json: a receiver claims slot s of those in which servers of a run may pause. Create-if-absent.
 
     Attributes:

@@ -79,19 +79,19 @@ def _high(low):
 # Written without branches: the sign of a weight is a coin toss, and each wrong guess would wait for the cache miss
 # that fetches it, one after the other.
 @_inline
-def _fold(sign, mask):
+def _mirror_mask(sign, mask):
     return (mask ^ sign) * np.uint64(sign != ZERO)
 
 
 @_inline
-def _key(bits, sign, fold):
+def _key(bits, sign, mirror):
     """Monotone order: negative floats mirrored below the positive ones; a bijection of all patterns."""
-    return bits ^ (((ZERO - np.uint64((bits & sign) != ZERO)) & fold) ^ sign)
+    return bits ^ (((ZERO - np.uint64((bits & sign) != ZERO)) & mirror) ^ sign)
 
 
 @_inline
-def _unkey(key, sign, fold):
-    return key ^ (((ZERO - np.uint64((key & sign) == ZERO)) & fold) ^ sign)
+def _unkey(key, sign, mirror):
+    return key ^ (((ZERO - np.uint64((key & sign) == ZERO)) & mirror) ^ sign)
 
 
 @_inline
@@ -207,7 +207,7 @@ PIECE = 64
 @_compile
 def add_distances(bits, positions, distances, sign, mask, negate):
     """bits[p] moved by +distance (or −distance) in monotone order, modulo 2^width; in place."""
-    fold = _fold(sign, mask)
+    mirror = _mirror_mask(sign, mask)
     flip = ZERO - np.uint64(negate)
     old = np.empty(PIECE, bits.dtype)
     for start in range(0, positions.size, PIECE):
@@ -220,7 +220,7 @@ def add_distances(bits, positions, distances, sign, mask, negate):
             old[i] = bits[np.uint64(where[i])]
         for i in range(where.size):
             step = (np.uint64(steps[i]) ^ flip) - flip
-            old[i] = _unkey((_key(np.uint64(old[i]), sign, fold) + step) & mask, sign, fold)
+            old[i] = _unkey((_key(np.uint64(old[i]), sign, mirror) + step) & mask, sign, mirror)
         for i in range(where.size):
             bits[np.uint64(where[i])] = old[i]
 
@@ -228,7 +228,7 @@ def add_distances(bits, positions, distances, sign, mask, negate):
 @_compile
 def commit_relative(bits, positions, distances, premix, sign, mask, backwards):
     """Gather, add (or subtract), scatter, and hash; → fingerprint change (low, high)."""
-    fold = _fold(sign, mask)
+    mirror = _mirror_mask(sign, mask)
     flip = ZERO - np.uint64(backwards)
     low_sum = ZERO
     high_sum = ZERO
@@ -245,7 +245,7 @@ def commit_relative(bits, positions, distances, premix, sign, mask, backwards):
         for i in range(where.size):
             before = np.uint64(old[i])
             step = (np.uint64(steps[i]) ^ flip) - flip
-            after = _unkey((_key(before, sign, fold) + step) & mask, sign, fold)
+            after = _unkey((_key(before, sign, mirror) + step) & mask, sign, mirror)
             old[i] = after
             low_before = _low(words[i], before)
             low_after = _low(words[i], after)

@@ -153,7 +153,7 @@ def _check_requires(value: dict[str, Any], what: str) -> None:
         )
 
 
-def first_bad_fingerprint(value: object) -> object:
+def reject_bad_fingerprint(value: object) -> object:
     """Refuse fingerprints per tensor at the first that is none: pydantic would list all of them, at a kilobyte each."""
     if isinstance(value, dict):
         rows = value.items()
@@ -356,7 +356,7 @@ class Manifest(Document):
     payload_bytes: Count
     full_bytes: Count
     fingerprint: Hex32
-    tensor_fingerprints: Annotated[dict[str, Hex32] | None, BeforeValidator(first_bad_fingerprint)] = None
+    tensor_fingerprints: Annotated[dict[str, Hex32] | None, BeforeValidator(reject_bad_fingerprint)] = None
     created_at: Timestamp
 
     @model_validator(mode="after")

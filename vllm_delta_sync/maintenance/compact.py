@@ -20,8 +20,8 @@ from vllm_delta_sync.format.documents import (
     MergedDelta,
     Retention,
     anchor_key,
-    fold_key,
-    fold_of_key,
+    merged_delta_key,
+    merged_delta_of_key,
     tag_of_key,
 )
 from vllm_delta_sync.format.manifest import Manifest
@@ -118,7 +118,7 @@ def upkeep(
         missed = _missed(run, manifest, aligned) if fold and aligned else []
         for pair in missed[:FOLDS_PER_CALL]:
             if _tried(f"versions {pair[0]} to {pair[1]} are not folded", partial(make_fold, run, *pair, stop=stop)):
-                made.append(fold_key(*pair))
+                made.append(merged_delta_key(*pair))
         version = _due_anchor(run, manifest, kth)
         make = partial(make_anchor, run, version or 0, base, stop=stop)
         if version is not None and _tried(f"version {version} gets no anchor", make):
@@ -155,7 +155,7 @@ def _missed(run: RunDocuments, manifest: Manifest, aligned: int) -> list[Pair]:
     low, high = f"{start:010d}", f"{aligned - 1:010d}"
     shared = next((digit for digit in range(10) if low[digit] != high[digit]), 10)
     items = run.bucket.list(FOLDS_PREFIX + low[:shared])
-    pairs = (pair for item in items if (pair := fold_of_key(item.key)) is not None)
+    pairs = (pair for item in items if (pair := merged_delta_of_key(item.key)) is not None)
     listed = believed_folds(run, pairs, READ_PER_CALL)
     missing = [pair for pair in due_folds(start, aligned, _breaks(manifest)) if pair not in listed]
     missing.sort(key=lambda pair: (pair[1] != aligned, pair[1] - pair[0], -pair[1]))

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 from vllm_delta_sync.bucket.parallel import in_parallel
 from vllm_delta_sync.errors import DeltaSyncError, SignatureError, StoreError
-from vllm_delta_sync.format.documents import anchor_key, fold_key
+from vllm_delta_sync.format.documents import anchor_key, merged_delta_key
 from vllm_delta_sync.run.documents import RunDocuments
 
 READ_PER_CALL = 64
@@ -27,7 +27,7 @@ def believed_folds(run: RunDocuments, listed: Iterable[Pair], most: int | None =
     Raises:
         StoreError: the store failed.
     """
-    pairs = {fold_key(*pair): pair for pair in sorted(listed, key=lambda pair: (-pair[1], pair))}
+    pairs = {merged_delta_key(*pair): pair for pair in sorted(listed, key=lambda pair: (-pair[1], pair))}
     reads = {key: partial(run.folded, *pair) for key, pair in pairs.items()}
     return {pairs[key] for key in pairs.keys() - _refused(run, reads, most)}
 

@@ -30,7 +30,7 @@ from vllm_delta_sync.format.documents import (
     MergedDelta,
     Tag,
     anchor_key,
-    fold_key,
+    merged_delta_key,
     tag_of_key,
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, Document, Head, Manifest, timestamp, version_key
@@ -241,7 +241,7 @@ def _beside(run: RunDocuments) -> Iterable[tuple[str, Document, int]]:
         if anchor is not None:
             yield key, anchor, version
     for pair in run.folds():
-        key = fold_key(*pair)
+        key = merged_delta_key(*pair)
         folded = _read(run.bucket, MergedDelta, key, limits.MAX_JSON_BYTES)
         if folded is not None:
             yield key, folded, pair[1]

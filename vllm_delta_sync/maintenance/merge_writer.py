@@ -15,7 +15,7 @@ from typing import Literal
 
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
 from vllm_delta_sync.codec.delta_reader import LazyDelta
-from vllm_delta_sync.codec.merge import RollingBase, fold_lazily
+from vllm_delta_sync.codec.merge import RollingBase, merge_lazily
 from vllm_delta_sync.codec.merge_spool import DeltaSpool
 from vllm_delta_sync.errors import (
     ChainError,
@@ -26,7 +26,7 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
     UsageError,
 )
-from vllm_delta_sync.format.documents import MergedDelta, fold_key
+from vllm_delta_sync.format.documents import MergedDelta, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, timestamp
 from vllm_delta_sync.maintenance.compact_uploads import OBJECT_BYTES, Stop, check_stop, never, put_missing, put_objects
@@ -94,7 +94,7 @@ def make_fold(
     found = None if replace else existing_fold(run, *ends)
     if found is not None:
         return found
-    avoid = {fold_key(first, last)} if replace or last - first > 1 else set()
+    avoid = {merged_delta_key(first, last)} if replace or last - first > 1 else set()
     return _Fold(run, ends, avoid, object_bytes, stop, codec, weights).make(scratch, replace)
 
 
@@ -167,16 +167,16 @@ class _Fold:
             payload = sum(step.payload_bytes for step in steps)
             purpose = f"folding versions {self.context.base_version} to {self.context.version}"
             state = self._state(steps)
-            moving = None if state is None else RollingBase(state.old)
+            moving = None if state is None else RollingBase(state.base_tensor)
             with scratch_folder(scratch, purpose, 2 * payload + min(payload, self.object_bytes)) as folder:
                 parts = self._open(steps, folder, moving)
                 if isinstance(parts, DeltaSyncError):
                     reason = reason or parts
                     continue
                 fingerprints = _summed(parts)
-                old = None if state is None else state.old
+                old = None if state is None else state.base_tensor
                 spool = partial(DeltaSpool, folder, self.run.table, self.context, "zstd", self.codec, old)
-                written = self._write(fold_lazily(parts, self.run.table, moving), fingerprints, folder, spool)
+                written = self._write(merge_lazily(parts, self.run.table, moving), fingerprints, folder, spool)
                 if reason is not None:
                     logger.warning("%s, around what cannot be read: %s", purpose, reason)
                 return self._publish(written, replace)
@@ -287,7 +287,7 @@ class _Fold:
         )
         document = self.run.keyring.signed(document)
         bucket = self.run.bucket
-        key = fold_key(first.version, last.version)
+        key = merged_delta_key(first.version, last.version)
         check_document_size(document, self.run.document_limit, key)
         put_objects(bucket, result.written)
         try:

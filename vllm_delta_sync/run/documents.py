@@ -28,8 +28,8 @@ from vllm_delta_sync.format.documents import (
     anchor_of_key,
     claim_key,
     claim_of_key,
-    fold_key,
-    fold_of_key,
+    merged_delta_key,
+    merged_delta_of_key,
     tag_key,
     tag_of_key,
 )
@@ -300,7 +300,7 @@ class RunDocuments:
         For an anchor that is every tensor in full, with no declared changes of fingerprint.
 
         Args:
-            old: the bits that the document builds on, such as ``ModelState.old``; codec ``context`` needs it.
+            old: the bits that the document builds on, such as ``ModelState.base_tensor``; codec ``context`` needs it.
 
         Raises:
             UnsupportedError: codec ``context``, and no old bits.
@@ -378,7 +378,7 @@ class RunDocuments:
         Raises:
             NotFoundError: there is none. DeltaSyncError: it is damaged, or of other versions.
         """
-        key = fold_key(first, last)
+        key = merged_delta_key(first, last)
         folded = self._side(MergedDelta, key, self.document_limit)
         if (folded.first, folded.last) != (first, last):
             raise ChainError(f"{key} leads from version {folded.first} to {folded.last}")
@@ -388,7 +388,7 @@ class RunDocuments:
     def folds(self) -> list[tuple[int, int]]:
         """First and last version of every folded range, ascending: one listing."""
         listed = self.bucket.list(FOLDS_PREFIX)
-        return [pair for item in listed if (pair := fold_of_key(item.key)) is not None]
+        return [pair for item in listed if (pair := merged_delta_of_key(item.key)) is not None]
 
     def retention(self) -> Retention | None:
         """What was removed, if anything was. A damaged document counts as none, since it is only a hint."""

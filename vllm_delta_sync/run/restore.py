@@ -41,7 +41,7 @@ from vllm_delta_sync.run.roots import branches, locate_base, origin
 from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
-from vllm_delta_sync.tensors.state import ModelState, Room, one_stretch
+from vllm_delta_sync.tensors.state import AllocateBits, ModelState, contiguous_buffer
 
 logger = guarded_logger(__name__)
 
@@ -93,7 +93,7 @@ def restore(
     progress: Progress | None = None,
     avoid: set[str] | None = None,
     scratch: str | Path | None = None,
-    room: Room | None = None,
+    room: AllocateBits | None = None,
 ) -> Restored:
     """Rebuild a version: O(model) memory, or O(model) of the temporary directory's disk.
 
@@ -229,7 +229,7 @@ def apply_step(step: Step, state: StepTarget) -> None:
     Raises:
         FingerprintError: it was made against other weights. Else as ``step_changes``.
     """
-    changes = step_changes(step, old=state.old)
+    changes = step_changes(step, old=state.base_tensor)
     check_step(step, state.fingerprint, changes)
     state.apply(changes)
 
@@ -243,7 +243,7 @@ def apply_mapped(step: Step, state: StepTarget, scratch: str | Path | None = Non
     """
     with scratch_folder(scratch, step.key, step.payload_bytes) as folder:
         try:
-            parts = open_step(step, folder, None if step.backwards else state.old)
+            parts = open_step(step, folder, None if step.backwards else state.base_tensor)
         except UnsupportedError:
             # Of a codec that is not read in pieces.
             apply_step(step, state)
@@ -283,7 +283,7 @@ def step_changes(
 
     Args:
         fetch: reads an object instead of ``RunDocuments.fetch``, with the digest checked.
-        old: the bits that the step is applied to, such as ``ModelState.old``. Objects of codec ``context`` need it.
+        old: the bits that the step is applied to, such as ``ModelState.base_tensor``. Codec ``context`` needs it.
 
     Raises:
         UnsupportedError: codec ``context``, and no old bits, or the step goes backwards.
@@ -302,7 +302,7 @@ def whole(
     base: str | Path | None = None,
     in_memory: bool | None = None,
     scratch: str | Path | None = None,
-    room: Room | None = None,
+    room: AllocateBits | None = None,
     filled: Callable[[int], None] | None = None,
 ) -> ModelState:
     """Weights of a version that is held whole somewhere: an anchor, one beside the chain, a checkpoint, another run.
@@ -323,7 +323,7 @@ def whole(
 
             return _checked(root, restore(source, at, further, in_memory, scaled, None, scratch, room).state)
     if room is None and not _fits_in_memory(run.table, in_memory):
-        room = one_stretch(scratch_file if scratch is None else partial(scratch_file, folder=scratch))
+        room = contiguous_buffer(scratch_file if scratch is None else partial(scratch_file, folder=scratch))
     with held_whole(run, root, beside, base, scratch) as (document, tensors):
         return _checked(document, ModelState(run.table, tensors if filled is None else _counted(tensors, filled), room))
 

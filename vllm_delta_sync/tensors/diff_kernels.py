@@ -13,7 +13,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, _fold, _high, _inline, _key, _low, _premix
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, _high, _inline, _key, _low, _mirror_mask, _premix
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
 
 LANES = np.uint64(64)
@@ -59,12 +59,12 @@ def lowest(typing_context, word):
 
 
 @_inline
-def _note(old, fresh, i, offset, first, sign, fold, mask, seed, relative, distances, cursor):
+def _note(old, fresh, i, offset, first, sign, mirror, mask, seed, relative, distances, cursor):
     """One element: entry and baseline, → what it adds to the fingerprint (low, high)."""
     before = np.uint64(old[i])
     after = np.uint64(fresh)
     relative[cursor] = offset + i
-    distances[cursor] = (_key(after, sign, fold) - _key(before, sign, fold)) & mask
+    distances[cursor] = (_key(after, sign, mirror) - _key(before, sign, mirror)) & mask
     x = _premix(seed, first + i)
     low_before = _low(x, before)
     low_after = _low(x, after)
@@ -73,7 +73,7 @@ def _note(old, fresh, i, offset, first, sign, fold, mask, seed, relative, distan
 
 
 @_compile
-def _extract(old, new, offset, first, sign, fold, mask, seed, relative, distances):
+def _extract(old, new, offset, first, sign, mirror, mask, seed, relative, distances):
     """Collect what differs in one piece of a chunk, bring ``old`` up to ``new`` → fingerprint (low, high), entries.
 
     ``offset`` is where the piece starts in its chunk, ``first`` in its tensor. There is room for all of it.
@@ -94,7 +94,7 @@ def _extract(old, new, offset, first, sign, fold, mask, seed, relative, distance
             # here on is one value.
             fresh = new[i]
             if old[i] != fresh:
-                low, high = _note(old, fresh, i, offset, first, sign, fold, mask, seed, relative, distances, cursor)
+                low, high = _note(old, fresh, i, offset, first, sign, mirror, mask, seed, relative, distances, cursor)
                 low_sum += low
                 high_sum += high
                 cursor += ONE
@@ -102,7 +102,7 @@ def _extract(old, new, offset, first, sign, fold, mask, seed, relative, distance
     for i in range(whole, size):
         fresh = new[i]
         if old[i] != fresh:
-            low, high = _note(old, fresh, i, offset, first, sign, fold, mask, seed, relative, distances, cursor)
+            low, high = _note(old, fresh, i, offset, first, sign, mirror, mask, seed, relative, distances, cursor)
             low_sum += low
             high_sum += high
             cursor += ONE
@@ -126,7 +126,7 @@ def collect(old, new, start, sign, mask, seed, relative, distances, starts, ends
     Ends early, between two chunks, where ``relative`` may have no room for the next, or ``starts`` has none.
     ``start`` is the flat index, in the tensor, of the first element of both arrays.
     """
-    fold = _fold(sign, mask)
+    mirror = _mirror_mask(sign, mask)
     low_sum = ZERO
     high_sum = ZERO
     while state[2] < old.size and state[0] + CHUNK_ELEMENTS <= relative.size and state[1] < starts.size:
@@ -134,7 +134,7 @@ def collect(old, new, start, sign, mask, seed, relative, distances, starts, ends
         stop = min(here + CHUNK_ELEMENTS, old.size)
         room = relative[state[0] :], distances[state[0] :]
         low, high, found = _extract(
-            old[here:stop], new[here:stop], ZERO, np.uint64(start + here), sign, fold, mask, seed, room[0], room[1]
+            old[here:stop], new[here:stop], ZERO, np.uint64(start + here), sign, mirror, mask, seed, room[0], room[1]
         )
         low_sum += low
         high_sum += high
@@ -156,7 +156,7 @@ def round_to_bf16(singles, nan, out):
 def collect_rounded(old, singles, nan, block, start, sign, mask, seed, relative, distances, starts, ends, state):
     """``collect`` of float32 bits against a bfloat16 baseline; ``block`` is scratch (uint16) for
     ROUND_ELEMENTS, or for all."""
-    fold = _fold(sign, mask)
+    mirror = _mirror_mask(sign, mask)
     low_sum = ZERO
     high_sum = ZERO
     while state[2] < old.size and state[0] + CHUNK_ELEMENTS <= relative.size and state[1] < starts.size:
@@ -170,7 +170,7 @@ def collect_rounded(old, singles, nan, block, start, sign, mask, seed, relative,
             used = state[0] + found
             low, high, more = _extract(
                 old[piece : piece + size], fresh, np.uint64(piece - here), np.uint64(start + piece),
-                sign, fold, mask, seed, relative[used:], distances[used:],
+                sign, mirror, mask, seed, relative[used:], distances[used:],
             )  # fmt: skip
             low_sum += low
             high_sum += high
@@ -205,6 +205,6 @@ def expand(relative, starts, ends, positions):
 @_compile
 def distances_between(old, new, sign, mask, distances):
     """ULP distances new − old, element by element."""
-    fold = _fold(sign, mask)
+    mirror = _mirror_mask(sign, mask)
     for i in range(distances.size):
-        distances[i] = (_key(np.uint64(new[i]), sign, fold) - _key(np.uint64(old[i]), sign, fold)) & mask
+        distances[i] = (_key(np.uint64(new[i]), sign, mirror) - _key(np.uint64(old[i]), sign, mirror)) & mask

@@ -12,7 +12,7 @@ from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 _ALIGNMENT = 64
 
-Room = Callable[[TensorTable], Sequence[Bits]]
+AllocateBits = Callable[[TensorTable], Sequence[Bits]]
 """Gives the memory that the bits of a model lie in: per tensor id, flat (numel,) writable unsigned bits."""
 
 
@@ -35,7 +35,7 @@ class ModelState:
         self,
         table: TensorTable,
         tensors: Iterable[tuple[str, Bits]],
-        room: Room | None = None,
+        room: AllocateBits | None = None,
     ) -> None:
         self.table = table
         places = None if room is None else room(table)
@@ -64,7 +64,7 @@ class ModelState:
             total += value
         return total
 
-    def old(self, tensor: int) -> BaseTensor:
+    def base_tensor(self, tensor: int) -> BaseTensor:
         """A tensor as it is now, for a delta that builds on it (``Old``): a view."""
         return BaseTensor(self.bits[tensor])
 
@@ -101,7 +101,7 @@ class ModelState:
             yield tensor, fingerprint_change(self.table[tensor].name, positions, before, bits[positions])
 
 
-def one_stretch(allocate: Callable[[int], np.ndarray]) -> Room:
+def contiguous_buffer(allocate: Callable[[int], np.ndarray]) -> AllocateBits:
     """Room in one stretch of memory, each tensor aligned. Args: allocate: gives a (bytes,) uint8 array."""
 
     def room(table: TensorTable) -> list[Bits]:

@@ -27,7 +27,7 @@ from vllm_delta_sync.format.documents import (
     anchor_key,
     claim_key,
     claim_of_key,
-    fold_key,
+    merged_delta_key,
     tag_key,
     tag_of_key,
 )
@@ -180,7 +180,7 @@ class DocumentAudit:
                 self.anchors.add(version)
                 self._name(version, anchor.manifest, key, anchor.fingerprint)
         for pair, other in zip(folds, self._all(lambda pair: self._run.folded(*pair), folds), strict=True):
-            key = fold_key(*pair)
+            key = merged_delta_key(*pair)
             folded = self._taken(key, other, pair[1])
             if folded is not None:
                 self.folds.add(pair)
@@ -355,7 +355,7 @@ class DocumentAudit:
     def usable_folds(self) -> list[tuple[int, int]]:
         """Folded ranges without a finding, ascending."""
         damaged = {finding.key for _, finding in self._found}
-        return sorted(pair for pair in self.folds if fold_key(*pair) not in damaged)
+        return sorted(pair for pair in self.folds if merged_delta_key(*pair) not in damaged)
 
     def usable_anchors(self) -> set[int]:
         """Versions with an anchor beside the chain that has no finding."""

@@ -64,7 +64,7 @@ class ObjectAudit:
     ) -> Changes:
         table = self._run.table
         if state is not None or not needs_weights(document):
-            return decode_objects(document, table, objects, None if state is None else state.old)
+            return decode_objects(document, table, objects, None if state is None else state.base_tensor)
         found = outline(document, table, objects)
         self._report.undecoded.append(key)
         return found.changes

@@ -10,7 +10,7 @@ from vllm_delta_sync.errors import (
     SignatureError,
     StoreError,
 )
-from vllm_delta_sync.format.documents import Retention, anchor_key, fold_key
+from vllm_delta_sync.format.documents import Retention, anchor_key, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.checks import check_fingerprint
@@ -185,7 +185,7 @@ class ReplayAudit:
 
     def _check_fold(self, first: int, last: int) -> None:
         """Check a folded range: its objects, what they declare, and what they would make of the weights at hand."""
-        key = fold_key(first, last)
+        key = merged_delta_key(first, last)
         try:
             folded = self._run.folded(first, last)
         except NotFoundError:
@@ -307,7 +307,7 @@ class ReplayAudit:
                 if one != other
             ]
             if names:
-                key = fold_key(first, manifest.version)
+                key = merged_delta_key(first, manifest.version)
                 wrong = wrong_tensor(f"folded range {first} to {manifest.version}", names[0])
                 self._report_beside(key, [Finding(key, wrong, manifest.version, tensor=names[0])])
 
@@ -318,7 +318,7 @@ class ReplayAudit:
         version = manifest.version
         before = version - 1
         if manifest.base_version == before and before not in self.causes:
-            stand_in = fold_key(before, version)
+            stand_in = merged_delta_key(before, version)
         else:
             stand_in = anchor_key(version)
         if stand_in in self._good and self.held == version:
@@ -332,7 +332,7 @@ class ReplayAudit:
         version = manifest.version
         base = manifest.base_version
         below = self.causes.get(base) if base is not None else None
-        beside = {anchor_key(version), *(fold_key(first, version) for first in self._ends.get(version, []))}
+        beside = {anchor_key(version), *(merged_delta_key(first, version) for first in self._ends.get(version, []))}
         if below == "refused" and version not in self.causes:
             refused = SignatureError(
                 f"version {version} builds on version {base}, whose key's word does not hold for it any more; nobody "
@@ -373,7 +373,7 @@ def take(step: Step, state: ModelState) -> None:
     Raises:
         FingerprintError: a tensor would not come out as declared. Else as ``chain_read.step_changes``.
     """
-    changes = step_changes(step, old=state.old)
+    changes = step_changes(step, old=state.base_tensor)
     check_step(step, state.fingerprint, changes)
     wrong = first_wrong(state.table, changes.fingerprints, measure(state, changes))
     if wrong is not None:

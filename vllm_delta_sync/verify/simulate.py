@@ -86,7 +86,7 @@ def first_bad_tensor(
                 None,
             )
         try:
-            part = LazyDelta(data, table, context, None if state is None else state.old)
+            part = LazyDelta(data, table, context, None if state is None else state.base_tensor)
         except UnsupportedError:
             changes = decode(data, table, context)
             return None if state is None else first_wrong(table, changes.fingerprints, measure(state, changes))

@@ -15,7 +15,7 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.format.canonical_json import dump_canonical
-from vllm_delta_sync.format.documents import KEYS_KEY, KeyEntry, KeyFile, KeyValidity, anchor_key, fold_key
+from vllm_delta_sync.format.documents import KEYS_KEY, KeyEntry, KeyFile, KeyValidity, anchor_key, merged_delta_key
 from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
     RUN_KEY,
@@ -320,9 +320,9 @@ def named_pipe(siege: Siege) -> None:
 def side_documents(siege: Siege) -> None:
     """All of them, by a stranger."""
     run = open_run(str(siege.run))
-    keys = [fold_key(*pair) for pair in run.folds()] + [anchor_key(version) for version in run.anchors()]
+    keys = [merged_delta_key(*pair) for pair in run.folds()] + [anchor_key(version) for version in run.anchors()]
     head = run.head().version
-    wanted = fold_key(head - head % 4, head - head % 4 + 4)
+    wanted = merged_delta_key(head - head % 4, head - head % 4 + 4)
     document = json.loads(siege.path(keys[0]).read_bytes()) if keys else {"no": "such"}
     document["signature"] = None
     files: dict[str, bytes | None] = {key: dump_canonical(document) for key in [*keys, wanted]}

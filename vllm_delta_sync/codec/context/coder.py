@@ -18,14 +18,14 @@ from vllm_delta_sync.codec.context.tables import (
     STATES,
     TOKENS,
     Decoding,
-    chosen_thresholds,
+    choose_thresholds,
     decoding,
     dropped_bits,
     encoding,
     normalized,
     token_ranges,
 )
-from vllm_delta_sync.codec.context.tiles import BLOCK_BYTES, Grid, chosen_grid, lost_bytes, read_grid, wanted_tiles
+from vllm_delta_sync.codec.context.tiles import BLOCK_BYTES, Grid, choose_grid, excess_bytes, read_grid, select_tiles
 from vllm_delta_sync.codec.delta_object import Arrays, Block, Directory, block_ranges, bytes_of
 from vllm_delta_sync.codec.zstd import Compression, compress, declared_size, decompress
 from vllm_delta_sync.errors import FormatError, TensorMismatchError
@@ -62,10 +62,10 @@ def encode(
     rest: list[Sparse] = []
     for every in groups:
         pairs = zip(every.ids.tolist(), every.counts.tolist(), strict=True)
-        lost = np.array([lost_bytes(table[tensor], count) for tensor, count in pairs])
+        lost = np.array([excess_bytes(table[tensor], count) for tensor, count in pairs])
         tiled = (lost < 0) | (lost[lost >= 0].sum() < BLOCK_BYTES)
-        rest.append(packed.chosen_tensors(every, ~tiled))
-        group = packed.chosen_tensors(every, tiled)
+        rest.append(packed.select_tensors(every, ~tiled))
+        group = packed.select_tensors(every, tiled)
         ends = np.cumsum(group.counts)
         for start, stop in block_ranges(group.counts, BLOCK_CHANGES):
             block = Block(len(rows), group.element, "tiles")
@@ -96,7 +96,7 @@ def _encode_block(group: Sparse, table: TensorTable, compression: Compression, o
     from vllm_delta_sync.codec.context import encode_kernels as kernels
 
     specs = [table[tensor] for tensor in group.ids.tolist()]
-    grids = [chosen_grid(spec, count) for spec, count in zip(specs, group.counts.tolist(), strict=True)]
+    grids = [choose_grid(spec, count) for spec, count in zip(specs, group.counts.tolist(), strict=True)]
     zigzags = packed.zigzag(group.data, group.element)
     drop = dropped_bits(group.element)
     thresholds = _thresholds(group, specs, zigzags, drop, old, sum(grid.tiles for grid in grids))
@@ -162,7 +162,7 @@ def _thresholds(
         owned += sampled * (spec.numel / max(1, int(sampled.sum())))
         kernels.count_tokens(bits, group.positions[changed], zigzags[changed], drop, tokens)
         start += count
-    return chosen_thresholds(np.maximum(owned, tokens.sum(axis=1)), tokens, min(tiles, group.positions.size))
+    return choose_thresholds(np.maximum(owned, tokens.sum(axis=1)), tokens, min(tiles, group.positions.size))
 
 
 def _whole(old: BaseLookup, table: TensorTable, spec: TensorSpec, element: DType) -> Bits:
@@ -277,7 +277,7 @@ class ContextBlock:
             payload[: -kernels.PADDING] = self._streams[ends[0] : ends[-1]]
             found, where = kernels.decode_tensor(
                 _checked(held, spec, element), grid.array(), dropped_bits(element), self._thresholds,
-                wanted_tiles(grid, held.held, spec.name, self._what), ends - ends[0], payload, self._tables,
+                select_tiles(grid, held.held, spec.name, self._what), ends - ends[0], payload, self._tables,
                 firsts, positions[used:][: count + kernels.SLACK], distances[used:][: count + kernels.SLACK],
             )  # fmt: skip
             if found < 0 or (found != count and held.held is None):

@@ -98,7 +98,7 @@ def dropped_bits(element: DType) -> np.uint64:
     return np.uint64(1 if element.is_float else 0)
 
 
-def chosen_thresholds(
+def choose_thresholds(
     owned: npt.NDArray[np.float64], tokens: npt.NDArray[np.int64], tiles: int
 ) -> npt.NDArray[np.uint8]:
     """Keys at which the second and later classes begin: the cheapest of all ways to cut the keys.

@@ -83,7 +83,7 @@ def extent(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape) // columns if columns else 0, columns
 
 
-def chosen_grid(spec: TensorSpec, changed: int) -> Grid:
+def choose_grid(spec: TensorSpec, changed: int) -> Grid:
     """How a writer cuts a tensor of which so many elements changed."""
     rows, columns = extent(spec.shape)
     slab = spec.shape[-2] if len(spec.shape) > 2 and spec.shape[-2] * columns >= 16 * MIN_TILE_ELEMENTS else rows
@@ -102,9 +102,9 @@ def chosen_grid(spec: TensorSpec, changed: int) -> Grid:
     return Grid(rows, columns, slab, height, width)
 
 
-def lost_bytes(spec: TensorSpec, changed: int) -> float:
+def excess_bytes(spec: TensorSpec, changed: int) -> float:
     """How many bytes more a tensor takes in tiles than in codec ``packed``, about; below 0 where it takes fewer."""
-    return TILE_BYTES * min(chosen_grid(spec, changed).tiles, changed) - SAVED_BYTES * changed
+    return TILE_BYTES * min(choose_grid(spec, changed).tiles, changed) - SAVED_BYTES * changed
 
 
 def _part(size: int, cuts: int) -> int:
@@ -135,7 +135,7 @@ def read_grid(spec: TensorSpec, cut: tuple[int, int, int], what: str) -> Grid:
     return grid
 
 
-def wanted_tiles(grid: Grid, held: Sequence[Rectangle] | None, name: str, what: str) -> npt.NDArray[np.bool_]:
+def select_tiles(grid: Grid, held: Sequence[Rectangle] | None, name: str, what: str) -> npt.NDArray[np.bool_]:
     """(tiles,) which tiles lie in what is held.
 
     Raises:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.codec.context.tiles import extent
-from vllm_delta_sync.codec.merge import lay_over
+from vllm_delta_sync.codec.merge import apply_row
 from vllm_delta_sync.engine.model.patch import region_view
 from vllm_delta_sync.engine.model.regions import Region, pieces
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
@@ -90,7 +90,7 @@ def moved(old: BaseLookup, parts: Sequence[Changes]) -> BaseLookup:
         for group in (group for part in parts[first:] for group in part.sparse):
             row = int(np.searchsorted(group.ids, tensor))
             if row < group.ids.size and group.ids[row] == tensor:
-                lay_over(found.bits, group, row)
+                apply_row(found.bits, group, row)
         return found
 
     return ask

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_delta_sync.bucket.hash_timing import hashed_seconds
 from vllm_delta_sync.bucket.middleware.metrics import PROCESS
-from vllm_delta_sync.codec.merge import fold
+from vllm_delta_sync.codec.merge import merge_changes
 from vllm_delta_sync.engine.commit.transaction import blame
 from vllm_delta_sync.engine.model.patch import local_part
 from vllm_delta_sync.engine.model.route_map import RouteMap
@@ -102,7 +102,7 @@ def read_steps(
             total = check_step(step, total, changes)
         in_full |= {full.id for full in changes.full}
         parts.append(local_part(changes, routes, in_full) if len(steps) > 1 else changes)
-    folded = parts[0] if len(parts) == 1 else fold(parts, routes.table)
+    folded = parts[0] if len(parts) == 1 else merge_changes(parts, routes.table)
     clock.tick("decode")
     return folded
 

@@ -26,7 +26,7 @@ from vllm_delta_sync.format.documents import (
     TURNS_PREFIX,
     Retention,
     anchor_of_key,
-    fold_of_key,
+    merged_delta_of_key,
 )
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, SIDECARS_PREFIX, timestamp, version_key
 from vllm_delta_sync.maintenance.gc.expired import left_behind
@@ -230,7 +230,7 @@ class _Collector:
         report.gone = ranges(_gone(found, planned))
         for info in removed:
             report.bytes += info.bytes
-            version, fold = anchor_of_key(info.key), fold_of_key(info.key)
+            version, fold = anchor_of_key(info.key), merged_delta_of_key(info.key)
             if version is not None:
                 report.anchors.append(version)
             elif fold is not None:

@@ -2,7 +2,7 @@
 
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.fleet.heartbeats import Leases
-from vllm_delta_sync.format.documents import TURNS_PREFIX, turn_of_key
+from vllm_delta_sync.format.documents import TURNS_PREFIX, pause_slot_of_key
 from vllm_delta_sync.run.documents import RunDocuments
 
 SHOWN_SECONDS = 24 * 3600.0
@@ -21,7 +21,7 @@ def left_behind(run: RunDocuments, leases: Leases, now: float, min_age: float) -
         StoreError: the store failed.
     """
     ended = [held.info for held in leases.held if now - held.expires >= max(min_age, SHOWN_SECONDS)]
-    turns = [(where, info) for info in run.bucket.list(TURNS_PREFIX) if (where := turn_of_key(info.key))]
+    turns = [(where, info) for info in run.bucket.list(TURNS_PREFIX) if (where := pause_slot_of_key(info.key))]
     newest: dict[int, int] = {}
     for (slot, number, _), _ in turns:
         newest[slot] = max(number, newest.get(slot, 0))

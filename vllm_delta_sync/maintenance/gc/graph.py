@@ -16,7 +16,7 @@ from vllm_delta_sync.format.documents import (
     Retention,
     Tag,
     anchor_of_key,
-    fold_of_key,
+    merged_delta_of_key,
     tag_key,
     tag_of_key,
 )
@@ -251,7 +251,7 @@ def _read_sides(run: RunDocuments, found: RunGraph, seen: dict[ObjectInfo, Edge]
         item
         for prefix in (ANCHORS_PREFIX, FOLDS_PREFIX)
         for item in run.bucket.list(prefix)
-        if anchor_of_key(item.key) is not None or fold_of_key(item.key) is not None
+        if anchor_of_key(item.key) is not None or merged_delta_of_key(item.key) is not None
     ]
 
     def read(item: ObjectInfo) -> tuple[Edge, bool] | str | None:
@@ -284,7 +284,7 @@ def _side(run: RunDocuments, item: ObjectInfo, chain: list[Edge], breaks: set[in
         anchor = run.anchor(version)
         fits = version < len(chain) and anchor.manifest == chain[version].digest
         return Edge(item, NOTHING, version, _refs(anchor.objects), used=fits), fits
-    first, last = fold_of_key(item.key) or (0, 0)
+    first, last = merged_delta_of_key(item.key) or (0, 0)
     folded = run.folded(first, last)
     ends = ((first, folded.first_manifest), (last, folded.last_manifest))
     fits = last < len(chain) and all(chain[number].digest == digest for number, digest in ends)

@@ -3,7 +3,7 @@
 from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, required_features
 from vllm_delta_sync.codec.delta_reader import codec_of, decode
 from vllm_delta_sync.errors import DeltaSyncError, LimitError, NotFoundError, StoreError
-from vllm_delta_sync.format.documents import MergedDelta, fold_key
+from vllm_delta_sync.format.documents import MergedDelta, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, Manifest, ObjectRef, object_key, timestamp
 from vllm_delta_sync.run.checks import object_limit
@@ -62,7 +62,7 @@ def bridge(
             continue
         try:
             data = run.fetch(ref)
-            part = decode(data, run.table, context, before.old)
+            part = decode(data, run.table, context, before.base_tensor)
             codec = codec_of(data, context)
         except StoreError:
             raise
@@ -100,6 +100,6 @@ def bridge(
         reversible=changes.reversible and "context" not in codecs,
         created_at=timestamp(),
     )
-    key = fold_key(first.version, lost)
+    key = merged_delta_key(first.version, lost)
     run.bucket.put(key, document.to_bytes())
     return key

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVarTuple
 
 from vllm_delta_sync.errors import DeltaSyncError, SettingsError, StoreError
-from vllm_delta_sync.format.documents import anchor_of_key, fold_of_key
+from vllm_delta_sync.format.documents import anchor_of_key, merged_delta_of_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
 from vllm_delta_sync.maintenance.key_list import check_signer
 from vllm_delta_sync.maintenance.repair.deltas import lost_object, put_anchor, put_fold, put_lost_shard
@@ -69,7 +69,7 @@ class Rebuilder:
         for key in sorted(found):
             if (version := anchor_of_key(key)) is not None:
                 self._attempt(self._anchor, version, key)
-            elif (pair := fold_of_key(key)) is not None:
+            elif (pair := merged_delta_of_key(key)) is not None:
                 self._attempt(self._fold, pair, key)
 
     def _attempt(self, mend: Callable[[*_Given], None], *given: *_Given) -> None:
