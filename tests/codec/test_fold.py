@@ -246,7 +246,7 @@ def test_an_anchor_is_refused() -> None:
     delta = changes_between(table, bits, [bits[0], bits[1] + np.uint16(1)])
     anchor = Changes(full=[Full(0, bits[0]), Full(1, bits[1])])
     for parts in ([anchor], [delta, anchor], [anchor, delta]):
-        with pytest.raises(ChainError, match=r"part \d of \d to fold holds tensor 'a' in full .* it is an anchor"):
+        with pytest.raises(ChainError, match=r"part \d of \d to merge has tensor 'a' in full .* so it is an anchor"):
             merge_changes(parts, table)
 
 

@@ -372,7 +372,7 @@ def test_a_base_that_is_asked_for_has_to_be_there(tmp_path: Path, path: Path) ->
         for read in (run.verify, anchored.verify, lambda base: run.snapshot(base=base)):
             with pytest.raises(NotFoundError, match="is not a directory here"):
                 read(typo)
-    with pytest.raises(NotFoundError, match="holds neither"):
+    with pytest.raises(NotFoundError, match="has neither"):
         run.verify(tmp_path / "empty")
 
 

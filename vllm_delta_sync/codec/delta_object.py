@@ -1,7 +1,6 @@
-"""What a delta object consists of: the step that it belongs to, its metadata, and blocks of tensors.
+"""The parts of a delta object that ``delta_writer`` and ``delta_reader`` share: metadata and blocks of tensors.
 
-``delta_writer`` and ``delta_reader`` share these definitions. A block holds tensors of one dtype; a tensor never spans
-blocks. Block k has the entries ``@k.…``.
+A block contains tensors of one dtype; a tensor never spans blocks. The entries of block k are named ``@k.…``.
 """
 
 from collections.abc import Iterable
@@ -28,21 +27,21 @@ METADATA_KEY = "delta_sync"
 FINGERPRINTS = "@fingerprints"
 
 BLOCK_ELEMENTS = 16 * 1024 * 1024
-"""A writer closes a block once it holds this many elements: bounds scratch memory on both sides."""
+"""A writer closes a block at this many elements, which bounds scratch memory on both sides."""
 Kind = Literal["sparse", "dense", "tiles", "full"]
 KINDS = ("sparse", "dense", "tiles", "full")
 TILES_PARTS = ("ids", "counts", "tables", "streams")
-"""Entries of a block of kind tiles, which is codec ``context``'s."""
+"""Entries of a block of kind tiles, which only codec ``context`` has."""
 Arrays = dict[str, tuple[str, npt.NDArray[Any]]]
-"""Container entries to be: name → (dtype name, bits)."""
+"""Container entries: name → (dtype name, bits)."""
 
 
 @dataclass(frozen=True)
 class DeltaContext:
-    """Which step of which run an object belongs to; a reader refuses one that says otherwise.
+    """The run and versions that an object belongs to; a reader refuses an object with others in its metadata.
 
     Attributes:
-        changed: elements that its document says all its objects carry, None where nothing says so.
+        changed: elements that all objects of its document carry, according to the document; None if unknown.
     """
 
     run: str
@@ -52,13 +51,13 @@ class DeltaContext:
 
 
 def required_features(codec: Codec, compression: Compression) -> list[str]:
-    """The ``requires`` list of a delta manifest."""
+    """The ``requires`` list of a delta's manifest."""
     return sorted({codec, *(("zstd",) if compression == "zstd" and codec != "raw" else ())})
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block of an object: its number there, its element type, how it holds its tensors."""
+    """One block of an object: its number, its element type, and how it stores its tensors."""
 
     index: int
     element: DType
@@ -66,18 +65,18 @@ class Block:
 
     @property
     def name(self) -> str:
-        """What its entries' names begin with, before the dot."""
+        """Prefix of the names of its entries, before the dot."""
         return f"@{self.index}"
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Its row of ``blocks``."""
+        """Its row in the ``blocks`` metadata."""
         return {"dtype": self.element.name, "kind": self.kind}
 
 
 @dataclass(frozen=True)
 class Directory:
-    """Which tensors a block holds: (k,) uint32 ids, ascending; (k,) int64 elements carried of each, and owned."""
+    """Tensors of a block: (k,) uint32 ids, ascending; (k,) int64 elements carried and (k,) int64 elements in all."""
 
     ids: npt.NDArray[np.uint32]
     counts: npt.NDArray[np.int64]
@@ -85,10 +84,10 @@ class Directory:
 
 
 def parse_blocks(rows: list[Any], what: str) -> list[Block]:
-    """The ``blocks`` metadata.
+    """Parse the ``blocks`` metadata.
 
     Raises:
-        FormatError, LimitError: a block without a known dtype and a kind, or too many.
+        FormatError, LimitError: too many blocks, or a block without a kind or a known dtype.
         UnsupportedError: a kind of a later release.
     """
     check_limit(f"{what}: blocks", len(rows), limits.MAX_BLOCK_COUNT, "MAX_BLOCK_COUNT")
@@ -106,15 +105,15 @@ def parse_blocks(rows: list[Any], what: str) -> list[Block]:
 
 
 def read_directory(container: Container, table: TensorTable, block: Block, what: str) -> Directory:
-    """Read and check ``ids``, and ``counts`` where the block is not full.
+    """Read and check ``ids`` and, unless the block is full, ``counts``.
 
     Raises:
-        FormatError: not strictly ascending, or counts that the tensors have not.
-        TensorMismatchError: a tensor that the table has not, or of another dtype.
+        FormatError: ids are not strictly ascending, or a count does not fit its tensor.
+        TensorMismatchError: a tensor is not in the table, or has another dtype.
     """
     ids = _integers(container, f"{block.name}.ids", "U32", what)
     if not ids.size or np.any(ids[1:] <= ids[:-1]):
-        raise FormatError(f"{what}: there are no tensor ids, or they are not strictly ascending")
+        raise FormatError(f"{what}: tensor ids are missing or not strictly ascending")
     if int(ids[-1]) >= len(table):
         raise TensorMismatchError(f"{what}: tensor id {int(ids[-1])} in a table of {len(table)} tensors")
     specs = [table[tensor] for tensor in ids.tolist()]
@@ -138,7 +137,7 @@ def read_directory(container: Container, table: TensorTable, block: Block, what:
 
 @dataclass(frozen=True)
 class OpenedBlock:
-    """A block whose directory is read: the block, its tensors, and what errors call it."""
+    """A block whose directory has been read: the block, its tensors, and its name in errors."""
 
     block: Block
     directory: Directory
@@ -151,10 +150,10 @@ def open_blocks(
     """Read the directories of blocks.
 
     Args:
-        most: elements that they may carry in all: a small object can stand for a large one.
+        most: limit for the elements of all blocks, since a small object may expand to a large one; None: no limit.
 
     Raises:
-        FormatError, TensorMismatchError: see ``read_directory``; also where they carry more than ``most``.
+        FormatError, TensorMismatchError: see ``read_directory``; also if they carry more than ``most`` elements.
     """
     opened = []
     for block in blocks:
@@ -172,10 +171,10 @@ def check_carried(directories: Iterable[Directory], most: int | None, what: str)
 
 
 def bytes_of(container: Container, name: str) -> npt.NDArray[np.uint8]:
-    """An entry of bytes, as a view.
+    """View of an entry of type U8.
 
     Raises:
-        FormatError: it is missing, or of another type.
+        FormatError: the entry is missing or has another type.
     """
     bits = container.bits(name)
     if container.entries[name].dtype.name != "U8":
@@ -184,14 +183,14 @@ def bytes_of(container: Container, name: str) -> npt.NDArray[np.uint8]:
 
 
 def block_ranges(sizes: npt.NDArray[np.int64], most: int) -> list[tuple[int, int]]:
-    """Rows [first, last) of each block, closed once it holds ``most`` elements."""
+    """Rows [first, last) of each block; a block is closed once it has ``most`` elements."""
     ranges = []
-    first = held = 0
+    first = filled = 0
     for row, size in enumerate(sizes.tolist()):
-        held += size
-        if held >= most:
+        filled += size
+        if filled >= most:
             ranges.append((first, row + 1))
-            first, held = row + 1, 0
+            first, filled = row + 1, 0
     if first < sizes.size:
         ranges.append((first, sizes.size))
     return ranges
@@ -207,7 +206,7 @@ def _integers(container: Container, name: str, dtype: str, what: str) -> npt.NDA
 def sizes_by_tensor(
     ids: list[npt.NDArray[np.uint32]], counts: list[npt.NDArray[np.int64]]
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-    """(tensor ids, ascending, elements of all layers)."""
+    """(ascending tensor ids, elements of each tensor in all deltas)."""
     tensors, rows = np.unique(np.concatenate(ids), return_inverse=True)
     sizes = np.zeros(tensors.size, np.int64)
     np.add.at(sizes, rows, np.concatenate(counts))
@@ -215,6 +214,6 @@ def sizes_by_tensor(
 
 
 def batch_starts(sizes: npt.NDArray[np.int64], elements: int) -> npt.NDArray[np.int64]:
-    """Where batches of about so many elements begin in a row of tensors of these sizes."""
+    """Indices at which batches of about ``elements`` elements begin, in a sequence of tensors of these sizes."""
     number = (np.cumsum(sizes) - sizes) // elements
     return np.flatnonzero(np.diff(number, prepend=-1))

@@ -1,4 +1,4 @@
-"""Read a delta object as hostile input: ``decode`` at once, ``LazyDelta`` tensor by tensor.
+"""``decode`` reads a delta object at once, ``LazyDelta`` tensor by tensor; both treat it as hostile input.
 
 ``LazyDelta`` reads and checks the directory of an object (which tensors, how many elements) and its fingerprints first.
 Planes are decoded as the tensors are reached, from compressed bytes that stay in their memory map.
@@ -38,20 +38,20 @@ from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 
 LAZY_ELEMENTS = 1024 * 1024
-"""Tensors are taken in batches of about this many changed elements, those of all parts together."""
+"""Tensors are read in batches of about this many changed elements, over all objects."""
 
 
 def decode(data: Buffer, table: TensorTable, context: DeltaContext, old: BaseLookup | None = None) -> Changes:
-    """Parse and verify a delta object; what it returns is safe to apply to tensors of ``table``.
+    """Parse and verify a delta object; the result is safe to apply to the tensors of ``table``.
 
     Args:
-        old: the bits at the base version. Codec ``context`` needs it, the others do not look at it.
+        old: the bits at the base version; only codec ``context`` needs them.
 
     Raises:
         FormatError, LimitError: malformed, or positions outside their tensor.
-        UnsupportedError: a codec or compression of a later release, or codec ``context`` and no old bits.
+        UnsupportedError: a codec or compression of a later release, or codec ``context`` without base bits.
         ChainError: the object belongs to another run, version or base version.
-        TensorMismatchError: a tensor that the table has not, or another dtype or shape.
+        TensorMismatchError: a tensor is not in the table, or has another dtype or shape.
     """
     what = f"delta object of version {context.version}"
     container = Container(data, what)
@@ -92,8 +92,8 @@ def _decode_blocks(
             changes.sparse.append(packed.BlockReader(container, table, item, compression).take(last))
         elif old is None:
             raise UnsupportedError(
-                f"{what} has codec 'context', which is read with the bits of version {metadata['base_version']} at "
-                "hand; there are none here"
+                f"{what} has codec 'context' and can be decoded only with the weights of its base version "
+                f"{metadata['base_version']}, which are not available here"
             )
         else:
             tiles = ContextBlock.open(container, table, item.block, item.directory, compression, item.what)
@@ -103,7 +103,7 @@ def _decode_blocks(
 
 
 def codec_of(data: Buffer, context: DeltaContext) -> Codec:
-    """Which codec a delta object has.
+    """Codec of a delta object.
 
     Raises:
         FormatError, LimitError, UnsupportedError, ChainError: see ``decode``.
@@ -140,7 +140,8 @@ def _metadata(container: Container, context: DeltaContext, what: str) -> dict[st
     codec, compression = value["codec"], value["compression"]
     if codec not in CODECS or compression not in COMPRESSIONS:
         raise UnsupportedError(
-            f"{what}: codec {codec[:40]!r} with compression {compression[:40]!r} is unknown here; upgrade to read it"
+            f"{what}: codec {codec[:40]!r} with compression {compression[:40]!r} is unknown to this release; upgrade "
+            "to read it"
         )
     if codec == "raw" and (compression != "none" or value["blocks"]):
         raise FormatError(f"{what}: codec 'raw' has no compression and no blocks")
@@ -150,7 +151,7 @@ def _metadata(container: Container, context: DeltaContext, what: str) -> dict[st
 
 
 def entry_names(blocks: list[Block]) -> set[str]:
-    """The entry names of all blocks of an object of a relative codec, no more and no fewer."""
+    """Exactly the entry names of all blocks of an object of a relative codec."""
     tiles = [block for block in blocks if block.kind == "tiles"]
     names = packed.full_entry_names(block for block in blocks if block.kind == "full")
     names |= packed.entry_names([block for block in blocks if block.kind in ("sparse", "dense")])
@@ -158,15 +159,15 @@ def entry_names(blocks: list[Block]) -> set[str]:
 
 
 def check_entries(container: Container, table: TensorTable, known: set[str], codec: str, what: str) -> None:
-    """Raise unless all entries are tensors of the table, or ``known`` and not both, or fingerprints."""
+    """Raise unless each entry is a tensor of the table, in ``known`` (not both), or the fingerprints."""
     tensors = {name for name in container.entries if name in table}
     if tensors & known:
-        raise FormatError(f"{what}: the table has tensors named like entries of codec {codec!r}")
+        raise FormatError(f"{what}: a tensor of the table has the name of an entry of codec {codec!r}")
     unknown = set(container.entries) - known - tensors - {FINGERPRINTS}
     if unknown:
         raise TensorMismatchError(
-            f"{what}: entry {min(unknown)[:120]!r} is no tensor of this run's table and no part of codec {codec!r}; "
-            "the object belongs to another model"
+            f"{what}: entry {min(unknown)[:120]!r} is neither a tensor of this run's table nor an entry of codec "
+            f"{codec!r}; the object belongs to another model"
         )
 
 
@@ -193,22 +194,21 @@ def _fingerprints(container: Container, touched: set[int], what: str) -> dict[in
 
 
 class LazyDelta:
-    """One delta object, whose changed elements are taken in ascending order of tensor id, each once.
+    """A delta object whose tensors are decoded on demand, once each, in ascending order of id.
 
     Args:
-        old: the bits at the base version, as they are when a tensor is taken. Codec ``context`` needs it to take
-            anything, and says nothing before; the others do not look at it.
+        old: the bits at the base version, read when a tensor is taken; only codec ``context`` needs them.
 
     Attributes:
         codec: of the object. version: that it leads to.
         directory: per dtype (ids, counts), (k,) uint32 and int64, ascending by id.
-        full: tensors in full by id, decoded when they are asked for, a block at a time.
+        full: tensors in full by id, decoded on access, a block at a time.
         fingerprints: declared changes, per tensor id.
-        changed: elements carried, those of tensors in full too.
+        changed: elements carried, including those of tensors in full.
 
     Raises:
         UnsupportedError: the object has codec ``raw``.
-        DeltaSyncError: as ``decode``; what is wrong inside a plane is found when it is taken.
+        DeltaSyncError: as ``decode``; damage inside a plane is found when it is taken.
     """
 
     def __init__(self, data: Buffer, table: TensorTable, context: DeltaContext, old: BaseLookup | None = None) -> None:
@@ -219,8 +219,8 @@ class LazyDelta:
         self.codec = metadata["codec"]
         if self.codec not in RELATIVE:
             raise UnsupportedError(
-                f"{what} has codec {self.codec!r}, which holds new values and no distances: only versions of codecs "
-                f"{' and '.join(map(repr, RELATIVE))} can be folded into an object"
+                f"{what} has codec {self.codec!r}, which has new values instead of distances; only objects of codecs "
+                f"{' and '.join(map(repr, RELATIVE))} can be merged"
             )
         blocks, compression = parse_blocks(metadata["blocks"], what), metadata["compression"]
         check_entries(container, table, entry_names(blocks), self.codec, what)
@@ -249,13 +249,13 @@ class LazyDelta:
         self.changed += sum(tensor.bits.size for tensor in named)
 
     def take(self, dtype: str, stop: int) -> list[Sparse]:
-        """Changed elements of this dtype's tensors with an id below ``stop`` that were not taken yet.
+        """Changed elements, not taken yet, of this dtype's tensors with an id below ``stop``.
 
-        No tensor is in two of the groups.
+        A tensor is in one group only.
 
         Raises:
-            FormatError, LimitError: a plane or stream is damaged, or made against other bits.
-            UnsupportedError: the object has codec ``context``, and there are no old bits.
+            FormatError, LimitError: a plane or stream is damaged, or was made against other bits.
+            UnsupportedError: the object has codec ``context``, and there are no base bits.
         """
         found = []
         for reader in self._readers:
@@ -265,23 +265,23 @@ class LazyDelta:
         return found
 
     def check(self) -> None:
-        """Read what can be read without the bits at the base version, and was not read before: tables of blocks.
+        """Check the tables of blocks, which need no base bits and are otherwise read on demand.
 
         Raises:
-            FormatError, LimitError: one of them is malformed.
+            FormatError, LimitError: a table is malformed.
         """
         for reader in self._readers:
             if isinstance(reader, _ContextReader):
                 reader.open()
 
     def pieces(self) -> Iterator[Changes]:
-        """The whole object, piece by piece, see ``pieces_of``."""
+        """All changes of the object, piece by piece; see ``pieces_of``."""
         return pieces_of([self])
 
 
 class _ContextReader:
-    """One block of codec ``context``, see ``packed.BlockReader``. Its tables are held from the first tensor to the
-    last, since an object may have thousands of blocks."""
+    """Reads a block of codec ``context``, like ``packed.BlockReader``. Its tables stay in memory only from its first
+    tensor to its last, since an object may have thousands of blocks."""
 
     def __init__(
         self,
@@ -304,8 +304,8 @@ class _ContextReader:
     def take(self, last: int) -> Sparse:
         if self._old is None:
             raise UnsupportedError(
-                f"{self._what} is of codec 'context', which is read with the weights of the base version at hand; "
-                "there are none here"
+                f"{self._what} has codec 'context' and can be decoded only with the weights of its base version, "
+                "which are not available here"
             )
         first, self.row = self.row, last
         tables = self._tables or self.open()
@@ -314,17 +314,16 @@ class _ContextReader:
 
 
 def pieces_of(parts: Sequence[LazyDelta]) -> Iterator[Changes]:
-    """All that the objects of one document change, piece by piece: what ``decode`` gives of them, in the memory
-    of a few tensors.
+    """The changes that ``decode`` returns for the objects of one document, piece by piece in the memory of few tensors.
 
-    A tensor is in one piece only. It is taken from all objects before the piece is handed out: who applies the pieces
-    to the weights that the objects' ``old`` shows may do so one by one.
+    A tensor is in one piece only, and is read from all objects before that piece is yielded. So each piece may be
+    applied at once, even to the weights that the objects' ``old`` reads.
 
     Args:
-        parts: no tensor that one of them carries in full is in another.
+        parts: a tensor that one of them carries in full is in no other.
 
     Raises:
-        FormatError, LimitError: a plane is damaged; pieces before it were handed out.
+        FormatError, LimitError: a plane is damaged; earlier pieces were already yielded.
         UnsupportedError: see ``LazyDelta.take``.
     """
     for dtype in sorted({dtype for part in parts for dtype in part.directory}):
@@ -350,7 +349,10 @@ def _merged(directories: list[Directory]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def batch_stops(parts: Sequence[LazyDelta], dtype: str, end: int, table: TensorTable | None = None) -> list[int]:
-    """Ids at which batches of about LAZY_ELEMENTS end, changed ones or, with a table, all; the last one is ``end``."""
+    """Ids at which batches end; the last one is ``end``.
+
+    A batch has about LAZY_ELEMENTS changed elements, or, if ``table`` is given, elements of its tensors.
+    """
     rows = [part.directory[dtype] for part in parts if dtype in part.directory]
     if not rows:
         return [end]

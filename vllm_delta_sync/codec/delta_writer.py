@@ -1,4 +1,4 @@
-"""Encode changes as a delta object: ``encode`` chooses a codec and wraps its entries in a container."""
+"""``encode`` serializes changes as a delta object: the entries of a codec in a safetensors container."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,15 +29,15 @@ def encode(
 ) -> bytes:
     """Serialize changes as one safetensors object (docs/FORMAT.md, Delta objects).
 
-    ``packed`` and ``context`` take relative groups, ``raw`` absolute ones. ``raw`` is never compressed: it is the
-    interchange layout that others read directly.
+    ``packed`` and ``context`` take relative groups, ``raw`` absolute ones. ``raw`` is never compressed: other
+    programs read it directly.
 
     Args:
-        old: the bits that the changes start from. Codec ``context`` needs it, the others do not look at it.
+        old: the bits at the base version; only codec ``context`` needs them.
 
     Raises:
         UsageError: the groups do not suit the codec, tensor names clash with the codec's suffixes, or codec ``context``
-            has no old bits.
+            has no base bits.
     """
     if any(group.relative != (codec in RELATIVE) for group in changes.sparse):
         raise UsageError(f"codec {codec!r} takes {'ULP distances' if codec in RELATIVE else 'absolute values'}")
@@ -46,7 +46,7 @@ def encode(
         entries, more = packed.encode_full(changes.full, table, compression, len(rows))
         arrays, rows = arrays | entries, rows + more
     else:
-        # Under its own name anybody can read it.
+        # Any safetensors reader can read a tensor under its own name.
         for tensor in changes.full:
             spec = table[tensor.id]
             arrays[spec.name] = (spec.dtype, tensor.bits.reshape(spec.shape))
@@ -62,20 +62,20 @@ def encode_sparse(
     if codec == "raw":
         return raw.encode(groups, table), []
     if old is None:
-        raise UsageError("codec 'context' codes changes by what was there before: pass the bits of the base version")
+        raise UsageError("codec 'context' needs the bits of the base version; pass old")
     from vllm_delta_sync.codec.context import coder
 
     return coder.encode(groups, table, compression, old)
 
 
 def fingerprint_lanes(fingerprints: Mapping[int, Fingerprint]) -> npt.NDArray[np.uint64]:
-    """(k, 2) low and high of each tensor's change, ascending by id."""
+    """(k, 2) low and high lane of each tensor's fingerprint change, ascending by id."""
     lanes = [(fingerprints[tensor].low, fingerprints[tensor].high) for tensor in sorted(fingerprints)]
     return np.array(lanes, "<u8").reshape(len(lanes), 2)
 
 
 def metadata_text(codec: Codec, compression: Compression, context: DeltaContext, rows: list[dict[str, Any]]) -> str:
-    """The ``delta_sync`` metadata of an object with these ``blocks``."""
+    """The ``delta_sync`` metadata of an object; ``rows``: its ``blocks``."""
     metadata = {
         "format_version": FORMAT_VERSION,
         "run": context.run,

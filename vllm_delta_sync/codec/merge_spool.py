@@ -1,4 +1,7 @@
-"""Write a delta object of a relative codec piece by piece: what is in memory is one block, or one tensor."""
+"""``DeltaSpool`` writes a delta object of a relative codec piece by piece, with one block or tensor in memory.
+
+Merged deltas are written this way; ``delta_writer.encode`` writes an object at once.
+"""
 
 import os
 from collections.abc import Mapping
@@ -23,21 +26,21 @@ from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Full, Sparse
 
 SPOOL_ELEMENTS = 2 * 1024 * 1024
-"""A block is closed once it holds this many elements: fewer than in what a publisher writes, for less scratch."""
+"""A block is closed at this many elements; fewer than in a publisher's objects, to save scratch memory."""
 COPY_BYTES = 4 * 1024 * 1024
 
 
 class DeltaSpool:
-    """A delta object in the making.
+    """A delta object under construction.
 
-    The pieces lie in a file of ``folder`` until ``finish`` puts them in the container's order. Nothing is made
-    durable: the file is on its way to a bucket. ``close`` removes the pieces, finished or not.
+    The pieces are in a scratch file in ``folder`` until ``finish`` copies them in the container's order. Nothing is
+    fsynced, since the object is uploaded from here. ``close`` removes the scratch file, finished or not.
 
     Args:
         codec: ``packed`` or ``context``. old: the bits at the base version, which codec ``context`` needs.
 
     Attributes:
-        bytes: taken by the pieces so far. changed: elements. tensors: ids carried. full: how many of them in full.
+        bytes: of the pieces so far. changed: elements. tensors: ids carried. full: number of them sent in full.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class DeltaSpool:
         self._file: IO[bytes] = self._path.open("w+b")
 
     def add(self, piece: Sparse | Full) -> None:
-        """Append changed elements (ULP distances), or a tensor in full. No tensor may come twice.
+        """Append changed elements (ULP distances) or a tensor in full; a tensor may come only once.
 
         Raises:
             StoreError: the disk is full.
@@ -88,14 +91,14 @@ class DeltaSpool:
             self._write(spec.name, spec.dtype, spec.shape, tensor.bits)
             return
         self._whole.append(tensor)
-        if sum(held.bits.size for held in self._whole) >= SPOOL_ELEMENTS:
+        if sum(full.bits.size for full in self._whole) >= SPOOL_ELEMENTS:
             self._flush_full()
 
     def finish(self, path: Path, fingerprints: Mapping[int, Fingerprint]) -> ObjectRef:
-        """Write the object to ``path`` and say what it is.
+        """Write the object to ``path`` and return its reference.
 
         Args:
-            fingerprints: change per tensor id; those of the tensors carried are taken.
+            fingerprints: change per tensor id; only those of carried tensors are used.
 
         Raises:
             StoreError: the disk is full.
@@ -117,7 +120,7 @@ class DeltaSpool:
                     while left:
                         piece = self._file.read(min(left, COPY_BYTES))
                         if not piece:
-                            raise StoreError(f"scratch file {self._path.name!r} was cut off by somebody; try again")
+                            raise StoreError(f"another process truncated scratch file {self._path.name!r}; try again")
                         digest.update(piece)
                         file.write(piece)
                         left -= len(piece)
@@ -127,8 +130,8 @@ class DeltaSpool:
         return ObjectRef(key=object_key(digest.hexdigest()), bytes=size, sha256=digest.hexdigest())
 
     def close(self) -> None:
-        """Remove the pieces; safe to call twice."""
-        with suppress(OSError):  # where the disk is full, what is still in a buffer cannot be written, and need not be
+        """Remove the scratch file; safe to call twice."""
+        with suppress(OSError):  # flushing the buffer fails if the disk is full; the file is removed anyway
             self._file.close()
         self._path.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Element types by their safetensors name, and the integer view that the wire works on."""
+"""``DType``: element types by safetensors name, their integer views, and the values of their bit patterns."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -54,7 +54,7 @@ DTYPES: dict[str, DType] = {
 
 
 def dtype_of(name: str, what: str) -> DType:
-    """Look an element type up.
+    """Look up an element type.
 
     Raises:
         FormatError: the name is not one of DTYPES.
@@ -67,7 +67,7 @@ def dtype_of(name: str, what: str) -> DType:
 
 Values = npt.NDArray[np.float64]
 
-# A pattern that has all these bits is NaN or infinite; the 8-bit kinds E4M3 and E8M0 have no infinity.
+# A pattern with all these bits set is NaN or infinite; E4M3 and E8M0 have no infinity.
 _NONFINITE: dict[str, int] = {
     "BF16": 0x7F80,
     "F16": 0x7C00,
@@ -81,12 +81,12 @@ _NUMPY: dict[str, str] = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 
 
 def has_values(element: DType) -> bool:
-    """Whether patterns stand for real numbers, some of which are not finite; not so for integers."""
+    """Whether the dtype is a floating-point type, with patterns that are not finite."""
     return element.name in _NONFINITE
 
 
 def count_nonfinite(element: DType, bits: npt.NDArray[np.unsignedinteger]) -> int:
-    """How many of ``bits`` (n,) are NaN or infinite; 0 for integers."""
+    """Number of NaN or infinite patterns in ``bits`` (n,); 0 for integers."""
     if element.name not in _NONFINITE:
         return 0
     mask = element.uint.type(_NONFINITE[element.name])
@@ -94,8 +94,8 @@ def count_nonfinite(element: DType, bits: npt.NDArray[np.unsignedinteger]) -> in
 
 
 def values_of(element: DType, bits: npt.NDArray[np.unsignedinteger]) -> Values:
-    """The numbers that ``bits`` (n,) of a floating-point dtype stand for, exactly, as (n,) float64."""
-    # Converting a NaN that signals is what numpy warns of.
+    """Exact values of ``bits`` (n,) of a floating-point dtype, as (n,) float64."""
+    # numpy warns when it converts a signaling NaN.
     with np.errstate(invalid="ignore"):
         if element.name == "BF16":
             return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)

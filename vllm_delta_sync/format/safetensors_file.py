@@ -1,9 +1,9 @@
-"""The safetensors container, read as hostile input and written with one byte order for one content.
+"""``Container`` reads a safetensors file as hostile input; ``write_container`` and ``write_anchor`` write one.
 
-The safetensors library opens what is written here. Reading is done here too, because a bucket is not trusted:
-duplicate keys, holes, overlaps and absurd sizes are refused before anything is allocated, and buffers are not
-copied. Writing is done here because digests and golden files need one canonical header, and anchors are written
-tensor by tensor.
+The safetensors library can read these files. This module has its own reader because a bucket is not trusted: it refuses
+duplicate keys, holes, overlaps and absurd sizes before it allocates, and does not copy buffers. It has its own writer
+because digests and golden files need one canonical header, and because anchors are written tensor by tensor. An anchor
+object is a full snapshot as an ordinary checkpoint shard.
 """
 
 import json
@@ -40,7 +40,7 @@ class Entry:
 
 
 def layout(entries: Mapping[str, tuple[DType, tuple[int, ...]]]) -> dict[str, Entry]:
-    """Place entries: widest elements first, then by name, without holes, so that every tensor is aligned."""
+    """Place entries without holes: widest elements first, then by name, so that every tensor is aligned."""
     placed: dict[str, Entry] = {}
     cursor = 0
     for name in sorted(entries, key=lambda name: (-entries[name][0].itemsize, name.encode())):
@@ -66,7 +66,7 @@ def header_bytes(placed: Mapping[str, Entry], metadata: Mapping[str, str]) -> by
 
 
 def write_container(arrays: Mapping[str, tuple[str, npt.NDArray[Any]]], metadata: Mapping[str, str]) -> bytes:
-    """Serialize (dtype name, array) pairs; arrays hold bits of that dtype and any shape."""
+    """Serialize (dtype name, array) pairs; an array has any shape and holds bits of its dtype."""
     placed = layout({name: (dtype_of(dtype, name), array.shape) for name, (dtype, array) in arrays.items()})
     pieces: list[bytes | memoryview] = [header_bytes(placed, metadata)]
     pieces += [np.ascontiguousarray(arrays[name][1]).reshape(-1).view(np.uint8).data for name in placed]
@@ -81,7 +81,7 @@ class Container:
         entries: by name.
 
     Raises:
-        FormatError: truncated, or the header is not exactly one description of the bytes that follow it.
+        FormatError: truncated, or the header does not describe each byte that follows exactly once.
         LimitError: the header or a declared size is above its limit.
     """
 
@@ -102,7 +102,7 @@ class Container:
         self._data = view[_LENGTH_BYTES + header_size :]
         self.metadata = self._metadata(header.pop("__metadata__", {}))
         self.entries = {name: self._entry(name, value) for name, value in header.items()}
-        self._check_cover()
+        self._check_no_gaps()
 
     def _metadata(self, value: object) -> dict[str, str]:
         if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
@@ -129,7 +129,7 @@ class Container:
             raise FormatError(f"{what}: shape {shape} of {dtype} does not take {end - start} bytes")
         return Entry(element, tuple(shape), start, end)
 
-    def _check_cover(self) -> None:
+    def _check_no_gaps(self) -> None:
         cursor = 0
         for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].start, item[1].end)):
             if entry.start != cursor:
@@ -156,18 +156,18 @@ def _integers(value: object) -> bool:
 
 
 def aligned(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """``bits``, copied if its memory is not aligned to its elements (compiled loops need that)."""
+    """``bits``, copied if its memory is not aligned to its elements; compiled loops need alignment."""
     return bits if bits.flags.aligned else bits.copy()
 
 
 def write_anchor(path: Path, table: TensorTable, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Write every tensor of the table to one file, in whatever order they come; durable on return.
+    """Write every tensor of the table to one file; durable on return.
 
     Args:
-        tensors: (checkpoint name, flat (numel,) unsigned bits) pairs; one at a time is held.
+        tensors: (checkpoint name, flat (numel,) unsigned bits) pairs in any order; kept in memory one at a time.
 
     Raises:
-        TensorMismatchError: a tensor is unknown, twice, missing, or has another width or size than the table says.
+        TensorMismatchError: a tensor is unknown, repeated, missing, or differs from the table in width or size.
         StoreError: the disk is full or not writable.
     """
     placed = layout({spec.name: (spec.element, spec.shape) for spec in table})
@@ -186,7 +186,7 @@ def write_anchor(path: Path, table: TensorTable, tensors: Iterable[tuple[str, np
                 pending.discard(name)
                 file.seek(len(header) + placed[name].start)
                 file.write(np.ascontiguousarray(bits).view(np.uint8).data)
-                # Let go of it before the next one is made.
+                # Free this tensor before the iterator makes the next one.
                 del bits
             file.truncate(len(header) + table.full_bytes)
             file.flush()
@@ -198,25 +198,25 @@ def write_anchor(path: Path, table: TensorTable, tensors: Iterable[tuple[str, np
 
 
 def shard_tables(table: TensorTable, shard_bytes: int) -> list[TensorTable]:
-    """Cut a table into pieces of at most ``shard_bytes``, in its order; a larger tensor is a piece of its own.
+    """Split a table, in order, into tables of at most ``shard_bytes``; a larger tensor gets its own table.
 
     Raises:
-        LimitError: they are more than an anchor can list.
+        LimitError: there are more shards than an anchor can list.
     """
     pieces: list[list[TensorSpec]] = []
-    held = 0
+    filled = 0
     for spec in table:
-        if not pieces or held + spec.nbytes > shard_bytes:
+        if not pieces or filled + spec.nbytes > shard_bytes:
             pieces.append([])
-            held = 0
+            filled = 0
         pieces[-1].append(spec)
-        held += spec.nbytes
+        filled += spec.nbytes
     check_object_count(len(pieces), shard_bytes, table.full_bytes)
     return [TensorTable(piece) for piece in pieces]
 
 
 def read_anchor(data: Buffer, table: TensorTable, what: str) -> Container:
-    """Parse an anchor shard and check that its tensors are the table's.
+    """Parse an anchor shard and check its tensors against the table.
 
     Raises:
         FormatError, LimitError: malformed container.

@@ -140,7 +140,7 @@ class PartialState:
             found[name] = [next(kept)[1] if box.numel else empty.copy() for box in wanted]
         return found
 
-    def old(self, tensor: int) -> BaseTensor:
+    def base_tensor(self, tensor: int) -> BaseTensor:
         """Nothing is held whole: raises UnsupportedError."""
         raise UnsupportedError(
             f"tensor {self._table[tensor].name!r} is held in parts, and an object of codec 'context' was not announced "

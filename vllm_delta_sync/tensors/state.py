@@ -1,4 +1,4 @@
-"""All tensors of one version in memory, moved from version to version with the fingerprint checked each time."""
+"""``ModelState``: all tensors of one version in memory; each move to another version is checked by fingerprint."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -13,7 +13,7 @@ from vllm_delta_sync.tensors.changes import Changes, Sparse
 _ALIGNMENT = 64
 
 AllocateBits = Callable[[TensorTable], Sequence[Bits]]
-"""Gives the memory that the bits of a model lie in: per tensor id, flat (numel,) writable unsigned bits."""
+"""Allocates a model's bits: tensor table → per tensor id, flat (numel,) writable unsigned bits."""
 
 
 class ModelState:
@@ -25,20 +25,20 @@ class ModelState:
         fingerprints: per tensor id.
 
     Args:
-        room: where the bits lie; None: each tensor has memory of its own.
+        allocate: gives the memory for the bits; None: one array per tensor.
 
     Raises:
-        TensorMismatchError: a tensor is missing, unknown or of another size. Whatever ``room`` raises.
+        TensorMismatchError: a tensor is missing, unknown or of another size. Also the errors of ``allocate``.
     """
 
     def __init__(
         self,
         table: TensorTable,
         tensors: Iterable[tuple[str, Bits]],
-        room: AllocateBits | None = None,
+        allocate: AllocateBits | None = None,
     ) -> None:
         self.table = table
-        places = None if room is None else room(table)
+        places = None if allocate is None else allocate(table)
         found: dict[int, Bits] = {}
         for name, bits in tensors:
             spec = table.by_name(name)
@@ -65,14 +65,14 @@ class ModelState:
         return total
 
     def base_tensor(self, tensor: int) -> BaseTensor:
-        """A tensor as it is now, for a delta that builds on it (``Old``): a view."""
+        """View of a tensor's current bits; a ``BaseLookup`` for a delta that builds on this version."""
         return BaseTensor(self.bits[tensor])
 
     def apply(self, changes: Changes) -> None:
-        """Move to the next version in place.
+        """Move to another version in place.
 
         Raises:
-            FingerprintError: a tensor did not come out as the object declares; the state is then unusable.
+            FingerprintError: a tensor does not have the declared fingerprint; the state is then unusable.
         """
         measured: dict[int, Fingerprint] = {}
         for group in changes.sparse:
@@ -86,7 +86,7 @@ class ModelState:
             if measured.get(tensor) != declared:
                 raise FingerprintError(
                     f"tensor {self.table[tensor].name!r} does not have the declared fingerprint after the change: "
-                    "the object was made against other weights, or is damaged"
+                    "the object is damaged, or was made against other weights"
                 )
             self.fingerprints[tensor] += declared
 
@@ -102,9 +102,9 @@ class ModelState:
 
 
 def contiguous_buffer(allocate: Callable[[int], np.ndarray]) -> AllocateBits:
-    """Room in one stretch of memory, each tensor aligned. Args: allocate: gives a (bytes,) uint8 array."""
+    """Put all tensors, aligned, into one buffer. Args: allocate: number of bytes → (bytes,) uint8 array."""
 
-    def room(table: TensorTable) -> list[Bits]:
+    def place(table: TensorTable) -> list[Bits]:
         starts = []
         end = 0
         for spec in table:
@@ -117,4 +117,4 @@ def contiguous_buffer(allocate: Callable[[int], np.ndarray]) -> AllocateBits:
             for start, spec in zip(starts, table, strict=True)
         ]
 
-    return room
+    return place

@@ -1,9 +1,13 @@
-"""Static entropy coding by tables: asymmetric numeral systems, as codec ``context`` uses them.
+"""Tables of codec ``context``: entropy coding (``encoding``, ``decoding``) and classes (``choose_thresholds``).
 
-A coder's state is one of STATES; a symbol of frequency f out of STATES takes about STATE_BITS − log2 f bits. All tables
-have one size, so that each symbol may be coded by another one. Numbers of any size are split into a token, which has a
-frequency, and raw bits. docs/FORMAT.md, "Codec context", says exactly how. The method: J. Duda, "Asymmetric numeral
-systems", arXiv:1311.2540.
+Entropy coding uses asymmetric numeral systems with static tables (J. Duda, "Asymmetric numeral systems",
+arXiv:1311.2540). A coder's state is one of STATES; a symbol of frequency f out of STATES takes about
+STATE_BITS − log2 f bits. All tables have the same size, so each symbol may use another table. A number of any size is
+split into a token, which has a frequency, and raw bits. docs/FORMAT.md, "Codec context", specifies this.
+
+A class is a set of elements with similar old bits, coded by the same tables. A weight changes if its update exceeds
+half the distance to the next number, and the weight's exponent determines that distance. So small weights change often,
+and large ones hardly ever.
 """
 
 from typing import NamedTuple
@@ -16,17 +20,17 @@ from vllm_delta_sync.format.dtypes import DType
 STATE_BITS = 10
 STATES = 1 << STATE_BITS
 STRIDE = STATES // 2 + STATES // 8 + 3
-"""How far apart the states of one symbol are laid; odd, so that all states are reached."""
+"""Distance between the states of one symbol; odd, so that all states are reached."""
 TOKENS = 256
-"""Size of an alphabet: 64-bit numbers have tokens below 252, and a gap's token is one more."""
+"""Size of an alphabet: 64-bit numbers have tokens below 252, and a gap's token is increased by one."""
 
 Frequencies = npt.NDArray[np.uint16]
 
 
 Decoding = npt.NDArray[np.uint32]
-"""(tables, STATES), gaps and values by turns, by state, from the lowest bits on: what to add the bits read to for the
-next state (12 bits), how many bits to read (4), how many raw bits follow them (6), token (8). In one word, since what
-takes time is to wait for it."""
+"""(tables, STATES) entries by state; tables of gaps and of values alternate. Fields from the lowest bit: base of the
+next state, to which the bits read are added (12 bits), number of bits to read (4), number of raw bits that follow (6),
+token (8). They share one word because the latency of loading it limits the speed."""
 
 
 class Encoding(NamedTuple):
@@ -38,7 +42,7 @@ class Encoding(NamedTuple):
 
 
 def token_ranges() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """(TOKENS,) smallest number of each token, and how many raw bits follow it."""
+    """(TOKENS,) smallest number of each token, and (TOKENS,) number of its raw bits."""
     tokens = np.arange(TOKENS, dtype=np.uint64)
     bits = np.maximum(tokens // 4, 1) - 1
     firsts = np.where(tokens < 8, tokens, (4 + tokens % 4) << bits)
@@ -46,12 +50,12 @@ def token_ranges() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
 
 
 def normalized(counts: npt.NDArray[np.int64]) -> Frequencies:
-    """(TOKENS,) counts → frequencies that add up to STATES, at least 1 for whatever occurs; zeros for no counts."""
+    """(TOKENS,) counts → frequencies that add up to STATES, at least 1 for a token that occurs; all 0 if none does."""
     total = int(counts.sum())
     if not total:
         return np.zeros(TOKENS, np.uint16)
     found = np.maximum(np.round(counts * (STATES / total)).astype(np.int64), (counts > 0).astype(np.int64))
-    # What rounding left over goes where it costs or saves the most bits.
+    # Correct the sum after rounding where that saves the most or costs the fewest bits.
     while (excess := int(found.sum()) - STATES) != 0:
         step = -1 if excess > 0 else 1
         able = found > 1 if excess > 0 else counts > 0
@@ -68,7 +72,7 @@ def starts_of(frequencies: Frequencies) -> Frequencies:
 
 
 def decoding(frequencies: Frequencies) -> Decoding:
-    """Tables of (tables, TOKENS) frequencies; rows of zeros give tables of token 0 that read nothing."""
+    """Decoding tables for (tables, TOKENS) frequencies; a row of zeros gives a table of token 0 that reads no bits."""
     from vllm_delta_sync.codec.context import shared_kernels
 
     tables = np.zeros((frequencies.shape[0], STATES), np.uint32)
@@ -77,7 +81,7 @@ def decoding(frequencies: Frequencies) -> Decoding:
 
 
 def encoding(frequencies: Frequencies) -> Encoding:
-    """Tables of (tables, TOKENS) frequencies."""
+    """Encoding tables for (tables, TOKENS) frequencies."""
     from vllm_delta_sync.codec.context import shared_kernels
 
     states = np.zeros((frequencies.shape[0], STATES), np.uint16)
@@ -86,26 +90,26 @@ def encoding(frequencies: Frequencies) -> Encoding:
 
 
 KEYS = 256
-MOST_CLASSES = 6
+MAX_CHOSEN_CLASSES = 6
 _TABLE_BITS = 400.0
-"""What a further class costs, about: a table of gaps with some 35 tokens, and the ends it adds to tiles."""
+"""Approximate cost of another class: a table of gaps with some 35 tokens, and more ends in tiles."""
 _TOKEN_BITS = 8.0
 _SMALL = 1e-12
 
 
 def dropped_bits(element: DType) -> np.uint64:
-    """How many of the highest bits do not count for an element's key: the sign of a float."""
+    """Number of highest bits that an element's key omits: 1 for the sign of a float, else 0."""
     return np.uint64(1 if element.is_float else 0)
 
 
 def choose_thresholds(
     owned: npt.NDArray[np.float64], tokens: npt.NDArray[np.int64], tiles: int
 ) -> npt.NDArray[np.uint8]:
-    """Keys at which the second and later classes begin: the cheapest of all ways to cut the keys.
+    """Keys at which the second and later classes begin; the cheapest partition of all keys, by dynamic programming.
 
     Args:
-        owned: (KEYS,) elements of each key, at least those that changed. tokens: (KEYS, TOKENS) value tokens of the
-            elements that changed. tiles: with changes; each of them ends each class.
+        owned: (KEYS,) elements of each key, at least the changed ones. tokens: (KEYS, TOKENS) value tokens of the
+            changed elements. tiles: number of tiles with changes; each class has an end in each of them.
 
     Returns:
         (classes − 1,) ascending.
@@ -115,7 +119,7 @@ def choose_thresholds(
         return np.empty(0, np.uint8)
     owned_sums = np.concatenate([[0.0], np.cumsum(owned[used])])
     token_sums = np.concatenate([np.zeros((1, tokens.shape[1]), np.int64), np.cumsum(tokens[used], axis=0)])
-    best = np.full((MOST_CLASSES + 1, used.size + 1), np.inf)
+    best = np.full((MAX_CHOSEN_CLASSES + 1, used.size + 1), np.inf)
     cuts = np.zeros(best.shape, np.int64)
     best[0, 0] = 0.0
     for stop in range(1, used.size + 1):
@@ -133,7 +137,7 @@ def choose_thresholds(
 
 
 def _bits(owned: npt.NDArray[np.float64], tokens: npt.NDArray[np.int64], tiles: int) -> npt.NDArray[np.float64]:
-    """Bits that classes of so many elements and such value tokens take: positions, values, tables, ends of tiles."""
+    """Bits that classes with these elements and value tokens take: positions, values, tables, ends in tiles."""
     changed = tokens.sum(axis=1)
     share = np.clip(changed / np.maximum(owned, 1.0), _SMALL, 1 - _SMALL)
     positions = -owned * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
