@@ -11,10 +11,11 @@ from typing import Any, Protocol, Self
 from trainer_side.diff.baseline import Baseline
 from vllm_delta_sync.bucket.parallel import begun, ended
 from vllm_delta_sync.bucket.thread_pool import SLICE_SECONDS
-from vllm_delta_sync.codec.delta_object import Codec, required_features
+from vllm_delta_sync.codec.delta_object import required_features
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import LimitError, StoreError
 from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.codecs import BASE_CODECS, RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.documents import Anchor
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Base, Break, Manifest, ObjectRef, Quarantine, Sidecar, object_key, timestamp
@@ -246,11 +247,11 @@ def delta(
         parent=parent.digest,
         breaks=breaks,
         # Codec context is decoded with the bits of before, which is what taking it back would have to come to.
-        reversible=changes.reversible and not (objects and codec == "context"),
+        reversible=changes.reversible and not (objects and codec in BASE_CODECS),
         epoch=epoch,
         quarantine=_quarantine(reasons, parent),
         codec=codec if objects else None,
-        compression=("none" if codec == "raw" else compression) if objects else None,
+        compression=(compression if codec in RELATIVE_CODECS else "none") if objects else None,
         requires=required_features(codec, compression) if objects else [],
         objects=objects,
         sidecars=list(sidecars),

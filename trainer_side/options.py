@@ -11,9 +11,9 @@ import torch
 
 from trainer_side.diff.buffers import Place
 from trainer_side.gate import Gate
-from vllm_delta_sync.codec.delta_object import Codec
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.settings import client_settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import HEAD_SECONDS, MAX_HEAD_SECONDS

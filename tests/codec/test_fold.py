@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, patterns, random_bits, state_of
 from vllm_delta_sync.codec import merge as folding
 from vllm_delta_sync.codec import merge_kernels
-from vllm_delta_sync.codec.delta_object import Codec
 from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.merge import merge_changes, warm_up
 from vllm_delta_sync.errors import ChainError, FingerprintError
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.golden.regenerate import DIRECTORY, SIGNED, TREE
-from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS, CODECS
+from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS
 from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.codecs import CODECS, FEATURES
 from vllm_delta_sync.format.documents import (
     KEYS_KEY,
     Anchor,
@@ -25,7 +26,7 @@ from vllm_delta_sync.format.documents import (
     merged_delta_key,
 )
 from vllm_delta_sync.format.dtypes import DTYPES
-from vllm_delta_sync.format.manifest import FEATURES, Document, Head, Manifest, RunInfo, object_key, version_key
+from vllm_delta_sync.format.manifest import Document, Head, Manifest, RunInfo, object_key, version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.key_list import CHANGES_PREFIX
 from vllm_delta_sync.run.checks import PLAUSIBLE_RANKS, document_limit, object_limit

@@ -31,6 +31,7 @@ from vllm_delta_sync.errors import (
     UsageError,
 )
 from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format.codecs import RelativeCodec
 from vllm_delta_sync.format.manifest import HEAD_KEY, ObjectRef, object_key, version_key
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -38,7 +39,6 @@ from vllm_delta_sync.maintenance import rolling_weights
 from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.maintenance.compact import StoppedError, compact, due_folds, make_anchor, make_fold, upkeep
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
-from vllm_delta_sync.maintenance.merge_writer import Folding
 from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.run import restore as chain_read
@@ -49,7 +49,7 @@ from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.verify.verify import verify_run
 
 CREATED = "2026-01-02T03:04:05Z"
-CODECS: tuple[Folding, Folding] = ("packed", "context")
+CODECS: tuple[RelativeCodec, RelativeCodec] = ("packed", "context")
 T = TypeVar("T")
 
 
@@ -61,7 +61,7 @@ def make(folder: Path, versions: int = 0, **options: Any) -> Written:
     return written
 
 
-def grown(folder: Path, versions: int, codec: Folding = "context") -> Written:
+def grown(folder: Path, versions: int, codec: RelativeCodec = "context") -> Written:
     """A run of small tensors of which each version changes much."""
     written = Written(folder / "run", table=SMALL)
     for _ in range(versions):
@@ -125,7 +125,7 @@ def test_tensors_in_full_and_changes_after_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_several_objects(tmp_path: Path, codec: Folding, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_objects(tmp_path: Path, codec: RelativeCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spooling, "SPOOL_ELEMENTS", 1)
     written = make(tmp_path, 4)
     folded = make_fold(written.run, 0, 4, object_bytes=1, codec=codec, weights=RollingWeights(written.run))
@@ -228,7 +228,9 @@ def test_gc_that_removed_an_object_meanwhile(tmp_path: Path, kind: type[side.Mer
 
 
 @pytest.mark.parametrize(("codec", "batch"), [("packed", 1), ("packed", 100), ("context", 100), ("context", 1 << 20)])
-def test_ranges_over_codec_context(tmp_path: Path, codec: Folding, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_over_codec_context(
+    tmp_path: Path, codec: RelativeCodec, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In pieces of any size, with tensors in full before, between and after deltas of both codecs."""
     monkeypatch.setattr(reading, "LAZY_ELEMENTS", batch)
     monkeypatch.setattr(spooling, "SPOOL_ELEMENTS", 20)
@@ -292,7 +294,7 @@ def test_weights_go_on_from_where_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_compact_and_then_collect(tmp_path: Path, codec: Folding) -> None:
+def test_compact_and_then_collect(tmp_path: Path, codec: RelativeCodec) -> None:
     written = grown(tmp_path, 17)
     report = compact(written.run, codec=codec)
     assert (report.folds, report.skipped) == ([(0, 4), (4, 8), (8, 12), (12, 16), (0, 16)], [])

@@ -14,10 +14,10 @@ from tests.support.samples import RunWriter, nudge, random_bits, state_of
 from tests.support.written import reference_run, save_base
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.codec.delta_object import Codec
 from vllm_delta_sync.errors import DeltaSyncError, DigestError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.manifest import Head
 from vllm_delta_sync.format.safetensors_file import shard_tables
 from vllm_delta_sync.format.table import TensorSpec, TensorTable

@@ -8,11 +8,12 @@ import numpy as np
 from hypothesis import strategies as st
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.codec.delta_object import RELATIVE, Codec, DeltaContext, required_features
+from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.documents import Anchor, KeyEntry, KeyFile, MergedDelta
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
@@ -63,7 +64,7 @@ def changes_between(
         if tensor in whole:
             changes.full.append(Full(tensor, new[tensor].copy()))
         elif positions.size:
-            data = distances if codec in RELATIVE else new[tensor][positions]
+            data = distances if codec in RELATIVE_CODECS else new[tensor][positions]
             groups.setdefault(spec.dtype, []).append((tensor, positions, data))
         if tensor in whole or positions.size:
             changes.fingerprints[tensor] = change
@@ -75,7 +76,7 @@ def changes_between(
                 np.array([row[1].size for row in rows], np.int64),
                 np.concatenate([row[1] for row in rows]),
                 np.concatenate([row[2] for row in rows]),
-                relative=codec in RELATIVE,
+                relative=codec in RELATIVE_CODECS,
             )
         )
     return changes

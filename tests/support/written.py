@@ -11,10 +11,11 @@ import pytest
 from tests.support.samples import CREATED, RUN, RunWriter, changes_between, nudge, random_bits, state_of
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, required_features
+from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.documents import Claim, Retention, Tag
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.safetensors_file import write_anchor

@@ -11,9 +11,10 @@ from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.dense_or_sparse import full_is_smaller
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.undo_log import ChangeLog
-from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS, Codec
+from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import TensorMismatchError
+from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.tensors.bits import Bits, Positions, revert_distances
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
@@ -191,7 +192,7 @@ class PendingDelta:
             yield batch
 
     def _group(self, batch: list[_Moved]) -> Sparse:
-        relative = self._codec != "raw"
+        relative = self._codec in RELATIVE_CODECS
         counts = np.array([moved.found.size for moved in batch], np.int64)
         positions = np.empty(counts.sum(), np.int64)
         distances = np.empty(positions.size, batch[0].found.element.uint)

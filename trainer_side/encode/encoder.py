@@ -8,8 +8,9 @@ from trainer_side.diff.baseline import Baseline
 from trainer_side.encode.codec_policy import CodecChoice, Work
 from trainer_side.encode.upload_bandwidth import UploadBandwidth
 from trainer_side.options import Options
-from vllm_delta_sync.codec.delta_object import Codec, DeltaContext
+from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions, revert_distances
@@ -87,7 +88,7 @@ class BaseCopies:
 
 def compile_codec(codec: Codec, table: TensorTable) -> None:
     """Compile (or load from the cache) what encoding changes of this table runs."""
-    if codec == "raw":
+    if codec not in RELATIVE_CODECS:
         return
     for dtype in {spec.element.uint: spec.dtype for spec in table}.values():
         tiny = TensorTable([TensorSpec("t", dtype, (4, 4))])

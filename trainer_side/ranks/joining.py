@@ -22,6 +22,7 @@ from trainer_side.ranks.shard_parts import ModuleParts
 from trainer_side.start import Collect, OpenedRun
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.format.codecs import BASE_CODECS
 from vllm_delta_sync.trust import Keyring
 
 # What ranks would else encode or cut in other ways, or come to their calls at other steps. Of all others rank 0's
@@ -53,7 +54,7 @@ def _of_ranks(options: Options) -> Options:
             "gate is set, and a gate looks at whole tensors, of which each rank has a part; leave it out, or publish "
             "from one rank through a function that yields (checkpoint name, whole tensor)"
         )
-    if options.codec == "context":
+    if options.codec in BASE_CODECS:
         raise UsageError(
             "codec is 'context', which codes changes by the whole tensor that they are in, of which each rank has a "
             "part; give 'packed' or 'auto'"

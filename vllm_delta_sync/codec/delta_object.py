@@ -13,15 +13,11 @@ import numpy.typing as npt
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import FormatError, TensorMismatchError, UnsupportedError
 from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.dtypes import DType, dtype_of
 from vllm_delta_sync.format.limits import check_limit
 from vllm_delta_sync.format.safetensors_file import Container, aligned
 from vllm_delta_sync.format.table import TensorTable
-
-Codec = Literal["packed", "context", "raw"]
-CODECS = ("packed", "context", "raw")
-RELATIVE = ("packed", "context")
-"""Codecs that carry ULP distances; the other one carries new bits."""
 
 METADATA_KEY = "delta_sync"
 FINGERPRINTS = "@fingerprints"
@@ -52,7 +48,7 @@ class DeltaContext:
 
 def required_features(codec: Codec, compression: Compression) -> list[str]:
     """The ``requires`` list of a delta's manifest."""
-    return sorted({codec, *(("zstd",) if compression == "zstd" and codec != "raw" else ())})
+    return sorted({codec, *(("zstd",) if compression == "zstd" and codec in RELATIVE_CODECS else ())})
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,10 @@ import numpy as np
 from vllm_delta_sync.codec import packed, raw
 from vllm_delta_sync.codec.context.coder import ContextBlock
 from vllm_delta_sync.codec.delta_object import (
-    CODECS,
     FINGERPRINTS,
     METADATA_KEY,
-    RELATIVE,
     TILES_PARTS,
     Block,
-    Codec,
     DeltaContext,
     Directory,
     OpenedBlock,
@@ -31,6 +28,7 @@ from vllm_delta_sync.codec.packed import FullReader, LazyFullTensors
 from vllm_delta_sync.codec.zstd import COMPRESSIONS, Compression
 from vllm_delta_sync.errors import ChainError, FormatError, TensorMismatchError, UnsupportedError
 from vllm_delta_sync.format.canonical_json import check_format_version, load_canonical
+from vllm_delta_sync.format.codecs import BASE_CODECS, CODECS, RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.safetensors_file import Buffer, Container, aligned
 from vllm_delta_sync.format.table import TensorTable
@@ -143,10 +141,12 @@ def _metadata(container: Container, context: DeltaContext, what: str) -> dict[st
             f"{what}: codec {codec[:40]!r} with compression {compression[:40]!r} is unknown to this release; upgrade "
             "to read it"
         )
-    if codec == "raw" and (compression != "none" or value["blocks"]):
-        raise FormatError(f"{what}: codec 'raw' has no compression and no blocks")
-    if codec == "packed" and any(isinstance(row, dict) and row.get("kind") == "tiles" for row in value["blocks"]):
-        raise FormatError(f"{what}: codec 'packed' has no blocks of kind 'tiles'")
+    if codec not in RELATIVE_CODECS and (compression != "none" or value["blocks"]):
+        raise FormatError(f"{what}: codec {codec!r} has no compression and no blocks")
+    if codec not in BASE_CODECS and any(
+        isinstance(row, dict) and row.get("kind") == "tiles" for row in value["blocks"]
+    ):
+        raise FormatError(f"{what}: codec {codec!r} has no blocks of kind 'tiles'")
     return value
 
 
@@ -217,10 +217,10 @@ class LazyDelta:
         container = Container(data, what)
         metadata = _metadata(container, context, what)
         self.codec = metadata["codec"]
-        if self.codec not in RELATIVE:
+        if self.codec not in RELATIVE_CODECS:
             raise UnsupportedError(
                 f"{what} has codec {self.codec!r}, which has new values instead of distances; only objects of codecs "
-                f"{' and '.join(map(repr, RELATIVE))} can be merged"
+                f"{' and '.join(map(repr, RELATIVE_CODECS))} can be merged"
             )
         blocks, compression = parse_blocks(metadata["blocks"], what), metadata["compression"]
         check_entries(container, table, entry_names(blocks), self.codec, what)

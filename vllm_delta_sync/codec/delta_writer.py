@@ -7,10 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_delta_sync.codec import packed, raw
-from vllm_delta_sync.codec.delta_object import FINGERPRINTS, METADATA_KEY, RELATIVE, Arrays, Codec, DeltaContext
+from vllm_delta_sync.codec.delta_object import FINGERPRINTS, METADATA_KEY, Arrays, DeltaContext
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.limits import FORMAT_VERSION
 from vllm_delta_sync.format.safetensors_file import write_container
@@ -39,10 +40,10 @@ def encode(
         UsageError: the groups do not suit the codec, tensor names clash with the codec's suffixes, or codec ``context``
             has no base bits.
     """
-    if any(group.relative != (codec in RELATIVE) for group in changes.sparse):
-        raise UsageError(f"codec {codec!r} takes {'ULP distances' if codec in RELATIVE else 'absolute values'}")
+    if any(group.relative != (codec in RELATIVE_CODECS) for group in changes.sparse):
+        raise UsageError(f"codec {codec!r} takes {'ULP distances' if codec in RELATIVE_CODECS else 'absolute values'}")
     arrays, rows = encode_sparse(changes.sparse, table, codec, compression, old)
-    if codec in RELATIVE and compression == "zstd":
+    if codec in RELATIVE_CODECS and compression == "zstd":
         entries, more = packed.encode_full(changes.full, table, compression, len(rows))
         arrays, rows = arrays | entries, rows + more
     else:
@@ -82,7 +83,7 @@ def metadata_text(codec: Codec, compression: Compression, context: DeltaContext,
         "version": context.version,
         "base_version": context.base_version,
         "codec": codec,
-        "compression": "none" if codec == "raw" else compression,
+        "compression": compression if codec in RELATIVE_CODECS else "none",
         "blocks": rows,
     }
     return dump_canonical(metadata).decode()

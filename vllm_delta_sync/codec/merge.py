@@ -14,6 +14,7 @@ import numpy.typing as npt
 from vllm_delta_sync.codec.delta_object import batch_starts, sizes_by_tensor
 from vllm_delta_sync.codec.delta_reader import LazyDelta, batch_stops
 from vllm_delta_sync.errors import ChainError
+from vllm_delta_sync.format.codecs import BASE_CODECS
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorTable
@@ -288,7 +289,7 @@ def merge_lazily(
     last_full, last_context = (np.full(len(table), -1, np.int64) for _ in range(2))
     for number, part in enumerate(parts):
         last_full[list(part.full)] = number
-        if part.codec == "context":
+        if part.codec in BASE_CODECS:
             for ids, _ in part.directory.values():
                 last_context[ids] = number
     in_full = np.flatnonzero(last_full >= 0)

@@ -13,10 +13,11 @@ from typing import IO, Any
 import numpy as np
 
 from vllm_delta_sync.codec import packed
-from vllm_delta_sync.codec.delta_object import FINGERPRINTS, METADATA_KEY, Codec, DeltaContext
+from vllm_delta_sync.codec.delta_object import FINGERPRINTS, METADATA_KEY, DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode_sparse, fingerprint_lanes, metadata_text
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import StoreError
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import dtype_of
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import ObjectRef, object_key

@@ -23,6 +23,7 @@ from pydantic import (
 from vllm_delta_sync.errors import FormatError, UnsupportedError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.canonical_json import check_format_version, dump_canonical, load_canonical, load_json
+from vllm_delta_sync.format.codecs import FEATURES
 from vllm_delta_sync.format.fingerprint import Fingerprint
 
 RUN_KEY = "run.json"
@@ -32,8 +33,6 @@ VERSIONS_PREFIX = "versions/"
 OBJECTS_PREFIX = "objects/"
 SIDECARS_PREFIX = "sidecars/"
 FILES_PREFIX = "files/"
-FEATURES = frozenset({"packed", "context", "raw", "zstd"})
-"""What a manifest may list in ``requires`` for this reader to accept it: codecs, and the compression of blocks."""
 
 
 def version_key(version: int) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from vllm_delta_sync.errors import DeltaSyncError, StoreError, UnsupportedError
+from vllm_delta_sync.format.codecs import RelativeCodec
 from vllm_delta_sync.format.documents import (
     FOLDS_PREFIX,
     TAGS_PREFIX,
@@ -28,7 +29,7 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.anchor_writer import existing_anchor, make_anchor
 from vllm_delta_sync.maintenance.compact_trust import READ_PER_CALL, believed_anchors, believed_folds
 from vllm_delta_sync.maintenance.compact_uploads import OBJECT_BYTES, Stop, StoppedError, never
-from vllm_delta_sync.maintenance.merge_writer import Folding, RawCodecError, make_fold
+from vllm_delta_sync.maintenance.merge_writer import RawCodecError, make_fold
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base
@@ -281,7 +282,7 @@ def compact(
     scratch: str | Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     stop: Stop = never,
-    codec: Folding = "packed",
+    codec: RelativeCodec = "packed",
 ) -> CompactReport:
     """Make every folded range that a run lacks, and an anchor if asked for; on any machine, without the trainer.
 

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
 from vllm_delta_sync.codec.delta_reader import LazyDelta
@@ -26,6 +25,7 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
     UsageError,
 )
+from vllm_delta_sync.format.codecs import BASE_CODECS, RelativeCodec
 from vllm_delta_sync.format.documents import MergedDelta, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, timestamp
@@ -42,14 +42,9 @@ from vllm_delta_sync.tensors.state import ModelState
 
 logger = guarded_logger(__name__)
 
-Folding = Literal["packed", "context"]
-
 
 class RawCodecError(UnsupportedError):
     """Versions of codec ``raw`` cannot be folded."""
-
-
-"""Codecs that a folded range may have."""
 
 
 def make_fold(
@@ -61,7 +56,7 @@ def make_fold(
     scratch: str | Path | None = None,
     object_bytes: int = OBJECT_BYTES,
     stop: Stop = never,
-    codec: Folding = "packed",
+    codec: RelativeCodec = "packed",
     weights: RollingWeights | None = None,
 ) -> MergedDelta:
     """Write the folded range from version ``first`` to ``last``, unless it is there.
@@ -148,7 +143,7 @@ class _Fold:
     avoid: set[str]
     object_bytes: int
     stop: Stop
-    codec: Folding
+    codec: RelativeCodec
     weights: RollingWeights | None
 
     @property
@@ -201,7 +196,7 @@ class _Fold:
     def _state(self, steps: list[Step]) -> ModelState | None:
         """The weights at the first version, if they are needed."""
         lacking = next((step for step in steps if needs_weights(step.document)), None)
-        if lacking is None and self.codec != "context":
+        if lacking is None and self.codec not in BASE_CODECS:
             return None
         if self.weights is None:
             raise UnsupportedError(
@@ -241,7 +236,7 @@ class _Fold:
         make: Callable[[], DeltaSpool],
     ) -> "_Result":
         """Fold into as many objects as needed, as files of ``folder``."""
-        result = _Result([], 0, self.codec == "packed")
+        result = _Result([], 0, self.codec not in BASE_CODECS)
         carried: set[int] = set()
         more = True
         while more:

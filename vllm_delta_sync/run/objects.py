@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from vllm_delta_sync.codec.delta_reader import LazyDelta
 from vllm_delta_sync.errors import ChainError, FormatError
+from vllm_delta_sync.format.codecs import BASE_CODECS
 from vllm_delta_sync.format.documents import MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
@@ -18,7 +19,7 @@ from vllm_delta_sync.tensors.changes import Changes
 
 def needs_weights(document: Manifest | MergedDelta) -> bool:
     """Whether its objects are read with the weights at hand that they build on."""
-    return "context" in document.requires
+    return not BASE_CODECS.isdisjoint(document.requires)
 
 
 def open_parts(

@@ -6,6 +6,7 @@ import numpy as np
 
 from vllm_delta_sync.codec.delta_reader import LazyDelta, decode
 from vllm_delta_sync.errors import DeltaSyncError, UnsupportedError
+from vllm_delta_sync.format.codecs import BASE_CODECS
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
@@ -90,7 +91,7 @@ def first_bad_tensor(
         except UnsupportedError:
             changes = decode(data, table, context)
             return None if state is None else first_wrong(table, changes.fingerprints, measure(state, changes))
-        if part.codec == "context" and state is None:
+        if part.codec in BASE_CODECS and state is None:
             return None
         return _first_bad_part(part, table, state)
     except DeltaSyncError:

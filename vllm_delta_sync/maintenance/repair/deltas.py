@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_delta_sync.codec.delta_object import CODECS, RELATIVE, DeltaContext
+from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.zstd import COMPRESSIONS
+from vllm_delta_sync.format.codecs import CODECS, RELATIVE_CODECS
 from vllm_delta_sync.format.documents import Anchor, anchor_key, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, object_key, timestamp
@@ -121,7 +122,7 @@ def lost_object(
     context = DeltaContext(manifest.run, manifest.version, manifest.base_version)
     others = [decode(run.fetch(ref), run.table, context, before.base_tensor) for ref in manifest.objects if ref != lost]
     compression = next((name for name in COMPRESSIONS if name == manifest.compression), "none")
-    for changes in _candidates(others, before, after, relative=codec in RELATIVE):
+    for changes in _candidates(others, before, after, relative=codec in RELATIVE_CODECS):
         if changes.changed + sum(other.changed for other in others) != manifest.changed:
             continue
         data = encode(changes, run.table, codec, compression, context, before.base_tensor)  # type: ignore[arg-type]

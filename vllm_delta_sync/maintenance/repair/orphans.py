@@ -1,8 +1,9 @@
 """A version whose manifest is lost may still have its objects: find them, and let a folded range lead across it."""
 
-from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, required_features
+from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
 from vllm_delta_sync.codec.delta_reader import codec_of, decode
 from vllm_delta_sync.errors import DeltaSyncError, LimitError, NotFoundError, StoreError
+from vllm_delta_sync.format.codecs import BASE_CODECS, Codec
 from vllm_delta_sync.format.documents import MergedDelta, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, Manifest, ObjectRef, object_key, timestamp
@@ -97,7 +98,7 @@ def bridge(
         objects=refs,
         changed=changes.changed,
         payload_bytes=sum(ref.bytes for ref in refs),
-        reversible=changes.reversible and "context" not in codecs,
+        reversible=changes.reversible and BASE_CODECS.isdisjoint(codecs),
         created_at=timestamp(),
     )
     key = merged_delta_key(first.version, lost)
