@@ -14,10 +14,11 @@ from vllm_delta_sync.codec.delta_object import Codec, required_features
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import LimitError, StoreError
 from vllm_delta_sync.format import limits
-from vllm_delta_sync.format.anchor_file import shard_tables, write_anchor
+from vllm_delta_sync.format.codecs import BASE_CODECS, RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.documents import Anchor
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Base, Break, Manifest, ObjectRef, Quarantine, Sidecar, object_key, timestamp
+from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.bits import Bits
 
@@ -249,7 +250,7 @@ def delta(
         epoch=epoch,
         quarantine=_quarantine(reasons, parent),
         codec=codec if objects else None,
-        compression=("none" if codec == "raw" else compression) if objects else None,
+        compression=(compression if codec in RELATIVE_CODECS else "none") if objects else None,
         requires=required_features(codec, compression) if objects else [],
         objects=objects,
         sidecars=list(sidecars),

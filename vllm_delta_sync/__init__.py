@@ -1,7 +1,8 @@
-"""Weights that changed, from a trainer to running vLLM servers, through a bucket.
+"""Ships changed weights from a trainer to running vLLM servers through a bucket.
 
 ``open_run(url)`` reads a run; ``trainer_side.Publisher`` writes one; ``vllm_delta_sync.engine`` follows one inside
-vLLM. The modules build on each other in one direction: errors, wire, bucket, chain and notice, then engine and cli.
+vLLM. Imports point one way; from the bottom: ``errors``, ``format``, ``tensors``, ``codec``, ``trust``, ``settings``,
+``bucket``, ``run``, ``verify``, ``maintenance``, then ``engine`` and ``cli``.
 """
 
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    # vLLM imports this package in every process; reading runs needs more than that import should cost.
+    # Imported lazily: vLLM imports this package in every process, and the client loads many modules.
     if name in ("Run", "open_run"):
         from vllm_delta_sync import client
 

@@ -1,8 +1,8 @@
-"""The admin token of the HTTP routes: where it comes from, and how it is kept.
+"""``AdminToken``: the token that state-changing HTTP routes require, from a file or the environment.
 
-A process that checks tokens keeps only the SHA-256 of its own, so neither its memory, nor an object's text, nor what
-its children inherit can give the token away. Wrong tokens are neither delayed nor counted: no rate finds a random
-token, and a limit would let strangers lock the operator out.
+A process keeps only the SHA-256 of its token, so its memory, an object's text and its children's environment cannot
+reveal the token. Wrong tokens are neither delayed nor counted: guessing a random token is hopeless at any rate, and a
+limit would let strangers lock the operator out.
 """
 
 import hashlib
@@ -17,16 +17,16 @@ from vllm_delta_sync.errors import SettingsError
 
 VARIABLE = "DELTA_SYNC_ADMIN_TOKEN"
 DIGEST_VARIABLE = "DELTA_SYNC_ADMIN_TOKEN_SHA256"
-"""What is left in the environment once the token was taken out of it."""
+"""Replaces the token in the environment of child processes."""
 SHORTEST = 16
 LONGEST = 4096
 _TOKEN = re.compile(r"[!-~]+")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_MEND = "make one with: openssl rand -hex 32"
+_REMEDY = "make one with: openssl rand -hex 32"
 
 
 class AdminToken:
-    """A token that can be compared with, and neither shown nor got back."""
+    """A token that can be compared, but neither shown nor recovered."""
 
     __slots__ = ("_digest",)
 
@@ -35,27 +35,27 @@ class AdminToken:
 
     @classmethod
     def of(cls, text: str, source: str) -> "AdminToken":
-        """Keep a token.
+        """Create from the token's text.
 
         Args:
-            source: where it is from, for the message.
+            source: of the token, for error messages.
 
         Raises:
-            SettingsError: it is empty, short, long, or has characters that a header cannot carry; never shows it.
+            SettingsError: the token is empty, too short, too long, or has characters that a header cannot carry. The
+                message never shows it.
         """
         if not text:
-            raise SettingsError(f"{source} is empty; {_MEND}")
+            raise SettingsError(f"{source} is empty; {_REMEDY}")
         if len(text) < SHORTEST:
-            raise SettingsError(f"{source} has a token of {len(text)} characters, {SHORTEST} are the least; {_MEND}")
+            raise SettingsError(f"{source} has a token of {len(text)} characters, fewer than {SHORTEST}; {_REMEDY}")
         if len(text) > LONGEST or not _TOKEN.fullmatch(text):
             raise SettingsError(
-                f"{source} has a token that is longer than {LONGEST} or has other than printable ASCII characters; "
-                + _MEND
+                f"{source} has a token longer than {LONGEST} or with characters outside printable ASCII; {_REMEDY}"
             )
         return cls(_digest(text))
 
     def matches(self, given: str) -> bool:
-        """Whether that is the token, in a time that says nothing of how much of it is right."""
+        """Whether ``given`` is the token; compared in constant time."""
         return hmac.compare_digest(self._digest, _digest(given))
 
     def __repr__(self) -> str:
@@ -63,10 +63,10 @@ class AdminToken:
 
 
 def hide(environment: MutableMapping[str, str] | None = None) -> None:
-    """Put the token's SHA-256 in its place in the environment, so that processes started from now on get that alone.
+    """Replace the token in the environment by its SHA-256, so that new child processes get only that.
 
-    What the kernel shows of a process in ``/proc/PID/environ`` is what it was started with, and stays. What ``load``
-    refuses is left for it to refuse.
+    ``/proc/PID/environ`` of this process still shows the token, since the kernel keeps the initial environment. A token
+    that ``load`` refuses is left unchanged.
     """
     environment = os.environ if environment is None else environment
     try:
@@ -79,10 +79,10 @@ def hide(environment: MutableMapping[str, str] | None = None) -> None:
 
 
 def load(file: Path | None, environment: Mapping[str, str] | None = None) -> AdminToken | None:
-    """The token of the setting ``admin_token_file``, or of the environment; None if there is none.
+    """The token from the setting ``admin_token_file`` or from the environment; None if neither is set.
 
     Raises:
-        SettingsError: there are two, the file cannot be read, or as ``AdminToken.of``.
+        SettingsError: both are set, the file cannot be read, or as ``AdminToken.of``.
     """
     environment = os.environ if environment is None else environment
     text, digest = environment.get(VARIABLE), environment.get(DIGEST_VARIABLE)
@@ -98,12 +98,12 @@ def load(file: Path | None, environment: Mapping[str, str] | None = None) -> Adm
     if digest is None:
         return None
     if not _DIGEST.fullmatch(digest):
-        raise SettingsError(f"{DIGEST_VARIABLE} is no SHA-256 of 64 hexadecimal digits; set {VARIABLE} instead")
+        raise SettingsError(f"{DIGEST_VARIABLE} is not a SHA-256 of 64 hexadecimal digits; set {VARIABLE} instead")
     return AdminToken(bytes.fromhex(digest))
 
 
 def readable_by_others(file: Path) -> bool:
-    """Whether the file's mode lets anybody but its owner read it."""
+    """Whether the file's mode lets other users read it."""
     try:
         return bool(file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
     except OSError:
@@ -112,14 +112,14 @@ def readable_by_others(file: Path) -> bool:
 
 def _read(file: Path) -> str:
     try:
-        # A pipe would block for ever, and its second reader would find nothing.
+        # Not a pipe: opening it could block forever, and a second reader would get nothing.
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
             if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-                raise SettingsError(f"admin_token_file {str(file)!r} is no regular file; write the token into one")
+                raise SettingsError(f"admin_token_file {str(file)!r} is not a regular file; write the token to one")
             return opened.read(LONGEST + 3).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
-        # The text of a decoding error holds the bytes.
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        # The text of a decoding error would show bytes of the token.
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SettingsError(f"admin_token_file {str(file)!r} cannot be read: {reason}") from None
 
 

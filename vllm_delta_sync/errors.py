@@ -1,8 +1,8 @@
-"""Every error this project raises on purpose, as one tree with stable kinds.
+"""``DeltaSyncError`` and its subclasses: every error that this project raises on purpose, with stable kinds.
 
-A ``kind`` is what programs match on: it appears in ``GET /delta_sync/status``, in ``--json`` output and
-in logs, and does not change between releases. The message is for people: it names the field, the value
-and the mend. ``exit_code`` is what the ``delta-sync`` command returns.
+Programs match on ``kind``: it appears in ``GET /delta_sync/status``, in ``--json`` output and in logs, and never
+changes. The message is for people: it names the field, the value and the remedy. ``exit_code`` is the exit code of the
+``delta-sync`` command.
 """
 
 from typing import ClassVar
@@ -17,7 +17,7 @@ class DeltaSyncError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, *args: object) -> None:
-        """Credentials in the message are taken out here, so that nothing that shows an error has to think of it."""
+        """Remove credentials from the message, so that code that shows errors need not."""
         super().__init__(*(redact(arg) if isinstance(arg, str) else arg for arg in args))
 
     @property
@@ -26,59 +26,59 @@ class DeltaSyncError(Exception):
 
 
 class UsageError(DeltaSyncError):
-    """The caller asked for something that does not exist or makes no sense."""
+    """The caller passed an argument that is invalid or makes no sense."""
 
     kind = "usage"
     exit_code = 2
 
 
 class SettingsError(UsageError):
-    """A setting is unknown or has a value that cannot be used."""
+    """A setting is unknown or has an invalid value."""
 
     kind = "settings"
 
 
 class NotFoundError(DeltaSyncError):
-    """An object, a version or a run that was asked for is not in the bucket."""
+    """A requested object, version or run is not in the bucket."""
 
     kind = "not_found"
     exit_code = 3
 
 
 class StoreError(DeltaSyncError):
-    """The store failed: disk full, permission denied, network gone. Trying again later may help."""
+    """The store failed: disk full, permission denied, network down. A later retry may succeed."""
 
     kind = "store"
     exit_code = 4
 
 
 class AccessError(StoreError):
-    """The store refuses the credentials: there are none, they have run out, or they lack the right."""
+    """The store refuses access: credentials are missing, expired, or lack a permission."""
 
     kind = "access"
 
 
 class UnavailableError(StoreError):
-    """The store did not answer, or broke off: what is worth trying again at once."""
+    """The store did not answer, or the connection broke; an immediate retry may succeed."""
 
     kind = "unavailable"
 
 
 class DeadlineError(StoreError):
-    """The store did not do what it was asked for in the time that it was given, with all tries."""
+    """The store did not complete a request before its deadline, including retries."""
 
     kind = "deadline"
 
 
 class NoticeError(DeltaSyncError):
-    """The notice socket cannot be used. Polling carries on without it."""
+    """The notice socket cannot be used. Polling continues without it."""
 
     kind = "notice"
     exit_code = 4
 
 
 class ConflictError(DeltaSyncError):
-    """Another writer was first: a key that must be new exists already."""
+    """Another writer was first: a key that must be new already exists."""
 
     kind = "conflict"
     exit_code = 5
@@ -97,7 +97,7 @@ class LimitError(FormatError):
 
 
 class DigestError(FormatError):
-    """Bytes do not have the SHA-256 that the manifest declares."""
+    """Bytes do not have the SHA-256 that a document declares."""
 
     kind = "digest"
 
@@ -109,43 +109,43 @@ class UnsupportedError(DeltaSyncError):
 
 
 class ChainError(DeltaSyncError):
-    """A version does not follow from the one held: wrong run, base version or parent digest."""
+    """A version does not continue the known history: wrong run, base version or parent digest."""
 
     kind = "chain"
 
 
 class SignatureError(DeltaSyncError):
-    """A document is not signed by a key that is trusted for it; nothing of it was used."""
+    """A document is not signed by a key that is trusted for it; it was not used."""
 
     kind = "signature"
 
 
 class ForkError(ChainError):
-    """There are two histories for one version, both signed; nothing of the newly found one was used."""
+    """One version has two different signed histories; the newly found one was not used."""
 
     kind = "fork"
 
 
 class ReplayError(ChainError):
-    """The bucket shows an older state than was seen before: it was put back, or something was hidden."""
+    """The bucket shows an older state than seen before: it was restored, or newer objects are hidden."""
 
     kind = "replay"
 
 
 class ExpiredError(DeltaSyncError):
-    """HEAD.json has run out: its publisher has ended, or somebody hides what came later."""
+    """HEAD.json has expired: its publisher has ended, or newer versions are hidden."""
 
     kind = "expired"
 
 
 class FingerprintError(DeltaSyncError):
-    """Weights do not have the fingerprint that their version declares; they were left as they were."""
+    """Weights would not have the fingerprint that their version declares; they were not changed."""
 
     kind = "fingerprint"
 
 
 class TensorMismatchError(DeltaSyncError):
-    """A tensor is unknown, or has another dtype or shape than the run's tensor table says."""
+    """A tensor is not in the run's tensor table, or has another dtype or shape than the table says."""
 
     kind = "tensor"
 
@@ -157,43 +157,43 @@ class ModelError(DeltaSyncError):
 
 
 class EngineError(DeltaSyncError):
-    """The inference engine refused or failed an operation, or was set up wrongly."""
+    """The inference engine refused or failed an operation, or is misconfigured."""
 
     kind = "engine"
 
 
 class WeightsLostError(EngineError):
-    """A rank cannot tell what its weights are any more; the engine stays paused until it is started again."""
+    """The state of a rank's weights is unknown; the engine stays paused until it is restarted."""
 
     kind = "weights_lost"
 
 
 class MemoryLimitError(EngineError):
-    """A rank has no memory for what it was asked to do; weights were left as they were."""
+    """A rank has too little memory for an operation; weights were not changed."""
 
     kind = "memory"
 
 
 class BusyError(DeltaSyncError):
-    """Another operation is under way; ask again later."""
+    """Another operation is in progress; retry later."""
 
     kind = "busy"
 
 
 class PublishError(DeltaSyncError):
-    """A version could not be made durable; the baseline was put back, the next publish carries its changes."""
+    """A version could not be made durable; the baseline was rolled back, so the next publish carries its changes."""
 
     kind = "publish"
 
 
 class GateError(PublishError):
-    """A version is beyond the publisher's gate and was refused; its changes are judged again with the next."""
+    """The publisher's update gate refused a version; its changes are part of the next version's check."""
 
     kind = "gate"
 
 
 def error_kinds() -> dict[str, type[DeltaSyncError]]:
-    """Map each stable kind to its class, for documentation and for errors that cross a process border."""
+    """Map each stable kind to its class, for documentation and for errors that cross a process boundary."""
     found: dict[str, type[DeltaSyncError]] = {}
     pending: list[type[DeltaSyncError]] = [DeltaSyncError]
     while pending:

@@ -1,7 +1,7 @@
-"""What is shown of a text that may hold a credential: the one place that takes credentials out.
+"""``redact`` removes credentials from text; ``guarded_logger`` applies it to log lines.
 
-``DeltaSyncError`` passes its message through ``redact``, so that status, answers, ``--json`` and tracebacks need not;
-``guarded_logger`` does the same for lines that are logged, and for the tracebacks of other people's errors below them.
+``DeltaSyncError`` passes its message through ``redact``, which covers status, HTTP answers, ``--json`` and tracebacks.
+``guarded_logger`` covers log lines and the tracebacks of third-party errors in them.
 """
 
 import logging
@@ -14,14 +14,14 @@ _NAMES = (
     r"(?:[\w-]{0,40}?(?:signature|credential|access[_-]?key(?:[_-]?id)?|api[_-]?key|secret[\w-]{0,20}|password|passwd"
     r"|token|googleaccessid)|sig)"
 )
-# What ends with "key" is a secret, but for the settings of ours that name files, and for public keys. So does "monkey",
-# and bare "key" is one of ours in many a message.
+# A name that ends with "_key" or "Key" is a secret, except our settings that name files, and public keys. Words such as
+# "monkey" and a bare "key", which our messages use for keys of objects, are not.
 _KEYS = (
     r"[\w-]{0,40}?(?:[_-]key|(?-i:[a-z0-9]Key))(?<!signing_key)(?<!notice_key)(?<!server_key)(?<!public_key)"
     r"(?<!signing-key)(?<!notice-key)(?<!server-key)"
     r"(?<!public-key)(?<!trusted_key)(?<!PublicKey)"
 )
-# A key with a slash in it looks like a path, and a password may hold an @: the last @ of the word ends both.
+# A secret with a slash looks like a path, and a password may contain an @: the last @ of the word ends both.
 _USERINFO = re.compile(
     rf"(?P<scheme>{_SCHEME})(?:[^\s/?#]{{0,512}}@|[^\s/?#@:'\"]{{1,256}}:(?!\d{{1,5}}(?:[/?#'\"\s]|$))\S{{0,256}}@)"
 )
@@ -31,7 +31,7 @@ _VALUE = r"(?P<value>[^\s&'\",;)]{6,})"
 _PAIR = re.compile(
     rf"(?i)(?P<name>(?<![\w-])(?:{_NAMES}|{_KEYS}))(?P<sign>['\"]?\s?=\s?['\"]?|['\"]\s?:\s?['\"]?){_VALUE}"
 )
-# As in headers and YAML. A sentence may go on behind "token:" or "signature:", but hardly behind a compound of them.
+# As in headers and YAML. Prose may follow "token:" or "signature:", but rarely a compound such as "api_token:".
 _LINE = re.compile(
     r"(?i)(?P<name>(?<![\w.-])(?:password|passwd|(?:token|secret)(?=\s?:\s?['\"]?[^\s\d]{0,64}\d)"
     rf"|[\w-]{{0,40}}?[_-](?:token|password|passwd|secret)|(?:{_KEYS})))(?P<sign>\s?:\s?['\"]?){_VALUE}"
@@ -48,15 +48,15 @@ _PRIVATE = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A
 
 
 def public_url(url: str) -> str:
-    """A URL without user, password, query and fragment; a bare path as it is."""
+    """A URL without user, password, query and fragment; a bare path unchanged."""
     shown = _USERINFO.sub(r"\g<scheme>", url)
     found = re.match(rf"{_SCHEME}[^?#]*", shown)
     return redact(found[0] if found else shown)
 
 
 def redact(text: str) -> str:
-    """``text`` without user and password, query and fragment of the URLs in it, and without values that are called
-    signature, token, secret and the like, access key ids, and private keys."""
+    """Remove user, password, query and fragment of URLs, values named signature, token, secret and the like, access
+    key ids, and private keys."""
     if not any(mark in text for mark in ("://", "=", ":", "-----", "AKIA", "ASIA", "hf_", "earer", "gh", "glpat")):
         return text
     text = _PRIVATE.sub(REMOVED, text)
@@ -69,7 +69,7 @@ def redact(text: str) -> str:
 
 
 def guarded_logger(name: str) -> logging.Logger:
-    """The logger of that name, whose lines go through ``redact``. Loggers below it have to be asked for themselves."""
+    """The logger of that name, whose lines go through ``redact``. Child loggers need their own call."""
     logger = logging.getLogger(name)
     if not any(isinstance(known, _Redacting) for known in logger.filters):
         logger.addFilter(_Redacting())
@@ -80,7 +80,7 @@ class _Redacting(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = redact(record.getMessage()), None
         if record.exc_info and record.exc_text is None:
-            # Handlers print this text if it is there, and would make it from the exception else.
+            # Handlers print this text if it is set; otherwise they format the exception themselves.
             record.exc_text = redact(logging.Formatter().formatException(record.exc_info))
         return True
 

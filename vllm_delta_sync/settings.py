@@ -1,8 +1,8 @@
-"""Settings of every program of this project: one model, one table of environment variables, one order of precedence.
+"""``Settings`` of a receiver and ``ClientSettings`` of every other program, with one order of precedence.
 
-A flag or an argument wins over the environment (``DELTA_SYNC_<UPPER>``), and the environment over the TOML file named
-by ``DELTA_SYNC_CONFIG``. An unknown name is an error everywhere. Secrets are no settings: a setting names the file of
-one, and ``DELTA_SYNC_ADMIN_TOKEN`` is the only one that may come by the environment.
+A flag or an argument overrides the environment (``DELTA_SYNC_<UPPER>``), and the environment overrides the TOML file
+named by ``DELTA_SYNC_CONFIG``. An unknown name is an error everywhere. Secrets are not settings: a setting names the
+file of a secret. ``DELTA_SYNC_ADMIN_TOKEN`` is the only secret in an environment variable.
 """
 
 import os
@@ -27,12 +27,12 @@ CONFIG_VARIABLE = "DELTA_SYNC_CONFIG"
 NO_SETTINGS = (CONFIG_VARIABLE, admin_token.VARIABLE, admin_token.DIGEST_VARIABLE)
 HEAD = "head"
 TARGET = rf"^({HEAD}|[0-9]{{1,10}}|tag:{TAG_NAME.pattern})$"
-MOST_CONNECTIONS = 256
-SLOWEST_BYTES_PER_SECOND = 1_000_000
+MAX_CONNECTIONS = 256
+MIN_BYTES_PER_SECOND = 1_000_000
 
 
 class StoreOptions(BaseModel):
-    """Settings of a store's client. A directory heeds the mirror and the limits of bandwidth only."""
+    """Settings of a store's client. For a directory, only the mirror and the bandwidth limits apply."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -40,16 +40,16 @@ class StoreOptions(BaseModel):
         str | None,
         Field(
             min_length=1,
-            description="URL of a copy or cache of the run in front of the bucket: another bucket, or https:// of any "
-            "HTTP cache. Objects are taken from there if their digest is right, else from the bucket.",
+            description="URL of a copy or cache of the run: another bucket, or https:// of any HTTP cache. Objects "
+            "are read from there if their digest is right, else from the bucket.",
         ),
     ] = None
     store_endpoint: Annotated[
         str | None,
         Field(
             pattern=r"^https?://[^@?#]+$",
-            description="Address of an S3-compatible store (s3://), of another Hub (hf://) or an emulator. Default: "
-            "what the store's own environment variables say.",
+            description="Address of an S3-compatible store (s3://), another Hub (hf://) or an emulator. Default: "
+            "from the store's own environment variables.",
         ),
     ] = None
     store_deadline: Annotated[
@@ -57,35 +57,35 @@ class StoreOptions(BaseModel):
         Field(
             gt=0,
             le=3600,
-            description="Seconds after which one try of a request is given up; a transfer has a second more for each "
-            "MB. With all tries a request takes three times as long at most.",
+            description="Timeout in seconds of one attempt of a request; a transfer gets one more second per MB. "
+            "With all attempts a request takes at most three times as long.",
         ),
     ] = 30.0
     store_connections: Annotated[
         int,
-        Field(ge=1, le=MOST_CONNECTIONS, description="Requests that one process has in flight to a store, at most."),
+        Field(ge=1, le=MAX_CONNECTIONS, description="Most requests that one process has in flight to a store."),
     ] = 16
     store_upload_limit: Annotated[
-        int | None, Field(gt=0, description="Bytes per second that one process sends to a store, at most.")
+        int | None, Field(gt=0, description="Most bytes per second that one process sends to a store.")
     ] = None
     store_download_limit: Annotated[
-        int | None, Field(gt=0, description="Bytes per second that one process takes from a store, at most.")
+        int | None, Field(gt=0, description="Most bytes per second that one process receives from a store.")
     ] = None
     store_progress: Annotated[
         Literal["auto", "bar", "log", "off"],
         Field(
-            description="What shows transfers that take over two seconds. auto: bars on a terminal, lines in the log "
-            "otherwise."
+            description="How transfers of more than two seconds are shown. auto: bars on a terminal, otherwise lines "
+            "in the log."
         ),
     ] = "auto"
 
     def allowance(self, size: int) -> float:
-        """Seconds that one try of moving ``size`` bytes may take."""
-        return self.store_deadline + size / SLOWEST_BYTES_PER_SECOND
+        """Timeout in seconds of one attempt to transfer ``size`` bytes."""
+        return self.store_deadline + size / MIN_BYTES_PER_SECOND
 
     @property
     def retry_seconds(self) -> float:
-        """Seconds after which what has failed is not begun again."""
+        """Seconds after which a failed request is not retried."""
         return 2 * self.store_deadline
 
 
@@ -108,62 +108,63 @@ class Settings(StoreOptions):
         Field(
             pattern=TARGET,
             description="Version to serve: head, a version's number, or tag:NAME, which is followed as the tag moves "
-            "forward. A server never goes back by itself. POST /delta_sync/target chooses another one at run time.",
+            "forward. A server never rolls back by itself. POST /delta_sync/target changes the target at run "
+            "time.",
         ),
     ] = HEAD
     policy: Annotated[
         Literal["follow", "manual"],
         Field(
-            description="follow: every new version is taken at once. manual: only on POST /delta_sync/sync; until then "
-            "the bucket is looked into, and `lag` says what waits there."
+            description="follow: update to each new version at once. manual: update only on POST /delta_sync/sync; "
+            "the bucket is still polled, and `lag` shows how many versions are waiting."
         ),
     ] = "follow"
     poll_seconds: Annotated[
-        float, Field(gt=0, le=3600, description="Seconds between looks into the bucket when no notice comes.")
+        float, Field(gt=0, le=3600, description="Seconds between polls of the bucket when no notice arrives.")
     ] = 2.0
     notice: Annotated[
         str | None,
         Field(
             pattern=r"^(tcp|ipc)://",
-            description="ZeroMQ address of the publisher's notices; none: polling alone.",
+            description="ZeroMQ address of the publisher's notices; none: polling only.",
         ),
     ] = None
     quarantined: Annotated[
         Literal["skip", "serve"],
         Field(
-            description="Versions that the publisher's gate has marked as bad, where target is head. skip: the newest "
-            "one that is not marked is served. serve: they are served like any other. Whoever names one, by its number "
-            "or by a tag, is served it."
+            description="Versions that failed the publisher's update gate, when the target is head. skip: serve the "
+            "newest version that is not quarantined. serve: serve them like any other. A target that names one, "
+            "by number or by tag, is always served."
         ),
     ] = "skip"
     trusted_keys: Annotated[
         str | None,
         Field(
-            description="Public key files (`delta-sync keygen`), separated by commas. With them, everything that "
-            "decides about weights must be signed by one of these keys, or by one that they list in the bucket's "
-            "keys.json; and what is older than what was seen before, or of another run, is refused."
+            description="Public key files (`delta-sync keygen`), separated by commas. With them, every document that "
+            "decides about weights must be signed by one of these keys, or by a key that they list in the "
+            "bucket's keys.json; and an older state than seen before, or another run, is refused."
         ),
     ] = None
     state_dir: Annotated[
         Path | None,
         Field(
-            description="Directory of this user, on a disk that outlives the server, where it keeps what it was told "
-            "at run time (a hold, a target) and, with `trusted_keys`, what it has seen of the run. Default: "
+            description="This user's directory, on a disk that outlives the server, for orders given at run time (a "
+            "hold, a target) and, with `trusted_keys`, for what the server has seen of the run. Default: "
             "`vllm-delta-sync` in $XDG_STATE_HOME or ~/.local/state."
         ),
     ] = None
     expired_head: Annotated[
         Literal["warn", "refuse"],
         Field(
-            description="With `trusted_keys`, when HEAD.json has run out or is gone: its publisher has ended, or "
-            "somebody hides what came later. warn: shown in status and log. refuse: no new version is taken either."
+            description="With `trusted_keys`, when HEAD.json has expired or is missing: its publisher has ended, or "
+            "newer versions are hidden. warn: show it in status and log. refuse: also update to no new version."
         ),
     ] = "warn"
     notice_key: Annotated[
         Path | None,
         Field(
             description="File with this server's secret CURVE certificate (`delta-sync keygen PATH --notice`), for "
-            "encrypted notices; goes with `notice_server_key`. None but this user may read it."
+            "encrypted notices; requires `notice_server_key`. Only this user may be able to read the file."
         ),
     ] = None
     notice_server_key: Annotated[
@@ -173,8 +174,8 @@ class Settings(StoreOptions):
     pause_mode: Annotated[
         Literal["keep", "wait", "abort"],
         Field(
-            description="Requests in flight at a commit. keep: go on with the new weights. wait: finish first. "
-            "abort: end them."
+            description="Requests in flight at a commit. keep: continue with the new weights. wait: finish first. "
+            "abort: abort them."
         ),
     ] = "keep"
     wait_seconds: Annotated[
@@ -182,15 +183,15 @@ class Settings(StoreOptions):
         Field(
             gt=0,
             le=86400,
-            description="With `pause_mode` wait: longest that a commit waits for requests in flight to finish, while "
-            "new ones wait. After that generation goes on as before, and the commit is tried again later.",
+            description="With `pause_mode` wait: longest time that a commit waits for requests in flight to finish, "
+            "while new requests queue. After that generation continues, and the commit is retried later.",
         ),
     ] = 600.0
     prefix_cache: Annotated[
         Literal["reset", "keep"],
         Field(
-            description="KV cache at a commit. reset: dropped, running requests recompute theirs. keep: cached keys "
-            "and values of the older policy stay in use."
+            description="KV cache at a commit. reset: drop it; running requests recompute theirs. keep: keys and "
+            "values cached with older weights stay in use."
         ),
     ] = "reset"
     pause_seconds: Annotated[
@@ -198,23 +199,23 @@ class Settings(StoreOptions):
         Field(
             gt=0,
             le=3600,
-            description="Longest that generation stands still for a commit. A rank that does not answer within counts "
-            "as hung, and the engine is ended; a pause whose controller is lost is ended by the engine itself.",
+            description="Longest pause of generation for a commit. A rank that does not answer in time counts as "
+            "hung, and the engine is ended; a pause whose controller is lost is ended by the engine itself.",
         ),
     ] = 30.0
     stage_bytes: Annotated[
         int,
         Field(
             ge=0,
-            description="Memory that versions folded into one commit may take in each rank while they are staged. A "
-            "single version is always taken whole.",
+            description="Memory of each rank for versions that are staged together and merged into one commit. A "
+            "single version is always staged whole.",
         ),
     ] = 2 * 1024**3
     undo_bytes: Annotated[
         int,
         Field(
             ge=0,
-            description="Memory of each rank for the undo log: commits that POST /delta_sync/rollback takes back "
+            description="Memory of each rank for the undo log: commits that POST /delta_sync/rollback can revert "
             "without the bucket.",
         ),
     ] = 1024**3
@@ -222,33 +223,33 @@ class Settings(StoreOptions):
         int,
         Field(
             ge=0,
-            description="Weights, in bytes, that are gathered and compared beside each staging, all tensors in turn, "
-            "so that changes from outside are noticed. 0: none.",
+            description="Bytes of weights that each staging also hashes and compares, tensor after tensor in "
+            "rotation, to detect changes from outside. 0: none.",
         ),
     ] = 64 * 1024**2
     cache_dir: Annotated[
         Path | None,
         Field(
-            description="Directory of this user on a local disk where the ranks and servers of a node share what they "
-            "fetch, so that each object is downloaded once per node. Default: `vllm-delta-sync` in $XDG_CACHE_HOME or "
-            "~/.cache; none for a bucket in a directory, from which each rank reads for itself."
+            description="This user's directory on a local disk where the ranks and servers of a node share "
+            "downloads, so that each object is downloaded once per node. Default: `vllm-delta-sync` in "
+            "$XDG_CACHE_HOME or ~/.cache; none for a bucket in a directory, which each rank reads itself."
         ),
     ] = None
     cache_bytes: Annotated[
         int,
         Field(
             ge=0,
-            description="Bytes that `cache_dir` may hold; beyond that the least recently used objects are removed, "
-            "and an object larger than that is not kept. 0: no cache.",
+            description="Largest size of `cache_dir` in bytes; beyond it the least recently used objects are "
+            "removed, and a larger object is not cached. 0: no cache.",
         ),
     ] = 8 * 1024**3
     receiver_id: Annotated[
         str | None,
         Field(
             pattern=rf"^{RECEIVER_ID.pattern}$",
-            description="Name of this server, one of its own among those of the run, under which it tells in the "
-            "bucket what it serves and may go back to, for `delta-sync fleet`, for who waits for a version, and for "
-            "retention. Without it nothing is written.",
+            description="Name of this server, unique in the run. Under it the server writes heartbeats to the "
+            "bucket: what it serves and may roll back to, for `delta-sync fleet`, for waiting for a version, and "
+            "for retention. Without it nothing is written.",
         ),
     ] = None
     lease_seconds: Annotated[
@@ -256,8 +257,8 @@ class Settings(StoreOptions):
         Field(
             ge=3,
             le=MAX_LEASE_SECONDS,
-            description="How long what is told under `receiver_id` holds: a server that is gone is waited for, and its "
-            "versions are kept, no longer. It is told again after a third of that, and whenever something changes.",
+            description="Validity of a heartbeat under `receiver_id`: after it nothing waits for a lost server, and "
+            "its versions are no longer retained. Heartbeats are written after a third of it, and at each change.",
         ),
     ] = 60
     fleet_pauses: Annotated[
@@ -265,16 +266,16 @@ class Settings(StoreOptions):
         Field(
             ge=1,
             le=MAX_SLOTS,
-            description="Servers of the run that may be paused at once for a commit, where all of them have this "
-            "setting: they take turns, by objects in the bucket. Goes with `receiver_id`. None: whenever they like.",
+            description="Most servers of the run that may be paused for a commit at once; applies if all of them "
+            "have this setting. They claim pause slots in the bucket. Requires `receiver_id`. None: no limit.",
         ),
     ] = None
     max_lag: Annotated[
         int | None,
         Field(
             ge=0,
-            description="Versions behind the newest that following leads to (or a number given as `target`) beyond "
-            "which GET /delta_sync/ready says no. none: any lag is fine.",
+            description="Largest lag, in versions behind the target, at which GET /delta_sync/ready reports ready. "
+            "none: any lag.",
         ),
     ] = None
     min_version_seconds: Annotated[
@@ -282,14 +283,14 @@ class Settings(StoreOptions):
         Field(
             ge=0,
             le=3600,
-            description="Longest that a request with the header X-Delta-Sync-Min-Version waits for its version.",
+            description="Longest time that a request with the header X-Delta-Sync-Min-Version waits for its version.",
         ),
     ] = 30.0
     admin_token_file: Annotated[
         Path | None,
         Field(
-            description="File with the token that state-changing routes ask for; or give the token itself as the "
-            "environment variable DELTA_SYNC_ADMIN_TOKEN. Without either they answer loopback only."
+            description="File with the token that state-changing routes require; or set the environment variable "
+            "DELTA_SYNC_ADMIN_TOKEN to the token. Without either, these routes answer loopback only."
         ),
     ] = None
 
@@ -298,15 +299,15 @@ class Settings(StoreOptions):
         return admin_token.load(self.admin_token_file, environment)
 
     def store(self) -> StoreOptions:
-        """How to talk to the store: this, without what is not about that."""
+        """The settings of the store's client only."""
         return StoreOptions(**{field: getattr(self, field) for field in StoreOptions.model_fields})
 
     def keyring(self) -> Keyring:
-        """The keys that are trusted; the files are read anew. Raises SettingsError: one cannot be used."""
+        """The trusted keys, read from their files at each call. Raises SettingsError: a key file cannot be used."""
         return Keyring.load(self.trusted_keys)
 
     def cache_folder(self) -> Path | None:
-        """Where objects are kept for all ranks and servers of this node; None: nowhere."""
+        """Directory where the ranks and servers of this node cache objects; None: no cache."""
         if self.cache_bytes == 0:
             return None
         if self.cache_dir is not None or scheme_of(self.bucket) == "file":
@@ -314,17 +315,21 @@ class Settings(StoreOptions):
         try:
             return _user_cache()
         except RuntimeError:
-            return None  # a user without a home does without the cache too
+            return None  # this user has no home directory
 
     def models_folder(self) -> Path:
-        """Where ``delta-sync serve`` without MODEL writes the model files of runs. Raises SettingsError: no home."""
+        """Directory for the model files of runs that ``delta-sync serve`` without MODEL writes.
+
+        Raises:
+            SettingsError: this user has no home directory.
+        """
         try:
             return (self.cache_dir or _user_cache()) / "models"
         except RuntimeError as error:
             raise SettingsError("this user has no home directory; set cache_dir") from error
 
     def state_folder(self) -> Path:
-        """Where marks are kept. Raises SettingsError: this user has no home."""
+        """``state_dir`` or its default. Raises SettingsError: this user has no home directory."""
         if self.state_dir is not None:
             return self.state_dir
         try:
@@ -334,13 +339,13 @@ class Settings(StoreOptions):
         return Path(state) / "vllm-delta-sync"
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """A bucket's URL may hold credentials; what prints settings must not."""
+        """Show URLs without credentials."""
         for name, value in super().__repr_args__():
             yield name, public_url(value) if isinstance(value, str) else value
 
 
 class ClientSettings(Settings):
-    """Settings of every other program: commands, publishers and what reads runs. They may sign, and need no bucket."""
+    """Settings of commands, publishers and readers: without a required bucket, and with a signing key."""
 
     bucket: str = ""
     signing_key: Annotated[
@@ -348,15 +353,15 @@ class ClientSettings(Settings):
         Field(
             min_length=1,
             description="Private key file (`delta-sync keygen`) that signs what commands and publishers write. A "
-            "server refuses to start with it: who has the signing key decides what is served.",
+            "server refuses to start with it, because whoever has the signing key decides what is served.",
         ),
     ] = None
 
     def keyring(self, signs: bool = False) -> Keyring:
-        """The keys that are trusted; the files are read anew.
+        """The trusted keys, read from their files at each call.
 
         Args:
-            signs: read the signing key too, and trust it if no key is trusted by name.
+            signs: read the signing key too, and trust it if ``trusted_keys`` is not set.
 
         Raises:
             SettingsError: a key file cannot be used.
@@ -368,7 +373,7 @@ _Model = TypeVar("_Model", bound=Settings)
 
 
 def _user_cache() -> Path:
-    """Where this user's caches of this package lie. Raises RuntimeError: the user has no home."""
+    """This user's cache directory for this package. Raises RuntimeError: the user has no home directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-delta-sync"
 
 
@@ -381,28 +386,26 @@ def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mappi
     """The settings of a receiver, from overrides, environment and file.
 
     Args:
-        overrides: values that win over everything; None values are ignored.
-        environment: instead of ``os.environ``.
+        overrides: values with the highest precedence; None values are ignored.
+        environment: replaces ``os.environ``.
 
     Raises:
-        SettingsError: an unknown name, a value that does not fit, no bucket, a signing key, or an unreadable file.
+        SettingsError: an unknown name, an invalid value, no bucket, a signing key, or an unreadable file.
     """
-    given = _Given.read(overrides, environment)
+    given = _RawSettings.read(overrides, environment)
     if "signing_key" in given.values:
         source = given.sources["signing_key"] or "an argument"
         raise SettingsError(
-            f"{source} sets signing_key: who has the signing key decides what is served, so it has no business on a "
-            "server; take it out, and give trusted_keys"
+            f"{source} sets signing_key, but whoever has the signing key decides what is served; remove it from this "
+            "server, and set trusted_keys"
         )
     settings = given.validated(Settings)
     check_bucket(settings.bucket)
     if (settings.notice_key is None) != (settings.notice_server_key is None):
         missing = "notice_key" if settings.notice_key is None else "notice_server_key"
-        raise SettingsError(f"setting {missing!r} is missing; notice_key and notice_server_key go together")
+        raise SettingsError(f"setting {missing!r} is missing; set both notice_key and notice_server_key")
     if settings.fleet_pauses is not None and settings.receiver_id is None:
-        raise SettingsError(
-            f"setting 'receiver_id' is missing: servers take turns (fleet_pauses = {settings.fleet_pauses}) under names"
-        )
+        raise SettingsError(f"setting 'receiver_id' is missing; fleet_pauses = {settings.fleet_pauses} requires it")
     return settings
 
 
@@ -412,16 +415,16 @@ def client_settings(
     """The settings of a command, a publisher or a reader, from overrides, environment and file.
 
     Args:
-        overrides, environment: as of ``load_settings``.
+        overrides, environment: see ``load_settings``.
 
     Raises:
-        SettingsError: an unknown name, a value that does not fit, or an unreadable file.
+        SettingsError: an unknown name, an invalid value, or an unreadable file.
     """
-    return _Given.read(overrides, environment).validated(ClientSettings)
+    return _RawSettings.read(overrides, environment).validated(ClientSettings)
 
 
 def check_bucket(url: str) -> None:
-    """Raise SettingsError if no bucket can have that URL."""
+    """Raise SettingsError if the URL is invalid for any bucket."""
     try:
         check_url(url)
     except UsageError as error:
@@ -429,14 +432,14 @@ def check_bucket(url: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Given:
-    """Settings as they were given, by name, and where each one is from."""
+class _RawSettings:
+    """Unvalidated values by setting, and the source of each."""
 
     values: dict[str, Any]
     sources: dict[str, str]
 
     @classmethod
-    def read(cls, overrides: Mapping[str, Any] | None, environment: Mapping[str, str] | None) -> "_Given":
+    def read(cls, overrides: Mapping[str, Any] | None, environment: Mapping[str, str] | None) -> "_RawSettings":
         environment = os.environ if environment is None else environment
         given = cls({}, {})
         path = environment.get(CONFIG_VARIABLE)
@@ -479,7 +482,7 @@ class _Given:
 
 
 _EMPTY_IS_UNSET = frozenset(("bucket", "cache_dir", "cache_bytes", *StoreOptions.model_fields))
-"""Settings whose variable may be empty. Any other empty one is an error: it may have been meant to name keys."""
+"""Settings whose variable may be empty. Any other empty variable is an error: perhaps it should have named keys."""
 
 
 def _from_file(path: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What names a run and what lies in it, as text: URLs of buckets, and keys of objects."""
+"""``parse_store_url``, ``check_url`` and ``check_key``: URLs of runs and keys of objects in them."""
 
 import re
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from vllm_delta_sync.redaction import public_url
 
 MAX_KEY_BYTES = 512
 MAX_KEY_PART_BYTES = 255
-"""One part of a key becomes one file name, and no common file system takes more."""
+"""One part of a key becomes a file name; common file systems allow no more."""
 
 _PART = re.compile(r"[A-Za-z0-9._-]+")
 _PREFIX = re.compile(r"[A-Za-z0-9._/-]*")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//)?")
-_MISWRITTEN = re.compile(r"(hf|s3|gs|az|memory)(?::|//)", re.IGNORECASE)
+_MISSPELLED = re.compile(r"(hf|s3|gs|az|memory)(?::|//)", re.IGNORECASE)
 OBJECT_STORES = ("s3", "gs", "az", "memory")
-_UNDERSTOOD = (
+_SUPPORTED_URLS = (
     "a path, file:///absolute/path, hf://buckets/NAMESPACE/BUCKET/run, s3://bucket/run, gs://bucket/run, "
     "az://container/run or memory://name"
 )
@@ -25,7 +25,7 @@ _UNDERSTOOD = (
 
 @dataclass(frozen=True, slots=True)
 class StoreLocation:
-    """A store's URL, taken apart: ``scheme://authority/prefix``, the prefix without slashes at its ends."""
+    """The parts of a store's URL ``scheme://authority/prefix``; the prefix has no slash at either end."""
 
     scheme: str
     authority: str
@@ -37,13 +37,13 @@ class StoreLocation:
 
 
 def check_url(url: str) -> None:
-    """Raise UsageError if no bucket can have that URL, whatever the environment says."""
-    check_public(url)
+    """Raise UsageError if the URL is invalid for any bucket. The environment does not matter."""
+    check_no_credentials(url)
     scheme = scheme_of(url)
     if scheme == "file":
         local_path(url)
     elif scheme in ("hf", *OBJECT_STORES):
-        place_of(url)
+        parse_store_url(url)
     else:
         raise unknown_scheme(url)
 
@@ -57,26 +57,26 @@ def scheme_of(url: str) -> str:
 
 
 def store_of(url: str) -> str:
-    """The part of a URL that says where credentials count: scheme and bucket; ``file`` for a directory."""
+    """The part of a URL that credentials belong to: scheme and bucket; ``file`` for a directory."""
     scheme = scheme_of(url)
     parts = url.split("/")
     # hf://buckets/NAMESPACE/BUCKET, and scheme://bucket elsewhere.
     return "file" if scheme == "file" else "/".join([f"{scheme}:", *parts[1 : 5 if scheme == "hf" else 3]])
 
 
-def place_of(url: str) -> StoreLocation:
-    """Take a store's URL apart.
+def parse_store_url(url: str) -> StoreLocation:
+    """Split a store's URL into its parts.
 
     Raises:
-        UsageError: it has no authority, or its path cannot be the beginning of keys.
+        UsageError: the URL has no authority, or its path is not a valid prefix of keys.
     """
     scheme = scheme_of(url)
     authority, _, prefix = url[len(scheme) + 3 :].partition("/")
     prefix = prefix.rstrip("/")
     if re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]+", authority):
         raise UsageError(
-            f"bucket URL {url!r} names a host and a port: write {scheme}://bucket/run, and name the address of the "
-            "store by store_endpoint"
+            f"bucket URL {url!r} names a host and a port: write {scheme}://bucket/run, and set store_endpoint to the "
+            "address of the store"
         )
     if not re.fullmatch(r"[A-Za-z0-9._-]+", authority):
         raise UsageError(f"bucket URL {url!r} names no bucket: write {scheme}://bucket/run")
@@ -89,16 +89,16 @@ def place_of(url: str) -> StoreLocation:
 
 
 def unknown_scheme(url: str) -> UsageError:
-    """The error for a URL of a scheme that no bucket has."""
-    return UsageError(f"bucket URL {url!r} has the unknown scheme {scheme_of(url)!r}; understood: {_UNDERSTOOD}")
+    """The error for a URL with an unknown scheme."""
+    return UsageError(f"bucket URL {url!r} has the unknown scheme {scheme_of(url)!r}; supported: {_SUPPORTED_URLS}")
 
 
-def check_public(url: str) -> None:
-    """Raise UsageError if a URL holds credentials: it is shown, logged, and written into runs that branch from it."""
+def check_no_credentials(url: str) -> None:
+    """Raise UsageError if a URL contains credentials: URLs are shown, logged, and recorded by branches."""
     if scheme_of(url) != "file" and public_url(url) != url:
         raise UsageError(
-            f"bucket URL {url!r} has a user, a password, a query or a fragment; give credentials in the environment, "
-            "and leave them out here"
+            f"bucket URL {url!r} has a user, a password, a query or a fragment; remove it, and give credentials in the "
+            "environment"
         )
 
 
@@ -106,18 +106,18 @@ def local_path(url: str) -> Path:
     """The directory that a bare path or a ``file:`` URL names.
 
     Raises:
-        UsageError: it names nothing, another machine's files, or what was meant as another scheme.
+        UsageError: the URL is empty, names another host, or is a misspelled URL of another scheme.
     """
     if not url or "\0" in url:
-        raise UsageError(f"bucket URL {url!r} names nothing; give {_UNDERSTOOD}")
+        raise UsageError(f"bucket URL {url!r} is empty or has a zero byte; give {_SUPPORTED_URLS}")
     scheme = _SCHEME.match(url)
     if scheme is None or (scheme[1].lower() != "file" and scheme[2] is None):
-        meant = _MISWRITTEN.match(url)
-        if meant is not None:
-            # A folder of that name would be made, or waited for, for ever.
+        misspelled = _MISSPELLED.match(url)
+        if misspelled is not None:
+            # Otherwise a folder of that name would be created, or waited for forever.
             raise UsageError(
-                f"bucket URL {url!r} begins like {meant[1].lower()}:// and is a path; write {meant[1].lower()}://…, "
-                f"or ./{url} for a folder of that name"
+                f"bucket URL {url!r} is a path that begins like {misspelled[1].lower()}://; write "
+                f"{misspelled[1].lower()}://…, or ./{url} for a folder of that name"
             )
         return Path(url)
     parts = urlsplit(url)
@@ -131,15 +131,15 @@ def local_path(url: str) -> Path:
         raise UsageError(f"bucket URL {url!r} has a '?' or '#'; write them as %3F and %23 in a file URL")
     path = unquote(parts.path)
     if "\0" in path:
-        raise UsageError(f"bucket URL {url!r} has a zero byte in its path; give {_UNDERSTOOD}")
+        raise UsageError(f"bucket URL {url!r} has a zero byte in its path; give {_SUPPORTED_URLS}")
     return Path(path)
 
 
 def check_key(key: str) -> str:
-    """Return ``key`` if it is well-formed.
+    """Return ``key`` if it is valid.
 
     Raises:
-        UsageError: naming the key and the rule it breaks.
+        UsageError: it is not; the message names the broken rule.
     """
     if len(key) > MAX_KEY_BYTES:
         raise UsageError(f"key {key[:80]!r}… has {len(key)} characters; at most {MAX_KEY_BYTES} are allowed")
@@ -149,15 +149,15 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return ``prefix`` if it can be the beginning of a key.
+    """Return ``prefix`` if a valid key can begin with it.
 
     Raises:
-        UsageError: naming the prefix and the rule it breaks.
+        UsageError: it is not; the message names the broken rule.
     """
     if len(prefix) > MAX_KEY_BYTES:
         raise UsageError(f"prefix {prefix[:80]!r}… has {len(prefix)} characters; at most {MAX_KEY_BYTES} are allowed")
     if not _PREFIX.fullmatch(prefix):
-        raise UsageError(f"prefix {prefix!r} is not the beginning of a key: use A-Z a-z 0-9 . _ - and /")
+        raise UsageError(f"prefix {prefix!r} cannot begin a key: use A-Z a-z 0-9 . _ - and /")
     for part in prefix.split("/")[:-1]:
         _check_part(part, prefix)
     return prefix
@@ -166,7 +166,8 @@ def check_prefix(prefix: str) -> str:
 def _check_part(part: str, key: str) -> None:
     if not _PART.fullmatch(part) or part == "." or part.endswith(".."):
         raise UsageError(
-            f"key {key!r} has the part {part!r}; parts are of A-Z a-z 0-9 . _ - and are not '.' nor end in '..'"
+            f"key {key!r} has the part {part!r}; a part consists of A-Z a-z 0-9 . _ -, is not '.' and does not end in "
+            "'..'"
         )
     if len(part) > MAX_KEY_PART_BYTES:
         raise UsageError(f"key {key[:80]!r}… has a part of {len(part)} characters; {MAX_KEY_PART_BYTES} are allowed")

@@ -5,7 +5,7 @@ import numpy as np
 from benchmarks.common.formats import Own, find_changes, flats, table_of
 from benchmarks.common.rows import Row, best_seconds, row
 from benchmarks.common.training_data import Sequence, Weights
-from vllm_delta_sync.codec.merge import fold
+from vllm_delta_sync.codec.merge import merge_changes
 from vllm_delta_sync.tensors.changes import Changes
 
 REPEATS = 3
@@ -35,8 +35,8 @@ def folding(bench: str, sequence: Sequence, codecs: list[Own]) -> list[Row]:
     rows = []
     for count in powers(len(parts)):
         case = f"real dense 1%, {count} folded"
-        folded = fold(parts[:count], table)
-        taken = best_seconds(lambda count=count: fold(parts[:count], table), REPEATS)  # type: ignore[misc]
+        folded = merge_changes(parts[:count], table)
+        taken = best_seconds(lambda count=count: merge_changes(parts[:count], table), REPEATS)  # type: ignore[misc]
         rows += [
             row(bench, case, "changed share", 100 * folded.changed / table.total, "%"),
             row(bench, case, "fold", 1e3 * taken, "ms"),
@@ -52,5 +52,5 @@ def folding(bench: str, sequence: Sequence, codecs: list[Own]) -> list[Row]:
 
 
 def _leads_to(parts: list[Changes], base: Weights, last: Weights) -> bool:
-    found = Own("packed").restore(fold(parts, table_of(base)), base)
+    found = Own("packed").restore(merge_changes(parts, table_of(base)), base)
     return all(np.array_equal(found[name], bits) for name, bits in last.items())

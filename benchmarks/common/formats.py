@@ -13,12 +13,12 @@ import numpy.typing as npt
 import zstandard
 
 from benchmarks.common.training_data import Bits, Weights
-from vllm_delta_sync.codec import delta_object
+from vllm_delta_sync.codec import delta_reader, delta_writer
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.zstd import Compression
+from vllm_delta_sync.format import codecs
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.base_bits import BaseTensor, Old
-from vllm_delta_sync.tensors.bits import apply_distances, diff
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, apply_distances, diff
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 CONTEXT = DeltaContext("0" * 32, 1, 0)
@@ -137,15 +137,15 @@ class Own(Format):
     def write(self, changes: Changes, table: TensorTable, old: Weights) -> bytes:
         """The second half of ``encode``."""
         compression: Compression = "none" if self._codec == "raw" else self._compression
-        codec = cast(delta_object.Codec, self._codec)
-        return delta_object.encode(changes, table, codec, compression, CONTEXT, self._old(old))
+        codec = cast(codecs.Codec, self._codec)
+        return delta_writer.encode(changes, table, codec, compression, CONTEXT, self._old(old))
 
     def encode(self, old: Weights, new: Weights) -> bytes:
         table = table_of(old)
         return self.write(self.compare(new, table), table, old)
 
     def decode(self, data: bytes, old: Weights) -> Changes:
-        return delta_object.decode(data, table_of(old), CONTEXT, self._old(old))
+        return delta_reader.decode(data, table_of(old), CONTEXT, self._old(old))
 
     def restore(self, decoded: Changes, old: Weights) -> Weights:
         new = {name: bits.copy() for name, bits in old.items()}
@@ -160,7 +160,7 @@ class Own(Format):
             np.copyto(bits[full.id], full.bits)
         return new
 
-    def _old(self, old: Weights) -> Old:
+    def _old(self, old: Weights) -> BaseLookup:
         bits = flats(old)
         return lambda tensor: BaseTensor(bits[tensor])
 
@@ -239,4 +239,4 @@ def _cut(joined: Bits, old: Weights, is_xor: bool) -> Patch:
 
 def own_codecs() -> list[Own]:
     """Every codec that this project has, ``raw`` last."""
-    return [Own(codec) for codec in sorted(delta_object.CODECS, key=lambda codec: (codec == "raw", codec != "packed"))]
+    return [Own(codec) for codec in sorted(codecs.CODECS, key=lambda codec: (codec == "raw", codec != "packed"))]

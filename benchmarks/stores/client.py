@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.bucket.factory import place_of
+from vllm_delta_sync.bucket.factory import parse_store_url
 
 Transfer = Callable[[str, str, Path], Callable[[], object]]
 
@@ -48,28 +48,28 @@ def copied_down(url: str, key: str, path: Path) -> Callable[[], object]:
 def boto3_up(url: str, key: str, path: Path) -> Callable[[], object]:
     import boto3
 
-    place, client = place_of(url), boto3.client("s3")
+    place, client = parse_store_url(url), boto3.client("s3")
     return lambda: client.upload_file(str(path), place.authority, f"{place.prefix}/{key}".lstrip("/"))
 
 
 def boto3_down(url: str, key: str, path: Path) -> Callable[[], object]:
     import boto3
 
-    place, client = place_of(url), boto3.client("s3")
+    place, client = parse_store_url(url), boto3.client("s3")
     return lambda: client.download_file(place.authority, f"{place.prefix}/{key}".lstrip("/"), str(path))
 
 
 def hub_up(url: str, key: str, path: Path) -> Callable[[], object]:
     from huggingface_hub import HfApi
 
-    namespace, name, *run = place_of(url).prefix.split("/")
+    namespace, name, *run = parse_store_url(url).prefix.split("/")
     return lambda: HfApi().batch_bucket_files(f"{namespace}/{name}", add=[(path, "/".join([*run, key]))])
 
 
 def hub_down(url: str, key: str, path: Path) -> Callable[[], object]:
     from huggingface_hub import HfApi
 
-    namespace, name, *run = place_of(url).prefix.split("/")
+    namespace, name, *run = parse_store_url(url).prefix.split("/")
     return lambda: HfApi().download_bucket_files(f"{namespace}/{name}", [("/".join([*run, key]), path)])
 
 

@@ -16,7 +16,7 @@ from tests.support.hub_buckets import URL, opened
 from tests.support.hub_store import Hub
 from tests.support.running import eventually
 from vllm_delta_sync.bucket import StoreOptions, transfer_observers
-from vllm_delta_sync.bucket.factory import place_of
+from vllm_delta_sync.bucket.factory import parse_store_url
 from vllm_delta_sync.bucket.hub.bucket import HubBucket
 from vllm_delta_sync.bucket.hub.s3_gateway import ENDPOINT, KEY_ID, SECRET
 from vllm_delta_sync.errors import (
@@ -47,7 +47,7 @@ def asked(hub: Hub) -> list[tuple[str, int]]:
 )
 def test_a_url_that_names_no_bucket(url: str) -> None:
     with pytest.raises(UsageError, match="hf://buckets/NAMESPACE/BUCKET/run"):
-        HubBucket(place_of(url), StoreOptions())
+        HubBucket(parse_store_url(url), StoreOptions())
 
 
 def test_the_endpoint_is_that_of_the_options_or_of_the_environment(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

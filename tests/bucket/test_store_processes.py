@@ -18,9 +18,9 @@ USE = """
 import os, sys
 from pathlib import Path
 from vllm_delta_sync.bucket.hub.bucket import HubBucket
-from vllm_delta_sync.bucket.factory import place_of
+from vllm_delta_sync.bucket.factory import parse_store_url
 from vllm_delta_sync.settings import StoreOptions
-bucket, folder = HubBucket(place_of("hf://buckets/team/weights/run"), StoreOptions()), Path(sys.argv[1])
+bucket, folder = HubBucket(parse_store_url("hf://buckets/team/weights/run"), StoreOptions()), Path(sys.argv[1])
 def use(name):
     bucket.put(name, os.urandom(2_000_000))
     bucket.get_file(name, folder / name)

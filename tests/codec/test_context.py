@@ -9,20 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.reference_context import read_block
-from vllm_delta_sync.codec import delta_object
-from vllm_delta_sync.codec.blocks import bytes_of
+from vllm_delta_sync.codec import delta_reader, delta_writer
 from vllm_delta_sync.codec.context import encode_kernels, tiles
-from vllm_delta_sync.codec.context.classes import dropped_bits
-from vllm_delta_sync.codec.context.tiles import Grid, chosen_grid, extent, wanted_tiles
-from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.context.tables import dropped_bits
+from vllm_delta_sync.codec.context.tiles import Grid, choose_grid, extent, select_tiles
+from vllm_delta_sync.codec.delta_object import DeltaContext, bytes_of
 from vllm_delta_sync.codec.packed import zigzag
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import FormatError, UnsupportedError, UsageError
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.base_bits import BaseTensor, Old, Rectangle
-from vllm_delta_sync.tensors.bits import diff
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Rectangle, diff
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 CONTEXT = DeltaContext("0" * 32, 1, 0)
@@ -52,16 +50,16 @@ def changes_of(table: TensorTable, old: list[np.ndarray], new: list[np.ndarray])
     return changes
 
 
-def whole(bits: list[np.ndarray]) -> Old:
+def whole(bits: list[np.ndarray]) -> BaseLookup:
     return lambda tensor: BaseTensor(bits[tensor])
 
 
-def held(bits: np.ndarray, *parts: Rectangle) -> Old:
+def held(bits: np.ndarray, *parts: Rectangle) -> BaseLookup:
     return lambda tensor: BaseTensor(bits, parts)
 
 
 def encoded(table: TensorTable, old: list[np.ndarray], new: list[np.ndarray], how: Compression = "zstd") -> bytes:
-    return delta_object.encode(changes_of(table, old, new), table, "context", how, CONTEXT, whole(old))
+    return delta_writer.encode(changes_of(table, old, new), table, "context", how, CONTEXT, whole(old))
 
 
 def flat(changes: Changes) -> dict[int, tuple[np.ndarray, np.ndarray]]:
@@ -115,7 +113,7 @@ def test_any_bits_come_back(data: st.DataObject) -> None:
     wanted = changes_of(table, old, new)
     with patch.object(tiles, "SAVED_BYTES", data.draw(st.sampled_from([0.0, 0.35, 1e9]))):
         written = encoded(table, old, new, how)
-    assert_same(wanted, delta_object.decode(written, table, CONTEXT, whole(old)))
+    assert_same(wanted, delta_reader.decode(written, table, CONTEXT, whole(old)))
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
@@ -124,7 +122,7 @@ def test_every_pair_of_eight_bit_patterns(dtype: str) -> None:
     old = np.repeat(np.arange(256, dtype=np.uint8), 256)
     new = np.tile(np.arange(256, dtype=np.uint8), 256)
     assert_same(
-        changes_of(table, [old], [new]), delta_object.decode(encoded(table, [old], [new]), table, CONTEXT, whole([old]))
+        changes_of(table, [old], [new]), delta_reader.decode(encoded(table, [old], [new]), table, CONTEXT, whole([old]))
     )
 
 
@@ -135,7 +133,7 @@ def test_every_sixteen_bit_pattern_on_either_side(dtype: str) -> None:
     other = np.random.default_rng(0).permutation(every)
     old, new = np.concatenate([every, other]), np.concatenate([other, every])
     assert_same(
-        changes_of(table, [old], [new]), delta_object.decode(encoded(table, [old], [new]), table, CONTEXT, whole([old]))
+        changes_of(table, [old], [new]), delta_reader.decode(encoded(table, [old], [new]), table, CONTEXT, whole([old]))
     )
 
 
@@ -203,7 +201,7 @@ def test_ranks_read_their_own_tiles(by: str, ranks: int) -> None:
         # Bits that this rank does not hold are noise: reading them would show.
         own = np.where(own == 0, np.random.default_rng(9).integers(0, 65536, spec.shape, np.uint16), own)
         own[first:last, left:right] = old.reshape(spec.shape)[first:last, left:right]
-        found = delta_object.decode(data, table, CONTEXT, held(own.reshape(-1), part))
+        found = delta_reader.decode(data, table, CONTEXT, held(own.reshape(-1), part))
         rows, columns = np.divmod(positions, spec.shape[1])
         mine = (rows >= first) & (rows < last) & (columns >= left) & (columns < right)
         np.testing.assert_array_equal(flat(found)[0][0], positions[mine])
@@ -215,7 +213,7 @@ def test_ranks_read_their_own_tiles(by: str, ranks: int) -> None:
 def test_a_rank_that_holds_nothing_reads_nothing() -> None:
     table = TensorTable([TensorSpec("t", "BF16", (64, 64))])
     old, new = trained((64, 64), 1)
-    found = delta_object.decode(encoded(table, [old], [new]), table, CONTEXT, held(old))
+    found = delta_reader.decode(encoded(table, [old], [new]), table, CONTEXT, held(old))
     assert not found.sparse
     assert found.fingerprints.keys() == {0}
 
@@ -225,7 +223,7 @@ def test_a_tile_held_in_part_is_refused() -> None:
     old, new = trained((512, 384), 1, share=0.05)
     third = (0, 512 // 3, 0, 384)
     with pytest.raises(UnsupportedError, match=r"'model\.up\.weight' is coded in tiles .* in part only"):
-        delta_object.decode(encoded(table, [old], [new]), table, CONTEXT, held(old, third))
+        delta_reader.decode(encoded(table, [old], [new]), table, CONTEXT, held(old, third))
 
 
 def test_other_old_bits_are_found_or_harmless() -> None:
@@ -233,7 +231,7 @@ def test_other_old_bits_are_found_or_harmless() -> None:
     old, new = trained((256, 256), 1)
     other = trained((256, 256), 2)[0]
     with pytest.raises(FormatError, match="damaged, or was made against other weights"):
-        delta_object.decode(encoded(table, [old], [new]), table, CONTEXT, whole([other]))
+        delta_reader.decode(encoded(table, [old], [new]), table, CONTEXT, whole([other]))
 
 
 def test_old_bits_are_asked_for() -> None:
@@ -241,15 +239,15 @@ def test_old_bits_are_asked_for() -> None:
     old, new = trained((8, 8), 1, share=0.5)
     data = encoded(table, [old], [new])
     with pytest.raises(UnsupportedError, match="context"):
-        delta_object.decode(data, table, CONTEXT)
+        delta_reader.decode(data, table, CONTEXT)
     with pytest.raises(UsageError, match="context"):
-        delta_object.encode(changes_of(table, [old], [new]), table, "context", "zstd", CONTEXT)
+        delta_writer.encode(changes_of(table, [old], [new]), table, "context", "zstd", CONTEXT)
 
 
 @given(shape=st.lists(st.integers(1, 3000), min_size=1, max_size=3).map(tuple), share=st.floats(1e-6, 1.0))
 def test_tiles_cover_a_tensor_once(shape: tuple[int, ...], share: float) -> None:
     spec = TensorSpec("t", "BF16", shape)
-    grid = chosen_grid(spec, max(1, int(share * spec.numel)))
+    grid = choose_grid(spec, max(1, int(share * spec.numel)))
     cut = grid.rectangles()
     assert len(cut) == grid.tiles
     areas = (cut[:, 1] - cut[:, 0]) * (cut[:, 3] - cut[:, 2])
@@ -264,7 +262,7 @@ def test_tiles_cover_a_tensor_once(shape: tuple[int, ...], share: float) -> None
 @pytest.mark.parametrize("shape", [(4096, 4096), (11008, 4096), (4096, 11008), (151936, 1024), (64, 1536, 4096)])
 def test_usual_cuts_split_no_tile(shape: tuple[int, ...], ranks: int, share: float) -> None:
     spec = TensorSpec("t", "BF16", shape)
-    grid = chosen_grid(spec, int(spec.numel * share))
+    grid = choose_grid(spec, int(spec.numel * share))
     parts = held_parts(spec, ranks, "rows")
     if len(shape) == 3:
         parts = [
@@ -275,7 +273,7 @@ def test_usual_cuts_split_no_tile(shape: tuple[int, ...], ranks: int, share: flo
     wide = shape[-2] < 8 * shape[-1]
     parts += held_parts(spec, ranks, "columns") if wide else []
     for part in parts:
-        assert wanted_tiles(grid, [part], "t", "test").any()
+        assert select_tiles(grid, [part], "t", "test").any()
 
 
 def test_a_grid_knows_its_tiles() -> None:

@@ -17,9 +17,12 @@ from tests.support.samples import (
     state_of,
 )
 from vllm_delta_sync.codec import packed
-from vllm_delta_sync.codec.delta_object import Codec, decode, encode, required_features
+from vllm_delta_sync.codec.delta_object import required_features
+from vllm_delta_sync.codec.delta_reader import decode
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable

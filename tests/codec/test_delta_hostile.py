@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from tests.support.samples import CONTEXT, changes_between
-from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, decode, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_reader import decode
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -17,6 +19,7 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
     UnsupportedError,
 )
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.safetensors_file import Container, write_container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 

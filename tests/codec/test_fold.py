@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, patterns, random_bits, state_of
 from vllm_delta_sync.codec import merge as folding
 from vllm_delta_sync.codec import merge_kernels
-from vllm_delta_sync.codec.delta_object import Codec, decode, encode
-from vllm_delta_sync.codec.merge import fold, warm_up
+from vllm_delta_sync.codec.delta_reader import decode
+from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.codec.merge import merge_changes, warm_up
 from vllm_delta_sync.errors import ChainError, FingerprintError
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -101,7 +103,7 @@ def check_form(folded: Changes) -> None:
 def check_fold(table: TensorTable, versions: list[list[Bits]], parts: list[Changes]) -> Changes:
     """Fold, and hold it against applying the parts one by one; → the folded changes."""
     before = deepcopy(parts)
-    folded = fold(parts, table)
+    folded = merge_changes(parts, table)
     assert_same(parts, before)
     step, leap = state_of(table, versions[0]), state_of(table, versions[0])
     for part in parts:
@@ -136,7 +138,10 @@ def test_one_apply_does_what_many_do(history: tuple[TensorTable, list[list[Bits]
 def test_folding_in_stages_gives_the_same(history: tuple[TensorTable, list[list[Bits]], list[Changes]]) -> None:
     table, _, parts = history
     cut = len(parts) // 2
-    assert_same([fold([fold(parts[:cut], table), fold(parts[cut:], table)], table)], [fold(parts, table)])
+    assert_same(
+        [merge_changes([merge_changes(parts[:cut], table), merge_changes(parts[cut:], table)], table)],
+        [merge_changes(parts, table)],
+    )
 
 
 @given(histories())
@@ -145,7 +150,7 @@ def test_distances_there_and_back_fold_to_nothing(
 ) -> None:
     table, versions, _ = history
     walk = [*versions, *versions[-2::-1]]
-    folded = fold([changes_between(table, old, new) for old, new in pairwise(walk)], table)
+    folded = merge_changes([changes_between(table, old, new) for old, new in pairwise(walk)], table)
     assert (folded.sparse, folded.full, folded.fingerprints) == ([], [], {})
 
 
@@ -199,7 +204,7 @@ def test_each_rule_on_one_element() -> None:
         return Changes([Sparse("U8", ids, counts, positions, data, relative)], [], {0: Fingerprint(1, 2)})
 
     def found(*parts: Changes) -> dict[bool, dict[int, int]]:
-        groups = fold(parts, table).sparse
+        groups = merge_changes(parts, table).sparse
         return {g.relative: dict(zip(g.positions.tolist(), g.data.tolist(), strict=True)) for g in groups}
 
     assert found(part(True, p1=250, p3=3), part(True, p0=1, p1=10, p3=253)) == {True: {0: 1, 1: 4}}
@@ -208,22 +213,22 @@ def test_each_rule_on_one_element() -> None:
     assert found(part(False, p1=255, p2=6), part(True, p1=2, p4=1)) == {True: {4: 1}, False: {1: 1, 2: 6}}
     sparse = part(True, p1=5)
     full = Changes([], [Full(0, np.arange(9, dtype=np.uint8))], {0: Fingerprint(2**64 - 1, 5)})
-    after = fold([sparse, full], table)
+    after = merge_changes([sparse, full], table)
     assert not after.sparse
     assert after.full[0].bits.tolist() == list(range(9))
     assert after.fingerprints == {0: Fingerprint(0, 7)}
-    after = fold([full, sparse, part(False, p8=77)], table)
+    after = merge_changes([full, sparse, part(False, p8=77)], table)
     assert after.full[0].bits.tolist() == [0, 6, 2, 3, 4, 5, 6, 7, 77]
     assert full.full[0].bits.tolist() == list(range(9))
     # ModelState applies tensors in full last.
     both = Changes(sparse.sparse, full.full, full.fingerprints)
-    assert fold([both], table).full[0].bits.tolist() == list(range(9))
+    assert merge_changes([both], table).full[0].bits.tolist() == list(range(9))
 
 
 def test_nothing_and_one_part() -> None:
     table = every_dtype_table(20)
-    assert fold([], table) == Changes()
-    assert fold([Changes(), Changes()], table) == Changes()
+    assert merge_changes([], table) == Changes()
+    assert merge_changes([Changes(), Changes()], table) == Changes()
     random = np.random.default_rng(3)
     old = random_bits(table, random)
     new = nudge(old, random, 0.5)
@@ -231,8 +236,8 @@ def test_nothing_and_one_part() -> None:
         part = changes_between(table, old, new, codec, full=[3])
         part.sparse.sort(key=lambda group: group.dtype)
         part.fingerprints = dict(sorted(part.fingerprints.items()))
-        assert_same([fold([part], table)], [part])
-        assert_same([fold([Changes(), part, Changes()], table)], [part])
+        assert_same([merge_changes([part], table)], [part])
+        assert_same([merge_changes([Changes(), part, Changes()], table)], [part])
 
 
 def test_an_anchor_is_refused() -> None:
@@ -241,8 +246,8 @@ def test_an_anchor_is_refused() -> None:
     delta = changes_between(table, bits, [bits[0], bits[1] + np.uint16(1)])
     anchor = Changes(full=[Full(0, bits[0]), Full(1, bits[1])])
     for parts in ([anchor], [delta, anchor], [anchor, delta]):
-        with pytest.raises(ChainError, match=r"part \d of \d to fold holds tensor 'a' in full .* it is an anchor"):
-            fold(parts, table)
+        with pytest.raises(ChainError, match=r"part \d of \d to merge has tensor 'a' in full .* so it is an anchor"):
+            merge_changes(parts, table)
 
 
 def test_a_change_of_fingerprint_without_elements_is_left_to_be_refused() -> None:
@@ -250,7 +255,7 @@ def test_a_change_of_fingerprint_without_elements_is_left_to_be_refused() -> Non
     old, new = [np.zeros(2, np.uint8)], [np.ones(2, np.uint8)]
     there, back = changes_between(table, old, new), changes_between(table, new, old)
     back.fingerprints[0] += Fingerprint(1, 0)
-    folded = fold([there, back], table)
+    folded = merge_changes([there, back], table)
     assert folded == Changes(fingerprints={0: Fingerprint(1, 0)})
     with pytest.raises(FingerprintError, match="'a'"):
         state_of(table, old).apply(folded)
@@ -259,14 +264,14 @@ def test_a_change_of_fingerprint_without_elements_is_left_to_be_refused() -> Non
 COMPILED_AHEAD = """
 import json, sys
 import numpy as np
-from vllm_delta_sync.codec.merge import fold, warm_up
+from vllm_delta_sync.codec.merge import merge_changes, warm_up
 assert "numba" not in sys.modules
 from tests.support.samples import changes_between, every_dtype_table, nudge, random_bits
 from vllm_delta_sync.format.dtypes import DTYPES
 warm_up(DTYPES.values())
 from vllm_delta_sync.codec import merge_kernels
 from vllm_delta_sync.format import kernels
-loops = (merge_kernels.fold_layers, kernels.add_distances)
+loops = (merge_kernels.merge_layers, kernels.add_distances)
 before = [len(loop.signatures) for loop in loops]
 table, random = every_dtype_table(50), np.random.default_rng(1)
 versions = [random_bits(table, random)]
@@ -277,7 +282,7 @@ parts = [
     changes_between(table, versions[1], versions[2], "raw"),
     changes_between(table, versions[2], versions[3], "packed"),
 ]
-fold(parts, table)
+merge_changes(parts, table)
 print(json.dumps([before, [len(loop.signatures) for loop in loops]]))
 """
 

@@ -11,8 +11,10 @@ from tests.support.reference import fingerprint as reference_fingerprint
 from trainer_side.diff.engine import _ThreadBuffers, _ThreadComparison
 from trainer_side.diff.reader import boxes, split_boxes
 from trainer_side.model.conversion_trace import View, trace
-from vllm_delta_sync.codec.delta_object import DeltaContext, decode, encode
-from vllm_delta_sync.codec.merge import fold
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_reader import decode
+from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.codec.merge import merge_changes
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_strided, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import apply_distances, revert_distances
@@ -81,7 +83,7 @@ def test_folding_keeps_positions_beyond_32_bits(codec: str) -> None:
     everything = np.array([p for p in EDGES if p < total])
     parts = [of(positions, codec == "packed") for positions in (even, everything)]
     assert total > 2**33
-    folded = fold(parts, table)
+    folded = merge_changes(parts, table)
     assert [group.positions.tolist() for group in folded.sparse] == [everything.tolist()]
     wanted = [1 + (codec == "packed" and position in even.tolist()) for position in everything.tolist()]
     assert folded.sparse[0].data.tolist() == wanted

@@ -12,11 +12,12 @@ from tests.codec.test_fold import histories
 from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, random_bits, state_of
 from tests.support.written import TABLE
 from vllm_delta_sync.codec import delta_reader as reading
-from vllm_delta_sync.codec import delta_writer as spooling
-from vllm_delta_sync.codec.delta_object import DeltaContext, decode, encode
-from vllm_delta_sync.codec.delta_reader import LazyDelta, fold_lazily
-from vllm_delta_sync.codec.delta_writer import DeltaSpool
-from vllm_delta_sync.codec.merge import fold
+from vllm_delta_sync.codec import merge_spool as spooling
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_reader import LazyDelta, decode
+from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.codec.merge import merge_changes, merge_lazily
+from vllm_delta_sync.codec.merge_spool import DeltaSpool
 from vllm_delta_sync.errors import ChainError, FormatError, TensorMismatchError, UnsupportedError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorTable
@@ -31,7 +32,7 @@ def spooled(parts: list[Changes], table: TensorTable, folder: Path) -> tuple[Cha
         for tensor, change in part.fingerprints.items():
             sums[tensor] = sums.get(tensor, Fingerprint()) + change
     spool = DeltaSpool(folder, table, CONTEXT, "zstd")
-    for piece in fold_lazily(lazy, table):
+    for piece in merge_lazily(lazy, table):
         spool.add(piece)
     ref = spool.finish(folder / "object", sums)
     spool.close()
@@ -64,7 +65,7 @@ def test_folding_piece_by_piece_does_what_the_versions_do(
         assert got.tobytes() == followed.tobytes() == expected.tobytes()
     assert leap.fingerprints == one_by_one.fingerprints
     # The same elements as the fold in memory, and none more.
-    assert found.changed == fold(packed, table).changed
+    assert found.changed == merge_changes(packed, table).changed
 
 
 def test_one_block_gives_the_bytes_of_the_encoder(tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_damaged_planes_are_refused() -> None:
             continue
         whole = decode(bytes(damaged), table, CONTEXT)
         assert sum(piece.changed for piece in pieces) == whole.changed
-        assert fold(pieces, table).changed == fold([whole], table).changed
+        assert merge_changes(pieces, table).changed == merge_changes([whole], table).changed
     assert refused > 60
     for cut in (0, 7, 8, 100, len(data) - 1):
         with pytest.raises(FormatError):

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from tests.support import reference_packed as reference
 from tests.support.samples import CONTEXT, changes_between, patterns
 from vllm_delta_sync.codec import packed, packed_kernels
-from vllm_delta_sync.codec.blocks import open_blocks, parse_blocks
-from vllm_delta_sync.codec.delta_object import decode, encode
-from vllm_delta_sync.codec.full_tensors import FullReader, LazyFulls
-from vllm_delta_sync.codec.full_tensors import encode as encode_full
+from vllm_delta_sync.codec.delta_object import open_blocks, parse_blocks
+from vllm_delta_sync.codec.delta_reader import decode
+from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.codec.packed import FullReader, LazyFullTensors, encode_full
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.safetensors_file import Container, write_container
@@ -200,13 +200,13 @@ def test_tensors_in_full_come_back(data: st.DataObject, dtype: str, compression:
         bits = data.draw(st.lists(patterns(dtype), min_size=numel, max_size=numel))
         tensors.append(Full(tensor, np.array(bits, DTYPES[dtype].uint)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_delta_sync.codec.blocks.BLOCK_ELEMENTS", most)
+        patch.setattr("vllm_delta_sync.codec.packed.BLOCK_ELEMENTS", most)
         arrays, rows = encode_full(tensors[::-1], table, compression, 3)  # type: ignore[arg-type]
     assert all(name.startswith(tuple(f"@{3 + row}." for row in range(len(rows)))) for name in arrays)
     blocks = parse_blocks([{"dtype": dtype, "kind": "full"}] * 3 + rows, "object")[3:]
     container = Container(write_container(arrays, {}))
     opened = open_blocks(container, table, blocks, sum(numels), "object")
-    lazy = LazyFulls([], [FullReader(container, item, compression) for item in opened])  # type: ignore[arg-type]
+    lazy = LazyFullTensors([], [FullReader(container, item, compression) for item in opened])  # type: ignore[arg-type]
     assert sorted(lazy) == list(range(len(numels)))
     assert len(lazy) == len(numels)
     for full in tensors + tensors[::-1]:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.golden.regenerate import DIRECTORY, SIGNED, TREE
-from vllm_delta_sync.codec.blocks import BLOCK_ELEMENTS
-from vllm_delta_sync.codec.delta_object import CODECS
+from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS
 from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.codecs import CODECS, FEATURES
 from vllm_delta_sync.format.documents import (
     KEYS_KEY,
     Anchor,
@@ -19,14 +19,14 @@ from vllm_delta_sync.format.documents import (
     KeyFile,
     Lease,
     MergedDelta,
+    PauseSlotClaim,
     Retention,
     Tag,
-    Turn,
     anchor_key,
-    fold_key,
+    merged_delta_key,
 )
 from vllm_delta_sync.format.dtypes import DTYPES
-from vllm_delta_sync.format.manifest import FEATURES, Document, Head, Manifest, RunInfo, object_key, version_key
+from vllm_delta_sync.format.manifest import Document, Head, Manifest, RunInfo, object_key, version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.keys import CHANGES_PREFIX
 from vllm_delta_sync.run.checks import PLAUSIBLE_RANKS, document_limit, object_limit
@@ -91,9 +91,9 @@ def test_members_of_documents() -> None:
         assert f"`{name}`" in section("HEAD.json")
 
 
-@pytest.mark.parametrize("kind", [Anchor, MergedDelta, Tag, Claim, Lease, Turn, Collection, Retention])
+@pytest.mark.parametrize("kind", [Anchor, MergedDelta, Tag, Claim, Lease, PauseSlotClaim, Collection, Retention])
 def test_members_of_what_lies_beside_the_chain(kind: type[Document]) -> None:
-    titles = {Anchor: "Anchors", MergedDelta: "Folded ranges"}
+    titles = {Anchor: "Anchors", MergedDelta: "Folded ranges", PauseSlotClaim: "Turns"}
     title = titles.get(kind) or (kind.__name__ if kind is Retention else f"{kind.__name__}s")
     found = re.search(rf"^### {title}\n(.*?)(?=^### |\Z)", section("Beside the chain"), re.MULTILINE | re.DOTALL)
     assert found is not None
@@ -108,7 +108,20 @@ def test_members_of_the_key_file_and_kinds_of_signed_documents() -> None:
         KeyFile.model_fields
     )
     assert all(f"`{name}`" in text for name in KeyEntry.model_fields)
-    for kind in (Anchor, Claim, Collection, MergedDelta, Head, KeyFile, Lease, Manifest, Retention, RunInfo, Tag, Turn):
+    for kind in (
+        Anchor,
+        Claim,
+        Collection,
+        MergedDelta,
+        Head,
+        KeyFile,
+        Lease,
+        Manifest,
+        Retention,
+        RunInfo,
+        Tag,
+        PauseSlotClaim,
+    ):
         assert f"`{kind.KIND}`" in text
 
 
@@ -138,4 +151,4 @@ def test_keys() -> None:
     }
     assert (SIGNED / KEYS_KEY).is_file()
     assert f"`{CHANGES_PREFIX}<s>.json`" in section("Keys and commit order")
-    assert [anchor_key(5), fold_key(0, 4)] == ["anchors/0000000005.json", "folds/0000000000-0000000004.json"]
+    assert [anchor_key(5), merged_delta_key(0, 4)] == ["anchors/0000000005.json", "folds/0000000000-0000000004.json"]

@@ -23,7 +23,8 @@ from tests.golden.regenerate import (
     write_tree,
 )
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.codec.delta_object import DeltaContext, decode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.errors import NotFoundError, SignatureError
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.tensors.changes import Changes, Sparse

@@ -12,9 +12,10 @@ from tests.golden.regenerate import CONTEXT, context_table, context_versions, wr
 from tests.support.reference import moved
 from tests.support.reference_context import read_block
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.codec.delta_object import DeltaContext, decode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.format.safetensors_file import Container
-from vllm_delta_sync.tensors.base_bits import BaseTensor
+from vllm_delta_sync.tensors.bits import BaseTensor
 
 TENSORS = "797004b271f0857796f4b9a57baa01840af9e0c271e69c30076b110feb314a43"
 FINGERPRINTS = [

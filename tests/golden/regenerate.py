@@ -17,9 +17,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.support.samples import CREATED, RunWriter
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.format import documents as side
-from vllm_delta_sync.format.anchor_file import write_anchor
-from vllm_delta_sync.format.documents import Claim, KeyEntry, KeyValidity, Lease, Retention, Tag, Turn
+from vllm_delta_sync.format.documents import Claim, KeyEntry, KeyValidity, Lease, PauseSlotClaim, Retention, Tag
 from vllm_delta_sync.format.manifest import Document
+from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.trust import Keyring
@@ -123,13 +123,13 @@ def write_tree(directory: Path) -> RunWriter:
         side.tag_key("best"): Tag.model_validate({**named, "name": "best", "milestone": True}),
         side.claim_key(1): Claim.model_validate({**named, "epoch": 1, "writer": RUN}),
         side.lease_key("rollout-1"): Lease.model_validate({**lease, **told, "created_at": CREATED}),
-        side.turn_key(0, 1): Turn.model_validate({**turn, "number": 1, "created_at": CREATED}),
-        side.turn_key(0, 2): Turn.model_validate({**turn, "number": 2, "created_at": CREATED}),
+        side.pause_slot_key(0, 1): PauseSlotClaim.model_validate({**turn, "number": 1, "created_at": CREATED}),
+        side.pause_slot_key(0, 2): PauseSlotClaim.model_validate({**turn, "number": 2, "created_at": CREATED}),
         side.RETENTION_KEY: Retention.model_validate({"run": RUN, "gone": [[3, 3]], "created_at": CREATED}),
     }
     for key, document in documents.items():
         writer.bucket.put(key, document.to_bytes())
-    writer.bucket.put(side.turn_end_key(0, 1), side.TURN_END)
+    writer.bucket.put(side.pause_slot_end_key(0, 1), side.PAUSE_SLOT_END)
     writer.bucket.delete(writer.manifests[3].objects[0].key)
     return writer
 

@@ -23,8 +23,8 @@ from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, Standin
 from vllm_delta_sync.engine.staging.reconstruct import drain_tensors, newest_good_manifest, rebuild
 from vllm_delta_sync.errors import DigestError, FingerprintError, NotFoundError, SettingsError
 from vllm_delta_sync.format import manifest as keys
-from vllm_delta_sync.format.anchor_file import write_anchor
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
+from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.tensors.bits import Bits

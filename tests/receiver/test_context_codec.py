@@ -19,7 +19,8 @@ from tests.support.samples import changes_between, random_bits
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.context import tiles
 from vllm_delta_sync.codec.context.tiles import extent
-from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.engine.model.regions import Region, coalesce
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.staging import read_steps as reading

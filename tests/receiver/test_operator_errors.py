@@ -84,9 +84,9 @@ def at_s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("s4://bucket/run", "unknown scheme 's4'; understood: a path, file:///"),
-        ("s3:/bucket/run", "begins like s3:// and is a path; write s3://"),
-        ("S3//bucket/run", "begins like s3:// and is a path"),
+        ("s4://bucket/run", "unknown scheme 's4'; supported: a path, file:///"),
+        ("s3:/bucket/run", "is a path that begins like s3://; write s3://"),
+        ("S3//bucket/run", "is a path that begins like s3://"),
         ("s3://", "names no bucket: write s3://bucket/run"),
         ("file://run", "no absolute path"),
         ("s3://me:secret@bucket/run", "has a user"),

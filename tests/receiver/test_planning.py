@@ -15,7 +15,8 @@ from tests.support.hooks import Hook, HookedPort, failing
 from tests.support.samples import changes_between
 from tests.support.seeds import seeds
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.planning.lineage import ancestry, connect_runs
 from vllm_delta_sync.engine.staging.reconstruct import newest, rebuild
@@ -244,7 +245,7 @@ def test_range_whose_distances_are_wrong_is_taken_back_and_avoided(chain: Chain)
     changes.sparse[0].data[3] += 1
     data = encode(changes, chain.table, "packed", "zstd", DeltaContext(chain.run, 4, 0))
     forged = folded.model_copy(update={"objects": [chain._put(data)], "payload_bytes": len(data)})
-    chain.bucket.put(side.fold_key(0, 4), forged.to_bytes())
+    chain.bucket.put(side.merged_delta_key(0, 4), forged.to_bytes())
     server = Server(chain, chain.bits[0])
     server.reaches(6, commits=4)
     assert "revert" in server.port.log

@@ -427,7 +427,7 @@ def test_only_a_run_beside_the_configured_one_can_be_named(configured: str, aske
 def test_other_tensors_are_refused(tmp_path: Path, long: Chain) -> None:
     from tests.support.samples import RunWriter
     from vllm_delta_sync.bucket import open_bucket
-    from vllm_delta_sync.format.anchor_file import write_anchor
+    from vllm_delta_sync.format.safetensors_file import write_anchor
     from vllm_delta_sync.format.table import TensorTable
 
     table = TensorTable(list(TABLE)[:-1])

@@ -79,7 +79,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     save_file(TENSORS, sharded(tmp_path) / "model-00002-of-00002.safetensors")
-    with pytest.raises(FormatError, match="stands twice"):
+    with pytest.raises(FormatError, match="is in two files"):
         Checkpoint(tmp_path)
 
 

@@ -20,7 +20,7 @@ from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec import delta_reader as reading
-from vllm_delta_sync.codec import delta_writer as spooling
+from vllm_delta_sync.codec import merge_spool as spooling
 from vllm_delta_sync.errors import (
     ChainError,
     FingerprintError,
@@ -31,6 +31,7 @@ from vllm_delta_sync.errors import (
     UsageError,
 )
 from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format.codecs import RelativeCodec
 from vllm_delta_sync.format.manifest import HEAD_KEY, ObjectRef, object_key, version_key
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -205,7 +206,7 @@ def test_another_maker_was_first(tmp_path: Path) -> None:
     theirs: list[Any] = []
 
     def put(real: Callable[..., None], key: str, data: bytes | Path) -> None:
-        if key == side.fold_key(0, 4) and not theirs:
+        if key == side.merged_delta_key(0, 4) and not theirs:
             theirs.append(None)
             theirs[:] = [make_merged_delta(written.run, 0, 4, object_bytes=1)]
         real()
@@ -493,7 +494,7 @@ def test_scratch_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> N
 
 
 def folds(*pairs: tuple[int, int]) -> list[str]:
-    return [side.fold_key(*pair) for pair in pairs]
+    return [side.merged_delta_key(*pair) for pair in pairs]
 
 
 def test_due_ranges_are_an_aligned_skip_list() -> None:

@@ -13,7 +13,8 @@ from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.cli.inspect import version_document
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec import delta_reader as reading
-from vllm_delta_sync.codec.delta_object import FINGERPRINTS, DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import FINGERPRINTS, DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, UnsupportedError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
@@ -58,8 +59,8 @@ def test_pieces_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     old = random_bits(TABLE, random)
     new = nudge(old, random, 0.05)
     state, context = state_of(TABLE, old), DeltaContext("", 1, 0)
-    data = encode(changes_between(TABLE, old, new, full=[2]), TABLE, "context", "zstd", context, state.old)
-    lazy = reading.LazyDelta(data, TABLE, context, state.old)
+    data = encode(changes_between(TABLE, old, new, full=[2]), TABLE, "context", "zstd", context, state.base_tensor)
+    lazy = reading.LazyDelta(data, TABLE, context, state.base_tensor)
     pieces = []
     for piece in lazy.pieces():
         pieces.append(sorted(piece.fingerprints))
@@ -73,9 +74,9 @@ def test_nothing_is_read_without_the_weights_before(mixed: Written) -> None:
     for version in (2, 4, 6):
         manifest = run.manifest(version)
         assert not manifest.reversible
-        with pytest.raises(UnsupportedError, match="at hand"):
+        with pytest.raises(UnsupportedError, match="not available here"):
             run.changes(manifest)
-        changes = run.changes(manifest, state_of(TABLE, mixed.writer.bits[version - 1]).old)
+        changes = run.changes(manifest, state_of(TABLE, mixed.writer.bits[version - 1]).base_tensor)
         assert changes.changed == manifest.changed
 
 

@@ -251,7 +251,10 @@ def test_collection_removes_what_is_long_over_and_nothing_live(world: FleetRun) 
     assert report.turns == dry.turns != []
     left = {info.key for info in world.bucket.list()}
     assert {key for key in left if key.startswith(side.LEASES_PREFIX)} == {side.lease_key(n) for n in ("live", "shown")}
-    assert {key for key in left if key.startswith(side.TURNS_PREFIX)} == {side.turn_key(0, 6), side.turn_end_key(0, 6)}
+    assert {key for key in left if key.startswith(side.TURNS_PREFIX)} == {
+        side.pause_slot_key(0, 6),
+        side.pause_slot_end_key(0, 6),
+    }
 
 
 TABLE = """\

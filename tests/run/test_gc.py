@@ -399,13 +399,13 @@ def test_what_cannot_be_read_stops_a_collection_or_spares_orphans(tmp_path: Path
     grown.memory.held = {key: value for key, value in held.items() if key != keys.version_key(5)}
     with pytest.raises(ChainError, match=r"0000000005\.json is missing"):
         collect(grown.run_, FEW)
-    grown.memory.held = {**held, side.fold_key(0, 4): (b"{", 0.0)}
+    grown.memory.held = {**held, side.merged_delta_key(0, 4): (b"{", 0.0)}
     orphan = grown._put(b"whose is it")
     grown.memory.clock += 2 * HOUR
     report = collect(grown.run_, FEW)
     assert any("folds/0000000000-0000000004.json cannot be read; it stays" in note for note in report.notes)
     assert orphan.key in grown.memory.held
-    assert side.fold_key(0, 4) in grown.memory.held
+    assert side.merged_delta_key(0, 4) in grown.memory.held
     assert report.objects
 
 
@@ -416,7 +416,7 @@ def test_documents_of_another_run_or_that_do_not_fit_are_not_believed(tmp_path: 
     grown.bucket.put(side.tag_key("foreign"), tag.to_bytes())
     folded = grown.run_.merged_delta(0, 4)
     other = MergedDelta.model_validate({**folded.model_dump(), "last_manifest": "0" * 64})
-    grown.bucket.put(side.fold_key(0, 4), other.to_bytes())
+    grown.bucket.put(side.merged_delta_key(0, 4), other.to_bytes())
     grown.memory.clock += 2 * HOUR
     report = collect(grown.run_, FEW)
     assert 4 not in report.kept

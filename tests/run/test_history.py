@@ -18,7 +18,8 @@ import vllm_delta_sync
 from tests.golden.regenerate import DIRECTORY, table, versions
 from tests.support.written import SMALL, Written, assert_bits, reference_run, save_base
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -371,7 +372,7 @@ def test_a_base_that_is_asked_for_has_to_be_there(tmp_path: Path, path: Path) ->
         for read in (run.verify, anchored.verify, lambda base: run.snapshot(base=base)):
             with pytest.raises(NotFoundError, match="is not a directory here"):
                 read(typo)
-    with pytest.raises(NotFoundError, match="holds neither"):
+    with pytest.raises(NotFoundError, match="has neither"):
         run.verify(tmp_path / "empty")
 
 

@@ -389,7 +389,7 @@ def test_large_junk_behind_the_head_is_not_parsed(whose: str, chain: Chain, ring
     assert 0 < max(parsed) < PRECHECK_BYTES
     assert sum(read) < (MAX_BAD_DOCUMENTS + 1) * run.document_limit
     # Nor is what lies beside the history.
-    for at in (side.anchor_key(2), side.fold_key(0, 2)):
+    for at in (side.anchor_key(2), side.merged_delta_key(0, 2)):
         (chain.folder / at).parent.mkdir()
         (chain.folder / at).write_bytes(junk(chain, 2, 20_000, ring.public or ""))
     with parsing() as parsed:

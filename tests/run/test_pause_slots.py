@@ -159,7 +159,7 @@ def test_turn_costs_few_requests(world: FleetRun, monkeypatch: pytest.MonkeyPatc
 def test_claim_that_cannot_be_read_holds_as_long_as_ones_own(world: FleetRun, data: bytes) -> None:
     for key in ("turns/00/7.json", "turns/0/0000000007.json", "turns/64x", "turns/00/0000000007.txt"):
         world.bucket.put(key, b"{}")  # claims of nobody
-    world.bucket.put(side.turn_key(0, 7), data)
+    world.bucket.put(side.pause_slot_key(0, 7), data)
     turns = world.turns("a")
     assert turns.try_acquire(1) is None
     world.passes(LIFE + 1)
@@ -167,8 +167,8 @@ def test_claim_that_cannot_be_read_holds_as_long_as_ones_own(world: FleetRun, da
 
 
 def test_numbers_that_are_used_up_are_a_failure(world: FleetRun) -> None:
-    world.bucket.put(side.turn_key(0, 10**10 - 1), b"{}")
-    world.bucket.put(side.turn_end_key(0, 10**10 - 1), side.TURN_END)
+    world.bucket.put(side.pause_slot_key(0, 10**10 - 1), b"{}")
+    world.bucket.put(side.pause_slot_end_key(0, 10**10 - 1), side.PAUSE_SLOT_END)
     with pytest.raises(Exception, match=r"turns/00/ has no numbers left"):
         world.turns("a").acquire(1)
 

@@ -149,7 +149,7 @@ def test_gap_is_crossed_by_a_step_back_and_a_merged_delta(tree: Written) -> None
     steps = find_steps(tree.run, 5, 9)
     assert spans(steps) == [(5, 4), (4, 8), (8, 9)]
     expect(tree, steps, 5, 9)
-    tree.bucket.delete(side.fold_key(4, 8))
+    tree.bucket.delete(side.merged_delta_key(4, 8))
     with pytest.raises(GapError):
         find_steps(tree.run, 5, 9)
 

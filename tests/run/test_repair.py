@@ -14,12 +14,12 @@ from tests.support.samples import RunWriter, nudge, random_bits, state_of
 from tests.support.written import reference_run, save_base
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.codec.delta_object import Codec
 from vllm_delta_sync.errors import DeltaSyncError, DigestError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
-from vllm_delta_sync.format.anchor_file import shard_tables
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.manifest import Head
+from vllm_delta_sync.format.safetensors_file import shard_tables
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.repair.deltas import (
@@ -168,7 +168,7 @@ def test_objects_of_a_lost_manifest_are_found(whole: Whole) -> None:
         assert whole.readable() == list(range(version))
         report = repair(whole.run)
         assert report.repaired == [
-            f"{side.fold_key(version - 1, version)}: leads across version {version}, whose manifest is lost"
+            f"{side.merged_delta_key(version - 1, version)}: leads across version {version}, whose manifest is lost"
         ]
         assert report.unreadable == [version]
         assert whole.readable() == [v for v in range(12) if v != version]
@@ -180,7 +180,7 @@ def test_damaged_anchors_and_folded_ranges_are_made_again(what: str, whole: Whol
     whole.beside(5)
     whole.deltas("raw", "raw", "raw", "raw")
     whole.writer.fold(8, 12)
-    for key in (side.anchor_key(5), side.fold_key(0, 4), side.fold_key(8, 12)):
+    for key in (side.anchor_key(5), side.merged_delta_key(0, 4), side.merged_delta_key(8, 12)):
         if what != "document":
             run = whole.run
             listed = (
@@ -237,7 +237,7 @@ def test_a_mirror_is_believed_only_where_digests_prove_it(whole: Whole) -> None:
     whole.beside(5)
     manifests = {keys.version_key(3), keys.version_key(8)}
     before = contents(whole)
-    for key in (*manifests, side.fold_key(0, 4), side.anchor_key(5), side.tag_key("best"), whole.object_of(2)):
+    for key in (*manifests, side.merged_delta_key(0, 4), side.anchor_key(5), side.tag_key("best"), whole.object_of(2)):
         whole.bucket.put(key, b"{")
         report = repair(whole.run, mirror=mirror.bucket)
         assert not any("from the mirror" in line for line in report.repaired)
@@ -274,8 +274,8 @@ def test_a_mirror_decides_between_head_and_manifest(whole: Whole) -> None:
     newest = whole.writer.manifests[8]
     head = Head(run=newest.run, version=8, manifest="0" * 64)
     whole.bucket.put(keys.HEAD_KEY, head.to_bytes())
-    whole.bucket.delete(side.fold_key(4, 8))  # names version 8 too
-    del right[side.fold_key(4, 8)]
+    whole.bucket.delete(side.merged_delta_key(4, 8))  # names version 8 too
+    del right[side.merged_delta_key(4, 8)]
     assert repair(whole.run).unreadable == [8]
     assert repair(whole.run, mirror=mirror).repaired == ["HEAD.json: from the mirror"]
     assert contents(whole) == right
@@ -505,7 +505,7 @@ WIDE = TensorTable(TensorSpec(f"layers.{layer}.weight", ["BF16", "F32"][layer % 
 def test_a_range_from_weights_takes_the_memory_of_a_few_tensors(
     tmp_path: Path, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_delta_sync.codec.delta_writer.SPOOL_ELEMENTS", 64 * 1024)
+    monkeypatch.setattr("vllm_delta_sync.codec.merge_spool.SPOOL_ELEMENTS", 64 * 1024)
     random = np.random.default_rng(9)
     writer = RunWriter(open_bucket(str(tmp_path / "run")), WIDE)
     writer.reference(random_bits(WIDE, random), str(tmp_path))

@@ -15,7 +15,8 @@ from tests.support.samples import changes_between, nudge
 from tests.support.written import Written
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.codec.delta_object import DeltaContext, encode, required_features
+from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import DigestError, FingerprintError, NotFoundError, TensorMismatchError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import version_key

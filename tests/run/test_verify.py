@@ -14,7 +14,8 @@ from safetensors.torch import load, save
 
 from tests.support.damage import TABLE, Damage, Whole, random_run
 from tests.support.samples import CREATED, RUN, changes_between, nudge, state_of
-from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import (
     ChainError,
     DeltaSyncError,
@@ -150,7 +151,7 @@ def test_an_anchor_with_right_digests_and_other_weights_is_named(whole: Whole) -
 
 def test_a_folded_range_that_leads_elsewhere_is_named(whole: Whole) -> None:
     """What it declares adds up, so only the weights that it would make give it away."""
-    key = side.fold_key(0, 4)
+    key = side.merged_delta_key(0, 4)
     bits = whole.writer.bits
     changes = changes_between(TABLE, bits[0], bits[4])
     for group in changes.sparse:
@@ -164,7 +165,7 @@ def test_a_folded_range_that_leads_elsewhere_is_named(whole: Whole) -> None:
     assert [(found.key, found.tensor) for found in all_of(whole).findings] == [(key, "b")]
 
 
-TAG, CLAIM, ANCHOR, FOLD = side.tag_key("best"), side.claim_key(1), side.anchor_key(5), side.fold_key(0, 4)
+TAG, CLAIM, ANCHOR, FOLD = side.tag_key("best"), side.claim_key(1), side.anchor_key(5), side.merged_delta_key(0, 4)
 LATE = {"version": 9, "manifest": "late"}
 NAMED: dict[str, tuple[str, bytes | dict[str, Any] | None, type[DeltaSyncError]]] = {
     "tag": (TAG, {"version": 6}, ChainError),
@@ -270,7 +271,7 @@ def test_objects_that_a_collection_removes_meanwhile(whole: Whole) -> None:
     def collect(report: VerifyReport) -> None:
         if report.head == 4 and whole.run.retention() is None:
             whole.retire((7, 7))
-            whole.bucket.delete(side.fold_key(12, 16))
+            whole.bucket.delete(side.merged_delta_key(12, 16))
             whole.bucket.delete(side.anchor_key(14))
 
     report = verify_run(whole.run, progress=collect)

@@ -54,7 +54,7 @@ def test_settings_take_the_variable_and_do_not_keep_it() -> None:
     ("text", "words"),
     [
         ("", "is empty"),
-        ("short-token-15c", "of 15 characters, 16 are the least"),
+        ("short-token-15c", "of 15 characters, fewer than 16"),
         ("x" * 4097, "longer than 4096"),
         ("with a space in it", "printable ASCII"),
         ("näh-kein-ascii-text", "printable ASCII"),
@@ -84,7 +84,7 @@ def test_two_tokens(tmp_path: Path, second: str) -> None:
 
 
 def test_digest_that_is_none() -> None:
-    with pytest.raises(SettingsError, match="is no SHA-256"):
+    with pytest.raises(SettingsError, match="is not a SHA-256"):
         admin_token.load(None, {DIGEST_VARIABLE: TOKEN})
 
 
@@ -96,7 +96,7 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     for file, words in ((tmp_path / "none", "No such file"), (tmp_path, "directory"), (pipe, "regular file")):
         with pytest.raises(SettingsError, match=words):
             admin_token.load(file, {})
-    with pytest.raises(SettingsError, match="it is no text") as caught:
+    with pytest.raises(SettingsError, match="it is not UTF-8 text") as caught:
         admin_token.load(binary, {})
     assert caught.value.__cause__ is None
 

@@ -139,12 +139,12 @@ def test_a_model_of_a_pebibyte(reader: Reader, tmp_path: Path) -> None:
 
 
 FOLDS: dict[str, tuple[str, dict[str, object]]] = {
-    "back": (side.fold_key(4, 0), {"first": 4, "last": 0}),
-    "of nothing": (side.fold_key(4, 4), {"first": 4, "last": 4}),
-    "of 10^10 versions": (side.fold_key(0, FAR), {"first": 0, "last": FAR}),
-    "of other versions": (side.fold_key(0, 4), {"first": 0, "last": 2**53 - 1}),
-    "of 2^53 elements": (side.fold_key(0, 4), {"first": 0, "last": 4, "changed": 2**53 - 1}),
-    "of 2^53 bytes": (side.fold_key(0, 4), {"first": 0, "last": 4, "payload_bytes": 2**53 - 1}),
+    "back": (side.merged_delta_key(4, 0), {"first": 4, "last": 0}),
+    "of nothing": (side.merged_delta_key(4, 4), {"first": 4, "last": 4}),
+    "of 10^10 versions": (side.merged_delta_key(0, FAR), {"first": 0, "last": FAR}),
+    "of other versions": (side.merged_delta_key(0, 4), {"first": 0, "last": 2**53 - 1}),
+    "of 2^53 elements": (side.merged_delta_key(0, 4), {"first": 0, "last": 4, "changed": 2**53 - 1}),
+    "of 2^53 bytes": (side.merged_delta_key(0, 4), {"first": 0, "last": 4, "payload_bytes": 2**53 - 1}),
 }
 
 
@@ -227,7 +227,7 @@ def test_a_document_of_a_tebibyte(key: str, reader: Reader, written: Written) ->
 
 
 def test_documents_of_a_tebibyte_that_nobody_needs(reader: Reader, written: Written) -> None:
-    names = [side.tag_key("x"), side.anchor_key(4), side.fold_key(0, 4), side.claim_key(1), side.RETENTION_KEY]
+    names = [side.tag_key("x"), side.anchor_key(4), side.merged_delta_key(0, 4), side.claim_key(1), side.RETENTION_KEY]
     for key in names:
         make_huge(written.folder / key)
     untouched(reader, written)
@@ -376,7 +376,7 @@ def test_members_that_stand_twice(reader: Reader, written: Written, tmp_path: Pa
         **dict.fromkeys(KEYS, ("head",)),
         version_key(0): ("tensors", 0),
         side.anchor_key(3): ("anchor", 3),
-        side.fold_key(0, 4): ("folded", 0, 4),
+        side.merged_delta_key(0, 4): ("folded", 0, 4),
         side.tag_key("kept"): ("tensors", "tag:kept"),
     }
     for key, (door, *rest) in doors.items():

@@ -95,13 +95,16 @@ def test_keys_in_folded_ranges_and_anchors(reader: Reader, written: Written, tmp
     written.writer.fold(0, 4)
     written.writer.beside(4, tmp_path)
     for name in ("up, after a folder", "zero byte", "upper case", "very long"):
-        for key, door in ((side.fold_key(0, 4), ("folded", 0, 4)), (side.anchor_key(4), ("anchor", 4))):
+        for key, door in ((side.merged_delta_key(0, 4), ("folded", 0, 4)), (side.anchor_key(4), ("anchor", 4))):
             edit(written.folder, key, of_key({**KEYS, **ODD_KEYS}[name]))
             message = reader.refused(door[0], written.folder, *door[1:], kind="format")
             assert key in message
             assert SECRET not in message
     # They are hints: the versions themselves lead to the head.
-    assert {key for key, _, _ in reader.reads("findings", written.folder)} == {side.fold_key(0, 4), side.anchor_key(4)}
+    assert {key for key, _, _ in reader.reads("findings", written.folder)} == {
+        side.merged_delta_key(0, 4),
+        side.anchor_key(4),
+    }
     untouched(reader, written)
 
 

@@ -11,9 +11,9 @@ from tests.support.samples import RunWriter, nudge
 from tests.support.world import expect_equal
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.engine.follow.receiver import Receiver
-from vllm_delta_sync.format.anchor_file import write_anchor
 from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
+from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.tensors.bits import Bits

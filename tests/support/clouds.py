@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.answers import closed_port
-from vllm_delta_sync.bucket.factory import place_of
+from vllm_delta_sync.bucket.factory import parse_store_url
 from vllm_delta_sync.bucket.obstore_bucket import ObjectStoreBucket
 from vllm_delta_sync.settings import StoreOptions
 
@@ -47,4 +47,4 @@ def far_from_clouds(patch: pytest.MonkeyPatch, home: Path) -> None:
 
 def opened(url: str, endpoint: str | None = None, deadline: float = 60.0) -> ObjectStoreBucket:
     """A bucket without wrappers."""
-    return ObjectStoreBucket(place_of(url), StoreOptions(store_endpoint=endpoint, store_deadline=deadline))
+    return ObjectStoreBucket(parse_store_url(url), StoreOptions(store_endpoint=endpoint, store_deadline=deadline))

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.format.canonical_json import dump_canonical
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
 from vllm_delta_sync.format.manifest import Document, Head, object_key, version_key

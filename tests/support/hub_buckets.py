@@ -8,7 +8,7 @@ import pytest
 from tests.support import stores
 from tests.support.hub_store import Hub
 from vllm_delta_sync.bucket import StoreOptions
-from vllm_delta_sync.bucket.factory import place_of
+from vllm_delta_sync.bucket.factory import parse_store_url
 from vllm_delta_sync.bucket.hub.bucket import HubBucket
 
 ID = "team/weights"
@@ -46,4 +46,4 @@ def hub(hub_server: Hub) -> Iterator[Hub]:
 
 def opened(url: str = URL, **options: object) -> HubBucket:
     """The store itself, without anything around it."""
-    return HubBucket(place_of(url), StoreOptions.model_validate(options))
+    return HubBucket(parse_store_url(url), StoreOptions.model_validate(options))

@@ -8,18 +8,19 @@ import numpy as np
 from hypothesis import strategies as st
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.codec.delta_object import RELATIVE, Codec, DeltaContext, encode, required_features
+from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
-from vllm_delta_sync.format.anchor_file import write_anchor
+from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.documents import Anchor, KeyEntry, KeyFile, MergedDelta
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Break, Head, Manifest, ObjectRef, RunInfo
+from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.base_bits import BaseTensor
-from vllm_delta_sync.tensors.bits import Bits, diff
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, diff
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.trust import Keyring
@@ -63,7 +64,7 @@ def changes_between(
         if tensor in whole:
             changes.full.append(Full(tensor, new[tensor].copy()))
         elif positions.size:
-            data = distances if codec in RELATIVE else new[tensor][positions]
+            data = distances if codec in RELATIVE_CODECS else new[tensor][positions]
             groups.setdefault(spec.dtype, []).append((tensor, positions, data))
         if tensor in whole or positions.size:
             changes.fingerprints[tensor] = change
@@ -75,7 +76,7 @@ def changes_between(
                 np.array([row[1].size for row in rows], np.int64),
                 np.concatenate([row[1] for row in rows]),
                 np.concatenate([row[2] for row in rows]),
-                relative=codec in RELATIVE,
+                relative=codec in RELATIVE_CODECS,
             )
         )
     return changes
@@ -179,7 +180,7 @@ class RunWriter:
             created_at=CREATED,
         )
         folded = self.keyring.signed(unsigned)
-        self.bucket.put(side.fold_key(first, last), folded.to_bytes())
+        self.bucket.put(side.merged_delta_key(first, last), folded.to_bytes())
         return folded
 
     def beside(self, version: int, folder: Path, shards: int = 2) -> Anchor:

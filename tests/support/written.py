@@ -11,17 +11,18 @@ import pytest
 from tests.support.samples import CREATED, RUN, RunWriter, changes_between, nudge, random_bits, state_of
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, encode, required_features
+from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format import documents as side
-from vllm_delta_sync.format.anchor_file import write_anchor
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.documents import Claim, Retention, Tag
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH
 from vllm_delta_sync.run.restore import restore
-from vllm_delta_sync.tensors.base_bits import BaseTensor
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.state import ModelState
 
 TABLE = TensorTable(
@@ -220,7 +221,7 @@ class Written:
         run = self.run
         folded = run.merged_delta(first, last)
         state = state_of(self.writer.table, self.writer.bits[first])
-        changes = run.changes(folded, state.old)
+        changes = run.changes(folded, state.base_tensor)
         state.apply(changes)
         assert_bits(state, self.writer.bits[last])
         assert state.fingerprint == self.writer.manifests[last].model_fingerprint

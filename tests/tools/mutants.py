@@ -32,14 +32,16 @@ MUTANTS = 200
 SPARE_SECONDS = 60.0
 
 CORE: Mapping[str, tuple[str, ...]] = {
-    "vllm_delta_sync/codec/delta_object.py": (
+    "vllm_delta_sync/codec/delta_object.py": ("codec/test_delta.py", "codec/test_delta_hostile.py"),
+    "vllm_delta_sync/codec/delta_writer.py": ("codec/test_delta.py", "format/test_golden.py"),
+    "vllm_delta_sync/codec/delta_reader.py": (
         "codec/test_delta.py",
         "codec/test_delta_hostile.py",
+        "codec/test_lazy.py",
         "format/test_golden.py",
     ),
-    "vllm_delta_sync/codec/delta_reader.py": ("codec/test_lazy.py", "codec/test_delta_hostile.py"),
     "vllm_delta_sync/codec/packed.py": ("codec/test_packed.py", "codec/test_delta.py", "codec/test_delta_hostile.py"),
-    "vllm_delta_sync/codec/merge.py": ("codec/test_fold.py", "run/test_compaction.py"),
+    "vllm_delta_sync/codec/merge.py": ("codec/test_fold.py", "codec/test_lazy.py", "run/test_compaction.py"),
     "vllm_delta_sync/format/manifest.py": (
         "format/test_manifest.py",
         "format/test_golden.py",

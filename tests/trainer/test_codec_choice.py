@@ -42,7 +42,8 @@ from trainer_side.encode.codec_policy import (
 from trainer_side.encode.upload_bandwidth import MIN_MEASURED_BYTES, UploadBandwidth
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
-from vllm_delta_sync.codec.delta_object import Codec, encode
+from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import DTYPES as ELEMENTS
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import Bits, diff

@@ -13,7 +13,7 @@ from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import NotFoundError, StoreError, UsageError
-from vllm_delta_sync.format.documents import ANCHORS_PREFIX, FOLDS_PREFIX, anchor_key, fold_key
+from vllm_delta_sync.format.documents import ANCHORS_PREFIX, FOLDS_PREFIX, anchor_key, merged_delta_key
 from vllm_delta_sync.format.manifest import version_key
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.run.read_plan import plan_read
@@ -127,7 +127,7 @@ def test_maintenance_that_fails_does_not_end_and_hinders_nothing(
         assert fired.wait(120)
         publish(publisher, trainer, 4)
         assert publisher.version == 8
-        watched.wait_for(fold_key(4, 8))
+        watched.wait_for(merged_delta_key(4, 8))
     assert said in caplog.text
     failures = [record for record in caplog.records if record.levelno > logging.WARNING]
     assert bool(failures) == isinstance(error, ZeroDivisionError)

@@ -10,7 +10,7 @@ from tests.support.publishers import Hooked
 from trainer_side import Publisher
 from vllm_delta_sync.errors import LimitError
 from vllm_delta_sync.format import limits
-from vllm_delta_sync.format.anchor_file import shard_tables
+from vllm_delta_sync.format.safetensors_file import shard_tables
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.changes import Changes, Full
 

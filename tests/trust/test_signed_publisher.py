@@ -46,7 +46,7 @@ from vllm_delta_sync.format.documents import (
     MergedDelta,
     anchor_key,
     claim_key,
-    fold_key,
+    merged_delta_key,
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Document, Head, Manifest, version_key
 from vllm_delta_sync.maintenance.branch import branch
@@ -223,7 +223,7 @@ def test_what_nobody_trusted_has_signed_is_made_again(
     run = signed_run(folder, keys, trainer, 4)
     make_merged_delta(run, 0, 4)
     make_anchor(run, 4)
-    documents: list[tuple[str, type[Document]]] = [(fold_key(0, 4), MergedDelta), (anchor_key(4), Anchor)]
+    documents: list[tuple[str, type[Document]]] = [(merged_delta_key(0, 4), MergedDelta), (anchor_key(4), Anchor)]
     for key, kind in documents:
         if forger is None:
             unsign(folder, key)

@@ -44,7 +44,7 @@ KINDS: dict[str, type[Document]] = {
     keys.version_key(4): Manifest,
     keys.version_key(8): Manifest,
     side.anchor_key(5): Anchor,
-    side.fold_key(0, 4): MergedDelta,
+    side.merged_delta_key(0, 4): MergedDelta,
     side.tag_key("best"): Tag,
 }
 
@@ -94,7 +94,13 @@ def test_keys_json_that_was_changed_since_the_run_was_opened_is_named(signed: Si
 def test_every_bit_of_a_signed_document_counts(signed: Signed) -> None:
     """Also those that nothing else in a run says anything about, such as when it was made."""
     run = signed.run
-    for key in (side.anchor_key(5), side.fold_key(0, 4), side.tag_key("best"), keys.HEAD_KEY, keys.version_key(8)):
+    for key in (
+        side.anchor_key(5),
+        side.merged_delta_key(0, 4),
+        side.tag_key("best"),
+        keys.HEAD_KEY,
+        keys.version_key(8),
+    ):
         good = signed.bucket.get(key)
         for place in range(0, len(good), 13):
             signed.flip(key, place)
@@ -241,7 +247,7 @@ def assert_all_signed(made: Signed) -> None:
 
 def test_what_is_made_again_is_signed(signed: Signed) -> None:
     whole = verify_run(signed.run)
-    for key in (side.anchor_key(5), side.fold_key(4, 8), keys.HEAD_KEY):
+    for key in (side.anchor_key(5), side.merged_delta_key(4, 8), keys.HEAD_KEY):
         signed.bucket.put(key, b"{")
     signed.flip(signed.object_of(3))
     signed.beside(3)
@@ -253,7 +259,7 @@ def test_what_is_made_again_is_signed(signed: Signed) -> None:
 
 
 def test_nothing_unsigned_is_written_into_a_signed_run(signed: Signed) -> None:
-    for key in (side.anchor_key(5), side.fold_key(4, 8), keys.HEAD_KEY):
+    for key in (side.anchor_key(5), side.merged_delta_key(4, 8), keys.HEAD_KEY):
         signed.bucket.put(key, b"{")
     before = dict(signed.bucket.held)
     for keyring in (Keyring(), Keyring(ROOT.trusted)):
@@ -269,7 +275,7 @@ def test_nothing_unsigned_is_written_into_a_signed_run(signed: Signed) -> None:
 
 def test_nothing_is_taken_from_a_mirror_that_is_not_signed(signed: Signed) -> None:
     mirror = signed.bucket.copy()
-    lost = [side.anchor_key(5), side.fold_key(4, 8), side.tag_key("best"), keys.version_key(8), keys.HEAD_KEY]
+    lost = [side.anchor_key(5), side.merged_delta_key(4, 8), side.tag_key("best"), keys.version_key(8), keys.HEAD_KEY]
     for key in lost:
         kind = next((known for name, known in KINDS.items() if name.split("/")[0] == key.split("/")[0]), Head)
         mirror.put(key, FORGERIES["unsigned"](kind.from_bytes(signed.bucket.get(key)), STRANGER))
@@ -283,7 +289,7 @@ def test_nothing_is_taken_from_a_mirror_that_is_not_signed(signed: Signed) -> No
 def test_what_is_signed_is_taken_from_a_mirror_without_a_key(signed: Signed) -> None:
     right = {key: data for key, (data, _) in signed.bucket.held.items()}
     mirror = signed.bucket.copy()
-    for key in (side.anchor_key(5), side.fold_key(4, 8), side.tag_key("best"), keys.HEAD_KEY, keys.RUN_KEY):
+    for key in (side.anchor_key(5), side.merged_delta_key(4, 8), side.tag_key("best"), keys.HEAD_KEY, keys.RUN_KEY):
         signed.bucket.put(key, b"{")
     assert repair(signed.bucket, mirror=mirror, keyring=Keyring(ROOT.trusted)).lost == []
     assert {key: data for key, (data, _) in signed.bucket.held.items()} == right

@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer_side.diff.undo_log import ChangeLog
-from vllm_delta_sync.codec.delta_object import Codec
 from vllm_delta_sync.codec.packed import value_planes
 from vllm_delta_sync.codec.zstd import Compression
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.tensors.bits import Bits
 

@@ -11,10 +11,10 @@ from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.dense_or_sparse import full_is_smaller
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.undo_log import ChangeLog
-from vllm_delta_sync.codec.blocks import BLOCK_ELEMENTS
-from vllm_delta_sync.codec.delta_object import Codec
+from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import TensorMismatchError
+from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.tensors.bits import Bits, Positions, revert_distances
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse

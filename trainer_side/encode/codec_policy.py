@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-from vllm_delta_sync.codec.delta_object import Codec
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.changes import Changes

@@ -8,11 +8,12 @@ from trainer_side.diff.baseline import Baseline
 from trainer_side.encode.codec_policy import CodecChoice, Work
 from trainer_side.encode.upload_bandwidth import UploadBandwidth
 from trainer_side.options import Options
-from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.base_bits import BaseTensor
-from vllm_delta_sync.tensors.bits import Bits, Positions, revert_distances
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions, revert_distances
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 

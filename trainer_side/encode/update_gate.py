@@ -14,11 +14,10 @@ from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.options import Gate
 from vllm_delta_sync.errors import GateError
-from vllm_delta_sync.format.dtypes import DType
+from vllm_delta_sync.format.dtypes import DType, Values, count_nonfinite, has_values, values_of
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.bits import Bits
-from vllm_delta_sync.tensors.floats import Values, count_nonfinite, has_values, values_of
 
 logger = guarded_logger(__name__)
 

@@ -11,8 +11,8 @@ from trainer_side.manifests import Put, Shards
 from trainer_side.ranks.group import LostRankError, ProcessGroup, encode_document, error_document, error_from_rank
 from trainer_side.ranks.shard_baseline import ShardBaseline
 from vllm_delta_sync.errors import LimitError, TensorMismatchError
-from vllm_delta_sync.format.anchor_file import shard_tables
 from vllm_delta_sync.format.manifest import ObjectRef
+from vllm_delta_sync.format.safetensors_file import shard_tables
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.boxes import Box

@@ -32,7 +32,8 @@ from trainer_side.takeover import (
 )
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.tensors.changes import Changes

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
-from vllm_delta_sync.settings import MOST_CONNECTIONS, StoreOptions, client_settings
-from vllm_delta_sync.urls import OBJECT_STORES, check_public, local_path, scheme_of, unknown_scheme
+from vllm_delta_sync.settings import MAX_CONNECTIONS, StoreOptions, client_settings
+from vllm_delta_sync.urls import OBJECT_STORES, check_no_credentials, local_path, scheme_of, unknown_scheme
 from vllm_delta_sync.urls import StoreLocation as StoreLocation
-from vllm_delta_sync.urls import place_of as place_of
+from vllm_delta_sync.urls import parse_store_url as parse_store_url
 
 if TYPE_CHECKING:
     from vllm_delta_sync.bucket.middleware.metrics import Metrics
@@ -45,7 +45,7 @@ def open_bucket(url: str | os.PathLike[str], options: StoreOptions | None = None
         SettingsError: ``options`` is None and a setting is unknown or invalid.
     """
     url = os.fspath(url)
-    check_public(url)
+    check_no_credentials(url)
     options = client_settings().store() if options is None else options
     # Imported here so that a local directory does not load the clients of other stores.
     if scheme_of(url) == "file":
@@ -78,11 +78,11 @@ def _open_store(url: str, options: StoreOptions) -> Bucket:
     if scheme == "hf":
         from vllm_delta_sync.bucket.hub.bucket import HubBucket
 
-        return HubBucket(place_of(url), options)
+        return HubBucket(parse_store_url(url), options)
     if scheme in OBJECT_STORES:
         from vllm_delta_sync.bucket.obstore_bucket import ObjectStoreBucket
 
-        return ObjectStoreBucket(place_of(url), options)
+        return ObjectStoreBucket(parse_store_url(url), options)
     raise unknown_scheme(url)
 
 
@@ -124,7 +124,7 @@ def open_mirror(url: str, options: StoreOptions) -> Bucket:
     Args:
         options: those of the mirrored bucket; its endpoint and mirror are ignored.
     """
-    check_public(url)
+    check_no_credentials(url)
     plain = options.model_copy(update={"mirror": None, "store_endpoint": None})
     if scheme_of(url) in ("http", "https"):
         from vllm_delta_sync.bucket.obstore_bucket import HttpBucket

@@ -21,6 +21,7 @@ from vllm_delta_sync.cli.arguments import (
     opened,
 )
 from vllm_delta_sync.errors import NotFoundError, UsageError
+from vllm_delta_sync.format.codecs import RELATIVE_CODECS
 
 EXAMPLES = """\
 A merged delta replaces the deltas of 4, 16, 64 … versions, so that a server that is n versions behind reads O(log n)
@@ -59,7 +60,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--no-folds", action="store_true", help="make no merged deltas")
     parser.add_argument(
         "--codec",
-        choices=("packed", "context"),
+        choices=RELATIVE_CODECS,
         default="packed",
         help="codec of new merged deltas; context is smaller and can only be read forwards; default: packed",
     )

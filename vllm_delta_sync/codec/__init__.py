@@ -1,5 +1,5 @@
-"""Delta objects: encode what changed between two versions, decode it, and merge several deltas into one.
+"""Delta objects: encode the changes between two versions, decode them, and merge several deltas into one.
 
-May import ``format`` and ``tensors``. Begin with ``delta_object``; ``packed`` is the default codec, ``context`` the
-smallest, ``raw`` the one that any safetensors reader understands.
+May import ``format`` and ``tensors``. Begin with ``delta_writer`` and ``delta_reader``; ``delta_object`` has what both
+share. Codec ``packed`` is the default, ``context`` the smallest, ``raw`` readable by any safetensors reader.
 """

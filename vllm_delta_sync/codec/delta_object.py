@@ -1,39 +1,43 @@
-"""Delta objects: choose a codec, wrap its entries in a container, and read them back as hostile input."""
+"""The parts of a delta object that ``delta_writer`` and ``delta_reader`` share: metadata and blocks of tensors.
 
-from collections.abc import Mapping
+A block contains tensors of one dtype; a tensor never spans blocks. The entries of block k are named ``@k.…``.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta_sync.codec import full_tensors, packed, raw
-from vllm_delta_sync.codec.blocks import TILES_PARTS, Arrays, Block, OpenedBlock, open_blocks, parse_blocks
-from vllm_delta_sync.codec.zstd import COMPRESSIONS, Compression
-from vllm_delta_sync.errors import ChainError, FormatError, TensorMismatchError, UnsupportedError, UsageError
-from vllm_delta_sync.format.canonical_json import check_format_version, dump_canonical, load_canonical
-from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.limits import FORMAT_VERSION
-from vllm_delta_sync.format.safetensors_file import Buffer, Container, aligned, write_container
+from vllm_delta_sync.codec.zstd import Compression
+from vllm_delta_sync.errors import FormatError, TensorMismatchError, UnsupportedError
+from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
+from vllm_delta_sync.format.dtypes import DType, dtype_of
+from vllm_delta_sync.format.limits import check_limit
+from vllm_delta_sync.format.safetensors_file import Container, aligned
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.base_bits import Old
-from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
-
-Codec = Literal["packed", "context", "raw"]
-CODECS = ("packed", "context", "raw")
-RELATIVE = ("packed", "context")
-"""Codecs that carry ULP distances; the other one carries new bits."""
 
 METADATA_KEY = "delta_sync"
 FINGERPRINTS = "@fingerprints"
 
+BLOCK_ELEMENTS = 16 * 1024 * 1024
+"""A writer closes a block at this many elements, which bounds scratch memory on both sides."""
+Kind = Literal["sparse", "dense", "tiles", "full"]
+KINDS = ("sparse", "dense", "tiles", "full")
+TILES_PARTS = ("ids", "counts", "tables", "streams")
+"""Entries of a block of kind tiles, which only codec ``context`` has."""
+Arrays = dict[str, tuple[str, npt.NDArray[Any]]]
+"""Container entries: name → (dtype name, bits)."""
+
 
 @dataclass(frozen=True)
 class DeltaContext:
-    """Which step of which run an object belongs to; a reader refuses one that says otherwise.
+    """The run and versions that an object belongs to; a reader refuses an object with others in its metadata.
 
     Attributes:
-        changed: elements that its document says all its objects carry, None where nothing says so.
+        changed: elements that all objects of its document carry, according to the document; None if unknown.
     """
 
     run: str
@@ -43,227 +47,169 @@ class DeltaContext:
 
 
 def required_features(codec: Codec, compression: Compression) -> list[str]:
-    """The ``requires`` list of a delta manifest."""
-    return sorted({codec, *(("zstd",) if compression == "zstd" and codec != "raw" else ())})
+    """The ``requires`` list of a delta's manifest."""
+    return sorted({codec, *(("zstd",) if compression == "zstd" and codec in RELATIVE_CODECS else ())})
 
 
-def encode(
-    changes: Changes,
-    table: TensorTable,
-    codec: Codec,
-    compression: Compression,
-    context: DeltaContext,
-    old: Old | None = None,
-) -> bytes:
-    """Serialize changes as one safetensors object (docs/FORMAT.md, Delta objects).
+@dataclass(frozen=True)
+class Block:
+    """One block of an object: its number, its element type, and how it stores its tensors."""
 
-    ``packed`` and ``context`` take relative groups, ``raw`` absolute ones. ``raw`` is never compressed: it is the
-    interchange layout that others read directly.
+    index: int
+    element: DType
+    kind: Kind
 
-    Args:
-        old: the bits that the changes start from. Codec ``context`` needs it, the others do not look at it.
+    @property
+    def name(self) -> str:
+        """Prefix of the names of its entries, before the dot."""
+        return f"@{self.index}"
 
-    Raises:
-        UsageError: the groups do not suit the codec, tensor names clash with the codec's suffixes, or codec ``context``
-            has no old bits.
-    """
-    if any(group.relative != (codec in RELATIVE) for group in changes.sparse):
-        raise UsageError(f"codec {codec!r} takes {'ULP distances' if codec in RELATIVE else 'absolute values'}")
-    arrays, rows = _encode_sparse(changes.sparse, table, codec, compression, old)
-    if codec in RELATIVE and compression == "zstd":
-        entries, more = full_tensors.encode(changes.full, table, compression, len(rows))
-        arrays, rows = arrays | entries, rows + more
-    else:
-        # Under its own name anybody can read it.
-        for tensor in changes.full:
-            spec = table[tensor.id]
-            arrays[spec.name] = (spec.dtype, tensor.bits.reshape(spec.shape))
-    arrays[FINGERPRINTS] = ("U64", fingerprint_lanes(changes.fingerprints))
-    return write_container(arrays, {METADATA_KEY: metadata_text(codec, compression, context, rows)})
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Its row in the ``blocks`` metadata."""
+        return {"dtype": self.element.name, "kind": self.kind}
 
 
-def fingerprint_lanes(fingerprints: Mapping[int, Fingerprint]) -> npt.NDArray[np.uint64]:
-    """(k, 2) low and high of each tensor's change, ascending by id."""
-    lanes = [(fingerprints[tensor].low, fingerprints[tensor].high) for tensor in sorted(fingerprints)]
-    return np.array(lanes, "<u8").reshape(len(lanes), 2)
+@dataclass(frozen=True)
+class Directory:
+    """Tensors of a block: (k,) uint32 ids, ascending; (k,) int64 elements carried and (k,) int64 elements in all."""
+
+    ids: npt.NDArray[np.uint32]
+    counts: npt.NDArray[np.int64]
+    numels: npt.NDArray[np.int64]
 
 
-def metadata_text(codec: Codec, compression: Compression, context: DeltaContext, rows: list[dict[str, Any]]) -> str:
-    """The ``delta_sync`` metadata of an object with these ``blocks``."""
-    metadata = {
-        "format_version": FORMAT_VERSION,
-        "run": context.run,
-        "version": context.version,
-        "base_version": context.base_version,
-        "codec": codec,
-        "compression": "none" if codec == "raw" else compression,
-        "blocks": rows,
-    }
-    return dump_canonical(metadata).decode()
-
-
-def _encode_sparse(
-    groups: list[Sparse], table: TensorTable, codec: Codec, compression: Compression, old: Old | None
-) -> tuple[Arrays, list[dict[str, Any]]]:
-    if codec == "packed":
-        return packed.encode(groups, table, compression)
-    if codec == "raw":
-        return raw.encode(groups, table), []
-    if old is None:
-        raise UsageError("codec 'context' codes changes by what was there before: pass the bits of the base version")
-    from vllm_delta_sync.codec.context import coder
-
-    return coder.encode(groups, table, compression, old)
-
-
-def decode(data: Buffer, table: TensorTable, context: DeltaContext, old: Old | None = None) -> Changes:
-    """Parse and verify a delta object; what it returns is safe to apply to tensors of ``table``.
-
-    Args:
-        old: the bits at the base version. Codec ``context`` needs it, the others do not look at it.
+def parse_blocks(rows: list[Any], what: str) -> list[Block]:
+    """Parse the ``blocks`` metadata.
 
     Raises:
-        FormatError, LimitError: malformed, or positions outside their tensor.
-        UnsupportedError: a codec or compression of a later release, or codec ``context`` and no old bits.
-        ChainError: the object belongs to another run, version or base version.
-        TensorMismatchError: a tensor that the table has not, or another dtype or shape.
+        FormatError, LimitError: too many blocks, or a block without a kind or a known dtype.
+        UnsupportedError: a kind of a later release.
     """
-    what = f"delta object of version {context.version}"
-    container = Container(data, what)
-    metadata = _metadata(container, context, what)
-    named = [_named(container, table, name, what) for name in container.entries if name in table]
-    touched = [tensor.id for tensor in named]
-    if metadata["codec"] == "raw":
-        changes, known = Changes(raw.decode(container, table, what), named), raw.entry_names(table, container)
-        touched += [int(tensor) for group in changes.sparse for tensor in group.ids]
-    else:
-        blocks = parse_blocks(metadata["blocks"], what)
-        opened, known = open_blocks(container, table, blocks, context.changed, what), entry_names(blocks)
-        touched += [int(tensor) for item in opened for tensor in item.directory.ids]
-        changes = _decode_blocks(container, table, metadata, opened, old, what)
-        changes.full = named + changes.full
-    check_entries(container, table, known, metadata["codec"], what)
-    if len(set(touched)) != len(touched):
-        raise FormatError(f"{what}: a tensor is carried twice")
-    changes.fingerprints = _fingerprints(container, set(touched), what)
-    return changes
-
-
-def _decode_blocks(
-    container: Container,
-    table: TensorTable,
-    metadata: dict[str, Any],
-    opened: list[OpenedBlock],
-    old: Old | None,
-    what: str,
-) -> Changes:
-    compression = metadata["compression"]
-    changes = Changes()
-    for item in opened:
-        last = item.directory.ids.size
-        if item.block.kind == "full":
-            changes.full += full_tensors.FullReader(container, item, compression).read()
-        elif item.block.kind != "tiles":
-            changes.sparse.append(packed.BlockReader(container, table, item, compression).take(last))
-        elif old is None:
+    check_limit(f"{what}: blocks", len(rows), limits.MAX_BLOCK_COUNT, "MAX_BLOCK_COUNT")
+    blocks = []
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict) or not all(isinstance(row.get(member), str) for member in ("dtype", "kind")):
+            raise FormatError(f"{what}: block {index} has no dtype or no kind")
+        element, kind = dtype_of(row["dtype"], f"{what}: block {index}"), row["kind"]
+        if kind not in KINDS:
             raise UnsupportedError(
-                f"{what} has codec 'context', which is read with the bits of version {metadata['base_version']} at "
-                "hand; there are none here"
+                f"{what}: block {index} is of kind {kind[:40]!r}, not {', '.join(KINDS)}; upgrade to read it"
             )
-        else:
-            from vllm_delta_sync.codec.context.coder import ContextBlock
-
-            tiles = ContextBlock.open(container, table, item.block, item.directory, compression, item.what)
-            changes.sparse.append(tiles.take(0, last, old))
-    changes.sparse = [group for group in changes.sparse if group.ids.size]
-    return changes
+        blocks.append(Block(index, element, cast(Kind, kind)))
+    return blocks
 
 
-def entry_names(blocks: list[Block]) -> set[str]:
-    """The entry names of all blocks of an object of a relative codec, no more and no fewer."""
-    tiles = [block for block in blocks if block.kind == "tiles"]
-    names = full_tensors.entry_names(block for block in blocks if block.kind == "full")
-    names |= packed.entry_names([block for block in blocks if block.kind in ("sparse", "dense")])
-    return names | {f"{block.name}.{part}" for block in tiles for part in TILES_PARTS}
-
-
-def check_entries(container: Container, table: TensorTable, known: set[str], codec: str, what: str) -> None:
-    """Raise unless all entries are tensors of the table, or ``known`` and not both, or fingerprints."""
-    tensors = {name for name in container.entries if name in table}
-    if tensors & known:
-        raise FormatError(f"{what}: the table has tensors named like entries of codec {codec!r}")
-    unknown = set(container.entries) - known - tensors - {FINGERPRINTS}
-    if unknown:
-        raise TensorMismatchError(
-            f"{what}: entry {min(unknown)[:120]!r} is no tensor of this run's table and no part of codec {codec!r}; "
-            "the object belongs to another model"
-        )
-
-
-def codec_of(data: Buffer, context: DeltaContext) -> Codec:
-    """Which codec a delta object has.
+def read_directory(container: Container, table: TensorTable, block: Block, what: str) -> Directory:
+    """Read and check ``ids`` and, unless the block is full, ``counts``.
 
     Raises:
-        FormatError, LimitError, UnsupportedError, ChainError: see ``decode``.
+        FormatError: ids are not strictly ascending, or a count does not fit its tensor.
+        TensorMismatchError: a tensor is not in the table, or has another dtype.
     """
-    what = f"delta object of version {context.version}"
-    codec: Codec = _metadata(Container(data, what), context, what)["codec"]
-    return codec
-
-
-def _metadata(container: Container, context: DeltaContext, what: str) -> dict[str, Any]:
-    text = container.metadata.get(METADATA_KEY)
-    if text is None:
-        raise FormatError(f"{what}: metadata has no {METADATA_KEY!r}; this is not a delta object")
-    value = load_canonical(text.encode(), f"{what} metadata")
-    if not isinstance(value, dict):
-        raise FormatError(f"{what}: metadata is not a JSON object")
-    check_format_version(value, what)
-    for name, kind in (
-        ("run", str),
-        ("version", int),
-        ("base_version", int),
-        ("codec", str),
-        ("compression", str),
-    ):
-        if type(value.get(name)) is not kind:
-            raise FormatError(f"{what}: field {name!r} is missing or not of type {kind.__name__}")
-    if not isinstance(value.get("blocks"), list):
-        raise FormatError(f"{what}: field 'blocks' is missing or not a list")
-    for name in ("run", "version", "base_version"):
-        if value[name] != getattr(context, name):
-            raise ChainError(
-                f"{what}: field {name!r} is {str(value[name])[:40]!r}, the manifest says {getattr(context, name)!r}"
+    ids = _integers(container, f"{block.name}.ids", "U32", what)
+    if not ids.size or np.any(ids[1:] <= ids[:-1]):
+        raise FormatError(f"{what}: tensor ids are missing or not strictly ascending")
+    if int(ids[-1]) >= len(table):
+        raise TensorMismatchError(f"{what}: tensor id {int(ids[-1])} in a table of {len(table)} tensors")
+    specs = [table[tensor] for tensor in ids.tolist()]
+    for spec in specs:
+        if spec.dtype != block.element.name:
+            raise TensorMismatchError(
+                f"{what}: tensor {spec.name!r} is {spec.dtype}, the block carries {block.element.name}"
             )
-    codec, compression = value["codec"], value["compression"]
-    if codec not in CODECS or compression not in COMPRESSIONS:
-        raise UnsupportedError(
-            f"{what}: codec {codec[:40]!r} with compression {compression[:40]!r} is unknown here; upgrade to read it"
-        )
-    if codec == "raw" and (compression != "none" or value["blocks"]):
-        raise FormatError(f"{what}: codec 'raw' has no compression and no blocks")
-    if codec == "packed" and any(isinstance(row, dict) and row.get("kind") == "tiles" for row in value["blocks"]):
-        raise FormatError(f"{what}: codec 'packed' has no blocks of kind 'tiles'")
-    return value
+    numels = np.array([spec.numel for spec in specs], np.int64)
+    if block.kind == "full":
+        return Directory(ids, numels, numels)
+    counts = _integers(container, f"{block.name}.counts", "U64", what)
+    if ids.size != counts.size:
+        raise FormatError(f"{what}: {counts.size} counts for {ids.size} tensors")
+    bad = np.flatnonzero((counts < 1) | (counts > numels.astype(np.uint64)))
+    if bad.size:
+        spec = specs[bad[0]]
+        raise FormatError(f"{what}: {int(counts[bad[0]])} changed elements in {spec.name!r} of {spec.numel}")
+    return Directory(ids, counts.astype(np.int64), numels)
 
 
-def _named(container: Container, table: TensorTable, name: str, what: str) -> Full:
-    spec, entry = table.by_name(name), container.entries[name]
-    if entry.dtype.name != spec.dtype or entry.shape != spec.shape:
-        raise TensorMismatchError(
-            f"{what}: tensor {name!r} is {entry.dtype.name} {list(entry.shape)}, "
-            f"the run's table says {spec.dtype} {list(spec.shape)}"
-        )
-    return Full(table.index(name), aligned(container.bits(name)))
+@dataclass(frozen=True)
+class OpenedBlock:
+    """A block whose directory has been read: the block, its tensors, and its name in errors."""
+
+    block: Block
+    directory: Directory
+    what: str
 
 
-def _fingerprints(container: Container, touched: set[int], what: str) -> dict[int, Fingerprint]:
-    lanes = container.bits(FINGERPRINTS)
-    entry = container.entries[FINGERPRINTS]
-    if entry.dtype.name != "U64" or entry.shape != (len(touched), 2):
-        raise FormatError(
-            f"{what}: fingerprints are {entry.dtype.name} {list(entry.shape)}; U64 and a pair for each of the "
-            f"{len(touched)} tensors carried expected"
-        )
-    pairs = zip(sorted(touched), lanes.reshape(-1, 2).tolist(), strict=True)
-    return {tensor: Fingerprint(low, high) for tensor, (low, high) in pairs}
+def open_blocks(
+    container: Container, table: TensorTable, blocks: Iterable[Block], most: int | None, what: str
+) -> list[OpenedBlock]:
+    """Read the directories of blocks.
+
+    Args:
+        most: limit for the elements of all blocks, since a small object may expand to a large one; None: no limit.
+
+    Raises:
+        FormatError, TensorMismatchError: see ``read_directory``; also if they carry more than ``most`` elements.
+    """
+    opened = []
+    for block in blocks:
+        where = f"{what}, block {block.index}"
+        opened.append(OpenedBlock(block, read_directory(container, table, block, where), where))
+    check_carried((item.directory for item in opened), most, what)
+    return opened
+
+
+def check_carried(directories: Iterable[Directory], most: int | None, what: str) -> None:
+    """Raise FormatError if blocks carry more elements than ``most``."""
+    carried = sum(int(directory.counts.sum()) for directory in directories)
+    if most is not None and carried > most:
+        raise FormatError(f"{what}: blocks carry {carried} elements, the manifest says {most}")
+
+
+def bytes_of(container: Container, name: str) -> npt.NDArray[np.uint8]:
+    """View of an entry of type U8.
+
+    Raises:
+        FormatError: the entry is missing or has another type.
+    """
+    bits = container.bits(name)
+    if container.entries[name].dtype.name != "U8":
+        raise FormatError(f"entry {name!r} is not U8")
+    return cast("npt.NDArray[np.uint8]", bits)
+
+
+def block_ranges(sizes: npt.NDArray[np.int64], most: int) -> list[tuple[int, int]]:
+    """Rows [first, last) of each block; a block is closed once it has ``most`` elements."""
+    ranges = []
+    first = filled = 0
+    for row, size in enumerate(sizes.tolist()):
+        filled += size
+        if filled >= most:
+            ranges.append((first, row + 1))
+            first, filled = row + 1, 0
+    if first < sizes.size:
+        ranges.append((first, sizes.size))
+    return ranges
+
+
+def _integers(container: Container, name: str, dtype: str, what: str) -> npt.NDArray[Any]:
+    bits = container.bits(name)
+    if container.entries[name].dtype.name != dtype:
+        raise FormatError(f"{what}: entry {name!r} is not {dtype}")
+    return aligned(bits)
+
+
+def sizes_by_tensor(
+    ids: list[npt.NDArray[np.uint32]], counts: list[npt.NDArray[np.int64]]
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+    """(ascending tensor ids, elements of each tensor in all deltas)."""
+    tensors, rows = np.unique(np.concatenate(ids), return_inverse=True)
+    sizes = np.zeros(tensors.size, np.int64)
+    np.add.at(sizes, rows, np.concatenate(counts))
+    return tensors, sizes
+
+
+def batch_starts(sizes: npt.NDArray[np.int64], elements: int) -> npt.NDArray[np.int64]:
+    """Indices at which batches of about ``elements`` elements begin, in a sequence of tensors of these sizes."""
+    number = (np.cumsum(sizes) - sizes) // elements
+    return np.flatnonzero(np.diff(number, prepend=-1))

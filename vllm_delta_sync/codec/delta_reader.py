@@ -1,75 +1,239 @@
-"""Read a delta object of a relative codec tensor by tensor, and fold any number of them in bounded memory.
+"""``decode`` reads a delta object at once, ``LazyDelta`` tensor by tensor; both treat it as hostile input.
 
-The directory of an object (which tensors, how many elements) and its fingerprints are read and checked first. The
-planes are decoded as the tensors are reached, from compressed bytes that stay in their memory map.
+``LazyDelta`` reads and checks the directory of an object (which tensors, how many elements) and its fingerprints first.
+Planes are decoded as the tensors are reached, from compressed bytes that stay in their memory map.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from vllm_delta_sync.codec import delta_object, merge, packed
-from vllm_delta_sync.codec.blocks import Directory, OpenedBlock, open_blocks, parse_blocks
+from vllm_delta_sync.codec import packed, raw
 from vllm_delta_sync.codec.context.coder import ContextBlock
-from vllm_delta_sync.codec.full_tensors import FullReader, LazyFulls
-from vllm_delta_sync.codec.zstd import Compression
-from vllm_delta_sync.errors import FormatError, UnsupportedError
+from vllm_delta_sync.codec.delta_object import (
+    FINGERPRINTS,
+    METADATA_KEY,
+    TILES_PARTS,
+    Block,
+    DeltaContext,
+    Directory,
+    OpenedBlock,
+    batch_starts,
+    open_blocks,
+    parse_blocks,
+    sizes_by_tensor,
+)
+from vllm_delta_sync.codec.packed import FullReader, LazyFullTensors
+from vllm_delta_sync.codec.zstd import COMPRESSIONS, Compression
+from vllm_delta_sync.errors import ChainError, FormatError, TensorMismatchError, UnsupportedError
+from vllm_delta_sync.format.canonical_json import check_format_version, load_canonical
+from vllm_delta_sync.format.codecs import BASE_CODECS, CODECS, RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.safetensors_file import Buffer, Container
+from vllm_delta_sync.format.safetensors_file import Buffer, Container, aligned
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.base_bits import BaseTensor, Old
-from vllm_delta_sync.tensors.bits import Bits, apply_distances
+from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 
 LAZY_ELEMENTS = 1024 * 1024
-"""Tensors are taken in batches of about this many changed elements, those of all parts together."""
+"""Tensors are read in batches of about this many changed elements, over all objects."""
+
+
+def decode(data: Buffer, table: TensorTable, context: DeltaContext, old: BaseLookup | None = None) -> Changes:
+    """Parse and verify a delta object; the result is safe to apply to the tensors of ``table``.
+
+    Args:
+        old: the bits at the base version; only codec ``context`` needs them.
+
+    Raises:
+        FormatError, LimitError: malformed, or positions outside their tensor.
+        UnsupportedError: a codec or compression of a later release, or codec ``context`` without base bits.
+        ChainError: the object belongs to another run, version or base version.
+        TensorMismatchError: a tensor is not in the table, or has another dtype or shape.
+    """
+    what = f"delta object of version {context.version}"
+    container = Container(data, what)
+    metadata = _metadata(container, context, what)
+    named = [_named(container, table, name, what) for name in container.entries if name in table]
+    touched = [tensor.id for tensor in named]
+    if metadata["codec"] == "raw":
+        changes, known = Changes(raw.decode(container, table, what), named), raw.entry_names(table, container)
+        touched += [int(tensor) for group in changes.sparse for tensor in group.ids]
+    else:
+        blocks = parse_blocks(metadata["blocks"], what)
+        opened, known = open_blocks(container, table, blocks, context.changed, what), entry_names(blocks)
+        touched += [int(tensor) for item in opened for tensor in item.directory.ids]
+        changes = _decode_blocks(container, table, metadata, opened, old, what)
+        changes.full = named + changes.full
+    check_entries(container, table, known, metadata["codec"], what)
+    if len(set(touched)) != len(touched):
+        raise FormatError(f"{what}: a tensor is carried twice")
+    changes.fingerprints = _fingerprints(container, set(touched), what)
+    return changes
+
+
+def _decode_blocks(
+    container: Container,
+    table: TensorTable,
+    metadata: dict[str, Any],
+    opened: list[OpenedBlock],
+    old: BaseLookup | None,
+    what: str,
+) -> Changes:
+    compression = metadata["compression"]
+    changes = Changes()
+    for item in opened:
+        last = item.directory.ids.size
+        if item.block.kind == "full":
+            changes.full += FullReader(container, item, compression).read()
+        elif item.block.kind != "tiles":
+            changes.sparse.append(packed.BlockReader(container, table, item, compression).take(last))
+        elif old is None:
+            raise UnsupportedError(
+                f"{what} has codec 'context' and can be decoded only with the weights of its base version "
+                f"{metadata['base_version']}, which are not available here"
+            )
+        else:
+            tiles = ContextBlock.open(container, table, item.block, item.directory, compression, item.what)
+            changes.sparse.append(tiles.take(0, last, old))
+    changes.sparse = [group for group in changes.sparse if group.ids.size]
+    return changes
+
+
+def codec_of(data: Buffer, context: DeltaContext) -> Codec:
+    """Codec of a delta object.
+
+    Raises:
+        FormatError, LimitError, UnsupportedError, ChainError: see ``decode``.
+    """
+    what = f"delta object of version {context.version}"
+    codec: Codec = _metadata(Container(data, what), context, what)["codec"]
+    return codec
+
+
+def _metadata(container: Container, context: DeltaContext, what: str) -> dict[str, Any]:
+    text = container.metadata.get(METADATA_KEY)
+    if text is None:
+        raise FormatError(f"{what}: metadata has no {METADATA_KEY!r}; this is not a delta object")
+    value = load_canonical(text.encode(), f"{what} metadata")
+    if not isinstance(value, dict):
+        raise FormatError(f"{what}: metadata is not a JSON object")
+    check_format_version(value, what)
+    for name, kind in (
+        ("run", str),
+        ("version", int),
+        ("base_version", int),
+        ("codec", str),
+        ("compression", str),
+    ):
+        if type(value.get(name)) is not kind:
+            raise FormatError(f"{what}: field {name!r} is missing or not of type {kind.__name__}")
+    if not isinstance(value.get("blocks"), list):
+        raise FormatError(f"{what}: field 'blocks' is missing or not a list")
+    for name in ("run", "version", "base_version"):
+        if value[name] != getattr(context, name):
+            raise ChainError(
+                f"{what}: field {name!r} is {str(value[name])[:40]!r}, the manifest says {getattr(context, name)!r}"
+            )
+    codec, compression = value["codec"], value["compression"]
+    if codec not in CODECS or compression not in COMPRESSIONS:
+        raise UnsupportedError(
+            f"{what}: codec {codec[:40]!r} with compression {compression[:40]!r} is unknown to this release; upgrade "
+            "to read it"
+        )
+    if codec not in RELATIVE_CODECS and (compression != "none" or value["blocks"]):
+        raise FormatError(f"{what}: codec {codec!r} has no compression and no blocks")
+    if codec not in BASE_CODECS and any(
+        isinstance(row, dict) and row.get("kind") == "tiles" for row in value["blocks"]
+    ):
+        raise FormatError(f"{what}: codec {codec!r} has no blocks of kind 'tiles'")
+    return value
+
+
+def entry_names(blocks: list[Block]) -> set[str]:
+    """Exactly the entry names of all blocks of an object of a relative codec."""
+    tiles = [block for block in blocks if block.kind == "tiles"]
+    names = packed.full_entry_names(block for block in blocks if block.kind == "full")
+    names |= packed.entry_names([block for block in blocks if block.kind in ("sparse", "dense")])
+    return names | {f"{block.name}.{part}" for block in tiles for part in TILES_PARTS}
+
+
+def check_entries(container: Container, table: TensorTable, known: set[str], codec: str, what: str) -> None:
+    """Raise unless each entry is a tensor of the table, in ``known`` (not both), or the fingerprints."""
+    tensors = {name for name in container.entries if name in table}
+    if tensors & known:
+        raise FormatError(f"{what}: a tensor of the table has the name of an entry of codec {codec!r}")
+    unknown = set(container.entries) - known - tensors - {FINGERPRINTS}
+    if unknown:
+        raise TensorMismatchError(
+            f"{what}: entry {min(unknown)[:120]!r} is neither a tensor of this run's table nor an entry of codec "
+            f"{codec!r}; the object belongs to another model"
+        )
+
+
+def _named(container: Container, table: TensorTable, name: str, what: str) -> Full:
+    spec, entry = table.by_name(name), container.entries[name]
+    if entry.dtype.name != spec.dtype or entry.shape != spec.shape:
+        raise TensorMismatchError(
+            f"{what}: tensor {name!r} is {entry.dtype.name} {list(entry.shape)}, "
+            f"the run's table says {spec.dtype} {list(spec.shape)}"
+        )
+    return Full(table.index(name), aligned(container.bits(name)))
+
+
+def _fingerprints(container: Container, touched: set[int], what: str) -> dict[int, Fingerprint]:
+    lanes = container.bits(FINGERPRINTS)
+    entry = container.entries[FINGERPRINTS]
+    if entry.dtype.name != "U64" or entry.shape != (len(touched), 2):
+        raise FormatError(
+            f"{what}: fingerprints are {entry.dtype.name} {list(entry.shape)}; U64 and a pair for each of the "
+            f"{len(touched)} tensors carried expected"
+        )
+    pairs = zip(sorted(touched), lanes.reshape(-1, 2).tolist(), strict=True)
+    return {tensor: Fingerprint(low, high) for tensor, (low, high) in pairs}
 
 
 class LazyDelta:
-    """One delta object, whose changed elements are taken in ascending order of tensor id, each once.
+    """A delta object whose tensors are decoded on demand, once each, in ascending order of id.
 
     Args:
-        old: the bits at the base version, as they are when a tensor is taken. Codec ``context`` needs it to take
-            anything, and says nothing before; the others do not look at it.
+        old: the bits at the base version, read when a tensor is taken; only codec ``context`` needs them.
 
     Attributes:
         codec: of the object. version: that it leads to.
         directory: per dtype (ids, counts), (k,) uint32 and int64, ascending by id.
-        full: tensors in full by id, decoded when they are asked for, a block at a time.
+        full: tensors in full by id, decoded on access, a block at a time.
         fingerprints: declared changes, per tensor id.
-        changed: elements carried, those of tensors in full too.
+        changed: elements carried, including those of tensors in full.
 
     Raises:
         UnsupportedError: the object has codec ``raw``.
-        DeltaSyncError: as ``delta_object.decode``; what is wrong inside a plane is found when it is taken.
+        DeltaSyncError: as ``decode``; damage inside a plane is found when it is taken.
     """
 
-    def __init__(
-        self, data: Buffer, table: TensorTable, context: delta_object.DeltaContext, old: Old | None = None
-    ) -> None:
+    def __init__(self, data: Buffer, table: TensorTable, context: DeltaContext, old: BaseLookup | None = None) -> None:
         self.version = context.version
         what = self._what = f"delta object of version {context.version}"
         container = Container(data, what)
-        metadata = delta_object._metadata(container, context, what)
+        metadata = _metadata(container, context, what)
         self.codec = metadata["codec"]
-        if self.codec not in delta_object.RELATIVE:
+        if self.codec not in RELATIVE_CODECS:
             raise UnsupportedError(
-                f"{what} has codec {self.codec!r}, which holds new values and no distances: only versions of codecs "
-                f"{' and '.join(map(repr, delta_object.RELATIVE))} can be folded into an object"
+                f"{what} has codec {self.codec!r}, which has new values instead of distances; only objects of codecs "
+                f"{' and '.join(map(repr, RELATIVE_CODECS))} can be merged"
             )
         blocks, compression = parse_blocks(metadata["blocks"], what), metadata["compression"]
-        delta_object.check_entries(container, table, delta_object.entry_names(blocks), self.codec, what)
-        named = [
-            delta_object._named(container, table, name, what) for name in sorted(container.entries) if name in table
-        ]
+        check_entries(container, table, entry_names(blocks), self.codec, what)
+        named = [_named(container, table, name, what) for name in sorted(container.entries) if name in table]
         opened = open_blocks(container, table, blocks, context.changed, what)
         touched = [int(tensor) for item in opened for tensor in item.directory.ids] + [tensor.id for tensor in named]
         if len(set(touched)) != len(touched):
             raise FormatError(f"{what}: a tensor is carried twice")
-        self.fingerprints = delta_object._fingerprints(container, set(touched), what)
+        self.fingerprints = _fingerprints(container, set(touched), what)
         whole = [item for item in opened if item.block.kind == "full"]
-        self.full: Mapping[int, Full] = LazyFulls(named, [FullReader(container, item, compression) for item in whole])
+        self.full: Mapping[int, Full] = LazyFullTensors(
+            named, [FullReader(container, item, compression) for item in whole]
+        )
         changed = [item for item in opened if item.block.kind != "full"]
         self._readers: list[packed.BlockReader | _ContextReader] = [
             packed.BlockReader(container, table, item, compression)
@@ -85,13 +249,13 @@ class LazyDelta:
         self.changed += sum(tensor.bits.size for tensor in named)
 
     def take(self, dtype: str, stop: int) -> list[Sparse]:
-        """Changed elements of this dtype's tensors with an id below ``stop`` that were not taken yet.
+        """Changed elements, not taken yet, of this dtype's tensors with an id below ``stop``.
 
-        No tensor is in two of the groups.
+        A tensor is in one group only.
 
         Raises:
-            FormatError, LimitError: a plane or stream is damaged, or made against other bits.
-            UnsupportedError: the object has codec ``context``, and there are no old bits.
+            FormatError, LimitError: a plane or stream is damaged, or was made against other bits.
+            UnsupportedError: the object has codec ``context``, and there are no base bits.
         """
         found = []
         for reader in self._readers:
@@ -101,26 +265,31 @@ class LazyDelta:
         return found
 
     def check(self) -> None:
-        """Read what can be read without the bits at the base version, and was not read before: tables of blocks.
+        """Check the tables of blocks, which need no base bits and are otherwise read on demand.
 
         Raises:
-            FormatError, LimitError: one of them is malformed.
+            FormatError, LimitError: a table is malformed.
         """
         for reader in self._readers:
             if isinstance(reader, _ContextReader):
                 reader.open()
 
     def pieces(self) -> Iterator[Changes]:
-        """The whole object, piece by piece, see ``pieces_of``."""
+        """All changes of the object, piece by piece; see ``pieces_of``."""
         return pieces_of([self])
 
 
 class _ContextReader:
-    """One block of codec ``context``, see ``packed.BlockReader``. Its tables are held from the first tensor to the
-    last, since an object may have thousands of blocks."""
+    """Reads a block of codec ``context``, like ``packed.BlockReader``. Its tables stay in memory only from its first
+    tensor to its last, since an object may have thousands of blocks."""
 
     def __init__(
-        self, container: Container, table: TensorTable, opened: OpenedBlock, compression: Compression, old: Old | None
+        self,
+        container: Container,
+        table: TensorTable,
+        opened: OpenedBlock,
+        compression: Compression,
+        old: BaseLookup | None,
     ) -> None:
         self.block, self.directory, self._what = opened.block, opened.directory, opened.what
         self._container, self._table, self._compression, self._old = container, table, compression, old
@@ -135,8 +304,8 @@ class _ContextReader:
     def take(self, last: int) -> Sparse:
         if self._old is None:
             raise UnsupportedError(
-                f"{self._what} is of codec 'context', which is read with the weights of the base version at hand; "
-                "there are none here"
+                f"{self._what} has codec 'context' and can be decoded only with the weights of its base version, "
+                "which are not available here"
             )
         first, self.row = self.row, last
         tables = self._tables or self.open()
@@ -145,22 +314,21 @@ class _ContextReader:
 
 
 def pieces_of(parts: Sequence[LazyDelta]) -> Iterator[Changes]:
-    """All that the objects of one document change, piece by piece: what ``decode`` gives of them, in the memory
-    of a few tensors.
+    """The changes that ``decode`` returns for the objects of one document, piece by piece in the memory of few tensors.
 
-    A tensor is in one piece only. It is taken from all objects before the piece is handed out: who applies the pieces
-    to the weights that the objects' ``old`` shows may do so one by one.
+    A tensor is in one piece only, and is read from all objects before that piece is yielded. So each piece may be
+    applied at once, even to the weights that the objects' ``old`` reads.
 
     Args:
-        parts: no tensor that one of them carries in full is in another.
+        parts: a tensor that one of them carries in full is in no other.
 
     Raises:
-        FormatError, LimitError: a plane is damaged; pieces before it were handed out.
+        FormatError, LimitError: a plane is damaged; earlier pieces were already yielded.
         UnsupportedError: see ``LazyDelta.take``.
     """
     for dtype in sorted({dtype for part in parts for dtype in part.directory}):
         end = max(int(part.directory[dtype][0][-1]) + 1 for part in parts if dtype in part.directory)
-        for stop in _stops(parts, dtype, end):
+        for stop in batch_stops(parts, dtype, end):
             groups = [group for part in parts for group in part.take(dtype, stop)]
             touched = {int(tensor) for group in groups for tensor in group.ids}
             sums = {tensor: _declared(parts, tensor) for tensor in sorted(touched)}
@@ -180,123 +348,15 @@ def _merged(directories: list[Directory]) -> tuple[np.ndarray, np.ndarray]:
     return ids[order], counts[order]
 
 
-class RollingBase:
-    """Tensors on their way through the versions that are folded: the ``old`` of parts of codec ``context``.
+def batch_stops(parts: Sequence[LazyDelta], dtype: str, end: int, table: TensorTable | None = None) -> list[int]:
+    """Ids at which batches end; the last one is ``end``.
 
-    Args:
-        old: the bits at the first version. They stay as they are: a tensor is copied before it moves.
+    A batch has about LAZY_ELEMENTS changed elements, or, if ``table`` is given, elements of its tensors.
     """
-
-    def __init__(self, old: Old) -> None:
-        self._old = old
-        self._bits: dict[int, Bits] = {}
-
-    def __call__(self, tensor: int) -> BaseTensor:
-        bits = self._bits.get(tensor)
-        return self._old(tensor) if bits is None else BaseTensor(bits)
-
-    def move(self, group: Sparse, wanted: npt.NDArray[np.bool_]) -> None:
-        """Apply distances to the tensors that are wanted; (tensors of the table,) mask."""
-        for tensor, positions, distances in group.tensors():
-            if wanted[tensor]:
-                if tensor not in self._bits:
-                    self._bits[tensor] = np.array(self._old(tensor).bits)
-                apply_distances(group.element, self._bits[tensor], positions, distances)
-
-    def replace(self, full: Full) -> None:
-        self._bits[full.id] = np.array(full.bits)
-
-    def forget(self) -> None:
-        self._bits.clear()
-
-
-def fold_lazily(
-    parts: Sequence[LazyDelta], table: TensorTable, moving: RollingBase | None = None
-) -> Iterator[Sparse | Full]:
-    """What ``fold.fold`` makes of the parts, piece by piece: by dtype, tensors ascending, each in one piece only.
-
-    Takes the memory of one batch of ``LAZY_ELEMENTS``, or of one tensor where that is more.
-
-    Args:
-        parts: in order of application; taken from the beginning to the end. Objects of one version may stand in any
-            order, and share no tensor that one of them carries in full.
-        moving: what the parts have as their ``old``, if one of them is of codec ``context``.
-
-    Raises:
-        FormatError, LimitError: a part is damaged. UnsupportedError: see ``LazyDelta.take``.
-    """
-    last_full, last_context = (np.full(len(table), -1, np.int64) for _ in range(2))
-    for number, part in enumerate(parts):
-        last_full[list(part.full)] = number
-        if part.codec == "context":
-            for ids, _ in part.directory.values():
-                last_context[ids] = number
-    in_full = np.flatnonzero(last_full >= 0)
-    dtypes = {dtype for part in parts for dtype in part.directory} | {table[tensor].dtype for tensor in in_full}
-    for dtype in sorted(dtypes):
-        whole = np.array([tensor for tensor in in_full if table[tensor].dtype == dtype], np.int64)
-        start = 0
-        for stop in _stops(parts, dtype, len(table), None if moving is None else table):
-            chosen = whole[(whole >= start) & (whole < stop)].tolist()
-            layers = _taken(parts, dtype, stop, chosen, last_context, moving)
-            if layers:
-                yield from merge.fold_groups([group for _, group in layers], last_full)
-            for tensor in chosen:
-                yield _moved(parts[last_full[tensor]].full[tensor], int(last_full[tensor]), layers)
-            start = stop
-
-
-def _taken(
-    parts: Sequence[LazyDelta],
-    dtype: str,
-    stop: int,
-    whole: list[int],
-    last_context: npt.NDArray[np.int64],
-    moving: RollingBase | None,
-) -> list[tuple[int, Sparse]]:
-    """What all parts do to the tensors of a batch: (number of the part, changed elements).
-
-    Args:
-        whole: tensors of the batch that some part carries in full.
-        last_context: (tensors of the table,) the last part of codec ``context`` that changes a tensor.
-    """
-    layers: list[tuple[int, Sparse]] = []
-    first = taken = 0
-    for number, part in enumerate(parts):
-        layers += [(number, group) for group in part.take(dtype, stop)]
-        if moving is None or (number + 1 < len(parts) and parts[number + 1].version == part.version):
-            continue
-        # Only now: all objects of a version start from the same bits.
-        wanted = last_context > number
-        for _, group in layers[taken:]:
-            moving.move(group, wanted)
-        for tensor in whole:
-            for carrier in parts[first : number + 1]:
-                if wanted[tensor] and tensor in carrier.full:
-                    moving.replace(carrier.full[tensor])
-        first, taken = number + 1, len(layers)
-    if moving is not None:
-        moving.forget()
-    return layers
-
-
-def _stops(parts: Sequence[LazyDelta], dtype: str, end: int, table: TensorTable | None = None) -> list[int]:
-    """Ids at which batches of about LAZY_ELEMENTS end, changed ones or, with a table, all; the last one is ``end``."""
     rows = [part.directory[dtype] for part in parts if dtype in part.directory]
     if not rows:
         return [end]
-    tensors, sizes = merge.sizes_by_tensor([ids for ids, _ in rows], [counts for _, counts in rows])
+    tensors, sizes = sizes_by_tensor([ids for ids, _ in rows], [counts for _, counts in rows])
     if table is not None:
         sizes = np.maximum(sizes, [table[int(tensor)].numel for tensor in tensors])
-    return [*tensors[merge.batch_starts(sizes, LAZY_ELEMENTS)[1:]].tolist(), end]
-
-
-def _moved(full: Full, number: int, layers: list[tuple[int, Sparse]]) -> Full:
-    """A tensor in full, with what later parts did to it: a copy, if they did anything."""
-    rows = [
-        (group, int(row)) for later, group in layers if later > number for row in np.flatnonzero(group.ids == full.id)
-    ]
-    bits = np.array(full.bits) if rows else full.bits
-    for group, row in rows:
-        merge.lay_over(bits, group, row)
-    return Full(full.id, bits)
+    return [*tensors[batch_starts(sizes, LAZY_ELEMENTS)[1:]].tolist(), end]

@@ -1,167 +1,89 @@
-"""Write a delta object of a relative codec piece by piece: what is in memory is one block, or one tensor."""
+"""``encode`` serializes changes as a delta object: the entries of a codec in a safetensors container."""
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
-from hashlib import sha256
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from vllm_delta_sync.codec import delta_object, full_tensors
+from vllm_delta_sync.codec import packed, raw
+from vllm_delta_sync.codec.delta_object import FINGERPRINTS, METADATA_KEY, Arrays, DeltaContext
 from vllm_delta_sync.codec.zstd import Compression
-from vllm_delta_sync.errors import StoreError
-from vllm_delta_sync.format.dtypes import dtype_of
+from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.manifest import ObjectRef, object_key
-from vllm_delta_sync.format.safetensors_file import header_bytes, layout
+from vllm_delta_sync.format.limits import FORMAT_VERSION
+from vllm_delta_sync.format.safetensors_file import write_container
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.base_bits import Old
-from vllm_delta_sync.tensors.changes import Full, Sparse
-
-SPOOL_ELEMENTS = 2 * 1024 * 1024
-"""A block is closed once it holds this many elements: fewer than in what a publisher writes, for less scratch."""
-COPY_BYTES = 4 * 1024 * 1024
+from vllm_delta_sync.tensors.bits import BaseLookup
+from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 
-class DeltaSpool:
-    """A delta object in the making.
+def encode(
+    changes: Changes,
+    table: TensorTable,
+    codec: Codec,
+    compression: Compression,
+    context: DeltaContext,
+    old: BaseLookup | None = None,
+) -> bytes:
+    """Serialize changes as one safetensors object (docs/FORMAT.md, Delta objects).
 
-    The pieces lie in a file of ``folder`` until ``finish`` puts them in the container's order. Nothing is made
-    durable: the file is on its way to a bucket. ``close`` removes the pieces, finished or not.
+    ``packed`` and ``context`` take relative groups, ``raw`` absolute ones. ``raw`` is never compressed: other
+    programs read it directly.
 
     Args:
-        codec: ``packed`` or ``context``. old: the bits at the base version, which codec ``context`` needs.
+        old: the bits at the base version; only codec ``context`` needs them.
 
-    Attributes:
-        bytes: taken by the pieces so far. changed: elements. tensors: ids carried. full: how many of them in full.
+    Raises:
+        UsageError: the groups do not suit the codec, tensor names clash with the codec's suffixes, or codec ``context``
+            has no base bits.
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        table: TensorTable,
-        context: delta_object.DeltaContext,
-        compression: Compression,
-        codec: delta_object.Codec = "packed",
-        old: Old | None = None,
-    ) -> None:
-        self._folder, self._table, self._context, self._compression = folder, table, context, compression
-        self._codec, self._old = codec, old
-        self.bytes = self.changed = self.full = 0
-        self.tensors: set[int] = set()
-        self._entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
-        self._blocks: list[dict[str, Any]] = []
-        self._pending: list[Sparse] = []
-        self._whole: list[Full] = []
-        self._path = folder / f"{os.urandom(8).hex()}.pieces"
-        self._file: IO[bytes] = self._path.open("w+b")
-
-    def add(self, piece: Sparse | Full) -> None:
-        """Append changed elements (ULP distances), or a tensor in full. No tensor may come twice.
-
-        Raises:
-            StoreError: the disk is full.
-        """
-        if isinstance(piece, Full):
-            self._add_full(piece)
-            return
-        pending = self._pending
-        # Ids ascend within a block, and it has one dtype.
-        if pending and (pending[-1].dtype != piece.dtype or pending[-1].ids[-1] >= piece.ids[0]):
-            self._flush()
-        self._pending.append(piece)
-        self.tensors.update(piece.ids.tolist())
-        self.changed += piece.positions.size
-        if sum(group.positions.size for group in self._pending) >= SPOOL_ELEMENTS:
-            self._flush()
-
-    def _add_full(self, tensor: Full) -> None:
-        self.tensors.add(tensor.id)
-        self.changed += tensor.bits.size
-        self.full += 1
-        if self._compression == "none":
-            spec = self._table[tensor.id]
-            self._write(spec.name, spec.dtype, spec.shape, tensor.bits)
-            return
-        self._whole.append(tensor)
-        if sum(held.bits.size for held in self._whole) >= SPOOL_ELEMENTS:
-            self._flush_full()
-
-    def finish(self, path: Path, fingerprints: Mapping[int, Fingerprint]) -> ObjectRef:
-        """Write the object to ``path`` and say what it is.
-
-        Args:
-            fingerprints: change per tensor id; those of the tensors carried are taken.
-
-        Raises:
-            StoreError: the disk is full.
-        """
-        self._flush()
-        self._flush_full()
-        lanes = delta_object.fingerprint_lanes({tensor: fingerprints[tensor] for tensor in self.tensors})
-        self._write(delta_object.FINGERPRINTS, "U64", lanes.shape, lanes)
-        placed = layout({name: (dtype_of(dtype, name), shape) for name, (dtype, shape, _) in self._entries.items()})
-        text = delta_object.metadata_text(self._codec, self._compression, self._context, self._blocks)
-        header = header_bytes(placed, {delta_object.METADATA_KEY: text})
-        digest = sha256(header)
-        try:
-            with path.open("wb") as file:
-                file.write(header)
-                for name, entry in placed.items():
-                    self._file.seek(self._entries[name][2])
-                    left = entry.end - entry.start
-                    while left:
-                        piece = self._file.read(min(left, COPY_BYTES))
-                        if not piece:
-                            raise StoreError(f"scratch file {self._path.name!r} was cut off by somebody; try again")
-                        digest.update(piece)
-                        file.write(piece)
-                        left -= len(piece)
-                size = file.tell()
-        except OSError as error:
-            raise _full(self._folder, error) from error
-        return ObjectRef(key=object_key(digest.hexdigest()), bytes=size, sha256=digest.hexdigest())
-
-    def close(self) -> None:
-        """Remove the pieces; safe to call twice."""
-        with suppress(OSError):  # where the disk is full, what is still in a buffer cannot be written, and need not be
-            self._file.close()
-        self._path.unlink(missing_ok=True)
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        groups, self._pending = self._pending, []
-        joined = groups[0]
-        if len(groups) > 1:
-            ids, counts, positions, data = (
-                np.concatenate([getattr(group, part) for group in groups])
-                for part in ("ids", "counts", "positions", "data")
-            )
-            joined = Sparse(joined.dtype, ids, counts, positions, data, relative=True)
-        arrays, blocks = delta_object._encode_sparse([joined], self._table, self._codec, self._compression, self._old)
-        base = len(self._blocks)
-        for name, (dtype, array) in arrays.items():
-            block, _, part = name[1:].partition(".")
-            self._write(f"@{base + int(block)}.{part}", dtype, array.shape, array)
-        self._blocks += blocks
-
-    def _flush_full(self) -> None:
-        tensors, self._whole = self._whole, []
-        arrays, blocks = full_tensors.encode(tensors, self._table, self._compression, len(self._blocks))
-        for name, (dtype, array) in arrays.items():
-            self._write(name, dtype, array.shape, array)
-        self._blocks += blocks
-
-    def _write(self, name: str, dtype: str, shape: tuple[int, ...], array: np.ndarray) -> None:
-        try:
-            self._entries[name] = (dtype, shape, self._file.seek(0, os.SEEK_END))
-            self.bytes += self._file.write(np.ascontiguousarray(array).view(np.uint8).data)
-        except OSError as error:
-            raise _full(self._folder, error) from error
+    if any(group.relative != (codec in RELATIVE_CODECS) for group in changes.sparse):
+        raise UsageError(f"codec {codec!r} takes {'ULP distances' if codec in RELATIVE_CODECS else 'absolute values'}")
+    arrays, rows = encode_sparse(changes.sparse, table, codec, compression, old)
+    if codec in RELATIVE_CODECS and compression == "zstd":
+        entries, more = packed.encode_full(changes.full, table, compression, len(rows))
+        arrays, rows = arrays | entries, rows + more
+    else:
+        # Any safetensors reader can read a tensor under its own name.
+        for tensor in changes.full:
+            spec = table[tensor.id]
+            arrays[spec.name] = (spec.dtype, tensor.bits.reshape(spec.shape))
+    arrays[FINGERPRINTS] = ("U64", fingerprint_lanes(changes.fingerprints))
+    return write_container(arrays, {METADATA_KEY: metadata_text(codec, compression, context, rows)})
 
 
-def _full(folder: Path, error: OSError) -> StoreError:
-    return StoreError(f"scratch folder {str(folder)!r} cannot be written: {error.strerror}; free space there")
+def encode_sparse(
+    groups: list[Sparse], table: TensorTable, codec: Codec, compression: Compression, old: BaseLookup | None
+) -> tuple[Arrays, list[dict[str, Any]]]:
+    if codec == "packed":
+        return packed.encode(groups, table, compression)
+    if codec == "raw":
+        return raw.encode(groups, table), []
+    if old is None:
+        raise UsageError("codec 'context' needs the bits of the base version; pass old")
+    from vllm_delta_sync.codec.context import coder
+
+    return coder.encode(groups, table, compression, old)
+
+
+def fingerprint_lanes(fingerprints: Mapping[int, Fingerprint]) -> npt.NDArray[np.uint64]:
+    """(k, 2) low and high lane of each tensor's fingerprint change, ascending by id."""
+    lanes = [(fingerprints[tensor].low, fingerprints[tensor].high) for tensor in sorted(fingerprints)]
+    return np.array(lanes, "<u8").reshape(len(lanes), 2)
+
+
+def metadata_text(codec: Codec, compression: Compression, context: DeltaContext, rows: list[dict[str, Any]]) -> str:
+    """The ``delta_sync`` metadata of an object; ``rows``: its ``blocks``."""
+    metadata = {
+        "format_version": FORMAT_VERSION,
+        "run": context.run,
+        "version": context.version,
+        "base_version": context.base_version,
+        "codec": codec,
+        "compression": compression if codec in RELATIVE_CODECS else "none",
+        "blocks": rows,
+    }
+    return dump_canonical(metadata).decode()

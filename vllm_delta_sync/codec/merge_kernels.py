@@ -1,17 +1,18 @@
-"""Compiled loop that folds layers of changes (numba). Imported lazily, as kernels.py is, whose conventions it follows.
+"""``merge_layers``: the compiled loop (numba) that merges layers of changes.
 
-tests/codec/test_fold.py holds it against applying the layers one by one.
+Imported lazily; the conventions of ``format/kernels.py`` apply. tests/codec/test_fold.py compares it with applying the
+layers one by one.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
 import numpy as np
 
-# numba's cache does not notice a change of what is inlined from another file; these are fixed by docs/FORMAT.md.
-from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, _fold, _inline, _key, _unkey
+# numba's cache ignores changes of functions inlined from another file; docs/FORMAT.md fixes these functions.
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, _inline, _key, _mirror_mask, _unkey
 
 TILE = np.uint64(4096)
-"""Positions per step. One 64-bit word says which of its 64 words of bits are in use; both fit the nearest cache."""
+"""Positions per step. They have 64 words of flags, and one more word flags which of these are used."""
 WORDS = 64
 AHEAD = 3
 S6 = np.uint64(6)
@@ -19,7 +20,7 @@ LOW6 = np.uint64(63)
 S58 = np.uint64(58)
 END = np.int64(np.iinfo(np.int64).max)
 
-# Multiplying a power of two by a de Bruijn sequence leaves six leading bits that no other power leaves.
+# The product of a power of two and a de Bruijn sequence has six leading bits that identify the power.
 SEQUENCE = np.uint64(0x03F79D71B4CB0A89)
 BIT_OF = np.zeros(64, np.uint64)
 for _bit in range(64):
@@ -33,15 +34,15 @@ def _lowest(word):
 
 
 @_compile
-def _scatter(start, stop, base, positions, data, relative, fold, sign, mask, values, seen, fixed, used, pinned):
-    """Put the elements start … that lie in the tile at ``base`` over what ``values`` holds.
+def _scatter(start, stop, base, positions, data, relative, mirror, sign, mask, values, seen, fixed, used, pinned):
+    """Apply the elements from ``start`` on that lie in the tile at ``base`` to ``values``.
 
-    → index of the first element beyond the tile, words in use, words in use with absolute elements.
+    → index of the first element beyond the tile, used words, words with absolute elements.
     """
     i = start
     while i < stop:
         offset = np.uint64(positions[i] - base)
-        # Unsigned: a position before the tile, which ascending input has not, ends the loop too.
+        # Unsigned, so a position before the tile, which ascending input never has, ends the loop too.
         if offset >= TILE:
             break
         word = offset >> S6
@@ -51,8 +52,8 @@ def _scatter(start, stop, base, positions, data, relative, fold, sign, mask, val
             fixed[word] |= bit
             pinned |= ONE << word
         elif pinned != ZERO and fixed[word] & bit != ZERO:
-            key = _key(np.uint64(values[offset]), sign, fold) + np.uint64(data[i])
-            values[offset] = _unkey(key & mask, sign, fold)
+            key = _key(np.uint64(values[offset]), sign, mirror) + np.uint64(data[i])
+            values[offset] = _unkey(key & mask, sign, mirror)
         else:
             values[offset] += data[i]
         seen[word] |= bit
@@ -63,14 +64,14 @@ def _scatter(start, stop, base, positions, data, relative, fold, sign, mask, val
 
 @_compile
 def _list_bits(seen, used, offsets):
-    """Ascending positions of the bits set in the words of ``seen`` that ``used`` names, which are cleared; → count."""
+    """List the ascending positions of the bits set in the ``used`` words of ``seen``; clear these words → count."""
     found = 0
     while used != ZERO:
         word = _lowest(used)
         used &= used - ONE
         bits = seen[word]
         seen[word] = ZERO
-        # Most words have a few bits. How many cannot be guessed, so AHEAD are listed, and those not there overwritten.
+        # Most words have a few bits, but an unpredictable number: list AHEAD without branches; surplus is overwritten.
         for _ in range(AHEAD):
             offsets[found] = (word << S6) | _lowest(bits)
             found += bits != ZERO
@@ -84,13 +85,13 @@ def _list_bits(seen, used, offsets):
 
 @_compile
 def _emit(offsets, pinned, base, values, fixed, near, near_data, r, far, far_data, a):
-    """Write out the tile's elements from ``r`` and ``a`` on, and clear it; → where the next ones go."""
+    """Write the tile's elements from index ``r`` or ``a`` on, and clear the tile → next values of ``r`` and ``a``."""
     if pinned == ZERO:
         for i in range(offsets.size):
             offset = offsets[i]
             near[r] = base + np.int64(offset)
             near_data[r] = values[offset]
-            # What came back to where it was is overwritten by what follows.
+            # A distance of 0 is overwritten by the next element.
             r += values[offset] != 0
             values[offset] = 0
         return r, a
@@ -110,7 +111,7 @@ def _emit(offsets, pinned, base, values, fixed, near, near_data, r, far, far_dat
 
 
 @_compile
-def fold_layers(
+def merge_layers(
     firsts,
     starts,
     stops,
@@ -126,21 +127,21 @@ def fold_layers(
     far_data,
     far_counts,
 ):
-    """Fold the layers of each of some tensors of one dtype; the positions of a layer ascend.
+    """Merge the layers of each tensor of one dtype; the positions of a layer ascend.
 
     Args:
         firsts: (t + 1,) int64; tensor t has the layers firsts[t] … firsts[t + 1] − 1, in order of application.
         starts, stops: (layers,) int64: each layer's elements in ``positions`` (int64) and ``data``.
         relative: (layers,) bool: ULP distances, else new bits.
-        near, near_data: as many as there are relative elements: receive the distances that remain, none of them 0.
-        far, far_data: as many as there are absolute elements: receive the new bits.
-        near_counts, far_counts: (t,) int64: receive the elements of each tensor.
+        near, near_data: output for the remaining distances, none of them 0; room for all relative elements.
+        far, far_data: output for the new bits; room for all absolute elements.
+        near_counts, far_counts: (t,) int64 output: elements of each tensor.
 
     Returns:
-        how many of ``near`` and of ``far`` are in use.
+        number of elements written to ``near`` and to ``far``.
     """
-    fold = _fold(sign, mask)
-    # Layers are laid over each other in a dense tile, which is left all 0: the first distance adds to nothing.
+    mirror = _mirror_mask(sign, mask)
+    # Layers are merged in a dense tile, which is all 0 before and after each step.
     values = np.zeros(TILE, data.dtype)
     seen = np.zeros(WORDS, np.uint64)
     fixed = np.zeros(WORDS, np.uint64)
@@ -162,7 +163,7 @@ def fold_layers(
             pinned = ZERO
             for layer in range(firsts[tensor], firsts[tensor + 1]):
                 cursors[layer], used, pinned = _scatter(
-                    cursors[layer], stops[layer], base, positions, data, relative[layer], fold, sign, mask,
+                    cursors[layer], stops[layer], base, positions, data, relative[layer], mirror, sign, mask,
                     values, seen, fixed, used, pinned,
                 )  # fmt: skip
             found = _list_bits(seen, used, offsets)

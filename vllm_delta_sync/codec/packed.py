@@ -1,16 +1,18 @@
-"""Codec ``packed``: positions as byte gaps or bit masks, ULP distances as two-bit codes and the few bytes they leave.
+"""Codec ``packed``: positions as byte gaps or bit masks, ULP distances as two-bit codes and, if larger, extra bytes.
 
-Every plane is entropy-coded by itself. Entries of block k: ``@k.ids`` U32, ``@k.counts`` U64; ``@k.gaps``,
-``@k.low`` and ``@k.escapes``, or ``@k.mask``; ``@k.codes``, ``@k.small``, ``@k.wide.0`` … U8.
+Every plane is entropy-coded separately. Entries of a sparse or dense block k: ``@k.ids`` U32, ``@k.counts`` U64;
+``@k.gaps``, ``@k.low`` and ``@k.escapes``, or ``@k.mask``; ``@k.codes``, ``@k.small``, ``@k.wide.0`` … U8. A block of
+kind full has whole tensors as byte planes of their bits, also in codec ``context``: ``@k.ids`` U32, ``@k.bits.0`` … U8.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from vllm_delta_sync.codec.blocks import (
+from vllm_delta_sync.codec.delta_object import (
     BLOCK_ELEMENTS,
     Arrays,
     Block,
@@ -22,23 +24,23 @@ from vllm_delta_sync.codec.blocks import (
 )
 from vllm_delta_sync.codec.zstd import Compression, Plane, compress, declared_size, decompress
 from vllm_delta_sync.errors import FormatError, LimitError
-from vllm_delta_sync.format.dtypes import DType
+from vllm_delta_sync.format.dtypes import DTYPES, DType
 from vllm_delta_sync.format.limits import MAX_DENSE_RATIO
 from vllm_delta_sync.format.safetensors_file import Container, aligned
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.changes import Sparse
+from vllm_delta_sync.tensors.changes import Full, Sparse
 
 DENSE_RATIO = 4
-"""A writer sends a mask where more than one in so many elements of a tensor changed: it is smaller from there on."""
+"""A writer uses a mask if more than one in so many elements of a tensor changed; it is smaller then."""
 
 GAP_BITS = 6
-"""Length in bits of the mean gap without its low bits, at most: one gap in fifty then exceeds a byte at most."""
+"""Maximum length in bits of the mean gap without its low bits; then at most one gap in fifty exceeds a byte."""
 
 
 def encode(
     groups: list[Sparse], table: TensorTable, compression: Compression, first_block: int = 0
 ) -> tuple[Arrays, list[dict[str, Any]]]:
-    """Container entries and the ``blocks`` metadata of relative groups; the first block has number ``first_block``."""
+    """Container entries and rows of ``blocks`` for relative groups; the first block has number ``first_block``."""
     arrays: Arrays = {}
     rows: list[dict[str, Any]] = []
     for group in groups:
@@ -46,7 +48,7 @@ def encode(
         dense = group.counts * DENSE_RATIO > numels
         kinds: list[tuple[Kind, np.ndarray]] = [("sparse", ~dense), ("dense", dense)]
         for kind, chosen in kinds:
-            part, sizes = chosen_tensors(group, chosen), numels[chosen]
+            part, sizes = select_tensors(group, chosen), numels[chosen]
             for first, last in block_ranges(part.counts, BLOCK_ELEMENTS):
                 block = Block(first_block + len(rows), group.element, kind)
                 start = int(part.counts[:first].sum())
@@ -57,8 +59,8 @@ def encode(
     return arrays, rows
 
 
-def chosen_tensors(group: Sparse, chosen: np.ndarray) -> Sparse:
-    """Some tensors of a group; ``chosen``: (k,) bool."""
+def select_tensors(group: Sparse, chosen: np.ndarray) -> Sparse:
+    """The tensors of a group that the mask ``chosen``, (k,) bool, selects."""
     if chosen.all():
         return group
     elements = np.repeat(chosen, group.counts)
@@ -99,9 +101,9 @@ def _gap_planes(positions: np.ndarray, directory: Directory) -> dict[str, np.nda
 
 
 def gap_shifts(directory: Directory) -> np.ndarray:
-    """(k,) int64: how many of the lowest bits of a tensor's gaps stand apart, so that few of the rest exceed a byte."""
+    """(k,) int64: number of low bits of a tensor's gaps that are stored apart, so that few gaps exceed a byte."""
     mean = directory.numels // directory.counts
-    # The exponent of a number of up to 53 bits, exact as a float, is its length in bits.
+    # Integers up to 53 bits are exact as floats, and their exponent is their length in bits.
     return np.maximum(np.frexp(mean.astype(np.float64))[1].astype(np.int64) - GAP_BITS, 0)
 
 
@@ -114,7 +116,7 @@ def _mask_planes(positions: np.ndarray, directory: Directory) -> dict[str, np.nd
 
 
 def value_planes(distances: np.ndarray, counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Planes of (n,) ULP distances of some tensors, (k,) int64 counts of each, before compression."""
+    """Uncompressed planes of the (n,) ULP distances of tensors with (k,) int64 ``counts``."""
     from vllm_delta_sync.codec import packed_kernels
 
     width = distances.itemsize
@@ -139,13 +141,13 @@ def _code_bytes(counts: np.ndarray) -> int:
 
 
 def zigzag(distances: np.ndarray, element: DType) -> np.ndarray:
-    """Two's complement to 0, −1, 1, −2 … → 0, 1, 2, 3 …, in the same width."""
+    """Two's complement 0, −1, 1, −2 … → 0, 1, 2, 3 …, in the same width."""
     signed = distances.view(f"<i{element.itemsize}")
     return ((signed << 1) ^ (signed >> (8 * element.itemsize - 1))).view(element.uint)
 
 
 def entry_names(blocks: Iterable[Block]) -> set[str]:
-    """The entry names of these blocks, no more and no fewer."""
+    """Exactly the entry names of these sparse or dense blocks."""
     names = set()
     for block in blocks:
         where = ["mask"] if block.kind == "dense" else ["gaps", "low", "escapes"]
@@ -156,7 +158,7 @@ def entry_names(blocks: Iterable[Block]) -> set[str]:
 
 @dataclass
 class _Planes:
-    """What a block is decoded from, while it is being taken. ``where``: gaps of a sparse block, mask of a dense one."""
+    """The planes of a block that is being read. ``where``: gaps of a sparse block, mask of a dense one."""
 
     where: Plane
     codes: Plane
@@ -168,13 +170,13 @@ class _Planes:
 
 
 class BlockReader:
-    """One block of kind sparse or dense, taken tensor by tensor in ascending order of id.
+    """Reads a block of kind sparse or dense, tensor by tensor in ascending order of id.
 
     Attributes:
-        block: its number, element type and kind. directory: which tensors it holds. row: of them, the first not taken.
+        block: its number, element type and kind. directory: its tensors. row: index of the first tensor not taken yet.
 
     Raises:
-        LimitError: it is dense, and holds few elements of a tensor.
+        LimitError: the block is dense, but has few changed elements of a tensor.
     """
 
     def __init__(self, container: Container, table: TensorTable, opened: OpenedBlock, compression: Compression) -> None:
@@ -185,14 +187,14 @@ class BlockReader:
         if self.block.kind == "dense" and thin.size:
             row = int(thin[0])
             raise LimitError(
-                f"{self._what} is dense, and holds {counts[row]} of the {numels[row]} elements of "
+                f"{self._what} is dense, but has {counts[row]} of the {numels[row]} elements of "
                 f"{self._name(self.directory.ids, row)}: fewer than one in {MAX_DENSE_RATIO} (MAX_DENSE_RATIO)"
             )
         self.row = 0
         self._planes: _Planes | None = None
 
     def take(self, last: int) -> Sparse:
-        """What the tensors up to row ``last``, excluded, hold that was not taken yet; at least one tensor.
+        """Changed elements of the tensors from ``row`` up to row ``last``, excluded; at least one tensor.
 
         Raises:
             FormatError, LimitError: a plane is damaged.
@@ -207,7 +209,7 @@ class BlockReader:
         codes = aligned(planes.codes.take(_code_bytes(counts)))
         smalls, wides, bad = packed_kernels.count_codes(codes, counts)
         if bad >= 0:
-            raise FormatError(f"{self._what}: codes go on behind the last element of {self._name(ids, bad)}")
+            raise FormatError(f"{self._what}: codes continue after the last element of {self._name(ids, bad)}")
         small, table = planes.small.take(smalls), np.empty((wides, element.itemsize), np.uint8)
         for byte, plane in enumerate(planes.wide):
             table[:, byte] = plane.take(wides)
@@ -233,7 +235,7 @@ class BlockReader:
         bad = packed_kernels.decode_mask(plane.take(_mask_bytes(numels)), counts, numels, positions)
         if bad >= 0:
             raise FormatError(
-                f"{self._what}: mask of {self._name(directory.ids, bad)} does not hold {int(counts[bad])} of its "
+                f"{self._what}: mask of {self._name(directory.ids, bad)} does not select {int(counts[bad])} of its "
                 f"{int(numels[bad])} elements"
             )
 
@@ -251,7 +253,7 @@ class BlockReader:
         if bad >= 0:
             raise FormatError(
                 f"{self._what}: a position in {self._name(directory.ids, bad)} lies outside its {int(numels[bad])} "
-                "elements, or low bits go on behind the last one"
+                "elements, or low bits continue after the last one"
             )
 
     def _name(self, ids: np.ndarray, row: int) -> str:
@@ -261,11 +263,11 @@ class BlockReader:
         return bytes_of(self._container, f"{self.block.name}.{part}"), f"{self._what}: {part}"
 
     def _plane(self, part: str, size: int | None = None) -> Plane:
-        """A plane of ``size`` bytes, or of up to one for each element."""
+        """A plane of ``size`` bytes; if None, of at most one byte per element."""
         data, what = self._data(part)
         plane, total = Plane(data, self._compression, what, size), int(self.directory.counts.sum())
         if size is None and plane.size > total:
-            raise FormatError(f"{what} has {plane.size} bytes, and the block {total} elements")
+            raise FormatError(f"{what} has {plane.size} bytes, but the block has {total} elements")
         return plane
 
     def _open(self) -> _Planes:
@@ -284,11 +286,11 @@ class BlockReader:
         return planes
 
     def _escapes(self, total: int) -> np.ndarray:
-        """All escapes of the block, as narrow as their values allow: most are far below 2^16."""
+        """All escapes of the block, in the narrowest dtype that fits; most are far below 2^16."""
         data, what = self._data("escapes")
         size = declared_size(data, self._compression, what)
         if size % 8 or size > 8 * total:
-            raise FormatError(f"{what} have {size} bytes, which is not 8 for each of at most {total} elements")
+            raise FormatError(f"{what} have {size} bytes, expected 8 for each of at most {total} elements")
         planes = decompress(data, size, self._compression, what).reshape(8, size // 8)
         used = max((byte + 1 for byte in range(8) if planes[byte].any()), default=1)
         width = next(width for width in (1, 2, 4, 8) if width >= used)
@@ -300,4 +302,100 @@ class BlockReader:
         if planes.used != planes.escapes.size:
             raise FormatError(f"{self._what}: escapes do not match the gaps")
         if any(plane.left for plane in (planes.small, *planes.wide)):
-            raise FormatError(f"{self._what}: small or wide distances are left over")
+            raise FormatError(f"{self._what}: more small or wide distances than codes")
+
+
+def encode_full(
+    tensors: Sequence[Full], table: TensorTable, compression: Compression, first: int
+) -> tuple[Arrays, list[dict[str, Any]]]:
+    """Container entries and rows of ``blocks`` for tensors in full; the first block has number ``first``."""
+    arrays: Arrays = {}
+    rows: list[dict[str, Any]] = []
+    ordered = sorted(tensors, key=lambda tensor: (table[tensor.id].dtype, tensor.id))
+    for dtype, run in groupby(ordered, key=lambda tensor: table[tensor.id].dtype):
+        members, width = list(run), DTYPES[dtype].itemsize
+        sizes = np.array([tensor.bits.size for tensor in members], np.int64)
+        for start, stop in block_ranges(sizes, BLOCK_ELEMENTS):
+            block, part = Block(first + len(rows), DTYPES[dtype], "full"), members[start:stop]
+            arrays[f"{block.name}.ids"] = ("U32", np.array([tensor.id for tensor in part], "<u4"))
+            for byte in range(width):
+                pieces = [np.ascontiguousarray(tensor.bits).view(np.uint8)[byte::width] for tensor in part]
+                plane = np.concatenate(pieces) if len(part) > 1 else np.ascontiguousarray(pieces[0])
+                arrays[f"{block.name}.bits.{byte}"] = ("U8", compress(plane, compression))
+            rows.append(block.metadata)
+    return arrays, rows
+
+
+def full_entry_names(found: Iterable[Block]) -> set[str]:
+    """Exactly the entry names of these full blocks."""
+    return {
+        f"{block.name}.{part}"
+        for block in found
+        for part in ("ids", *(f"bits.{byte}" for byte in range(block.element.itemsize)))
+    }
+
+
+class FullReader:
+    """Reads a block of kind full; its planes are checked and decoded by ``read``.
+
+    Attributes:
+        directory: its tensors.
+
+    Raises:
+        FormatError: a plane is missing.
+    """
+
+    def __init__(self, container: Container, opened: OpenedBlock, compression: Compression) -> None:
+        block, what, self.directory = opened.block, opened.what, opened.directory
+        self._element, self._compression = block.element, compression
+        self._planes = [
+            (bytes_of(container, f"{block.name}.bits.{byte}"), f"{what}: bits.{byte}")
+            for byte in range(block.element.itemsize)
+        ]
+
+    def read(self) -> list[Full]:
+        """All tensors, ascending by id.
+
+        Raises:
+            FormatError, LimitError: a plane is damaged or has the wrong size.
+        """
+        numels = self.directory.numels
+        total = int(numels.sum())
+        for data, what in self._planes:
+            declared_size(data, self._compression, what, total)
+        values = np.empty((total, self._element.itemsize), np.uint8)
+        for byte, (data, what) in enumerate(self._planes):
+            values[:, byte] = decompress(data, total, self._compression, what)
+        bits = values.reshape(-1).view(self._element.uint)
+        rows = zip(self.directory.ids.tolist(), np.cumsum(numels).tolist(), numels.tolist(), strict=True)
+        return [Full(tensor, bits[end - numel : end]) for tensor, end, numel in rows]
+
+
+class LazyFullTensors(Mapping[int, Full]):
+    """Tensors in full by id. Blocks are decoded on access, and the last one is cached.
+
+    Args:
+        named: tensors stored under their own names, as views of the object's bytes.
+    """
+
+    def __init__(self, named: Iterable[Full], readers: Iterable[FullReader]) -> None:
+        self._named = {tensor.id: tensor for tensor in named}
+        self._readers = {int(tensor): reader for reader in readers for tensor in reader.directory.ids}
+        self._last: tuple[FullReader | None, dict[int, Full]] = (None, {})
+
+    def __len__(self) -> int:
+        return len(self._named) + len(self._readers)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._named
+        yield from self._readers
+
+    def __getitem__(self, tensor: int) -> Full:
+        """The tensor; KeyError if it is not carried in full, FormatError if its block is damaged."""
+        if tensor in self._named:
+            return self._named[tensor]
+        reader = self._readers[tensor]
+        if self._last[0] is not reader:
+            self._last = (None, {})
+            self._last = (reader, {full.id: full for full in reader.read()})
+        return self._last[1][tensor]

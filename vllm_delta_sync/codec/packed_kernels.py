@@ -1,7 +1,7 @@
-"""Compiled loops of codec ``packed`` (numba). Imported lazily, as kernels.py is, whose conventions it follows.
+"""Compiled loops (numba) of codec ``packed``. Imported lazily; the conventions of ``format/kernels.py`` apply.
 
-``counts`` and ``numels`` are (k,) int64, one per tensor; what belongs to a tensor follows that of the one before.
-tests/codec/test_packed.py holds each function against a plain numpy reference.
+``counts`` and ``numels`` are (k,) int64, one per tensor; the data of tensors are concatenated in this order.
+tests/codec/test_packed.py compares each function with a plain numpy reference.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -13,7 +13,7 @@ from vllm_delta_sync.format.kernels import ONE, ZERO, _compile
 BYTE = np.uint64(8)
 ESCAPE = np.uint64(255)
 SMALLEST = np.uint64(3)
-"""Zigzag distances 1 and 2 are codes of their own, those from here on to SMALLEST + 255 are one byte more."""
+"""Zigzag distances 1 and 2 have their own codes; those from SMALLEST to LARGEST take one more byte."""
 LARGEST = np.uint64(258)
 SMALL = np.uint64(2)
 WIDE = np.uint64(3)
@@ -23,14 +23,14 @@ SEVEN = np.uint64(7)
 _CODES = np.arange(256)[:, None] >> np.arange(0, 8, 2) & 3
 SMALLS_IN = np.count_nonzero(_CODES == 2, axis=1)
 WIDES_IN = np.count_nonzero(_CODES == 3, axis=1)
-"""How many of a byte's four codes say so."""
+"""Per byte of four codes: how many are SMALL, how many are WIDE."""
 
 
 @_compile
 def encode_gaps(positions, counts, shifts, gaps, low, escapes):
-    """Positions → gaps without their ``shifts`` (k,) lowest bits, those bits in ``low`` (u8), zeros before.
+    """Positions → ``gaps`` without their ``shifts`` (k,) low bits, and those bits in ``low`` (u8, all zero before).
 
-    A gap of 255 or more is 255, and what is above goes to ``escapes`` (u64). Returns the number of escapes.
+    A gap of 255 or more is stored as 255, the excess in ``escapes`` (u64). Returns the number of escapes.
     """
     cursor = 0
     begin = np.int64(0)
@@ -66,10 +66,10 @@ def encode_gaps(positions, counts, shifts, gaps, low, escapes):
 
 @_compile
 def decode_gaps(gaps, low, escapes, counts, shifts, numels, positions):
-    """Inverse of encode_gaps, into ``positions``; ``low`` has as many bytes as counts and shifts take.
+    """Inverse of encode_gaps, into ``positions``; ``low`` has the size that counts and shifts imply.
 
-    Returns -1 when all is well, else the group whose positions leave its tensor or whose low bits go on behind its
-    last element, or ``counts.size`` when the escapes do not come out even.
+    Returns -1 if correct, else the group whose positions leave its tensor or whose low bits continue after its last
+    element, or ``counts.size`` if the number of escapes does not match the gaps.
     """
     cursor = 0
     begin = np.int64(0)
@@ -94,7 +94,7 @@ def decode_gaps(gaps, low, escapes, counts, shifts, numels, positions):
                 held |= np.uint64(low[begin]) << bits
                 begin += 1
                 bits += BYTE
-            # Before the shift, which could carry a gap far beyond the tensor around to inside it.
+            # Checked before the shift, which could overflow and wrap a gap beyond the tensor to inside it.
             if gap > numel >> shift:
                 return group
             position = following + ((gap << shift) | (held & least))
@@ -114,7 +114,7 @@ def decode_gaps(gaps, low, escapes, counts, shifts, numels, positions):
 
 @_compile
 def encode_mask(positions, counts, numels, mask):
-    """Set the bits of ``positions`` in ``mask``, zeros before: each tensor takes whole bytes, lowest bit first."""
+    """Set the bits of ``positions`` in ``mask`` (all zero before); each tensor has whole bytes, lowest bit first."""
     cursor = 0
     begin = np.int64(0)
     for group in range(counts.size):
@@ -127,7 +127,7 @@ def encode_mask(positions, counts, numels, mask):
 
 @_compile
 def decode_mask(mask, counts, numels, positions):
-    """Inverse of encode_mask. Returns -1, or the group whose bits are not as many as its count, or beyond its end."""
+    """Inverse of encode_mask. Returns -1, or the group with a wrong number of bits or bits beyond its end."""
     cursor = 0
     begin = np.int64(0)
     for group in range(counts.size):
@@ -139,7 +139,7 @@ def decode_mask(mask, counts, numels, positions):
             if byte >> np.uint64(most) != ZERO:
                 return group
             if cursor + 8 <= end:
-                # Which bits are set cannot be guessed: all eight are written, and those not set overwritten.
+                # The bits are unpredictable, so all eight are written without branches; unset ones are overwritten.
                 for bit in range(8):
                     positions[cursor] = start + bit
                     cursor += (byte >> np.uint64(bit)) & ONE != ZERO
@@ -157,9 +157,9 @@ def decode_mask(mask, counts, numels, positions):
 
 @_compile
 def encode_values(distances, counts, width, codes, small, wide):
-    """ULP distances of ``width`` bits → two-bit ``codes``, zeros before, and what they leave to say.
+    """ULP distances of ``width`` bits → two-bit ``codes`` (all zero before), ``small`` and ``wide``.
 
-    Returns how many of ``small`` (u8) and of ``wide`` (zigzag distances, unsigned of that width) are in use.
+    Returns the number of elements written to ``small`` (u8) and to ``wide`` (zigzag distances, unsigned, that width).
     """
     top = np.uint64(width - 1)
     mask = (((ONE << top) - ONE) << ONE) | ONE
@@ -173,7 +173,7 @@ def encode_values(distances, counts, width, codes, small, wide):
             zigzag = ((distance << ONE) ^ (ZERO - (distance >> top))) & mask
             code = zigzag - ONE
             if code > ONE:
-                # A distance of 0, which no writer of ours has, is wide as well.
+                # A distance of 0, which our writers never produce, is wide as well.
                 code = SMALL if SMALLEST <= zigzag <= LARGEST else WIDE
                 if code == SMALL:
                     small[smalls] = np.uint8(zigzag - SMALLEST)
@@ -189,7 +189,7 @@ def encode_values(distances, counts, width, codes, small, wide):
 
 @_compile
 def count_codes(codes, counts):
-    """→ how many codes say small and wide, and -1 or the group whose last byte says more than it has elements."""
+    """→ number of codes SMALL and WIDE; -1, or the group whose last byte has codes beyond its elements."""
     begin = np.int64(0)
     smalls = 0
     wides = 0
@@ -207,7 +207,7 @@ def count_codes(codes, counts):
 
 @_compile
 def decode_values(codes, counts, small, wide, distances):
-    """Inverse of encode_values; ``small`` and ``wide`` have as many elements as count_codes says."""
+    """Inverse of encode_values; ``small`` and ``wide`` have the sizes that count_codes returns."""
     cursor = 0
     begin = np.int64(0)
     smalls = 0
@@ -230,11 +230,11 @@ def decode_values(codes, counts, small, wide, distances):
 
 @_compile
 def frame_end(data, start):
-    """Where the blocks of a zstd frame that begin at ``start`` end; -1 if that is beyond ``data`` (u8)."""
+    """End of the blocks of a zstd frame that begin at ``start``; -1 if it is beyond ``data`` (u8)."""
     place = np.int64(start)
     while place + 3 <= data.size:
         header = np.int64(data[place]) | np.int64(data[place + 1]) << 8 | np.int64(data[place + 2]) << 16
-        # Last block (1 bit), type (2 bits; 1 is one byte, to be repeated), size.
+        # Block header: last block (1 bit), type (2 bits; 1 is one repeated byte), size.
         place += 3 + (1 if header >> 1 & 3 == 1 else header >> 3)
         if header & 1:
             return place if place <= data.size else -1

@@ -1,6 +1,6 @@
 """Codec ``raw``: per tensor ``{name}.indices`` (I32 or I64, flat) and ``{name}.values`` (the tensor's dtype).
 
-The layout of Hugging Face's 2026 description of sparse weight sync: for interchange and for reading by eye.
+This is the layout of Hugging Face's 2026 description of sparse weight sync, for interchange and inspection.
 """
 
 from itertools import groupby
@@ -21,7 +21,7 @@ def encode(groups: list[Sparse], table: TensorTable) -> Arrays:
     """Container entries of absolute groups.
 
     Raises:
-        UsageError: the table itself has tensors whose names end like the codec's entries.
+        UsageError: the table has tensors with the names of the codec's entries.
     """
     clash = next(
         (
@@ -45,7 +45,7 @@ def encode(groups: list[Sparse], table: TensorTable) -> Arrays:
 
 
 def decode(container: Container, table: TensorTable, what: str) -> list[Sparse]:
-    """Read and check every tensor (errors: see ``delta_object.decode``); one group per dtype."""
+    """Read and check every tensor (errors: see ``delta_reader.decode``); one group per dtype."""
     tensors = sorted(table.index(name) for name in _carried(table, container))
     groups = []
     by_dtype = sorted(tensors, key=lambda tensor: (table[tensor].dtype, tensor))
@@ -85,7 +85,7 @@ def _decode_group(container: Container, table: TensorTable, dtype: str, tensors:
 
 
 def entry_names(table: TensorTable, container: Container) -> set[str]:
-    """The entry names of the tensors that the container carries, no more and no fewer."""
+    """Exactly the entry names of the tensors that the container carries."""
     return {name + suffix for name in _carried(table, container) for suffix in (INDICES, VALUES)}
 
 

@@ -1,4 +1,4 @@
-"""The entropy stage: zstd frames that declare their size, or nothing."""
+"""``compress``, ``decompress`` and ``Plane``: byte planes as zstd frames that declare their size, or uncompressed."""
 
 from typing import Literal
 
@@ -14,22 +14,22 @@ COMPRESSIONS = ("zstd", "none")
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
-# Planes are close to memoryless, so matches only cost: long minimum matches leave the work to Huffman coding. Anything
-# but 0 for target_length would turn that off.
+# Bytes of a plane hardly depend on earlier ones, so searching for matches does not pay: a long minimum match leaves
+# the work to Huffman coding, which any target_length but 0 would turn off.
 _PARAMETERS = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST, window_log=18, hash_log=12, min_match=7, target_length=0
 )
 
 
 def compress(plane: np.ndarray, compression: Compression) -> np.ndarray:
-    """(n,) uint8 → (m,) uint8: one zstd frame with its content size, or the plane itself for ``none``."""
+    """(n,) uint8 → (m,) uint8: one zstd frame with its content size; the plane itself if ``none``."""
     if compression == "none":
         return plane
     return np.frombuffer(zstandard.ZstdCompressor(compression_params=_PARAMETERS).compress(plane.data), np.uint8)
 
 
 def decompress(data: np.ndarray, size: int, compression: Compression, what: str) -> np.ndarray:
-    """Inverse of ``compress`` for a plane that must have exactly ``size`` bytes.
+    """Inverse of ``compress``; the plane must have exactly ``size`` bytes.
 
     Raises:
         FormatError: not one zstd frame of that declared size.
@@ -64,7 +64,7 @@ def _decompress_frame(data: np.ndarray, size: int, what: str) -> bytes:
 
 
 def _decompress_empty(data: np.ndarray, what: str) -> bytes:
-    # The one-call interface returns early for a declared size of 0 and looks at nothing that follows.
+    # The one-call interface returns early for a declared size of 0 and ignores what follows.
     check_limit(f"{what}: bytes of an empty frame", data.size, limits.MAX_EMPTY_FRAME_BYTES, "MAX_EMPTY_FRAME_BYTES")
     stream = zstandard.ZstdDecompressor().decompressobj()
     try:
@@ -77,10 +77,10 @@ def _decompress_empty(data: np.ndarray, what: str) -> bytes:
 
 
 class Plane:
-    """What ``compress`` gave, handed out from the first byte to the last.
+    """A compressed plane that is read from front to back.
 
     Attributes:
-        size: bytes of it in all, as declared; nothing was allocated for them yet. left: how many were not taken yet.
+        size: declared bytes of the plane, not allocated in advance. left: bytes not taken yet.
 
     Raises:
         FormatError, LimitError: see ``declared_size``.
@@ -95,10 +95,10 @@ class Plane:
         """The next (count,) bytes.
 
         Raises:
-            FormatError: there are fewer, or the frame is damaged.
+            FormatError: there are fewer bytes, or the frame is damaged.
         """
         if count > self.left:
-            raise FormatError(f"{self._what} has {self.size} bytes, {self.size - self.left + count} or more expected")
+            raise FormatError(f"{self._what} has {self.size} bytes, at least {self.size - self.left + count} expected")
         start, self.left = self.size - self.left, self.left - count
         if count == self.size:
             return decompress(self._data, count, self._compression, self._what)
@@ -123,13 +123,13 @@ class Plane:
 
 
 def declared_size(data: np.ndarray, compression: Compression, what: str, expected: int | None = None) -> int:
-    """How many bytes ``decompress`` would give, from what can be read without decompressing.
+    """Number of bytes that ``decompress`` returns, read without decompressing.
 
     Args:
-        expected: how many they must be, if that is known.
+        expected: required number, if known.
 
     Raises:
-        FormatError: not one whole zstd frame that declares its size. LimitError: see ``decompress``.
+        FormatError: not one whole zstd frame that declares the expected size. LimitError: see ``decompress``.
     """
     from vllm_delta_sync.codec import packed_kernels
 
@@ -150,7 +150,7 @@ def declared_size(data: np.ndarray, compression: Compression, what: str, expecte
     if expected not in (None, size):
         raise FormatError(f"{what} declares {size} bytes, {expected} expected")
     _check_frame(frame, data, size, what)
-    # A stream does not tell what follows its frame.
+    # A stream reader does not report bytes after its frame.
     end = packed_kernels.frame_end(data, start)
     if end < 0 or end + (4 if frame.has_checksum else 0) != data.size:
         raise FormatError(f"{what} is not one whole zstd frame")

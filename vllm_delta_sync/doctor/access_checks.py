@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket, scheme_of
-from vllm_delta_sync.bucket.factory import place_of
+from vllm_delta_sync.bucket.factory import parse_store_url
 from vllm_delta_sync.bucket.local import STAGING
 from vllm_delta_sync.doctor.findings import CheckResult, Failure
 from vllm_delta_sync.doctor.store_checks import PREFIX
@@ -76,7 +76,7 @@ class AccessChecks:
         if all(_version(name) is not None for name in LIBRARIES.get(self._scheme, ())):
             self.bucket = open_bucket(self._url, self._options)
         else:
-            place_of(self._url)
+            parse_store_url(self._url)
         figures: dict[str, Any] = {"url": self.bucket.url if self.bucket else self._url, "scheme": self._scheme}
         if self.bucket is None or not self.is_directory:
             return CheckResult("url", "ok", figures["url"], figures)

@@ -22,7 +22,7 @@ from vllm_delta_sync.doctor.findings import CheckResult, Failure, Progress, mill
 from vllm_delta_sync.errors import AccessError, ConflictError, DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.format.limits import MAX_JSON_BYTES
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, RUN_KEY
-from vllm_delta_sync.settings import SLOWEST_BYTES_PER_SECOND
+from vllm_delta_sync.settings import MIN_BYTES_PER_SECOND
 
 PREFIX = "doctor/"
 STALE_SECONDS = 24 * 3600.0

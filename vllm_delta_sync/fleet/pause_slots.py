@@ -29,13 +29,13 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.fleet.store_clock import StoreClock
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
-    TURN_END,
+    PAUSE_SLOT_END,
     TURNS_PREFIX,
-    Turn,
+    PauseSlotClaim,
     lease_key,
-    turn_end_key,
-    turn_key,
-    turn_of_key,
+    pause_slot_end_key,
+    pause_slot_key,
+    pause_slot_of_key,
 )
 from vllm_delta_sync.format.manifest import timestamp
 from vllm_delta_sync.run.documents import RunDocuments
@@ -211,7 +211,9 @@ class PauseSlots:
         if key not in self._claims:
             first = self._monotonic()
             try:
-                claim: Turn | None = Turn.from_bytes(self._run.bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES), key)
+                claim: PauseSlotClaim | None = PauseSlotClaim.from_bytes(
+                    self._run.bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES), key
+                )
             except NotFoundError:
                 return None, first  # removed meanwhile, so there are newer claims
             except StoreError:

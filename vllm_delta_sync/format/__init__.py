@@ -1,5 +1,5 @@
 """The bytes of a run: JSON documents, safetensors files, fingerprints, and the limits a reader enforces.
 
-Bytes and arrays only: no torch, no vLLM, no input or output. May import ``errors``. docs/FORMAT.md is its
-specification. Begin with ``manifest``.
+Bytes and arrays only: no torch, no vLLM; only ``safetensors_file`` writes to disk. May import ``errors``.
+docs/FORMAT.md is the specification. Begin with ``manifest``.
 """

@@ -1,4 +1,7 @@
-"""Canonical JSON (RFC 8785): one byte string for one value, so that digests and signatures are stable."""
+"""``dump_canonical`` and ``load_canonical``: JSON with one byte string per value (RFC 8785).
+
+Digests and signatures of documents are stable because of this.
+"""
 
 import json
 import re
@@ -9,17 +12,17 @@ import rfc8785
 from vllm_delta_sync.errors import FormatError, UnsupportedError
 from vllm_delta_sync.format.limits import FORMAT_VERSION, MAX_JSON_BYTES, MAX_JSON_DEPTH, MAX_JSON_VALUES, check_limit
 
-# A bracket, or a whole string, which may end with the data: so every quote is passed once, and none is tried again.
+# A bracket or a whole string. A string may end with the data, so no quote is scanned twice.
 _TOKENS = re.compile(rb"""[\[{\]}]|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)""", re.DOTALL)
 
-_GLANCE_BYTES = 65_536
+_DEPTH_CHECK_BYTES = 65_536
 
 
 def dump_canonical(value: Any) -> bytes:
     """Serialize to canonical JSON.
 
     Raises:
-        FormatError: the value has an integer beyond 2^53, a NaN, half a surrogate pair, or a type JSON has not.
+        FormatError: the value has an integer beyond 2^53, a NaN, half a surrogate pair, or a type that JSON lacks.
     """
     try:
         return rfc8785.dumps(value)
@@ -28,7 +31,7 @@ def dump_canonical(value: Any) -> bytes:
 
 
 def load_canonical(data: bytes, what: str, limit: int = MAX_JSON_BYTES) -> Any:
-    """Parse canonical JSON, refusing duplicates, deep nesting and any other spelling of the same value.
+    """Parse JSON; refuse duplicate keys, deep nesting and any non-canonical spelling.
 
     Raises:
         LimitError: longer than ``limit`` bytes.
@@ -46,15 +49,15 @@ def load_canonical(data: bytes, what: str, limit: int = MAX_JSON_BYTES) -> Any:
 
 
 def load_json(data: bytes, what: str) -> Any:
-    """Parse JSON with duplicate keys, nesting beyond MAX_JSON_DEPTH and halves of surrogate pairs refused.
+    """Parse JSON; refuse duplicate keys, nesting beyond MAX_JSON_DEPTH and halves of surrogate pairs.
 
     Raises:
         LimitError: more values than MAX_JSON_VALUES; nothing was allocated.
-        FormatError: not JSON, duplicate key, nested too deep, or a string that UTF-8 cannot spell.
+        FormatError: not JSON, duplicate key, nested too deep, or a string that UTF-8 cannot encode.
     """
-    # Each value but the first follows one of these. Those in strings count too: real data has few.
+    # Each value but the first follows one of these. Occurrences in strings count too: real data has few.
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
-    if _is_deep(data if values <= MAX_JSON_VALUES else data[:_GLANCE_BYTES]):
+    if _is_deep(data if values <= MAX_JSON_VALUES else data[:_DEPTH_CHECK_BYTES]):
         raise FormatError(f"{what} is nested deeper than {MAX_JSON_DEPTH} levels (MAX_JSON_DEPTH)")
     check_limit(f"{what}: number of values", values, MAX_JSON_VALUES, "MAX_JSON_VALUES")
     try:
@@ -67,10 +70,10 @@ def load_json(data: bytes, what: str) -> Any:
 
 
 def check_format_version(document: dict[str, Any], what: str) -> None:
-    """Check the field ``format_version``, which every document and every delta object has.
+    """Check the field ``format_version`` of a document or a delta object.
 
     Raises:
-        FormatError: missing, or not a positive integer. UnsupportedError: of a later release.
+        FormatError: missing, or not a positive integer. UnsupportedError: written by a later release.
     """
     version = document.get("format_version")
     if type(version) is not int or version < 1:

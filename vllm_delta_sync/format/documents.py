@@ -1,7 +1,7 @@
-"""The JSON documents beside the chain: anchors, folded ranges, tags, claims of writers, leases, what is gone.
+"""The JSON documents besides manifests: ``Anchor``, ``MergedDelta``, ``Tag``, ``Claim``, ``Lease``, ``KeyFile`` …
 
-None of them commits anything. What they say is bound to the chain by digests of manifests and by fingerprints, and a
-run reads correctly without any of them.
+None of them commits a version. Digests of manifests and fingerprints bind them to versions. A run can be read without
+any of them.
 """
 
 import re
@@ -12,9 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.key_file import KeyEntry as KeyEntry
-from vllm_delta_sync.format.key_file import KeyFile as KeyFile
-from vllm_delta_sync.format.key_file import KeyValidity as KeyValidity
 from vllm_delta_sync.format.manifest import (
     Count,
     Digest,
@@ -23,6 +20,7 @@ from vllm_delta_sync.format.manifest import (
     Hex32,
     Manifest,
     ObjectRef,
+    PublicKey,
     Timestamp,
     Version,
     timestamp,
@@ -36,7 +34,7 @@ LEASES_PREFIX = "receivers/"
 TURNS_PREFIX = "turns/"
 COLLECTIONS_PREFIX = "collections/"
 COLLECTIONS_CLOCK = "collections/clock"
-"""Overwritten to ask for the store's time; its content means nothing."""
+"""Overwritten to read the store's clock; its content has no meaning."""
 RETENTION_KEY = "retention.json"
 KEYS_KEY = "keys.json"
 
@@ -48,28 +46,28 @@ _FOLD = re.compile(r"folds/([0-9]{10})-([0-9]{10})\.json")
 _CLAIM = re.compile(r"claims/([0-9]{10})\.json")
 _TAG = re.compile(r"tags/(.+)\.json")
 _TURN = re.compile(r"turns/([0-9]{2})/([0-9]{10})\.(json|end)")
-TURN_END = b"{}"
-"""Content of ``turns/<s>/<n>.end``, which means nothing: that it is there does."""
+PAUSE_SLOT_END = b"{}"
+"""Content of ``turns/<s>/<n>.end``; only the object's existence matters."""
 _COLLECTION = re.compile(r"collections/([0-9]{10})\.(json|end)")
 COLLECTION_END = b"{}"
-"""Content of ``collections/<n>.end``, which means nothing either."""
+"""Content of ``collections/<n>.end``; only the object's existence matters."""
 
 Range = Annotated[list[Version], Field(min_length=2, max_length=2)]
 Objects = Annotated[list[ObjectRef], Field(max_length=limits.MAX_OBJECTS_PER_VERSION)]
 
 
 def anchor_key(version: int) -> str:
-    """Key of the anchor made for a version."""
+    """Key of the anchor of a version."""
     return f"{ANCHORS_PREFIX}{version:010d}.json"
 
 
-def fold_key(first: int, last: int) -> str:
-    """Key of the folded range that leads from version ``first`` to ``last``."""
+def merged_delta_key(first: int, last: int) -> str:
+    """Key of the merged delta from version ``first`` to ``last``."""
     return f"{FOLDS_PREFIX}{first:010d}-{last:010d}.json"
 
 
 def claim_key(epoch: int) -> str:
-    """Key of the claim that began an epoch."""
+    """Key of the claim that started an epoch."""
     return f"{CLAIMS_PREFIX}{epoch:010d}.json"
 
 
@@ -77,7 +75,7 @@ def tag_key(name: str) -> str:
     """Key of a tag.
 
     Raises:
-        UsageError: the name cannot be a tag's.
+        UsageError: the name is not a valid tag name.
     """
     return f"{TAGS_PREFIX}{_checked('tag', name)}.json"
 
@@ -86,39 +84,39 @@ def lease_key(receiver: str) -> str:
     """Key of a receiver's lease.
 
     Raises:
-        UsageError: the name cannot be a receiver's.
+        UsageError: the name is not a valid receiver id.
     """
     return f"{LEASES_PREFIX}{_checked('receiver id', receiver)}.json"
 
 
-def turn_key(slot: int, number: int) -> str:
-    """Key of claim number ``number`` on a slot."""
+def pause_slot_key(slot: int, number: int) -> str:
+    """Key of claim number ``number`` on a pause slot."""
     return f"{TURNS_PREFIX}{slot:02d}/{number:010d}.json"
 
 
-def turn_end_key(slot: int, number: int) -> str:
-    """Key of what says that a claim on a slot is over."""
+def pause_slot_end_key(slot: int, number: int) -> str:
+    """Key of the object that ends a claim on a pause slot."""
     return f"{TURNS_PREFIX}{slot:02d}/{number:010d}.end"
 
 
-def turn_of_key(key: str) -> tuple[int, int, bool] | None:
-    """Slot and number of a claim, and whether the key is of its end; None for any other key."""
+def pause_slot_of_key(key: str) -> tuple[int, int, bool] | None:
+    """(slot, number, whether the key is that of the claim's end) of a pause slot claim; None for any other key."""
     match = _TURN.fullmatch(key)
     return (int(match[1]), int(match[2]), match[3] == "end") if match else None
 
 
 def collection_key(number: int) -> str:
-    """Key of claim number ``number`` of a collection."""
+    """Key of garbage collection number ``number``."""
     return f"{COLLECTIONS_PREFIX}{number:010d}.json"
 
 
 def collection_end_key(number: int) -> str:
-    """Key of the object that ends a claim of a collection."""
+    """Key of the object that ends a garbage collection."""
     return f"{COLLECTIONS_PREFIX}{number:010d}.end"
 
 
 def collection_of_key(key: str) -> tuple[int, bool] | None:
-    """Number of a collection's claim, and whether the key is of its end; None for any other key."""
+    """(number, whether the key is that of its end) of a garbage collection; None for any other key."""
     match = _COLLECTION.fullmatch(key)
     return (int(match[1]), match[2] == "end") if match else None
 
@@ -129,8 +127,8 @@ def anchor_of_key(key: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def fold_of_key(key: str) -> tuple[int, int] | None:
-    """Inverse of ``fold_key``; None for any other key."""
+def merged_delta_of_key(key: str) -> tuple[int, int] | None:
+    """Inverse of ``merged_delta_key``; None for any other key."""
     match = _FOLD.fullmatch(key)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -150,17 +148,17 @@ def tag_of_key(key: str) -> str | None:
 def _checked(what: str, name: str) -> str:
     if not TAG_NAME.fullmatch(name):
         raise UsageError(
-            f"{what} {name[:80]!r} is not a name: give 1 to 100 of A-Z a-z 0-9 . _ -, beginning with a letter or digit"
+            f"{what} {name[:80]!r} is not a name: use 1 to 100 of A-Z a-z 0-9 . _ -, beginning with a letter or digit"
         )
     return name
 
 
 class Anchor(Document):
-    """anchors/<n>.json: all tensors of a version of the chain, so that nobody has to replay it.
+    """anchors/<n>.json: all tensors of a version, so that readers need not replay its history.
 
     Attributes:
         manifest: digest of versions/<n>.json. fingerprint, tensor_fingerprints: of the version.
-        objects: shards that together hold each tensor of the table once.
+        objects: shards that together contain each tensor of the table once.
     """
 
     KIND = "anchor"
@@ -177,7 +175,7 @@ class Anchor(Document):
 
     @classmethod
     def of(cls, manifest: Manifest, tensor_fingerprints: dict[str, str], objects: list[ObjectRef]) -> Self:
-        """The document of an anchor made now, of the version of a manifest."""
+        """A new anchor document for the version of a manifest."""
         return cls(
             run=manifest.run,
             version=manifest.version,
@@ -200,13 +198,13 @@ class Anchor(Document):
 
 
 class MergedDelta(Document):
-    """folds/<a>-<b>.json: everything that leads from version a to version b, folded into one delta.
+    """folds/<a>-<b>.json: one delta that leads from version a to version b.
 
     Attributes:
         first, last: a and b. first_manifest, last_manifest: digests of their manifests.
         first_fingerprint, last_fingerprint: of the model at a and at b.
-        objects: delta objects whose ``base_version`` is a and whose ``version`` is b.
-        changed: elements that the objects carry. reversible: whether they are all distances.
+        objects: delta objects with ``base_version`` a and ``version`` b.
+        changed: elements in the objects. reversible: whether all of them are distances.
     """
 
     KIND = "fold"
@@ -234,12 +232,12 @@ class MergedDelta(Document):
 
 
 class Tag(Document):
-    """tags/<name>.json: a name for a version, which retention keeps. May be overwritten and deleted.
+    """tags/<name>.json: a name for a version, which is then retained. Tags may be overwritten and deleted.
 
     Attributes:
         name: as in the key, so that a signed tag cannot be copied to another name.
-        manifest: digest of the version's manifest. milestone: whether the version gets an anchor of its own.
-        branch: URL of a run that begins at this version and needs it; null for a tag that somebody set.
+        manifest: digest of the version's manifest. milestone: whether the version gets its own anchor.
+        branch: URL of a run that branches from this version and needs it; null for a user's tag.
     """
 
     KIND = "tag"
@@ -255,11 +253,11 @@ class Tag(Document):
 
 
 class Claim(Document):
-    """claims/<e>.json: a writer took the run over, and with it began epoch e. Written create-if-absent.
+    """claims/<e>.json: a writer's takeover of the run, which starts epoch e. Written create-if-absent.
 
     Attributes:
-        version, manifest: the newest version that it found, and its digest.
-        writer: random, names the writer.
+        version, manifest: newest version at the takeover, and its manifest's digest.
+        writer: random id of the writer.
     """
 
     KIND = "claim"
@@ -274,7 +272,7 @@ class Claim(Document):
 
 
 class LeaseError(BaseModel):
-    """What went wrong last at a receiver: the kind of error, and the beginning of its message."""
+    """Last error of a receiver: its kind, and the beginning of its message."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     kind: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]
@@ -282,17 +280,17 @@ class LeaseError(BaseModel):
 
 
 class Lease(Document):
-    """receivers/<id>.json: what a receiver serves, and for how long that is to be believed. A hint.
+    """receivers/<id>.json: a receiver's heartbeat, which says what it serves and how long that is valid. A hint.
 
     Attributes:
-        served: version, null before one is proven. target: version on its way to, null if none.
-        pins: further versions that must stay readable. seconds: how long it holds, from when it was written.
-        step: of the version served. head: newest version known. lag: versions behind what following leads to.
-        state: as in the status; ``left`` when the receiver has ended.
-        following: what it was told to serve: ``head``, a number or ``tag:NAME``. holding: whether it stays there.
-        waiting: for its turn to pause. paused: between asking for a pause and its end.
-        started_at: by the receiver's clock. error: what failed last, null once something has succeeded.
-        pause_ms: how long generation stood still at the last commit.
+        served: version, null until its weights are identified. target: version that it is moving to, null if none.
+        pins: further versions that must stay readable. seconds: validity, from the time of writing.
+        step: of the served version. head: newest known version. lag: versions behind the target that it follows.
+        state: as in the status; ``left`` after the receiver has ended.
+        following: the configured target: ``head``, a number or ``tag:NAME``. holding: whether a hold is in force.
+        waiting: for a pause slot. paused: from the request of a pause to its end.
+        started_at: by the receiver's clock. error: the last failure, null after a success.
+        pause_ms: duration of the last commit's pause.
     """
 
     KIND = "lease"
@@ -318,13 +316,13 @@ class Lease(Document):
     created_at: Timestamp
 
 
-class Turn(Document):
-    """turns/<s>/<n>.json: a receiver claims slot s of those in which servers of a run may pause. Create-if-absent.
+class PauseSlotClaim(Document):
+    """turns/<s>/<n>.json: a receiver's claim on pause slot s, written create-if-absent.
 
     Attributes:
-        slot, number: as in the key. receiver: who claims it. holder: random, names this claim.
-        version: what the receiver is about to serve. seconds: how long the claim holds, from when it was written,
-            unless turns/<s>/<n>.end says before that it is over.
+        slot, number: as in the key. receiver: its id. holder: random id of this claim.
+        version: that the receiver is about to serve. seconds: validity, from the time of writing;
+            turns/<s>/<n>.end ends the claim earlier.
     """
 
     KIND = "turn"
@@ -341,11 +339,11 @@ class Turn(Document):
 
 
 class Collection(Document):
-    """collections/<n>.json: the claim of a collection, of which only one may remove things at a time. Create-if-absent.
+    """collections/<n>.json: a garbage collection's claim, so that only one runs at a time. Create-if-absent.
 
     Attributes:
-        number: as in the key. holder: random, names the collection. seconds: how long the claim holds, from when it was
-            written, unless collections/<n>.end ends it before.
+        number: as in the key. holder: random id of the collection. seconds: validity, from the time of writing;
+            collections/<n>.end ends the claim earlier.
     """
 
     KIND = "collection"
@@ -359,15 +357,15 @@ class Collection(Document):
 
 
 class Retention(Document):
-    """retention.json: what was removed, and what is about to be. A hint; readers need no more of it than ``gone``.
+    """retention.json: what garbage collections removed, and what the current one is about to remove. A hint.
 
     Attributes:
-        gone: closed ranges [a, b], ascending, apart, of versions whose own objects were removed, so that nobody plans
-            a way through them.
-        going: keys of anchors and folded ranges that are about to be removed; empty once they are.
-        head: newest version that the collection saw; null before the first.
-        kept: closed ranges of the versions that can be rebuilt after it, or should be and cannot. One of them that
-            cannot be rebuilt later was damaged; any other up to ``head`` was given up.
+        gone: closed ranges [a, b], ascending and not adjacent, of versions whose own objects were removed. Planners
+            avoid them; other readers need no other field.
+        going: keys of anchors and merged deltas that are about to be removed; empty afterwards.
+        head: newest version at the last collection; null before the first one.
+        kept: closed ranges of the versions that the last collection retained. If one of them cannot be rebuilt, it was
+            damaged; every other version up to ``head`` was removed on purpose.
     """
 
     KIND = "retention"
@@ -386,7 +384,7 @@ class Retention(Document):
         if any(a > b for a, b in self.gone) or edges != sorted(edges):
             raise ValueError("gone is not a list of ascending ranges")
         if any(left[1] + 1 >= right[0] for left, right in zip(self.gone, self.gone[1:], strict=False)):
-            raise ValueError("gone has ranges that touch")
+            raise ValueError("gone has adjacent or overlapping ranges")
         return self
 
     def is_gone(self, version: int) -> bool:
@@ -394,8 +392,60 @@ class Retention(Document):
         return any(a <= version <= b for a, b in self.gone)
 
     def gave_up(self, version: int) -> bool:
-        """Whether a collection let go of a version on purpose."""
+        """Whether a garbage collection removed the version on purpose."""
         return self.head is not None and version <= self.head and not any(a <= version <= b for a, b in self.kept)
+
+
+class KeyValidity(BaseModel):
+    """Last version for which a key's signatures are valid, in the history that ends with that version's manifest."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    version: Version
+    manifest: Digest
+
+
+class KeyEntry(BaseModel):
+    """A key, and which of its signatures are valid.
+
+    Attributes:
+        last: null for a key in use; for a retired or revoked key, the last version that it is valid for, null for none.
+        revoked: the key may be stolen. Only manifests up to ``last`` stay valid, because later trusted manifests
+            contain their digests.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    key: PublicKey
+    last: KeyValidity | None = None
+    revoked: bool = False
+
+
+class KeyFile(Document):
+    """keys.json: keys that may sign the run besides those in a reader's settings, and keys that no longer may.
+
+    Attributes:
+        info: digest of run.json, which is thereby valid whichever key signed it.
+        sequence: grows with every change; a reader refuses a smaller number than it has seen.
+        signature: by a key of the reader's settings; a key that is only listed here cannot change the list.
+    """
+
+    KIND = "keys"
+    format_version: FormatVersion = 1
+    requires: list[str] = Field(default_factory=list)
+    run: Hex32
+    info: Digest
+    sequence: Annotated[int, Field(ge=1, le=2**53 - 1)]
+    keys: Annotated[list[KeyEntry], Field(max_length=limits.MAX_KEYS)]
+    created_at: Timestamp
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if len({entry.key for entry in self.keys}) != len(self.keys):
+            raise ValueError("a key is listed twice")
+        return self
+
+    def entry(self, key: str) -> KeyEntry | None:
+        """The entry of a key, if it is listed."""
+        return next((entry for entry in self.keys if entry.key == key), None)
 
 
 def _check_objects(objects: list[ObjectRef], payload_bytes: int) -> None:

@@ -1,7 +1,7 @@
-"""The model fingerprint: an additive 128-bit hash over (tensor name, flat index, bits).
+"""``Fingerprint``: an additive 128-bit hash over (tensor name, flat index, bits) of all weights.
 
-Additive means that it is updated in O(changed) and summed over tensors, shards and ranks in any order. It also
-means that it can be forged: it detects accidents, and proves nothing about who wrote the bytes.
+It is additive: an update costs O(changed elements), and tensors, shards and ranks are summed in any order. So it can be
+forged: it detects accidents and proves nothing about who wrote the bytes.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class Fingerprint:
 
 @lru_cache(maxsize=65_536)
 def tensor_seed(name: str) -> int:
-    """Per-tensor start value: the first 8 bytes, little-endian, of SHA-256(domain ‖ UTF-8 name)."""
+    """Start value of a tensor's hash: the first 8 bytes, little-endian, of SHA-256(domain ‖ UTF-8 name)."""
     return int.from_bytes(sha256(_DOMAIN + name.encode()).digest()[:8], "little")
 
 
@@ -68,16 +68,16 @@ def fingerprint_strided(
     name: str,
     bits: npt.NDArray[np.unsignedinteger],
     shape: Sequence[int],
-    held: tuple[int, Sequence[int]],
+    memory: tuple[int, Sequence[int]],
     index: tuple[int, Sequence[int]],
 ) -> Fingerprint:
-    """Fingerprint of a box of a tensor, wherever its elements lie.
+    """Fingerprint of a box of a tensor whose elements lie in memory with any positive strides.
 
     Args:
-        bits: flat, C-contiguous; the box's elements are somewhere in it.
+        bits: flat, C-contiguous memory that contains the box's elements.
         shape: of the box; it may be empty.
-        held: (offset, stride per dimension) of the box's elements in ``bits``, strides positive.
-        index: (offset, stride per dimension) of their flat indices in the whole tensor.
+        memory: (offset, stride per dimension) of the elements in ``bits``; strides are positive.
+        index: (offset, stride per dimension) of the elements' flat indices in the whole tensor.
 
     Raises:
         TensorMismatchError: the box is not inside ``bits``.
@@ -86,23 +86,23 @@ def fingerprint_strided(
 
     if 0 in shape:
         return Fingerprint()
-    # Neighbours in memory are the inner loop, whatever the order of dimensions in the tensor, and long where it can be.
+    # The inner loop runs along neighbours in memory; contiguous dimensions are joined to make it long.
     dimensions: list[tuple[int, int, int]] = []
-    for step, stride, size in sorted(zip(held[1], index[1], shape, strict=True), reverse=True):
+    for step, stride, size in sorted(zip(memory[1], index[1], shape, strict=True), reverse=True):
         outer = dimensions[-1] if dimensions else (0, 0, 0)
         if outer[:2] == (step * size, stride * size):
             dimensions[-1] = (step, stride, outer[2] * size)
         elif size > 1:
             dimensions.append((step, stride, size))
     steps, strides, sizes = (np.array(column, np.int64) for column in zip(*(dimensions or [(1, 1, 1)]), strict=True))
-    last = held[0] + int(((sizes - 1) * steps).sum())
-    if held[0] < 0 or last >= bits.size or steps.min() < 1:
+    last = memory[0] + int(((sizes - 1) * steps).sum())
+    if memory[0] < 0 or last >= bits.size or steps.min() < 1:
         raise TensorMismatchError(
-            f"tensor {name!r}: a box of shape {tuple(shape)} with strides {tuple(held[1])} at {held[0]} is not inside "
-            f"{bits.size} elements"
+            f"tensor {name!r}: a box of shape {tuple(shape)} with strides {tuple(memory[1])} at {memory[0]} is not "
+            f"inside {bits.size} elements"
         )
     low, high = kernels.fingerprint_box(
-        bits, sizes, np.int64(held[0]), steps, np.int64(index[0]), strides, np.uint64(tensor_seed(name))
+        bits, sizes, np.int64(memory[0]), steps, np.int64(index[0]), strides, np.uint64(tensor_seed(name))
     )
     return Fingerprint(int(low), int(high))
 
@@ -113,7 +113,7 @@ def fingerprint_change(
     old: npt.NDArray[np.unsignedinteger],
     new: npt.NDArray[np.unsignedinteger],
 ) -> Fingerprint:
-    """Fingerprint after minus before, for (n,) flat positions whose bits went from ``old`` to ``new``."""
+    """Fingerprint after minus before, where (n,) flat positions change from ``old`` to ``new`` bits."""
     from vllm_delta_sync.format import kernels
 
     low, high = kernels.fingerprint_change(positions, old, new, np.uint64(tensor_seed(name)))

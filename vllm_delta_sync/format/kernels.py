@@ -1,8 +1,8 @@
-"""Compiled loops over elements (numba). Imported lazily: compiling costs time and loads LLVM.
+"""Compiled loops (numba) that fingerprint, move and exchange elements.
 
-Arrays are flat, C-contiguous and hold bit patterns (``uintN`` views). Every loop releases the GIL.
-``sign`` is the sign bit of the pattern for floats and 0 for integers; ``mask`` has all bits set.
-tests/codec/test_kernels.py holds each function against a plain numpy reference.
+Import this module lazily: compiling takes time and loads LLVM. Arrays are flat, C-contiguous and hold bit patterns
+(``uintN`` views). Every loop releases the GIL. ``sign`` is the sign bit of a float's pattern, 0 for integers; ``mask``
+has all bits of the width set. tests/codec/test_kernels.py compares each function with a plain numpy reference.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -31,7 +31,7 @@ ONE = np.uint64(1)
 
 
 def _can_cache():
-    """Whether numba finds a place for compiled code. It looks when it decorates, and raises where there is none."""
+    """Whether numba finds a folder for compiled code; numba raises from its decorator if there is none."""
 
     def probe():
         return None
@@ -40,8 +40,8 @@ def _can_cache():
         numba.njit(cache=True)(probe)
     except RuntimeError as error:
         logger.warning(
-            "loops are compiled anew in each process, which takes seconds: %s; set NUMBA_CACHE_DIR to a writable "
-            "directory to keep them",
+            "each process compiles its loops again, which takes seconds: %s; set NUMBA_CACHE_DIR to a writable "
+            "directory to cache them",
             error,
         )
         return False
@@ -76,31 +76,31 @@ def _high(low):
     return z ^ (z >> S29)
 
 
-# Written without branches: the sign of a weight is a coin toss, and each wrong guess would wait for the cache miss
-# that fetches it, one after the other.
+# Without branches: the sign of a weight is unpredictable, and each misprediction would wait for the cache miss that
+# fetches the weight, so that misses would not overlap.
 @_inline
-def _fold(sign, mask):
+def _mirror_mask(sign, mask):
     return (mask ^ sign) * np.uint64(sign != ZERO)
 
 
 @_inline
-def _key(bits, sign, fold):
-    """Monotone order: negative floats mirrored below the positive ones; a bijection of all patterns."""
-    return bits ^ (((ZERO - np.uint64((bits & sign) != ZERO)) & fold) ^ sign)
+def _key(bits, sign, mirror):
+    """Monotone order key: negative floats mirrored below the positive ones; a bijection of all patterns."""
+    return bits ^ (((ZERO - np.uint64((bits & sign) != ZERO)) & mirror) ^ sign)
 
 
 @_inline
-def _unkey(key, sign, fold):
-    return key ^ (((ZERO - np.uint64((key & sign) == ZERO)) & fold) ^ sign)
+def _unkey(key, sign, mirror):
+    return key ^ (((ZERO - np.uint64((key & sign) == ZERO)) & mirror) ^ sign)
 
 
 @_inline
 def _hash_row(row, x, step):
-    """Sum of element hashes of a row, where ``x`` is seed + index · GOLDEN of the first and grows by ``step``."""
+    """Sum of element hashes of a row; ``x`` is seed + index · GOLDEN of its first element and grows by ``step``."""
     low_sum = ZERO
     high_sum = ZERO
     for i in range(row.size):
-        # Added up: a product would be one of five, and products are what the loop waits for.
+        # An addition, since the loop is limited by its four other multiplications.
         low = _low(_mix(x), np.uint64(row[i]))
         x += step
         low_sum += low
@@ -166,7 +166,7 @@ def fingerprint_change(positions, old, new, seed):
 
 @_compile
 def premix_positions(positions, seeds, counts, out):
-    """Index half of the element hash, for groups of ``counts`` positions that share a tensor seed."""
+    """Position half of the element hash, into ``out``; group i has counts[i] positions and seed seeds[i]."""
     cursor = 0
     for group in range(counts.size):
         seed = seeds[group]
@@ -177,7 +177,7 @@ def premix_positions(positions, seeds, counts, out):
 
 @intrinsic
 def prefetch(typing_context, array, index):
-    """Ask for the cache line of ``array[index]`` without waiting; ``index`` is uint64. Never faults."""
+    """Prefetch the cache line of ``array[index]``; ``index`` is uint64. Never faults."""
 
     def generate(context, builder, signature, arguments):
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -188,26 +188,26 @@ def prefetch(typing_context, array, index):
             [pointer.type],
             ir.FunctionType(ir.VoidType(), [pointer.type, number, number, number]),
         )
-        # To read, into the second-level cache (the first has too few misses under way), data.
+        # Arguments: read; second-level cache, since the first allows too few misses in flight; data.
         builder.call(function, [pointer, number(0), number(2), number(1)])
         return context.get_dummy_value()
 
     return types.void(array, index), generate
 
 
-# The three loops below touch memory far apart, and wait for it: what counts is how many cache misses are under way.
-# They work in pieces of PIECE elements, in passes: ask for the next piece's cache lines, fetch, compute, store. The
-# next piece comes in while this one is computed; a single loop would have few misses under way, because the arithmetic
-# of each element takes up the processor's window. At 1 % changed this is twice as fast as without asking, and faster
-# than a bare scatter of known bits. Arrays are sliced per piece and positions are unsigned, as numba would otherwise
-# look for negative indices at each element, which keeps the arithmetic from using vector instructions.
+# The three loops below touch memory far apart, so their speed depends on how many cache misses are in flight. They
+# work in pieces of PIECE elements and in passes: prefetch the next piece, fetch, compute, store. The next piece arrives
+# while this one is computed. In a single loop, the arithmetic of each element would fill the processor's window, and
+# few misses would be in flight. At 1 % changed, prefetching doubles the speed, and these loops are faster than a bare
+# scatter of known bits. Arrays are sliced per piece and positions are unsigned: otherwise numba checks each element for
+# a negative index, which prevents vector instructions.
 PIECE = 64
 
 
 @_compile
 def add_distances(bits, positions, distances, sign, mask, negate):
-    """bits[p] moved by +distance (or −distance) in monotone order, modulo 2^width; in place."""
-    fold = _fold(sign, mask)
+    """Move bits[p] by +distance (or −distance, if ``negate``) in monotone order, modulo 2^width; in place."""
+    mirror = _mirror_mask(sign, mask)
     flip = ZERO - np.uint64(negate)
     old = np.empty(PIECE, bits.dtype)
     for start in range(0, positions.size, PIECE):
@@ -220,15 +220,15 @@ def add_distances(bits, positions, distances, sign, mask, negate):
             old[i] = bits[np.uint64(where[i])]
         for i in range(where.size):
             step = (np.uint64(steps[i]) ^ flip) - flip
-            old[i] = _unkey((_key(np.uint64(old[i]), sign, fold) + step) & mask, sign, fold)
+            old[i] = _unkey((_key(np.uint64(old[i]), sign, mirror) + step) & mask, sign, mirror)
         for i in range(where.size):
             bits[np.uint64(where[i])] = old[i]
 
 
 @_compile
 def commit_relative(bits, positions, distances, premix, sign, mask, backwards):
-    """Gather, add (or subtract), scatter, and hash; → fingerprint change (low, high)."""
-    fold = _fold(sign, mask)
+    """Move bits[p] by +distance (or −distance, if ``backwards``) and hash → fingerprint change (low, high)."""
+    mirror = _mirror_mask(sign, mask)
     flip = ZERO - np.uint64(backwards)
     low_sum = ZERO
     high_sum = ZERO
@@ -245,7 +245,7 @@ def commit_relative(bits, positions, distances, premix, sign, mask, backwards):
         for i in range(where.size):
             before = np.uint64(old[i])
             step = (np.uint64(steps[i]) ^ flip) - flip
-            after = _unkey((_key(before, sign, fold) + step) & mask, sign, fold)
+            after = _unkey((_key(before, sign, mirror) + step) & mask, sign, mirror)
             old[i] = after
             low_before = _low(words[i], before)
             low_after = _low(words[i], after)
@@ -258,7 +258,7 @@ def commit_relative(bits, positions, distances, premix, sign, mask, backwards):
 
 @_compile
 def exchange(bits, positions, values, premix):
-    """Swap bits[p] and ``values``, and hash; → fingerprint change of ``bits`` (low, high). Its own inverse."""
+    """Swap bits[p] with ``values`` and hash → fingerprint change of ``bits`` (low, high). Its own inverse."""
     low_sum = ZERO
     high_sum = ZERO
     old = np.empty(PIECE, bits.dtype)
@@ -285,7 +285,7 @@ def exchange(bits, positions, values, premix):
 
 @_compile
 def first_not_ascending(positions, counts, numels):
-    """Group whose positions are not strictly ascending inside [0, numel); -1 when all are."""
+    """First group whose positions are not strictly ascending inside [0, numel); -1 if there is none."""
     cursor = 0
     for group in range(counts.size):
         previous = np.int64(-1)

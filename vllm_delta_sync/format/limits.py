@@ -1,37 +1,37 @@
-"""Every limit a reader enforces before it allocates, by name. docs/FORMAT.md lists the same numbers."""
+"""Named limits that a reader enforces before it allocates memory. docs/FORMAT.md lists the same numbers."""
 
 from vllm_delta_sync.errors import LimitError
 
 FORMAT_VERSION = 1
 
 MAX_HEADER_BYTES = 100 * 1024 * 1024
-"""Safetensors header; the reference implementation refuses larger ones too."""
+"""Safetensors header; the reference implementation has the same limit."""
 MAX_JSON_BYTES = 64 * 1024 * 1024
 """run.json, tensors.json and manifests."""
 MAX_HEAD_BYTES = 4096
 MAX_JSON_DEPTH = 16
 MAX_JSON_VALUES = 4_194_304
-"""Commas and opening brackets of a document or header: a value of 3 bytes takes 100 in memory, and 2 µs."""
+"""Commas and opening brackets of a document or header: a value of 3 bytes takes 100 bytes of memory and 2 µs."""
 MAX_TENSORS = 4_000_000
 MAX_TENSOR_NAME_BYTES = 512
 MAX_DIMENSIONS = 16
 MAX_TENSOR_ELEMENTS = 2**48
-"""Flat indices stay far inside int64, also after multiplication by an element size."""
+"""Keeps flat indices far inside int64, even multiplied by an element size."""
 MAX_MODEL_BYTES = 2**50
 MAX_OBJECTS_PER_VERSION = 65_536
 MAX_SIDECARS = 16
 """Sidecars of one version."""
 MAX_SIDECAR_BYTES = 16 * 1024 * 1024
 MAX_RUN_FILES = 64
-"""Small files of the model that run.json lists."""
+"""Small model files that run.json lists."""
 MAX_RUN_FILE_BYTES = 64 * 1024 * 1024
-"""One of them. The largest tokenizers of today have half of that."""
+"""One run file. The largest tokenizers of today have half as many bytes."""
 MAX_RUN_FILES_BYTES = 256 * 1024 * 1024
-"""All of them."""
+"""All run files of a run."""
 MAX_VERSION = 10**10 - 1
 """Ten digits: the width of a version in a key."""
 MAX_BREAKS = 4096
-"""Versions of a run that do not build on the one before."""
+"""Versions of a run that do not build on their predecessor."""
 MAX_SIDE_BYTES = 65_536
 """Tags, claims and leases."""
 MAX_RANGES = 65_536
@@ -43,41 +43,41 @@ MAX_LEASE_SECONDS = 7 * 24 * 3600
 MAX_LEASE_TEXT = 400
 """Characters of an error's message in a lease."""
 MAX_SLOTS = 64
-"""Servers of a run that may be paused at once, where they take turns."""
+"""Pause slots of a run: servers that may be paused at once."""
 MAX_TURN_SECONDS = 2 * 24 * 3600
 MAX_COLLECTION_SECONDS = 3600
-"""How long a claim of a collection holds at most."""
+"""Longest validity of a garbage collection's claim."""
 MAX_BLOCK_COUNT = 1_000_000
 MIN_TILE_ELEMENTS = 1024
-"""Codec context: a tensor has at most 16 tiles for so many of its elements."""
+"""Codec context: a tensor has at most 16 tiles per so many elements."""
 MAX_TILE_ELEMENTS = 2**24
-"""Codec context: 11 bytes of scratch memory for each element of a tile of bf16."""
+"""Codec context: a tile of bf16 takes 11 bytes of scratch memory per element."""
 MAX_DENSE_RATIO = 16
-"""Elements of a tensor in a dense block over those that changed: its mask takes memory by the former."""
+"""Elements of a tensor in a dense block per changed element. The mask takes memory for all elements."""
 MAX_ZSTD_WINDOW_LOG = 27
 MAX_ZSTD_RATIO = 32_768
-"""A block of 128 KiB takes at least 4 bytes, so a frame that declares more than this times its own size lies."""
+"""Content over frame size. A block of 128 KiB takes at least 4 bytes, so a larger ratio is false."""
 MAX_EMPTY_FRAME_BYTES = 32
-"""A zstd frame of no content: at most 18 bytes of header, 3 of an empty block, 4 of checksum."""
+"""A zstd frame without content: at most 18 bytes of header, 3 of an empty block, 4 of checksum."""
 
 
 def shown(value: int) -> str:
-    """A number that somebody else wrote, for a message: thousands of digits are of no use there."""
+    """An untrusted number for a message; thousands of digits are abbreviated."""
     return str(value) if -(10**40) < value < 10**40 else f"a number of {value.bit_length()} bits"
 
 
 def check_object_count(count: int, shard_bytes: int, total: int, most: int = MAX_OBJECTS_PER_VERSION) -> None:
-    """Refuse to write more objects than can be listed.
+    """Refuse to write more objects than a document can list.
 
     Args:
-        count: objects that there would be. shard_bytes: bytes in one of them, unless a tensor has more.
-        total: bytes in all. most: how many objects can be listed.
+        count: objects to write. shard_bytes: size of one object, unless a tensor is larger.
+        total: bytes of all objects. most: limit for ``count``.
 
     Raises:
-        LimitError: naming the field, its value, and one that is large enough.
+        LimitError: too many objects; the message names a ``shard_bytes`` that is large enough.
     """
     if count > most:
-        # Two objects that follow each other hold more than shard_bytes together, however badly the tensors fit.
+        # Two consecutive objects together always hold more than shard_bytes.
         enough = -(-2 * total // max(1, most - 1))
         raise LimitError(
             f"shard_bytes is {shard_bytes}: {total} bytes would make {count} objects, and at most {most} can be listed "
@@ -89,7 +89,7 @@ def check_limit(field: str, value: int, limit: int, limit_name: str) -> int:
     """Return ``value`` if ``0 <= value <= limit``.
 
     Raises:
-        LimitError: naming the field, the value and the limit.
+        LimitError: it is not; the message names field, value and limit.
     """
     if not 0 <= value <= limit:
         raise LimitError(

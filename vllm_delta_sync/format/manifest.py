@@ -1,4 +1,7 @@
-"""The JSON documents of a run: run.json, versions/<n>.json (manifests), HEAD.json. Keys, fields, digests."""
+"""``RunInfo`` (run.json), ``Manifest`` (versions/<n>.json) and ``Head`` (HEAD.json), with their keys and digests.
+
+``Document`` is the base of all JSON documents, those of ``documents`` too.
+"""
 
 import re
 from datetime import UTC, datetime
@@ -20,6 +23,7 @@ from pydantic import (
 from vllm_delta_sync.errors import FormatError, UnsupportedError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.canonical_json import check_format_version, dump_canonical, load_canonical, load_json
+from vllm_delta_sync.format.codecs import FEATURES
 from vllm_delta_sync.format.fingerprint import Fingerprint
 
 RUN_KEY = "run.json"
@@ -29,27 +33,25 @@ VERSIONS_PREFIX = "versions/"
 OBJECTS_PREFIX = "objects/"
 SIDECARS_PREFIX = "sidecars/"
 FILES_PREFIX = "files/"
-FEATURES = frozenset({"packed", "context", "raw", "zstd"})
-"""What a manifest may list in ``requires`` for this reader to accept it: codecs, and the compression of blocks."""
 
 
 def version_key(version: int) -> str:
-    """Key of a version's manifest; ten digits, so that keys sort as versions do."""
+    """Key of a version's manifest; ten digits, so that keys sort like versions."""
     return f"{VERSIONS_PREFIX}{version:010d}.json"
 
 
 def object_key(digest: str) -> str:
-    """Key of an object: its name is its SHA-256."""
+    """Key of an object, named by its SHA-256."""
     return f"{OBJECTS_PREFIX}{digest}.safetensors"
 
 
 def sidecar_key(digest: str) -> str:
-    """Key of a sidecar: its name is its SHA-256. Not among the objects: who knows no sidecars removes none."""
+    """Key of a sidecar, named by its SHA-256. Below ``objects/``, older releases would remove it as unreferenced."""
     return f"{SIDECARS_PREFIX}{digest}"
 
 
 def file_key(digest: str) -> str:
-    """Key of a run file: its name is its SHA-256."""
+    """Key of a run file, named by its SHA-256."""
     return f"{FILES_PREFIX}{digest}"
 
 
@@ -66,7 +68,7 @@ FormatVersion = Literal[1]
 
 
 def timestamp() -> str:
-    """Now, in UTC, as documents spell it."""
+    """The current time in UTC, in the format of documents."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
@@ -79,17 +81,17 @@ class Signature(BaseModel):
 
 
 def signed_form(kind: str, data: bytes) -> bytes:
-    """The bytes that are signed for a kind of message: a prefix that no other message of any protocol has."""
+    """The bytes to sign for a kind of message: ``data`` behind a prefix that no other protocol uses."""
     return b"vllm-delta-sync/" + kind.encode() + b"/1\0" + data
 
 
 class Document(BaseModel):
-    """A canonical JSON document. Fields that this release does not know are kept in its digest and ignored.
+    """A canonical JSON document. Fields that this release does not know count in its digest and are ignored.
 
-    ``requires`` lists the features without which the document must not be read: an unknown one is refused.
+    ``requires`` lists the features that a reader must know; an unknown one is refused.
 
     Attributes:
-        KIND: what the document is, as part of what is signed, so that none can stand in for another.
+        KIND: kind of document. It is signed too, so that one kind cannot be passed off as another.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
@@ -98,7 +100,7 @@ class Document(BaseModel):
     _raw: bytes | None = PrivateAttr(default=None)
 
     def to_bytes(self) -> bytes:
-        """The bytes it was parsed from, or its canonical JSON."""
+        """The bytes that the document was parsed from, or else its canonical JSON."""
         return dump_canonical(self.model_dump(mode="json")) if self._raw is None else self._raw
 
     @property
@@ -107,26 +109,26 @@ class Document(BaseModel):
         return sha256(self.to_bytes()).hexdigest()
 
     def signed_bytes(self) -> bytes:
-        """What a signature of the document is over: its kind, and its canonical JSON without the signature."""
+        """The bytes that a signature covers: the kind, and the canonical JSON without the signature."""
         value = load_json(self.to_bytes(), self.KIND)
         value.pop("signature", None)
         return signed_form(self.KIND, dump_canonical(value))
 
     def with_signature(self, signature: Signature) -> Self:
-        """The document as it would have been parsed with the signature in it."""
+        """A copy with the signature, as if parsed from the signed bytes."""
         value = load_json(self.to_bytes(), self.KIND)
         value["signature"] = signature.model_dump()
         return type(self).from_bytes(dump_canonical(value), self.KIND)
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str | None = None) -> Self:
-        """Parse.
+        """Parse a document; ``what`` names it in errors, by default its kind.
 
         Raises:
             FormatError, LimitError: not canonical JSON, or a field is missing or malformed.
             UnsupportedError: a newer format version, or a required feature is unknown.
         """
-        what = what or cls.__name__.lower()
+        what = what or cls.KIND
         value = load_canonical(data, what)
         if not isinstance(value, dict):
             raise FormatError(f"{what} is not a JSON object")
@@ -141,7 +143,7 @@ class Document(BaseModel):
 
 
 def _check_requires(value: dict[str, Any], what: str) -> None:
-    # Before validation: a feature that is unknown here may have changed what the other fields look like.
+    # Before validation: an unknown feature may change the form of other fields.
     required = value.get("requires", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise FormatError(f"{what}: field 'requires' is not a list of strings")
@@ -153,13 +155,13 @@ def _check_requires(value: dict[str, Any], what: str) -> None:
         )
 
 
-def first_bad_fingerprint(value: object) -> object:
-    """Refuse fingerprints per tensor at the first that is none: pydantic would list all of them, at a kilobyte each."""
+def reject_bad_fingerprint(value: object) -> object:
+    """Refuse malformed fingerprints at the first; pydantic would report each, in a kilobyte."""
     if isinstance(value, dict):
         rows = value.items()
         bad = next((name for name, text in rows if not isinstance(text, str) or not _HEX32.fullmatch(text)), None)
         if bad is not None:
-            raise ValueError(f"that of tensor {bad[:80]!r} is not 32 hex digits")
+            raise ValueError(f"the fingerprint of tensor {bad[:80]!r} is not 32 hex digits")
     return value
 
 
@@ -170,7 +172,7 @@ def _first_problem(error: ValidationError) -> str:
 
 
 class Stored(BaseModel):
-    """Bytes in the bucket that nothing changes: key, size in bytes, SHA-256."""
+    """Immutable bytes in the bucket: key, size in bytes, SHA-256."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     key: str
@@ -179,10 +181,10 @@ class Stored(BaseModel):
 
 
 class RunFile(Stored):
-    """A small file of the model that belongs to all versions, such as config.json or tokenizer.json. No weights.
+    """A small model file that all versions share, such as config.json or tokenizer.json. No weights.
 
     Attributes:
-        name: file name: 1 to 100 of ``A-Z a-z 0-9 . _ -``, beginning with a letter or digit; each once in a run.
+        name: file name, 1 to 100 of ``A-Z a-z 0-9 . _ -``, beginning with a letter or digit; unique in a run.
     """
 
     bytes: Annotated[int, Field(ge=0, le=limits.MAX_RUN_FILE_BYTES)]
@@ -196,13 +198,13 @@ class RunFile(Stored):
 
 
 class RunInfo(Document):
-    """run.json: written once, first.
+    """run.json: describes the run; the first document written, and never changed.
 
     Attributes:
-        run: 32 hex digits, random: names the run in manifests and notices.
+        run: 32 random hex digits that name the run in manifests and notices.
         tensors: SHA-256 of tensors.json.
-        total: elements in all tensors. full_bytes: their bytes in the served dtypes.
-        files: configuration, tokenizer and generation settings of the model; none in runs of older publishers.
+        total: elements of all tensors. full_bytes: their bytes in the served dtypes.
+        files: configuration, tokenizer and generation settings of the model; empty in runs of older publishers.
     """
 
     KIND = "run"
@@ -217,7 +219,7 @@ class RunInfo(Document):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        # Lower case, since some file systems take two spellings of a name for one file.
+        # Some file systems ignore case in names.
         if len({item.name.lower() for item in self.files}) != len(self.files):
             raise ValueError("two files have the same name")
         if sum(item.bytes for item in self.files) > limits.MAX_RUN_FILES_BYTES:
@@ -226,7 +228,7 @@ class RunInfo(Document):
 
     @model_serializer(mode="wrap")
     def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A run without files is spelled as it was before there were any."""
+        """Omit ``files`` if empty: such a run has the same bytes as before the field existed."""
         value: dict[str, Any] = serialize(self)
         if not self.files:
             value.pop("files", None)
@@ -234,7 +236,7 @@ class RunInfo(Document):
 
 
 class ObjectRef(Stored):
-    """One immutable object of a version, and the publisher rank that wrote it."""
+    """An object of a version, and the publisher rank that wrote it."""
 
     rank: Count = 0
 
@@ -246,10 +248,10 @@ class ObjectRef(Stored):
 
 
 class Sidecar(Stored):
-    """Bytes of the publisher's own that belong to a version, such as a small training state. No weights.
+    """The caller's bytes that are committed with a version, such as a small training state. No weights.
 
     Attributes:
-        name: 1 to 100 of ``A-Z a-z 0-9 . _ -``, beginning with a letter or digit; each once in a version.
+        name: 1 to 100 of ``A-Z a-z 0-9 . _ -``, beginning with a letter or digit; unique in a version.
     """
 
     bytes: Annotated[int, Field(ge=0, le=limits.MAX_SIDECAR_BYTES)]
@@ -263,12 +265,12 @@ class Sidecar(Stored):
 
 
 class Base(BaseModel):
-    """Where the weights of a ``reference`` version 0 lie. A hint; what counts is the fingerprint.
+    """Where the weights of a ``reference`` version 0 lie. A hint: readers check the fingerprint.
 
     Attributes:
-        location: path of a checkpoint as the publisher knew it, or URL of the run that this one branches from.
-        model, revision: public model id and commit, if it is a public one.
-        run, version, manifest: id of the run branched from, the version there, and its manifest's digest.
+        location: path of a checkpoint on the publisher's machine, or URL of the run that this run branches from.
+        model, revision: id and commit of a public model; null for any other base.
+        run, version, manifest: for a branch, the other run's id, its version, and the digest of that manifest.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
@@ -289,7 +291,7 @@ class Base(BaseModel):
 
 
 class Break(BaseModel):
-    """A version that does not build on the one before: on ``base_version`` instead, or on none if it is an anchor."""
+    """A version that builds on ``base_version`` instead of its predecessor; null for an anchor, which has no base."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     version: Version
@@ -297,10 +299,10 @@ class Break(BaseModel):
 
 
 class Quarantine(BaseModel):
-    """Why a version is not to be served, though it is a link of the chain.
+    """Why receivers skip a version that is part of the run's history.
 
     Attributes:
-        reasons: what the publisher's gate found, for people.
+        reasons: findings of the publisher's update gate, for people.
         sound: newest version before this one that is not quarantined; null if there is none.
     """
 
@@ -309,28 +311,28 @@ class Quarantine(BaseModel):
     sound: Version | None
 
     def summary(self) -> str:
-        """The first reason, for the log: reasons are the publisher's text, and may be long."""
+        """The first reason, shortened for the log."""
         more = len(self.reasons) - 1
         return f"{self.reasons[0][:300]!r}{f' and {more} more' if more else ''}"
 
 
 class Manifest(Document):
-    """versions/<n>.json: writing it is what commits a version.
+    """versions/<n>.json: writing the manifest commits the version.
 
     Attributes:
         kind: ``anchor`` (objects hold every tensor), ``reference`` (version 0 whose weights lie elsewhere),
             ``delta`` (objects hold changes against ``base_version``).
         parent: digest of the preceding version's manifest; null for version 0.
-        fingerprint: of the whole model after this version, 32 hex digits.
+        fingerprint: of the whole model at this version, 32 hex digits.
         tensor_fingerprints: per tensor name; for anchors and references only.
-        breaks: every version up to this one that does not build on the one before; ascending, without version 0. So a
-            reader knows the shape of the whole chain from one manifest.
-        reversible: whether the objects carry distances only, so that the version can be taken back.
-        epoch: which writer of the run wrote it; see ``documents.Claim``. The first writer's is 0.
-        quarantine: set for a version that receivers skip unless they are told to serve it.
-        changed: elements carried by the objects. total: elements of the model.
+        breaks: every version up to this one that does not build on its predecessor; ascending, without version 0. One
+            manifest thus describes the structure of the whole history.
+        reversible: whether the objects carry distances only, so that the version can be reverted.
+        epoch: writer epoch, see ``documents.Claim``; 0 for the first writer.
+        quarantine: set for a version that receivers skip unless told to serve it.
+        changed: elements in the objects. total: elements of the model.
         payload_bytes: sum of the objects' bytes. full_bytes: the model's bytes in the served dtypes.
-        sidecars: what the publisher stored beside the weights; readers of weights do not look at it.
+        sidecars: the caller's bytes beside the weights; readers of weights ignore them.
     """
 
     KIND = "manifest"
@@ -356,14 +358,14 @@ class Manifest(Document):
     payload_bytes: Count
     full_bytes: Count
     fingerprint: Hex32
-    tensor_fingerprints: Annotated[dict[str, Hex32] | None, BeforeValidator(first_bad_fingerprint)] = None
+    tensor_fingerprints: Annotated[dict[str, Hex32] | None, BeforeValidator(reject_bad_fingerprint)] = None
     created_at: Timestamp
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         first = self.version == 0
         if first != (self.parent is None):
-            raise ValueError("parent is null for version 0 and only there")
+            raise ValueError("parent must be null for version 0 and set for all others")
         if (self.kind == "delta") != (self.base_version is not None):
             raise ValueError("base_version belongs to deltas and only to them")
         if self.base_version is not None and self.base_version >= self.version:
@@ -396,7 +398,7 @@ class Manifest(Document):
 
     @model_serializer(mode="wrap")
     def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A version without sidecars is spelled as it was before there were any."""
+        """Omit ``sidecars`` if empty: such a manifest has the same bytes as before the field existed."""
         value: dict[str, Any] = serialize(self)
         if not self.sidecars:
             value.pop("sidecars", None)
@@ -413,11 +415,11 @@ class Manifest(Document):
 
 
 class Head(Document):
-    """HEAD.json: points at the newest manifest; may lag behind it, never the other way round.
+    """HEAD.json: names the newest manifest. It may lag behind, but never names a manifest before it exists.
 
     Attributes:
         epoch, parent: of that manifest.
-        created_at, expires_at: when it was signed, and until when it may be taken for the newest; null where unsigned.
+        created_at, expires_at: when the head was signed, and when it stops counting as the newest; null if unsigned.
     """
 
     KIND = "head"

@@ -1,25 +1,28 @@
-"""The safetensors container, read as hostile input and written with one byte order for one content.
+"""``Container`` reads a safetensors file as hostile input; ``write_container`` and ``write_anchor`` write one.
 
-The safetensors library opens what is written here. Reading is done here too, because a bucket is not trusted:
-duplicate keys, holes, overlaps and absurd sizes are refused before anything is allocated, and buffers are not
-copied. Writing is done here because digests and golden files need one canonical header, and anchors are written
-tensor by tensor.
+The safetensors library can read these files. This module has its own reader because a bucket is not trusted: it refuses
+duplicate keys, holes, overlaps and absurd sizes before it allocates, and does not copy buffers. It has its own writer
+because digests and golden files need one canonical header, and because anchors are written tensor by tensor. An anchor
+object is a full snapshot as an ordinary checkpoint shard.
 """
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta_sync.errors import FormatError
+from vllm_delta_sync.errors import FormatError, StoreError, TensorMismatchError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.canonical_json import load_json
 from vllm_delta_sync.format.dtypes import DType, dtype_of
-from vllm_delta_sync.format.limits import check_limit, shown
+from vllm_delta_sync.format.limits import check_limit, check_object_count, shown
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 
 Buffer = bytes | bytearray | memoryview | np.ndarray
 _LENGTH_BYTES = 8
@@ -37,7 +40,7 @@ class Entry:
 
 
 def layout(entries: Mapping[str, tuple[DType, tuple[int, ...]]]) -> dict[str, Entry]:
-    """Place entries: widest elements first, then by name, without holes, so that every tensor is aligned."""
+    """Place entries without holes: widest elements first, then by name, so that every tensor is aligned."""
     placed: dict[str, Entry] = {}
     cursor = 0
     for name in sorted(entries, key=lambda name: (-entries[name][0].itemsize, name.encode())):
@@ -63,7 +66,7 @@ def header_bytes(placed: Mapping[str, Entry], metadata: Mapping[str, str]) -> by
 
 
 def write_container(arrays: Mapping[str, tuple[str, npt.NDArray[Any]]], metadata: Mapping[str, str]) -> bytes:
-    """Serialize (dtype name, array) pairs; arrays hold bits of that dtype and any shape."""
+    """Serialize (dtype name, array) pairs; an array has any shape and holds bits of its dtype."""
     placed = layout({name: (dtype_of(dtype, name), array.shape) for name, (dtype, array) in arrays.items()})
     pieces: list[bytes | memoryview] = [header_bytes(placed, metadata)]
     pieces += [np.ascontiguousarray(arrays[name][1]).reshape(-1).view(np.uint8).data for name in placed]
@@ -78,7 +81,7 @@ class Container:
         entries: by name.
 
     Raises:
-        FormatError: truncated, or the header is not exactly one description of the bytes that follow it.
+        FormatError: truncated, or the header does not describe each byte that follows exactly once.
         LimitError: the header or a declared size is above its limit.
     """
 
@@ -99,7 +102,7 @@ class Container:
         self._data = view[_LENGTH_BYTES + header_size :]
         self.metadata = self._metadata(header.pop("__metadata__", {}))
         self.entries = {name: self._entry(name, value) for name, value in header.items()}
-        self._check_cover()
+        self._check_no_gaps()
 
     def _metadata(self, value: object) -> dict[str, str]:
         if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
@@ -126,7 +129,7 @@ class Container:
             raise FormatError(f"{what}: shape {shape} of {dtype} does not take {end - start} bytes")
         return Entry(element, tuple(shape), start, end)
 
-    def _check_cover(self) -> None:
+    def _check_no_gaps(self) -> None:
         cursor = 0
         for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].start, item[1].end)):
             if entry.start != cursor:
@@ -153,5 +156,80 @@ def _integers(value: object) -> bool:
 
 
 def aligned(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """``bits``, copied if its memory is not aligned to its elements (compiled loops need that)."""
+    """``bits``, copied if its memory is not aligned to its elements; compiled loops need alignment."""
     return bits if bits.flags.aligned else bits.copy()
+
+
+def write_anchor(path: Path, table: TensorTable, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Write every tensor of the table to one file; durable on return.
+
+    Args:
+        tensors: (checkpoint name, flat (numel,) unsigned bits) pairs in any order; kept in memory one at a time.
+
+    Raises:
+        TensorMismatchError: a tensor is unknown, repeated, missing, or differs from the table in width or size.
+        StoreError: the disk is full or not writable.
+    """
+    placed = layout({spec.name: (spec.element, spec.shape) for spec in table})
+    header = header_bytes(placed, {"format": "pt"})
+    pending = {spec.name for spec in table}
+    try:
+        with path.open("wb") as file:
+            file.write(header)
+            for name, bits in tensors:
+                spec = table.by_name(name)
+                if name not in pending or bits.dtype != spec.element.uint or bits.size != spec.numel:
+                    raise TensorMismatchError(
+                        f"tensor {name!r} has {bits.size} elements of {bits.dtype}; the table says {spec.numel} of "
+                        f"{spec.dtype}, once"
+                    )
+                pending.discard(name)
+                file.seek(len(header) + placed[name].start)
+                file.write(np.ascontiguousarray(bits).view(np.uint8).data)
+                # Free this tensor before the iterator makes the next one.
+                del bits
+            file.truncate(len(header) + table.full_bytes)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StoreError(f"anchor file {path.name!r} cannot be written: {error.strerror}; free space there") from error
+    if pending:
+        raise TensorMismatchError(f"tensor {min(pending)!r} is missing from the snapshot ({len(pending)} in all)")
+
+
+def shard_tables(table: TensorTable, shard_bytes: int) -> list[TensorTable]:
+    """Split a table, in order, into tables of at most ``shard_bytes``; a larger tensor gets its own table.
+
+    Raises:
+        LimitError: there are more shards than an anchor can list.
+    """
+    pieces: list[list[TensorSpec]] = []
+    filled = 0
+    for spec in table:
+        if not pieces or filled + spec.nbytes > shard_bytes:
+            pieces.append([])
+            filled = 0
+        pieces[-1].append(spec)
+        filled += spec.nbytes
+    check_object_count(len(pieces), shard_bytes, table.full_bytes)
+    return [TensorTable(piece) for piece in pieces]
+
+
+def read_anchor(data: Buffer, table: TensorTable, what: str) -> Container:
+    """Parse an anchor shard and check its tensors against the table.
+
+    Raises:
+        FormatError, LimitError: malformed container.
+        TensorMismatchError: an entry is not in the table, or has another dtype or shape.
+    """
+    container = Container(data, what)
+    for name, entry in container.entries.items():
+        spec = table.by_name(name)
+        if entry.dtype.name != spec.dtype or entry.shape != spec.shape:
+            raise TensorMismatchError(
+                f"{what}: tensor {name!r} is {entry.dtype.name} {list(entry.shape)}, the run's table says "
+                f"{spec.dtype} {list(spec.shape)}"
+            )
+    if not container.entries and len(table):
+        raise FormatError(f"{what}: holds no tensor")
+    return container

@@ -1,4 +1,4 @@
-"""The tensor table: which checkpoint tensors a run consists of. Fixed for the whole run."""
+"""``TensorTable``: the checkpoint tensors that a run consists of, fixed for the whole run (``tensors.json``)."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ class TensorSpec:
 
 
 class TensorTable:
-    """All tensors of a run, ascending by the UTF-8 bytes of their names; an id is a position in this order.
+    """All tensors of a run, ascending by the UTF-8 bytes of their names. A tensor id is a position in this order.
 
     Raises:
         FormatError: a duplicate or malformed name, an unknown dtype.
@@ -87,7 +87,7 @@ class TensorTable:
         return self.specs[self.index(name)]
 
     def to_bytes(self) -> bytes:
-        """The bytes it was parsed from, or its canonical JSON: the content of ``tensors.json``."""
+        """Content of ``tensors.json``: the bytes that the table was parsed from, or else its canonical JSON."""
         if self._source is not None:
             return self._source
         rows = [{"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)} for spec in self.specs]
@@ -102,8 +102,8 @@ class TensorTable:
         """Parse ``tensors.json``.
 
         Raises:
-            FormatError, LimitError: see the class; also rows that are not in ascending order.
-        UnsupportedError: of a later release.
+            FormatError, LimitError: see the class; also if rows are not in ascending order.
+            UnsupportedError: written by a later release.
         """
         value = load_canonical(data, "tensors.json")
         if not isinstance(value, dict):

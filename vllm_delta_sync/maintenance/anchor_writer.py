@@ -4,9 +4,9 @@ from pathlib import Path
 
 from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, StoreError, UnsupportedError
-from vllm_delta_sync.format.anchor_file import shard_tables, write_anchor
 from vllm_delta_sync.format.documents import Anchor, anchor_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, object_key
+from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
 from vllm_delta_sync.run.checks import check_document_size

@@ -21,8 +21,8 @@ from vllm_delta_sync.format.documents import (
     MergedDelta,
     Retention,
     anchor_key,
-    fold_key,
-    fold_of_key,
+    merged_delta_key,
+    merged_delta_of_key,
     tag_of_key,
 )
 from vllm_delta_sync.format.manifest import Manifest

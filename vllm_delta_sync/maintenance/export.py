@@ -30,10 +30,9 @@ from vllm_delta_sync.errors import (
     StoreError,
     UsageError,
 )
-from vllm_delta_sync.format.anchor_file import shard_tables
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.format.safetensors_file import header_bytes, layout
+from vllm_delta_sync.format.safetensors_file import header_bytes, layout, shard_tables
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base

@@ -30,7 +30,7 @@ from vllm_delta_sync.format.documents import (
     MergedDelta,
     Tag,
     anchor_key,
-    fold_key,
+    merged_delta_key,
     tag_of_key,
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, Document, Head, Manifest, timestamp, version_key

@@ -11,13 +11,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.parallel import has_object
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
-from vllm_delta_sync.codec.delta_reader import LazyDelta, RollingBase, fold_lazily
-from vllm_delta_sync.codec.delta_writer import DeltaSpool
+from vllm_delta_sync.codec.delta_reader import LazyDelta
+from vllm_delta_sync.codec.merge import RollingBase, merge_lazily
+from vllm_delta_sync.codec.merge_spool import DeltaSpool
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
@@ -27,7 +27,8 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
     UsageError,
 )
-from vllm_delta_sync.format.documents import MergedDelta, fold_key
+from vllm_delta_sync.format.codecs import BASE_CODECS, RelativeCodec
+from vllm_delta_sync.format.documents import MergedDelta, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, timestamp
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
@@ -284,7 +285,7 @@ class _MergeBuilder:
         )
         document = self.run.keyring.signed(document)
         bucket = self.run.bucket
-        key = fold_key(first.version, last.version)
+        key = merged_delta_key(first.version, last.version)
         check_document_size(document, self.run.document_limit, key)
         put_objects(bucket, result.written)
         try:

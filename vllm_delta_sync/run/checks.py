@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vllm_delta_sync.bucket import store_of
-from vllm_delta_sync.codec.delta_object import DeltaContext, decode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.errors import (
     ChainError,
     FingerprintError,
@@ -15,14 +16,12 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
 )
 from vllm_delta_sync.format import limits
-from vllm_delta_sync.format.anchor_file import read_anchor
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Document, Manifest
-from vllm_delta_sync.format.safetensors_file import Buffer, aligned
+from vllm_delta_sync.format.safetensors_file import Buffer, aligned, read_anchor
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.base_bits import BaseTensor, Old
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes, Full
 from vllm_delta_sync.tensors.checkpoint import names_model
 from vllm_delta_sync.tensors.state import ModelState
@@ -147,7 +146,7 @@ def check_base(base: str | Path | None) -> None:
 class _BaseBitsProbe:
     """Wraps an ``Old``, and records whether any requested tensor was available in part only."""
 
-    def __init__(self, old: Old) -> None:
+    def __init__(self, old: BaseLookup) -> None:
         self._old = old
         self.any_partial = False
 
@@ -158,7 +157,10 @@ class _BaseBitsProbe:
 
 
 def decode_objects(
-    document: Manifest | MergedDelta | Anchor, table: TensorTable, objects: Sequence[Buffer], old: Old | None = None
+    document: Manifest | MergedDelta | Anchor,
+    table: TensorTable,
+    objects: Sequence[Buffer],
+    old: BaseLookup | None = None,
 ) -> Changes:
     """Decode the objects that a document lists into one ``Changes``. Their digests must have been checked.
 

@@ -38,8 +38,8 @@ from vllm_delta_sync.format.documents import (
     anchor_of_key,
     claim_key,
     claim_of_key,
-    fold_key,
-    fold_of_key,
+    merged_delta_key,
+    merged_delta_of_key,
     tag_key,
     tag_of_key,
 )
@@ -68,7 +68,7 @@ from vllm_delta_sync.run.checks import (
 from vllm_delta_sync.run.head import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, newest_good_before
 from vllm_delta_sync.run.prefetch import MAX_EXPECTED, Prefetcher, read_ahead
 from vllm_delta_sync.run.verifier import RunVerifier
-from vllm_delta_sync.tensors.base_bits import Old
+from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.precheck import PRECHECK_BYTES, precheck_signature
@@ -318,7 +318,7 @@ class RunDocuments:
         Raises:
             UnsupportedError: the codec is ``context``, and ``old`` is None.
             NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``fetch`` and
-                ``codec.delta_object.decode``; also when the objects do not add up to what the manifest declares.
+                ``codec.delta_reader.decode``; also when the objects do not add up to what the manifest declares.
         """
         return decode_objects(document, self.table, [self.fetch(ref) for ref in document.objects], old)
 
@@ -405,7 +405,7 @@ class RunDocuments:
     def merged_deltas(self) -> list[tuple[int, int]]:
         """First and last version of every merged delta, ascending; one listing."""
         listed = self.bucket.list(FOLDS_PREFIX)
-        return [pair for item in listed if (pair := fold_of_key(item.key)) is not None]
+        return [pair for item in listed if (pair := merged_delta_of_key(item.key)) is not None]
 
     def retention(self) -> Retention | None:
         """The record of what garbage collection removed, if any. A damaged one counts as none: it is only a hint."""

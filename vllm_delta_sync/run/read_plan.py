@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, StoreError
-from vllm_delta_sync.format.documents import MergedDelta, Retention, anchor_key, fold_key
+from vllm_delta_sync.format.documents import MergedDelta, Retention, anchor_key, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
 from vllm_delta_sync.run.documents import RunDocuments
@@ -81,7 +81,7 @@ class Step:
     def key(self) -> str:
         """Key of the document, which is avoided if it turns out to be bad."""
         if isinstance(self.document, MergedDelta):
-            return fold_key(self.document.first, self.document.last)
+            return merged_delta_key(self.document.first, self.document.last)
         return version_key(self.document.version)
 
     @property

@@ -48,7 +48,7 @@ from vllm_delta_sync.tensors.base_bits import BaseTensor, Old
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
-from vllm_delta_sync.tensors.state import ModelState, Room, one_stretch
+from vllm_delta_sync.tensors.state import AllocateBits, ModelState, contiguous_buffer
 
 logger = guarded_logger(__name__)
 
@@ -71,7 +71,7 @@ class StepTarget(Protocol):
     @property
     def fingerprint(self) -> Fingerprint: ...
 
-    def old(self, tensor: int) -> BaseTensor: ...
+    def base_tensor(self, tensor: int) -> BaseTensor: ...
 
     def apply(self, changes: Changes) -> None: ...
 
@@ -100,7 +100,7 @@ def restore(
     progress: Progress | None = None,
     avoid: set[str] | None = None,
     scratch: str | Path | None = None,
-    room: Room | None = None,
+    room: AllocateBits | None = None,
 ) -> Restored:
     """Rebuild a version, in O(model) memory or on O(model) of the temporary directory's disk.
 
@@ -236,7 +236,7 @@ def apply_step(step: Step, state: StepTarget) -> None:
     Raises:
         FingerprintError: the step was made for other weights. Otherwise as ``step_changes``.
     """
-    changes = step_changes(step, old=state.old)
+    changes = step_changes(step, old=state.base_tensor)
     check_step(step, state.fingerprint, changes)
     state.apply(changes)
 
@@ -307,7 +307,7 @@ def load_root(
     base: str | Path | None = None,
     in_memory: bool | None = None,
     scratch: str | Path | None = None,
-    room: Room | None = None,
+    room: AllocateBits | None = None,
     filled: Callable[[int], None] | None = None,
 ) -> ModelState:
     """Load the weights of a plan's root from an anchor, a standalone anchor, a checkpoint, or the source run.

@@ -1,10 +1,12 @@
-"""Bit patterns of flat tensors: change detection, ULP distances, in-place application.
+"""Bit patterns of flat tensors: ``diff`` finds changes, ``apply_distances`` applies them in place.
 
 All arrays are flat and C-contiguous; ``bits`` have the unsigned dtype of their element type (DType.uint).
-The ULP distance of two patterns is their difference, modulo 2^width, in an order that runs through all
-patterns monotonically (docs/FORMAT.md), so that +0.0, −0.0 and every NaN stay apart.
+The ULP distance of two patterns is their difference, modulo 2^width, in a monotone order of all patterns
+(docs/FORMAT.md), so that +0.0, −0.0 and every NaN stay distinct.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -18,18 +20,18 @@ Bits = npt.NDArray[np.unsignedinteger]
 Positions = npt.NDArray[np.int64]
 
 CHUNK_ELEMENTS = 32_768
-"""What is compared at a time: it stays in a core's cache, and an index in it fits 16 bits."""
+"""Elements compared at a time: they fit a core's cache, and an index fits 16 bits."""
 
 
 @cache
 def order_masks(dtype: DType) -> tuple[np.uint64, np.uint64]:
-    """(sign, mask) of the kernels: the sign bit (0 for integer types) and all bits of the width."""
+    """(sign, mask) for the kernels: the sign bit (0 for integer types) and all bits of the width."""
     width = 8 * dtype.itemsize
     return np.uint64(1 << (width - 1) if dtype.is_float else 0), np.uint64((1 << width) - 1)
 
 
 def diff(name: str, dtype: DType, old: Bits, new: Bits) -> tuple[Positions, Bits, Fingerprint]:
-    """Find what changed and bring ``old`` up to ``new``.
+    """Find the changed elements and update ``old`` to ``new``.
 
     Args:
         name: tensor name, for the fingerprint.
@@ -40,7 +42,7 @@ def diff(name: str, dtype: DType, old: Bits, new: Bits) -> tuple[Positions, Bits
         positions (n,) int64 ascending, ULP distances (n,), fingerprint change.
 
     Raises:
-        TensorMismatchError: the arrays are not of one size and of the dtype's width.
+        TensorMismatchError: the arrays differ in size, or do not have the dtype's width.
     """
     if old.shape != new.shape or old.dtype != dtype.uint or new.dtype != dtype.uint:
         raise TensorMismatchError(
@@ -74,3 +76,24 @@ def revert_distances(dtype: DType, bits: Bits, positions: Positions, distances: 
     from vllm_delta_sync.format import kernels
 
     kernels.add_distances(bits, positions, distances, *order_masks(dtype), True)
+
+
+Rectangle = tuple[int, int, int, int]
+"""(first row, end of rows, first column, end of columns) of a tensor as a matrix with rows of its last dimension."""
+
+
+@dataclass(frozen=True)
+class BaseTensor:
+    """The base bits of one tensor: its bits at the version that a delta applies to.
+
+    Attributes:
+        bits: (numel,) in row-major order of the whole tensor; undefined outside ``held``.
+        held: disjoint rectangles that this process has; None for the whole tensor.
+    """
+
+    bits: Bits
+    held: tuple[Rectangle, ...] | None = None
+
+
+BaseLookup = Callable[[int], BaseTensor]
+"""Tensor id → its bits before the delta. Called once to decode a tensor, twice to encode it; results are not kept."""

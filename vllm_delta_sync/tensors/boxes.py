@@ -1,7 +1,7 @@
-"""Boxes of tensors: what one process holds of a tensor, in coordinates of the whole.
+"""``Box``: the part of a tensor that one process holds, in coordinates of the whole tensor.
 
-Pure functions. What the ranks that hold a tensor's boxes find in them, put together, is what looking at the whole
-tensor finds. Flat indices are row-major, of the box ("local") or of the whole tensor ("global").
+Pure functions. Flat indices are row-major, in the box ("local") or in the whole tensor ("global"). Changes found in all
+boxes of a tensor, mapped to global positions, equal the changes found in the whole tensor.
 """
 
 import math
@@ -21,7 +21,7 @@ class Box:
     """A range in each dimension of a tensor.
 
     Attributes:
-        offsets: where it begins in each dimension.
+        offsets: start in each dimension.
         shape: of the box; it may be empty.
         whole: shape of the tensor.
 
@@ -57,22 +57,22 @@ class Box:
 
     @property
     def is_whole(self) -> bool:
-        """True if nothing of the tensor is outside the box."""
+        """True if the box covers the whole tensor."""
         return self.shape == self.whole
 
     @property
     def index(self) -> tuple[Any, ...]:
-        """What cuts the box out of an array or tensor of the shape ``whole``, as a view."""
+        """Index that selects the box from an array or tensor of shape ``whole``, as a view."""
         return *(slice(at, at + size) for at, size in zip(self.offsets, self.shape, strict=True)), ...
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Global flat indices from one element to the next, in each dimension."""
+        """Step of the global flat index in each dimension."""
         return tuple(math.prod(self.whole[axis + 1 :]) for axis in range(len(self.whole)))
 
     @cached_property
     def start(self) -> int:
-        """Global flat index of the first element; without meaning for an empty box."""
+        """Global flat index of the first element; undefined for an empty box."""
         return sum(offset * stride for offset, stride in zip(self.offsets, self.strides, strict=True))
 
     @cached_property
@@ -84,7 +84,7 @@ class Box:
 
     @property
     def is_range(self) -> bool:
-        """True if its elements follow each other in the whole tensor without a gap: ``start`` to ``stop``."""
+        """True if the box is the contiguous range ``start`` to ``stop`` of the whole tensor."""
         return self.stop - self.start == self.numel
 
     def positions(self, local: Positions) -> Positions:
@@ -107,13 +107,13 @@ class Box:
         return found
 
     def inside(self, positions: Positions) -> tuple[slice | npt.NDArray[np.bool_], Positions]:
-        """Which of (n,) ascending global flat positions are in the box, and where in it.
+        """Select those of (n,) ascending global flat positions that are in the box.
 
         Args:
-            positions: of the whole tensor, each inside it.
+            positions: inside the whole tensor.
 
         Returns:
-            a slice or an (n,) mask of ``positions``, and the local flat positions (m,) of those, ascending.
+            a slice or an (n,) mask of ``positions``, and the selected ones as (m,) ascending local positions.
         """
         if not self.numel:
             return slice(0, 0), np.empty(0, np.int64)
@@ -146,7 +146,7 @@ class Box:
 
 
 def boxes_of_range(start: int, stop: int, whole: tuple[int, ...]) -> list[Box]:
-    """The elements of a range of flat indices as few boxes, ascending; each is a range itself.
+    """Cover a range of flat indices with few boxes, ascending; each box is a contiguous range.
 
     Raises:
         TensorMismatchError: the range is not inside the tensor.
@@ -161,7 +161,7 @@ def boxes_of_range(start: int, stop: int, whole: tuple[int, ...]) -> list[Box]:
 
 
 def _cut(start: int, stop: int, whole: tuple[int, ...], outer: tuple[int, ...], found: list[Box]) -> None:
-    """Append the boxes of a range of what is left of the tensor where the first indices are ``outer``."""
+    """Append the boxes of a range of the subtensor whose first indices are ``outer``."""
     depth = len(outer)
     inner = whole[depth:]
     if start == 0 and stop == math.prod(inner):

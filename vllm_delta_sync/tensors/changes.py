@@ -1,4 +1,4 @@
-"""What changed between two versions, decoded: the common currency of encoders, decoders and receivers."""
+"""``Changes``: the decoded changes between two versions, which encoders, decoders and receivers exchange."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ class Sparse:
 
 @dataclass
 class Full:
-    """All elements of one tensor: its id and flat (numel,) bits."""
+    """One tensor sent in full: its id and flat (numel,) bits."""
 
     id: int
     bits: Bits
@@ -55,10 +55,10 @@ class Full:
 
 @dataclass
 class Changes:
-    """One object's worth of changes.
+    """Changes of some tensors, such as one delta object carries.
 
     Attributes:
-        fingerprints: per tensor id in this object: fingerprint after minus before, over the elements carried here.
+        fingerprints: per tensor id, fingerprint after minus before, over the elements carried here.
     """
 
     sparse: list[Sparse] = field(default_factory=list)
@@ -67,12 +67,12 @@ class Changes:
 
     @property
     def changed(self) -> int:
-        """Elements carried: all elements of tensors sent in full count."""
+        """Elements carried; tensors in full count with all elements."""
         return sum(group.positions.size for group in self.sparse) + sum(tensor.bits.size for tensor in self.full)
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Sum of ``fingerprints``: what this object adds to the model's fingerprint."""
+        """Sum of ``fingerprints``: change of the model's fingerprint."""
         total = Fingerprint()
         for change in self.fingerprints.values():
             total += change
@@ -80,16 +80,16 @@ class Changes:
 
     @property
     def reversible(self) -> bool:
-        """Whether everything carried is a distance, which can be taken back."""
+        """Whether all elements are distances, which can be reverted."""
         return not self.full and all(group.relative for group in self.sparse)
 
     def parts(self, most_bytes: int, most_parts: int = limits.MAX_OBJECTS_PER_VERSION) -> list["Changes"]:
-        """These changes, whole tensors at a time, in parts of at most so many decoded bytes; arrays are views.
+        """Split the changes between tensors into parts of at most ``most_bytes`` decoded bytes; arrays are views.
 
-        A tensor that is larger by itself has a part of its own. Tensors ascend by id, from part to part too.
+        A larger tensor gets its own part. Tensor ids ascend within and across parts.
 
         Raises:
-            LimitError: they are more than ``most_parts``.
+            LimitError: there are more than ``most_parts``.
         """
         sizes: Counter[int] = Counter({full.id: full.bits.nbytes for full in self.full})
         for group in self.sparse:
@@ -104,10 +104,10 @@ class Changes:
             found[-1].add(tensor)
             room -= sizes[tensor]
         limits.check_object_count(len(found), most_bytes, sizes.total(), most_parts)
-        return [self._only(held) for held in found] if len(found) > 1 else [self]
+        return [self._only(tensors) for tensors in found] if len(found) > 1 else [self]
 
     def _only(self, tensors: set[int]) -> "Changes":
-        """Those of some tensors, which follow each other in every group."""
+        """The changes of some tensors, whose rows are adjacent in every group."""
         sparse = []
         for group in self.sparse:
             chosen = [row for row, tensor in enumerate(group.ids.tolist()) if tensor in tensors]
@@ -128,13 +128,13 @@ class Changes:
         return Changes(sparse, full, {id: change for id, change in self.fingerprints.items() if id in tensors})
 
     def reversed(self) -> "Changes":
-        """What takes these changes back. Arrays of positions are shared.
+        """The changes that revert these. Arrays of positions are shared.
 
         Raises:
-            ChainError: they replace bits, and do not say which.
+            ChainError: they replace bits and do not contain the old ones.
         """
         if not self.reversible:
-            raise ChainError("changes that replace bits cannot be taken back; they do not say what was there before")
+            raise ChainError("changes that replace bits cannot be reverted: they do not contain the old bits")
         sparse = [replace(group, data=group.data.dtype.type(0) - group.data) for group in self.sparse]
         none = Fingerprint()
         return Changes(sparse, [], {tensor: none - change for tensor, change in self.fingerprints.items()})

@@ -1,4 +1,7 @@
-"""Read a Hugging Face checkpoint directory as bit patterns: one tensor at a time, from memory maps."""
+"""``Checkpoint`` reads a Hugging Face checkpoint directory tensor by tensor, as bit patterns from memory maps.
+
+``resolve_base`` finds the directory of a base, which may be a public model on the Hub.
+"""
 
 import os
 import re
@@ -21,24 +24,24 @@ SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
 
-# A revision becomes a path below the Hub's cache, and a manifest that is read may name one.
+# No '..' in a revision: it becomes a path below the Hub's cache, and may come from an untrusted manifest.
 _MODEL = re.compile(r"(?:hf:)?([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)@(?!/|(?:.*/)?\.\.?(?:/|$))([A-Za-z0-9._/-]+)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 MODEL_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-"""Of configuration, tokenizer, chat template and generation settings. Never code: a bucket may be another's."""
+"""Configuration, tokenizer, chat template and generation settings. Never code: the bucket may be untrusted."""
 EXPORT_NAME = "delta_sync_export.json"
-"""What ``delta-sync export`` writes beside the weights, about them."""
-# Weights elsewhere, the state of a trainer, and what would make transformers load an adapter.
+"""File about the weights that ``delta-sync export`` writes beside them."""
+# The export's record, the state of a trainer, and a file that makes transformers load an adapter.
 _NOT_THE_MODEL = (EXPORT_NAME, "trainer_state.json", "adapter_config.json")
 _WANTED = ["*.safetensors", *(f"*{suffix}" for suffix in MODEL_FILE_SUFFIXES)]
 
 
 @dataclass(frozen=True)
 class ResolvedBase:
-    """Where a base lies on this machine.
+    """A base on this machine.
 
     Attributes:
-        path: checkpoint directory. model, revision: public model id and commit; None for a directory that was named.
+        path: checkpoint directory. model, revision: public model id and commit; None if a directory was given.
     """
 
     path: Path
@@ -47,13 +50,13 @@ class ResolvedBase:
 
     @property
     def recorded(self) -> Base:
-        """As version 0 records it."""
+        """The base as version 0 records it."""
         return Base(location=str(self.path.resolve()), model=self.model, revision=self.revision)
 
 
 def is_model_file(name: str) -> bool:
-    """Whether a file of that name is one that a model folder has beside the weights: configuration, tokenizer, …"""
-    # For some file systems another spelling is the same file.
+    """Whether a file name is that of a small model file: configuration, tokenizer, …"""
+    # Some file systems ignore case in names.
     lower = name.lower()
     return (
         name.endswith(MODEL_FILE_SUFFIXES)
@@ -64,7 +67,7 @@ def is_model_file(name: str) -> bool:
 
 
 def missing_files(names: Collection[str]) -> list[str]:
-    """What no server starts without and is not among the names of a folder's files: ``config.json``, ``tokenizer``."""
+    """Which of ``config.json`` and ``tokenizer`` are missing among file names; a server needs both."""
     missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
     if not any(name in _TOKENIZERS or name.endswith(".tiktoken") for name in names):
         missing.append("tokenizer")
@@ -72,7 +75,7 @@ def missing_files(names: Collection[str]) -> list[str]:
 
 
 def model_files(folder: Path) -> dict[str, Path]:
-    """Name → path of the small files of a model folder, by name; those of folders below it are left out.
+    """Name → path of the small files of a model folder, by name, without its subfolders.
 
     Raises:
         StoreError: the folder cannot be read.
@@ -85,16 +88,16 @@ def model_files(folder: Path) -> dict[str, Path]:
 
 
 def resolve_base(text: str | Path, weights: bool = True) -> ResolvedBase:
-    """Find a base: a directory, else a public model ``org/name@revision`` (or ``hf:org/name@revision``).
+    """Find a base: a directory, or else a public model ``org/name@revision`` (or ``hf:org/name@revision``).
 
-    A model is fetched into the cache of ``huggingface_hub``, or found there; what is not text or weights is left out.
+    A model is looked up in the cache of ``huggingface_hub`` and downloaded if missing, only weights and small files.
 
     Args:
-        weights: False: leave the weights out too.
+        weights: False: without the weights.
 
     Raises:
         NotFoundError: the Hub has no such model or revision. StoreError: the Hub cannot be reached, and the model is
-            not in the cache. UsageError: huggingface_hub is not installed, or the model's name is none.
+            not in the cache. UsageError: huggingface_hub is not installed, or the model's name is invalid.
     """
     match = _MODEL.fullmatch(str(text))
     if match is None or not names_model(text):
@@ -107,7 +110,7 @@ def resolve_base(text: str | Path, weights: bool = True) -> ResolvedBase:
 
 
 def names_model(text: str | Path) -> bool:
-    """Whether a base is meant as a public model: it is spelled like one, and no such path exists."""
+    """Whether a base names a public model: it has the form of one, and no such path exists."""
     return _MODEL.fullmatch(str(text)) is not None and not Path(text).exists()
 
 
@@ -117,19 +120,21 @@ def _download(model: str, revision: str, wanted: list[str]) -> Path:
         from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
     except ImportError as error:
         raise UsageError(
-            f"base {model}@{revision} is a public model, and huggingface_hub is not installed; install it, or give the "
+            f"base {model}@{revision} is a public model, but huggingface_hub is not installed; install it, or give the "
             "path of a checkpoint directory"
         ) from error
     try:
-        # Only the top folder: copies in other layouts lie below it.
+        # Only the top folder: subfolders have copies in other layouts.
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]))
     except HFValidationError as error:
-        raise UsageError(f"base {model}@{revision} is no model's name: {error}") from error
+        raise UsageError(f"base {model}@{revision} is not a valid model name: {error}") from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise NotFoundError(f"the Hub has no model {model} at revision {revision}, or hides it: {error}") from error
-    except Exception as error:  # the client lets errors of its HTTP library and of the system through
+        raise NotFoundError(
+            f"the Hub has no model {model} at revision {revision}, or it is private: {error}"
+        ) from error
+    except Exception as error:  # the client also raises errors of its HTTP library and of the system
         raise StoreError(
-            f"model {model} at revision {revision} is neither in the cache nor to be had from the Hub: {error}"
+            f"model {model} at revision {revision} is not in the cache, and downloading it failed: {error}"
         ) from error
 
 
@@ -152,24 +157,24 @@ class Checkpoint:
                 f"checkpoint directory {str(path)!r} does not exist; give the path of a local one, or org/name@revision"
             )
         self._containers = {name: _open(self.path / name) for name in _file_names(self.path)}
-        self._home: dict[str, Container] = {}
+        self._container_of: dict[str, Container] = {}
         self.specs: dict[str, TensorSpec] = {}
         for file_name, container in self._containers.items():
             for name, entry in container.entries.items():
-                if name in self._home:
-                    raise FormatError(f"checkpoint {str(path)!r}: tensor {name!r} stands twice, also in {file_name}")
-                self._home[name] = container
+                if name in self._container_of:
+                    raise FormatError(f"checkpoint {str(path)!r}: tensor {name!r} is in two files, also {file_name}")
+                self._container_of[name] = container
                 self.specs[name] = TensorSpec(name, entry.dtype.name, entry.shape)
 
     def bits(self, name: str) -> Bits:
-        """Flat (numel,) bit pattern of a tensor, read only; pages are read when touched.
+        """Flat (numel,) bits of a tensor, read only; its pages are read on access.
 
         Raises:
             TensorMismatchError: the checkpoint has no such tensor.
         """
-        if name not in self._home:
+        if name not in self._container_of:
             raise TensorMismatchError(f"checkpoint {str(self.path)!r} has no tensor {name[:120]!r}")
-        return aligned(self._home[name].bits(name))
+        return aligned(self._container_of[name].bits(name))
 
 
 def _file_names(path: Path) -> list[str]:
@@ -193,11 +198,11 @@ def _file_names(path: Path) -> list[str]:
         return sorted(names)
     if (path / SINGLE_NAME).is_file():
         return [SINGLE_NAME]
-    raise NotFoundError(f"{str(path)!r} holds neither {SINGLE_NAME} nor {INDEX_NAME}; only safetensors is read")
+    raise NotFoundError(f"{str(path)!r} has neither {SINGLE_NAME} nor {INDEX_NAME}; only safetensors can be read")
 
 
 def _is_file_name(name: object) -> bool:
-    # Printable, because errors of the file begin with its name.
+    # Printable, because error messages contain it.
     return isinstance(name, str) and name.isprintable() and "/" not in name and not name.startswith(".")
 
 

@@ -1,9 +1,9 @@
-"""Compiled loops of change detection (numba); see kernels.py for what holds for all such loops.
+"""Compiled loops (numba) of change detection; the conventions of ``format/kernels.py`` apply.
 
-A tensor is compared in chunks of ``CHUNK_ELEMENTS``. What changed is noted as an index in its chunk (16 bits) and the
-ULP distance; ``starts`` and ``ends`` say of each chunk that changed at which element it starts, and where in those two
-arrays its entries end. ``state`` counts along: entries, chunks noted, elements compared. It is written by the loops, so
-that whoever is interrupted right behind one still knows what it did.
+A tensor is compared in chunks of ``CHUNK_ELEMENTS``. Each changed element becomes one entry in ``relative`` (its index
+in the chunk, 16 bits) and in ``distances`` (its ULP distance). For each chunk with changes, ``starts`` has the flat
+index of its first element, and ``ends`` the end of its entries. ``state`` counts entries, chunks and compared elements.
+The loops themselves update it, so it is right even if the caller is interrupted just after a loop.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -13,13 +13,13 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, _fold, _high, _inline, _key, _low, _premix
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, _high, _inline, _key, _low, _mirror_mask, _premix
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
 
 LANES = np.uint64(64)
-# What is rounded at a time: it stays in the first-level cache until it is compared.
+# Elements rounded at a time: they stay in the first-level cache until they are compared.
 ROUND_ELEMENTS = 4096
-# Rows and columns at a time, when a matrix is transposed: the cache lines of both sides stay in the first-level cache.
+# Rows and columns transposed at a time: the cache lines of both sides stay in the first-level cache.
 TILE = 32
 HALF = np.uint32(0x7FFF)
 S16 = np.uint32(16)
@@ -30,7 +30,7 @@ INFINITY = np.uint32(0x7F800000)
 
 @intrinsic
 def differing(typing_context, old, new, start):
-    """Mask of 64 bits, the lowest first: whether elements start, start + 1, … of two arrays differ."""
+    """64-bit mask, lowest bit first: which of the elements start, start + 1, … of two arrays differ."""
 
     def generate(context, builder, signature, arguments):
         width = signature.args[0].dtype.bitwidth
@@ -50,7 +50,7 @@ def differing(typing_context, old, new, start):
 
 @intrinsic
 def lowest(typing_context, word):
-    """Number of the lowest bit set in a uint64 that is not zero."""
+    """Index of the lowest bit set in a uint64 that is not zero."""
 
     def generate(context, builder, signature, arguments):
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
@@ -59,12 +59,12 @@ def lowest(typing_context, word):
 
 
 @_inline
-def _note(old, fresh, i, offset, first, sign, fold, mask, seed, relative, distances, cursor):
-    """One element: entry and baseline, → what it adds to the fingerprint (low, high)."""
+def _note(old, fresh, i, offset, first, sign, mirror, mask, seed, relative, distances, cursor):
+    """Write one element's entry, update the baseline → change of the fingerprint (low, high)."""
     before = np.uint64(old[i])
     after = np.uint64(fresh)
     relative[cursor] = offset + i
-    distances[cursor] = (_key(after, sign, fold) - _key(before, sign, fold)) & mask
+    distances[cursor] = (_key(after, sign, mirror) - _key(before, sign, mirror)) & mask
     x = _premix(seed, first + i)
     low_before = _low(x, before)
     low_after = _low(x, after)
@@ -73,10 +73,10 @@ def _note(old, fresh, i, offset, first, sign, fold, mask, seed, relative, distan
 
 
 @_compile
-def _extract(old, new, offset, first, sign, fold, mask, seed, relative, distances):
-    """Collect what differs in one piece of a chunk, bring ``old`` up to ``new`` → fingerprint (low, high), entries.
+def _extract(old, new, offset, first, sign, mirror, mask, seed, relative, distances):
+    """Collect the changes of one piece of a chunk, update ``old`` to ``new`` → fingerprint (low, high), entries.
 
-    ``offset`` is where the piece starts in its chunk, ``first`` in its tensor. There is room for all of it.
+    The piece starts at ``offset`` in its chunk and at ``first`` in its tensor. The arrays have room for all elements.
     """
     low_sum = ZERO
     high_sum = ZERO
@@ -86,15 +86,15 @@ def _extract(old, new, offset, first, sign, fold, mask, seed, relative, distance
     start = ZERO
     while start < whole:
         word = differing(old, new, start)
-        # Branches only where something changed, which is rare: most words are zero.
+        # Most words are zero, so this branch is rare.
         while word != ZERO:
             i = start + lowest(word)
             word &= word - ONE
-            # The mask was a hint: another thread may write. Read once: what is compared, collected and stored from
-            # here on is one value.
+            # Another thread may write, so the mask is only a hint. The element is read once: the same value is
+            # compared, collected and stored.
             fresh = new[i]
             if old[i] != fresh:
-                low, high = _note(old, fresh, i, offset, first, sign, fold, mask, seed, relative, distances, cursor)
+                low, high = _note(old, fresh, i, offset, first, sign, mirror, mask, seed, relative, distances, cursor)
                 low_sum += low
                 high_sum += high
                 cursor += ONE
@@ -102,7 +102,7 @@ def _extract(old, new, offset, first, sign, fold, mask, seed, relative, distance
     for i in range(whole, size):
         fresh = new[i]
         if old[i] != fresh:
-            low, high = _note(old, fresh, i, offset, first, sign, fold, mask, seed, relative, distances, cursor)
+            low, high = _note(old, fresh, i, offset, first, sign, mirror, mask, seed, relative, distances, cursor)
             low_sum += low
             high_sum += high
             cursor += ONE
@@ -111,7 +111,7 @@ def _extract(old, new, offset, first, sign, fold, mask, seed, relative, distance
 
 @_inline
 def _close(chunk_start, found, starts, ends, state):
-    """Note a chunk that is done; one without changes leaves no trace."""
+    """Record a finished chunk, if it has changes."""
     if found:
         state[0] += found
         starts[state[1]] = chunk_start
@@ -121,12 +121,12 @@ def _close(chunk_start, found, starts, ends, state):
 
 @_compile
 def collect(old, new, start, sign, mask, seed, relative, distances, starts, ends, state):
-    """Compare, collect, and bring ``old`` up to ``new``, from element state[2] on → fingerprint change (low, high).
+    """Compare, collect, and update ``old`` to ``new``, from element state[2] on → fingerprint change (low, high).
 
-    Ends early, between two chunks, where ``relative`` may have no room for the next, or ``starts`` has none.
+    Stops early, between two chunks, if ``relative`` or ``starts`` may have no room for the next chunk.
     ``start`` is the flat index, in the tensor, of the first element of both arrays.
     """
-    fold = _fold(sign, mask)
+    mirror = _mirror_mask(sign, mask)
     low_sum = ZERO
     high_sum = ZERO
     while state[2] < old.size and state[0] + CHUNK_ELEMENTS <= relative.size and state[1] < starts.size:
@@ -134,7 +134,7 @@ def collect(old, new, start, sign, mask, seed, relative, distances, starts, ends
         stop = min(here + CHUNK_ELEMENTS, old.size)
         room = relative[state[0] :], distances[state[0] :]
         low, high, found = _extract(
-            old[here:stop], new[here:stop], ZERO, np.uint64(start + here), sign, fold, mask, seed, room[0], room[1]
+            old[here:stop], new[here:stop], ZERO, np.uint64(start + here), sign, mirror, mask, seed, room[0], room[1]
         )
         low_sum += low
         high_sum += high
@@ -154,9 +154,9 @@ def round_to_bf16(singles, nan, out):
 
 @_compile
 def collect_rounded(old, singles, nan, block, start, sign, mask, seed, relative, distances, starts, ends, state):
-    """``collect`` of float32 bits against a bfloat16 baseline; ``block`` is scratch (uint16) for
-    ROUND_ELEMENTS, or for all."""
-    fold = _fold(sign, mask)
+    """``collect`` for float32 bits against a bfloat16 baseline; ``block`` is uint16 scratch of at least
+    min(ROUND_ELEMENTS, elements)."""
+    mirror = _mirror_mask(sign, mask)
     low_sum = ZERO
     high_sum = ZERO
     while state[2] < old.size and state[0] + CHUNK_ELEMENTS <= relative.size and state[1] < starts.size:
@@ -170,7 +170,7 @@ def collect_rounded(old, singles, nan, block, start, sign, mask, seed, relative,
             used = state[0] + found
             low, high, more = _extract(
                 old[piece : piece + size], fresh, np.uint64(piece - here), np.uint64(start + piece),
-                sign, fold, mask, seed, relative[used:], distances[used:],
+                sign, mirror, mask, seed, relative[used:], distances[used:],
             )  # fmt: skip
             low_sum += low
             high_sum += high
@@ -182,7 +182,7 @@ def collect_rounded(old, singles, nan, block, start, sign, mask, seed, relative,
 
 @_compile
 def gather(memory, row_stride, column_stride, columns, out):
-    """Elements of a matrix that lies in ``memory`` with any strides (in elements), in row-major order."""
+    """Copy a matrix with any strides (in elements) from ``memory`` to ``out``, in row-major order."""
     rows = out.size // columns
     for top in range(0, rows, TILE):
         for left in range(0, columns, TILE):
@@ -193,7 +193,7 @@ def gather(memory, row_stride, column_stride, columns, out):
 
 @_compile
 def expand(relative, starts, ends, positions):
-    """Flat positions (int64) of entries that count from the start of their chunk."""
+    """Write the flat positions (int64) of entries whose indices count from the start of their chunk."""
     cursor = 0
     for chunk in range(starts.size):
         start = starts[chunk]
@@ -205,6 +205,6 @@ def expand(relative, starts, ends, positions):
 @_compile
 def distances_between(old, new, sign, mask, distances):
     """ULP distances new − old, element by element."""
-    fold = _fold(sign, mask)
+    mirror = _mirror_mask(sign, mask)
     for i in range(distances.size):
-        distances[i] = (_key(np.uint64(new[i]), sign, fold) - _key(np.uint64(old[i]), sign, fold)) & mask
+        distances[i] = (_key(np.uint64(new[i]), sign, mirror) - _key(np.uint64(old[i]), sign, mirror)) & mask

@@ -1,4 +1,4 @@
-"""Where change detection collects: compactly, as index in a chunk and distance, until positions are asked for."""
+"""``Segment``: changes as change detection collects them, an index in a chunk and a distance per element."""
 
 from dataclasses import dataclass
 
@@ -19,9 +19,10 @@ class Segment:
 
     Attributes:
         relative: (m,) uint16 index in its chunk. distances: (m,) ULP distances new − old.
-        starts: (k,) int64 flat index at which each chunk with changes starts. ends: (k,) int64 where its entries end.
-        state: (3,) int64, in which the loops of diff_kernels.py keep count: entries and chunks that are filled,
-            elements compared. The rest of the arrays is room.
+        starts: (k,) int64 flat index of the first element of each chunk with changes. ends: (k,) int64 end of its
+            entries.
+        state: (3,) int64 counters of the loops in diff_kernels.py: used entries, used chunks, compared elements. The
+            rest of the arrays is unused room.
     """
 
     relative: npt.NDArray[np.uint16]
@@ -36,7 +37,7 @@ class Segment:
         return int(self.state[0])
 
     def closed(self) -> "Segment":
-        """A copy without room."""
+        """A copy without unused room."""
         entries, chunks, _ = self.state.tolist()
         return Segment(
             self.relative[:entries].copy(), self.distances[:entries].copy(), self.starts[:chunks].copy(),
@@ -44,7 +45,7 @@ class Segment:
         )  # fmt: skip
 
     def expand(self, positions: Positions) -> None:
-        """Write the flat positions into (size,) int64."""
+        """Write the flat positions to (size,) int64."""
         from vllm_delta_sync.tensors import diff_kernels
 
         entries, chunks, _ = self.state.tolist()
@@ -52,7 +53,7 @@ class Segment:
 
 
 class Scratch:
-    """Room that is used again and again, by one thread; one segment at a time."""
+    """Reusable arrays for one segment at a time, in one thread."""
 
     def __init__(self) -> None:
         self._relative = np.empty(ROOM, np.uint16)
@@ -60,14 +61,14 @@ class Scratch:
         self._chunks = np.empty((2, CHUNKS), np.int64)
 
     def segment(self, element: DType, compared: int = 0) -> Segment:
-        """An empty segment over the room; the one before must be closed."""
+        """An empty segment in these arrays; copy the previous one first (``closed``)."""
         distances = self._distances[: ROOM * element.itemsize].view(element.uint)
         starts, ends = self._chunks
         return Segment(self._relative, distances, starts, ends, np.array([0, 0, compared], np.int64))
 
 
 def joined(segments: list[Segment], element: DType) -> tuple[Positions, Bits]:
-    """Positions (n,) and distances (n,) of segments that follow each other."""
+    """Positions (n,) and distances (n,) of consecutive segments."""
     size = sum(segment.size for segment in segments)
     positions, distances = np.empty(size, np.int64), np.empty(size, element.uint)
     cursor = 0

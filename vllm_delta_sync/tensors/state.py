@@ -1,4 +1,4 @@
-"""All tensors of one version in memory, moved from version to version with the fingerprint checked each time."""
+"""``ModelState``: all tensors of one version in memory; each move to another version is checked by fingerprint."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -7,14 +7,13 @@ import numpy as np
 from vllm_delta_sync.errors import FingerprintError, TensorMismatchError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.base_bits import BaseTensor
-from vllm_delta_sync.tensors.bits import Bits, apply_distances
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, apply_distances
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 _ALIGNMENT = 64
 
-Room = Callable[[TensorTable], Sequence[Bits]]
-"""Gives the memory that the bits of a model lie in: per tensor id, flat (numel,) writable unsigned bits."""
+AllocateBits = Callable[[TensorTable], Sequence[Bits]]
+"""Allocates a model's bits: tensor table → per tensor id, flat (numel,) writable unsigned bits."""
 
 
 class ModelState:
@@ -26,20 +25,20 @@ class ModelState:
         fingerprints: per tensor id.
 
     Args:
-        room: where the bits lie; None: each tensor has memory of its own.
+        allocate: gives the memory for the bits; None: one array per tensor.
 
     Raises:
-        TensorMismatchError: a tensor is missing, unknown or of another size. Whatever ``room`` raises.
+        TensorMismatchError: a tensor is missing, unknown or of another size. Also the errors of ``allocate``.
     """
 
     def __init__(
         self,
         table: TensorTable,
         tensors: Iterable[tuple[str, Bits]],
-        room: Room | None = None,
+        allocate: AllocateBits | None = None,
     ) -> None:
         self.table = table
-        places = None if room is None else room(table)
+        places = None if allocate is None else allocate(table)
         found: dict[int, Bits] = {}
         for name, bits in tensors:
             spec = table.by_name(name)
@@ -65,15 +64,15 @@ class ModelState:
             total += value
         return total
 
-    def old(self, tensor: int) -> BaseTensor:
-        """A tensor as it is now, for a delta that builds on it (``Old``): a view."""
+    def base_tensor(self, tensor: int) -> BaseTensor:
+        """View of a tensor's current bits; a ``BaseLookup`` for a delta that builds on this version."""
         return BaseTensor(self.bits[tensor])
 
     def apply(self, changes: Changes) -> None:
-        """Move to the next version in place.
+        """Move to another version in place.
 
         Raises:
-            FingerprintError: a tensor did not come out as the object declares; the state is then unusable.
+            FingerprintError: a tensor does not have the declared fingerprint; the state is then unusable.
         """
         measured: dict[int, Fingerprint] = {}
         for group in changes.sparse:
@@ -87,7 +86,7 @@ class ModelState:
             if measured.get(tensor) != declared:
                 raise FingerprintError(
                     f"tensor {self.table[tensor].name!r} does not have the declared fingerprint after the change: "
-                    "the object was made against other weights, or is damaged"
+                    "the object is damaged, or was made against other weights"
                 )
             self.fingerprints[tensor] += declared
 
@@ -102,10 +101,10 @@ class ModelState:
             yield tensor, fingerprint_change(self.table[tensor].name, positions, before, bits[positions])
 
 
-def one_stretch(allocate: Callable[[int], np.ndarray]) -> Room:
-    """Room in one stretch of memory, each tensor aligned. Args: allocate: gives a (bytes,) uint8 array."""
+def contiguous_buffer(allocate: Callable[[int], np.ndarray]) -> AllocateBits:
+    """Put all tensors, aligned, into one buffer. Args: allocate: number of bytes → (bytes,) uint8 array."""
 
-    def room(table: TensorTable) -> list[Bits]:
+    def place(table: TensorTable) -> list[Bits]:
         starts = []
         end = 0
         for spec in table:
@@ -118,4 +117,4 @@ def one_stretch(allocate: Callable[[int], np.ndarray]) -> Room:
             for start, spec in zip(starts, table, strict=True)
         ]
 
-    return room
+    return place

@@ -1,7 +1,7 @@
-"""What this process holds of a tensor that several share: DTensors and ZeRO-3 partitions, as boxes of the whole.
+"""``local_boxes`` and ``owned_boxes``: this process's part of a DTensor or ZeRO-3 parameter, as boxes of the whole.
 
-Neither DeepSpeed nor a trainer library is imported: a ZeRO-3 parameter is known by the attributes that it carries.
-Every function looks at this process alone and communicates with nobody.
+No DeepSpeed or trainer library is imported: a ZeRO-3 parameter is recognized by its attributes. No function
+communicates with other processes.
 """
 
 from functools import lru_cache
@@ -16,7 +16,7 @@ from vllm_delta_sync.tensors.boxes import Box, boxes_of_range
 Pieces = list[tuple[Box, torch.Tensor]]
 Index = tuple[slice, ...]
 Runs = list[tuple[int, int]]
-"""Ranges (start, stop) of one dimension, in the order in which the local tensor has them."""
+"""Ranges (start, stop) of one dimension, in the order of the local tensor."""
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -25,23 +25,23 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Shape of the tensor that all processes hold together; of a plain tensor its own."""
+    """Shape of the whole tensor."""
     shape: torch.Size = tensor.ds_shape if hasattr(tensor, "ds_id") else tensor.shape  # type: ignore[attr-defined]
     return tuple(shape)
 
 
 def local_boxes(tensor: torch.Tensor, name: str = "") -> Pieces:
-    """What this process holds.
+    """The boxes of a tensor that this process holds.
 
     Args:
-        tensor: a DTensor, a ZeRO-3 parameter, or a plain tensor, which is held whole.
+        tensor: a DTensor, a ZeRO-3 parameter, or a plain tensor, which is one whole box.
         name: of the tensor, for messages.
 
     Returns:
-        disjoint boxes that are not empty, each with a detached view of the memory that holds it, of the box's shape.
+        disjoint boxes that are not empty, each with a detached view of its memory in the box's shape.
 
     Raises:
-        ModelError: partial sums that were not reduced yet; or a partition that is not in memory, or quantized.
+        ModelError: a partial sum that is not reduced yet; or a partition that is quantized or not in memory.
     """
     if _is_dtensor(tensor):
         return _held_of_dtensor(tensor, name)
@@ -52,10 +52,10 @@ def local_boxes(tensor: torch.Tensor, name: str = "") -> Pieces:
 
 
 def owned_boxes(tensor: torch.Tensor, name: str = "") -> Pieces:
-    """What this process holds and answers for: of what several hold, one has it here and the others have not.
+    """The boxes of a tensor that this process publishes: each element belongs to exactly one process.
 
-    Replicas belong to coordinate 0 of each replicated mesh dimension; where several meshes hold the same tensor,
-    as tensor parallelism under DDP has it, to the mesh of rank 0; what is not sharded at all, to rank 0.
+    Replicas belong to coordinate 0 of each replicated mesh dimension. If several meshes hold the same tensor, as in
+    tensor parallelism under DDP, it belongs to the mesh of rank 0. An unsharded tensor belongs to rank 0.
 
     Returns, Raises: as ``local_boxes``.
     """
@@ -64,7 +64,7 @@ def owned_boxes(tensor: torch.Tensor, name: str = "") -> Pieces:
 
 
 def layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal, in this process, as long as ``local_boxes`` finds the same boxes."""
+    """A value that stays equal, in this process, while ``local_boxes`` returns the same boxes."""
     if _is_dtensor(tensor):
         mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
         return tuple(tensor.shape), tuple(mesh.shape), _coordinate(mesh), tuple(_placements(tensor))
@@ -82,7 +82,7 @@ def _placements(tensor: torch.Tensor) -> Any:
 
 
 def _coordinate(mesh: Any) -> tuple[int, ...] | None:
-    """Place of this process in a mesh; None outside it."""
+    """Coordinate of this process in a mesh; None outside it."""
     coordinate = mesh.get_coordinate()
     return None if coordinate is None else tuple(coordinate)
 
@@ -104,7 +104,7 @@ def _owns(tensor: torch.Tensor) -> bool:
 
 @lru_cache(maxsize=16)
 def _holds_rank_zero(mesh: Any) -> bool:
-    # torch makes this tensor anew for each question, and there is one for each tensor of each version.
+    # Cached: torch builds ``mesh.mesh`` on each access, and this runs for each tensor of each version.
     return bool((mesh.mesh == 0).any())
 
 
@@ -119,25 +119,25 @@ def _held_of_dtensor(tensor: torch.Tensor, name: str) -> Pieces:
     held, cuts = _cuts(whole, tuple(mesh.shape), coordinate, shards)
     if cuts and tuple(local.shape) != held:
         raise ModelError(
-            f"tensor {name!r} is a DTensor {list(whole)} placed as {list(_placements(tensor))}, of which this process "
-            f"holds {list(local.shape)} where {list(held)} belong; publish a function that yields the whole tensors"
+            f"tensor {name!r} is a DTensor {list(whole)} placed as {list(_placements(tensor))}; this process holds "
+            f"{list(local.shape)} of it, not {list(held)} as placed; publish a function that yields the whole tensors"
         )
     return [(box, local if box.shape == held else local[index]) for box, index in cuts]
 
 
 def _shard(placement: Any, name: str) -> tuple[int, int] | None:
-    """Dimension that a mesh dimension shards, and how many shards of it there are already; None if it replicates."""
+    """(sharded dimension, number of earlier shards of it) of a mesh dimension; None if it replicates."""
     if placement.is_replicate():
         return None
     if placement.is_partial() or not hasattr(placement, "dim"):
         raise ModelError(
-            f"tensor {name!r} is a DTensor placed as {placement}, which is not a part of its values; redistribute "
+            f"tensor {name!r} is a DTensor placed as {placement}, so no process has final values; redistribute "
             "it to shards or replicas first"
         )
     return placement.dim, getattr(placement, "split_factor", 1)
 
 
-# There is a question for each tensor of each version, and the answer never changes.
+# Cached: called for each tensor of each version, always with the same result.
 @lru_cache(maxsize=65_536)
 def _cuts(
     whole: tuple[int, ...],
@@ -145,7 +145,7 @@ def _cuts(
     coordinate: tuple[int, ...],
     shards: tuple[tuple[int, int] | None, ...],
 ) -> tuple[tuple[int, ...], list[tuple[Box, Index]]]:
-    """Shape of the local tensor at ``coordinate`` of a mesh of ``sizes``; its boxes, and where in it they are."""
+    """Shape of the local tensor at ``coordinate`` of a mesh of ``sizes``; its boxes with their index in it."""
     runs: list[Runs] = [[(0, size)] for size in whole]
     for size, place, shard in zip(sizes, coordinate, shards, strict=True):
         if shard is not None:
@@ -156,11 +156,11 @@ def _cuts(
 
 
 def _share(runs: Runs, already: int, parts: int, number: int) -> Runs:
-    """The share of one of ``parts``, as torch chunks; of each of the shards that there are ``already``."""
+    """Part ``number`` of ``parts``, split as torch chunks, of each of the ``already`` existing shards."""
     found: Runs = []
     for shard in range(already):
         for start, stop in _chunk(_chunk(runs, already, shard), parts, number):
-            # What follows on without a gap makes no box of its own.
+            # Join adjacent ranges.
             if found and found[-1][1] == start:
                 start = found.pop()[0]
             found.append((start, stop))
@@ -207,17 +207,17 @@ def _held_of_partition(tensor: Any, name: str) -> Pieces:
     partition = getattr(tensor, "ds_tensor", None)
     if partition is None:
         raise ModelError(
-            f"tensor {name!r} is managed by ZeRO-3, but not partitioned yet; call deepspeed.initialize first"
+            f"tensor {name!r} is managed by ZeRO-3 but not partitioned yet; call deepspeed.initialize first"
         )
     if getattr(getattr(partition, "status", None), "name", "AVAILABLE") != "AVAILABLE":
         raise ModelError(
-            f"tensor {name!r} is a ZeRO-3 partition that is offloaded to NVMe and not in memory; offload parameters to "
-            "the CPU, or not at all"
+            f"tensor {name!r} is a ZeRO-3 partition offloaded to NVMe, not in memory; offload parameters to the CPU "
+            "or disable offloading"
         )
     if hasattr(partition, "ds_quant_scale"):
         raise ModelError(
-            f"tensor {name!r} is a quantized ZeRO-3 partition, whose bits are not those of a checkpoint; leave "
-            "zero_quantized_nontrainable_weights off"
+            f"tensor {name!r} is a quantized ZeRO-3 partition, whose bits are not those of a checkpoint; disable "
+            "zero_quantized_nontrainable_weights"
         )
     start, stop = _partition_range(tensor)
     flat: torch.Tensor = partition.detach()

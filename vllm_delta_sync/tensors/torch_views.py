@@ -1,4 +1,4 @@
-"""Between torch tensors and the wire's bit patterns. The only module of the shared floor that imports torch."""
+"""``bits_of`` and ``tensor_from_bits`` convert between torch tensors and bit patterns, without copies."""
 
 import numpy as np
 import torch
@@ -29,14 +29,14 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer view by element width: torch's signed types have every operation, its unsigned ones do not."""
+"""Signed integer dtype by element width; torch lacks many operations for unsigned ones."""
 
 
 def dtype_name(dtype: torch.dtype, tensor: str) -> str:
     """Safetensors name of a torch dtype.
 
     Raises:
-        ModelError: the wire has no such element type.
+        ModelError: the format has no such element type.
     """
     try:
         return _NAMES[dtype]
@@ -46,7 +46,7 @@ def dtype_name(dtype: torch.dtype, tensor: str) -> str:
 
 def bits_of(tensor: torch.Tensor) -> Bits:
     """Flat (numel,) unsigned view of a contiguous CPU tensor; shares its memory."""
-    # Each call of torch that is not needed is spared: publishers come here for every tensor of every version.
+    # Few calls into torch: publishers run this for every tensor of every version.
     flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
     if flat.requires_grad:
         flat = flat.detach()

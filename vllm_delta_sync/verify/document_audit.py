@@ -27,7 +27,7 @@ from vllm_delta_sync.format.documents import (
     anchor_key,
     claim_key,
     claim_of_key,
-    fold_key,
+    merged_delta_key,
     tag_key,
     tag_of_key,
 )
@@ -356,7 +356,7 @@ class DocumentAudit:
     def usable_merged_deltas(self) -> list[tuple[int, int]]:
         """(first, last) of merged deltas without a finding, ascending."""
         damaged = {finding.key for _, finding in self._found}
-        return sorted(pair for pair in self.folds if fold_key(*pair) not in damaged)
+        return sorted(pair for pair in self.folds if merged_delta_key(*pair) not in damaged)
 
     def usable_anchors(self) -> set[int]:
         """Versions with a standalone anchor that has no finding."""

@@ -10,7 +10,7 @@ from vllm_delta_sync.errors import (
     SignatureError,
     StoreError,
 )
-from vllm_delta_sync.format.documents import Retention, anchor_key, fold_key
+from vllm_delta_sync.format.documents import Retention, anchor_key, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.checks import check_fingerprint, describe_document
@@ -377,7 +377,7 @@ def apply_checked(step: Step, state: ModelState) -> None:
     Raises:
         FingerprintError: a tensor would not have the declared fingerprint. Otherwise as ``restore.step_changes``.
     """
-    changes = step_changes(step, old=state.old)
+    changes = step_changes(step, old=state.base_tensor)
     check_step(step, state.fingerprint, changes)
     wrong = first_mismatch(state.table, changes.fingerprints, simulate_fingerprints(state, changes))
     if wrong is not None:

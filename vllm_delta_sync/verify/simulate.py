@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from vllm_delta_sync.codec.delta_object import decode
-from vllm_delta_sync.codec.delta_reader import LazyDelta
+from vllm_delta_sync.codec.delta_reader import LazyDelta, decode
 from vllm_delta_sync.errors import DeltaSyncError, UnsupportedError
+from vllm_delta_sync.format.codecs import BASE_CODECS
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
@@ -87,7 +87,7 @@ def first_damaged_tensor(
                 None,
             )
         try:
-            part = LazyDelta(data, table, context, None if state is None else state.old)
+            part = LazyDelta(data, table, context, None if state is None else state.base_tensor)
         except UnsupportedError:
             changes = decode(data, table, context)
             return (

@@ -306,9 +306,9 @@ def test_escapes_mean_something_in_urls_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("", "names nothing"),
-        ("a\0b", "names nothing"),
-        ("ftp://host/path", "unknown scheme 'ftp'; understood: a path, file:///absolute/path, hf://"),
+        ("", "is empty or has a zero byte"),
+        ("a\0b", "is empty or has a zero byte"),
+        ("ftp://host/path", "unknown scheme 'ftp'; supported: a path, file:///absolute/path, hf://"),
         ("s3://", "names no bucket: write s3://bucket/run"),
         ("s3://bucket/a//b", "has a path that cannot be used"),
         ("s3://key:secret@bucket/run", "give credentials in the environment"),

@@ -12,9 +12,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.e2e.siege.world import Siege, attack
 from tests.support.forge import good_parts
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.format.canonical_json import dump_canonical
-from vllm_delta_sync.format.documents import KEYS_KEY, KeyEntry, KeyFile, KeyValidity, anchor_key, fold_key
+from vllm_delta_sync.format.documents import KEYS_KEY, KeyEntry, KeyFile, KeyValidity, anchor_key, merged_delta_key
 from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
     RUN_KEY,
@@ -321,7 +322,7 @@ def side_documents(siege: Siege) -> None:
     run = open_run(str(siege.run))
     keys = [fold_key(*pair) for pair in run.merged_deltas()] + [anchor_key(version) for version in run.anchors()]
     head = run.head().version
-    wanted = fold_key(head - head % 4, head - head % 4 + 4)
+    wanted = merged_delta_key(head - head % 4, head - head % 4 + 4)
     document = json.loads(siege.path(keys[0]).read_bytes()) if keys else {"no": "such"}
     document["signature"] = None
     files: dict[str, bytes | None] = {key: dump_canonical(document) for key in [*keys, wanted]}

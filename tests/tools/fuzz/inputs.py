@@ -12,11 +12,13 @@ import zstandard
 
 from tests.support.samples import changes_between
 from vllm_delta_sync.codec import delta_reader
-from vllm_delta_sync.codec.delta_object import DeltaContext, decode, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_reader import decode
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format.safetensors_file import Container, write_container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.base_bits import BaseTensor
+from vllm_delta_sync.tensors.bits import BaseTensor
 from vllm_delta_sync.tensors.changes import Changes
 
 TABLE = TensorTable(

@@ -22,7 +22,7 @@ from trainer_side.model.sources import live_tensors
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import DeltaSyncError, TensorMismatchError
-from vllm_delta_sync.format.anchor_file import write_anchor
+from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run import restore as chain_read
 

@@ -21,8 +21,11 @@ from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.model.sources import CheckpointTensor, IterableTensors, LiveTensors, live_tensors
 from trainer_side.ranks.shard_baseline import ShardBaseline, changes_of_tensors, check_same_tables
 from trainer_side.ranks.shard_parts import ModuleParts, ShardPart, needs_ranks, part_name
-from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, decode, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_reader import decode
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import DeltaSyncError, ModelError
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import Changes

@@ -1,4 +1,4 @@
-"""Codec ``context``: changes coded by the bits that were there before, which both sides have.
+"""Codec ``context``: changes are coded by the base bits, which writer and reader both have.
 
 May import ``format``, ``tensors`` and the rest of ``codec``. Begin with ``coder``; docs/FORMAT.md has the bit stream.
 """

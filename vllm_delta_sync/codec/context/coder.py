@@ -1,8 +1,8 @@
-"""Codec ``context``: changes coded by what was there before, which both sides know; its blocks of kind tiles.
+"""Codec ``context``: ``encode`` writes blocks of kind tiles, ``ContextBlock`` reads them.
 
-The elements of a tile are split into classes by their old exponents; in each class, positions are gaps between its
-members, and values are ULP distances, with tables of their own. Entries of block k: ``@k.ids`` U32, ``@k.counts`` U64,
-``@k.tables`` U8, ``@k.streams`` U8. docs/FORMAT.md has it byte by byte.
+Changes are coded by the base bits. The elements of a tile are split into classes by their old exponents. In each class,
+positions are gaps between its members and values are ULP distances, each with its own tables. Entries of block k:
+``@k.ids`` U32, ``@k.counts`` U64, ``@k.tables`` U8, ``@k.streams`` U8. docs/FORMAT.md specifies every byte.
 """
 
 from dataclasses import dataclass, replace
@@ -12,59 +12,61 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_delta_sync.codec import packed
-from vllm_delta_sync.codec.blocks import Arrays, Block, Directory, block_ranges, bytes_of
-from vllm_delta_sync.codec.context.classes import KEYS, chosen_thresholds, dropped_bits
 from vllm_delta_sync.codec.context.tables import (
+    KEYS,
     STATE_BITS,
     STATES,
     TOKENS,
     Decoding,
+    choose_thresholds,
     decoding,
+    dropped_bits,
     encoding,
     normalized,
     token_ranges,
 )
-from vllm_delta_sync.codec.context.tiles import BLOCK_BYTES, Grid, chosen_grid, lost_bytes, read_grid, wanted_tiles
+from vllm_delta_sync.codec.context.tiles import BLOCK_BYTES, Grid, choose_grid, excess_bytes, read_grid, select_tiles
+from vllm_delta_sync.codec.delta_object import Arrays, Block, Directory, block_ranges, bytes_of
 from vllm_delta_sync.codec.zstd import Compression, compress, declared_size, decompress
 from vllm_delta_sync.errors import FormatError, TensorMismatchError
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.base_bits import BaseTensor, Old
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Sparse
 
 BLOCK_CHANGES = 256 * 1024
-"""A writer closes a block once it holds so many changes: its tables then take less than 1 %."""
+"""A writer closes a block at this many changes; its tables then take less than 1 %."""
 MAX_CLASSES = 16
-"""A reader takes no more. A writer makes fewer, since each takes time to read."""
+"""Limit of a reader. A writer makes fewer, since each class takes time to decode."""
 SAMPLED_ELEMENTS = 256 * 1024
-"""Of so many elements of a tensor keys are counted to choose classes; the choice costs bytes, never exactness."""
+"""Elements of a tensor whose keys are counted to choose classes. A worse choice costs bytes, not exactness."""
 
-_WRONG = {-1: "ends too early", -2: "has bytes behind its end", -3: "names an element outside its class",
-          -4: "carries more than the counts say", -5: "carries a distance that its dtype has not"}  # fmt: skip
+_WRONG = {-1: "ends too early", -2: "has bytes after its end", -3: "names an element outside its class",
+          -4: "has more elements than the counts say", -5: "has a distance outside its dtype"}  # fmt: skip
 
 
 def encode(
-    groups: list[Sparse], table: TensorTable, compression: Compression, old: Old
+    groups: list[Sparse], table: TensorTable, compression: Compression, old: BaseLookup
 ) -> tuple[Arrays, list[dict[str, Any]]]:
     """Container entries and rows of ``blocks`` for relative groups.
 
     Args:
-        compression: of what stands beside the streams. old: the bits that the groups start from.
+        compression: of the entries besides the streams. old: the bits at the base version.
 
     Raises:
-        TensorMismatchError: ``old`` gives bits of another size or width.
+        TensorMismatchError: ``old`` returns bits of another size or width.
     """
     arrays: Arrays = {}
     rows: list[dict[str, Any]] = []
     rest: list[Sparse] = []
-    for every in groups:
-        pairs = zip(every.ids.tolist(), every.counts.tolist(), strict=True)
-        lost = np.array([lost_bytes(table[tensor], count) for tensor, count in pairs])
-        tiled = (lost < 0) | (lost[lost >= 0].sum() < BLOCK_BYTES)
-        rest.append(packed.chosen_tensors(every, ~tiled))
-        group = packed.chosen_tensors(every, tiled)
+    for whole in groups:
+        pairs = zip(whole.ids.tolist(), whole.counts.tolist(), strict=True)
+        excess = np.array([excess_bytes(table[tensor], count) for tensor, count in pairs])
+        # Tensors that take more bytes in tiles go to codec packed, unless that costs more than a block's overhead.
+        tiled = (excess < 0) | (excess[excess >= 0].sum() < BLOCK_BYTES)
+        rest.append(packed.select_tensors(whole, ~tiled))
+        group = packed.select_tensors(whole, tiled)
         ends = np.cumsum(group.counts)
         for start, stop in block_ranges(group.counts, BLOCK_CHANGES):
             block = Block(len(rows), group.element, "tiles")
@@ -82,7 +84,7 @@ def encode(
 
 @dataclass
 class _Entries:
-    """A block's changes in the order of coding: (n,) class, gap + 1, zigzag − 1; and how many each tile has."""
+    """A block's changes in coding order: (n,) class, gap + 1, zigzag − 1; and the number of entries per tile."""
 
     kinds: npt.NDArray[np.uint8]
     gaps: npt.NDArray[np.uint32]
@@ -91,11 +93,11 @@ class _Entries:
     used: int = 0
 
 
-def _encode_block(group: Sparse, table: TensorTable, compression: Compression, old: Old) -> Arrays:
+def _encode_block(group: Sparse, table: TensorTable, compression: Compression, old: BaseLookup) -> Arrays:
     from vllm_delta_sync.codec.context import encode_kernels as kernels
 
     specs = [table[tensor] for tensor in group.ids.tolist()]
-    grids = [chosen_grid(spec, count) for spec, count in zip(specs, group.counts.tolist(), strict=True)]
+    grids = [choose_grid(spec, count) for spec, count in zip(specs, group.counts.tolist(), strict=True)]
     zigzags = packed.zigzag(group.data, group.element)
     drop = dropped_bits(group.element)
     thresholds = _thresholds(group, specs, zigzags, drop, old, sum(grid.tiles for grid in grids))
@@ -106,7 +108,7 @@ def _encode_block(group: Sparse, table: TensorTable, compression: Compression, o
     for spec, grid, count in zip(specs, grids, group.counts.tolist(), strict=True):
         sizes, used, changed = np.empty(grid.tiles, np.int64), entries.used, slice(start, start + count)
         entries.used += kernels.entries_of_tensor(
-            _whole(old, table, spec, group.element), grid.array(), drop, thresholds, group.positions[changed],
+            _whole_tensor(old, table, spec, group.element), grid.array(), drop, thresholds, group.positions[changed],
             zigzags[changed], entries.kinds[used:], entries.gaps[used:], entries.values[used:], sizes,
         )  # fmt: skip
         entries.sizes.append(sizes)
@@ -126,7 +128,7 @@ def _encode_block(group: Sparse, table: TensorTable, compression: Compression, o
 def _coded(
     entries: _Entries, classes: int
 ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-    """Frequencies (2 · classes, TOKENS), bytes of each tile's stream, all streams."""
+    """(2 · classes, TOKENS) frequencies, (tiles,) bytes of each tile's stream, all streams."""
     from vllm_delta_sync.codec.context import encode_kernels as kernels
 
     kinds, gaps, values = (array[: entries.used] for array in (entries.kinds, entries.gaps, entries.values))
@@ -135,7 +137,7 @@ def _coded(
     frequencies = np.stack([normalized(row) for row in counts.reshape(-1, TOKENS)])
     sizes = np.concatenate(entries.sizes)
     lengths = np.empty(sizes.size, np.int64)
-    # A field has at most 61 bits, and an entry at most so many of states besides two of them.
+    # An upper bound: each entry has two symbols of at most STATE_BITS bits, and the raw bits of both numbers.
     raw = token_ranges()[1].astype(np.int64)
     gap_bits = int((counts[:, 0, 1:] * (STATE_BITS + raw[:-1])).sum() + STATE_BITS * counts[:, 0, 0].sum())
     room = (gap_bits + int((counts[:, 1] * (STATE_BITS + raw)).sum())) // 8 + 4 * sizes.size + 8
@@ -145,7 +147,7 @@ def _coded(
 
 
 def _thresholds(
-    group: Sparse, specs: list[TensorSpec], zigzags: Bits, drop: np.uint64, old: Old, tiles: int
+    group: Sparse, specs: list[TensorSpec], zigzags: Bits, drop: np.uint64, old: BaseLookup, tiles: int
 ) -> npt.NDArray[np.uint8]:
     from vllm_delta_sync.codec.context import encode_kernels as kernels
 
@@ -161,33 +163,33 @@ def _thresholds(
         owned += sampled * (spec.numel / max(1, int(sampled.sum())))
         kernels.count_tokens(bits, group.positions[changed], zigzags[changed], drop, tokens)
         start += count
-    return chosen_thresholds(np.maximum(owned, tokens.sum(axis=1)), tokens, min(tiles, group.positions.size))
+    return choose_thresholds(np.maximum(owned, tokens.sum(axis=1)), tokens, min(tiles, group.positions.size))
 
 
-def _whole(old: Old, table: TensorTable, spec: TensorSpec, element: DType) -> Bits:
+def _whole_tensor(old: BaseLookup, table: TensorTable, spec: TensorSpec, element: DType) -> Bits:
     found = old(table.index(spec.name))
     if found.held is not None:
-        raise TensorMismatchError(f"old bits of {spec.name!r} are a part of it; all of it is needed to encode")
+        raise TensorMismatchError(f"base bits of {spec.name!r} are only a part of the tensor; encoding needs all of it")
     return _checked(found, spec, element)
 
 
 def _checked(found: BaseTensor, spec: TensorSpec, element: DType) -> Bits:
     if found.bits.shape != (spec.numel,) or found.bits.dtype != element.uint:
         raise TensorMismatchError(
-            f"old bits of {spec.name!r} are {found.bits.shape} of {found.bits.dtype}; "
+            f"base bits of {spec.name!r} are {found.bits.shape} of {found.bits.dtype}; "
             f"({spec.numel},) of {element.uint} expected"
         )
     return found.bits
 
 
 def _planes(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Lowest bytes of all values first, then the second bytes, and so on."""
+    """The lowest bytes of all values, then the second bytes, and so on."""
     flat = np.ascontiguousarray(values).reshape(-1)
     return np.ascontiguousarray(flat.view(np.uint8).reshape(flat.size, flat.itemsize).T).reshape(-1)
 
 
-class _Bytes:
-    """An entry, decompressed, from which numbers are taken one after the other."""
+class _NumberReader:
+    """Reads numbers from a decompressed entry, one array after the other."""
 
     def __init__(self, container: Container, name: str, compression: Compression, what: str) -> None:
         data = bytes_of(container, name)
@@ -195,11 +197,11 @@ class _Bytes:
         self._cursor, self._what = 0, what
 
     def numbers(self, count: int, width: int) -> npt.NDArray[Any]:
-        """The next ``count`` numbers of ``width`` bytes, which lie there in planes; a copy."""
+        """The next ``count`` numbers of ``width`` bytes, stored as byte planes; a copy."""
         planes = self._bytes[self._cursor :][: count * width]
         self._cursor += count * width
         if planes.size != count * width:
-            raise FormatError(f"{self._what} end after {self._bytes.size} bytes, {self._cursor} and more expected")
+            raise FormatError(f"{self._what} end after {self._bytes.size} bytes, at least {self._cursor} expected")
         return np.array(planes.reshape(width, count).T, order="C").reshape(-1).view(f"<u{width}")
 
     def end(self) -> None:
@@ -209,7 +211,7 @@ class _Bytes:
 
 @dataclass
 class ContextBlock:
-    """One block of an object, opened: everything but its streams is read and checked.
+    """A block of kind tiles whose entries, except the streams, have been read and checked.
 
     Attributes:
         directory: its tensors.
@@ -236,10 +238,10 @@ class ContextBlock:
             FormatError, LimitError: one of them is malformed.
         """
         specs = [table[tensor] for tensor in directory.ids.tolist()]
-        tables = _Bytes(container, f"{block.name}.tables", compression, f"{what}: tables")
+        tables = _NumberReader(container, f"{block.name}.tables", compression, f"{what}: tables")
         thresholds = tables.numbers(int(tables.numbers(1, 1)[0]), 1)
         if thresholds.size >= MAX_CLASSES or np.any(thresholds[1:] <= thresholds[:-1]) or 0 in thresholds[:1]:
-            raise FormatError(f"{what}: keys {thresholds[:20].tolist()} are not ascending, from 1 on, and at most 15")
+            raise FormatError(f"{what}: keys {thresholds[:20].tolist()} are not ascending from 1, or more than 15")
         cuts = tables.numbers(3 * len(specs), 8).reshape(3, -1).T
         grids = [read_grid(spec, tuple(row), what) for spec, row in zip(specs, cuts.tolist(), strict=True)]
         frequencies = tables.numbers(2 * (thresholds.size + 1) * TOKENS, 2).reshape(-1, TOKENS)
@@ -253,12 +255,12 @@ class ContextBlock:
             raise FormatError(f"{what}: streams have {streams.size} bytes, their lengths add up to {ends[-1]}")
         return cls(directory, block, table, what, thresholds, grids, ends, streams, decoding(frequencies))
 
-    def take(self, first: int, last: int, old: Old) -> Sparse:
-        """Decode tensors number ``first`` to ``last`` − 1 of the block, as far as ``old`` holds them.
+    def take(self, first: int, last: int, old: BaseLookup) -> Sparse:
+        """Decode tensors ``first`` to ``last`` − 1 of the block, limited to the parts that ``old`` has.
 
         Raises:
-            FormatError: a stream is damaged, or made against other bits.
-            UnsupportedError: a tile is held in part. TensorMismatchError: ``old`` gives bits of another size.
+            FormatError: a stream is damaged, or was made against other bits.
+            UnsupportedError: ``old`` has only a part of a tile. TensorMismatchError: its bits have another size.
         """
         from vllm_delta_sync.codec.context import decode_kernels as kernels
 
@@ -276,7 +278,7 @@ class ContextBlock:
             payload[: -kernels.PADDING] = self._streams[ends[0] : ends[-1]]
             found, where = kernels.decode_tensor(
                 _checked(held, spec, element), grid.array(), dropped_bits(element), self._thresholds,
-                wanted_tiles(grid, held.held, spec.name, self._what), ends - ends[0], payload, self._tables,
+                select_tiles(grid, held.held, spec.name, self._what), ends - ends[0], payload, self._tables,
                 firsts, positions[used:][: count + kernels.SLACK], distances[used:][: count + kernels.SLACK],
             )  # fmt: skip
             if found < 0 or (found != count and held.held is None):
@@ -292,5 +294,5 @@ class ContextBlock:
     def _refuse(self, spec: TensorSpec, found: int, tile: int, count: int) -> NoReturn:
         wrong = f"tile {tile} {_WRONG[found]}" if found < 0 else f"{found} changed elements, the counts say {count}"
         raise FormatError(
-            f"{self._what}: {spec.name!r}: {wrong}; it is damaged, or was made against other weights than are held"
+            f"{self._what}: {spec.name!r}: {wrong}; it is damaged, or was made against other weights than these"
         )

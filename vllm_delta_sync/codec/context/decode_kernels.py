@@ -1,6 +1,6 @@
-"""Compiled loops that decode codec ``context``. Arrays are flat and C-contiguous; every loop releases the GIL.
+"""Compiled loops (numba) that decode codec ``context``. Arrays are flat and C-contiguous; every loop releases the GIL.
 
-Streams are not trusted: whatever their bytes are, nothing is written outside the arrays given, and a loop ends.
+Streams are not trusted: for any bytes, a loop ends and writes only inside the arrays that it was given.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -15,13 +15,13 @@ from vllm_delta_sync.codec.context.tables import STATE_BITS
 from vllm_delta_sync.format.kernels import ONE, ZERO, _compile
 
 PADDING = 32
-"""Bytes that must follow a stream in memory: what one entry of damaged bytes can make a reader look at."""
+"""Bytes that must follow a stream in memory: one damaged entry can read so far beyond its end."""
 FEW = np.uint64(28)
-"""Bits of a step that are taken from the same look at the stream as those of the step before."""
+"""Largest number of bits of a step for which the next step uses the same load from the stream."""
 SLACK = 2
-"""How many elements ``collect`` writes at least for 64 that it looks at."""
+"""Elements that ``collect`` writes at least per word of 64, so arrays need so much extra room."""
 
-# What ``decode_tile`` finds wrong, as negative numbers.
+# Errors of ``decode_tile``, as negative numbers.
 SHORT, TRAILING, OUTSIDE, TOO_MANY, STILL = -1, -2, -3, -4, -5
 
 _EACH = np.uint64(0x0101010101010101)
@@ -30,7 +30,7 @@ _TOP = np.uint64(1 << 63)
 
 
 def _places():
-    """(2048,) uint8: at 8 · byte + rank, the index of the bit set number ``rank`` of a byte."""
+    """(2048,) uint8: entry 8 · byte + rank is the index of set bit number ``rank`` of a byte."""
     table = np.zeros((256, 8), np.uint8)
     for byte in range(256):
         held = [bit for bit in range(8) if byte >> bit & 1]
@@ -43,8 +43,8 @@ _PLACES = _places()
 
 @_compile
 def _select(word, rank):
-    """Index of the bit set number ``rank``; there must be that many."""
-    # Without branches: ones of each byte and all below it, then which byte, then which bit of it.
+    """Index of set bit number ``rank`` of ``word``, which must have that many."""
+    # Without branches: set bits up to each byte, then the byte, then the bit in it.
     sums = word - ((word >> ONE) & np.uint64(0x5555555555555555))
     sums = (sums & np.uint64(0x3333333333333333)) + ((sums >> np.uint64(2)) & np.uint64(0x3333333333333333))
     sums = ((sums + (sums >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)) * _EACH
@@ -56,7 +56,7 @@ def _select(word, rank):
 
 @intrinsic
 def _load(typing_context, data, place):
-    """Eight bytes of a uint8 array from ``place`` (uint64) on, as uint64. The caller sees to the bounds."""
+    """Eight bytes of a uint8 array from ``place`` (uint64) on, as uint64. The caller checks the bounds."""
 
     def generate(context, builder, signature, arguments):
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -81,7 +81,7 @@ def _wide(data, place, count):
 
 @_compile
 def _step(entry, ahead):
-    """(token, bits taken, raw bits that follow them, next state) by an entry of ``Decoding`` and the bits ahead."""
+    """(token, bits read, raw bits that follow, next state) for an entry of ``Decoding`` and the next bits."""
     entry = np.uint64(entry)
     width = (entry >> np.uint64(12)) & np.uint64(15)
     state = (entry & np.uint64(4095)) + (ahead & ((ONE << width) - ONE))
@@ -90,16 +90,16 @@ def _step(entry, ahead):
 
 @_compile
 def decode_tensor(bits, grid, drop, thresholds, wanted, ends, payload, tables, firsts, positions, distances):
-    """Decode the tiles of a tensor that are wanted.
+    """Decode the ``wanted`` tiles of a tensor.
 
     Args:
-        bits: (numel,) old bits, as far as they are in wanted tiles. grid: see ``entries_of_tensor``.
-        wanted: (tiles,) bool. ends: (tiles + 1,) int64, where in ``payload`` each stream begins, and the last one ends.
+        bits: (numel,) old bits, valid in wanted tiles. grid: see ``entries_of_tensor``.
+        wanted: (tiles,) bool. ends: (tiles + 1,) int64, start of each stream in ``payload``, and end of the last one.
         payload, tables, firsts: see ``decode_tile``.
-        positions, distances: room for as many elements as may change, and SLACK more.
+        positions, distances: output, room for as many elements as may change, and SLACK more.
 
     Returns:
-        (elements found, or what is wrong; tile at which).
+        (number of elements, or a negative error; tile of the error).
     """
     rows, columns, slab, height, width = grid
     across = (columns + width - 1) // width
@@ -152,7 +152,7 @@ def decode_tensor(bits, grid, drop, thresholds, wanted, ends, payload, tables, f
 
 @_compile
 def _by_row(from_positions, from_distances, in_rows, rows, positions, distances):
-    """Bring a band's tiles, each ascending, from left to right, into the order of the tensor."""
+    """Merge a band's tiles, given from left to right and each ascending, into the order of the tensor."""
     cursors = np.zeros(rows + 1, np.int64)
     for i in range(from_positions.size):
         cursors[in_rows[i] + 1] += 1
@@ -171,15 +171,15 @@ def decode_tile(masks, words, data, first, stop, tables, firsts, marks, zigzags,
     """Read one tile's stream.
 
     Args:
-        masks: (classes, words or more) uint64: which elements are of a class. data: (bytes,) uint8; the stream is
-            data[first:stop], and PADDING bytes or more follow it.
+        masks: (classes, words or more) uint64: elements of each class. data: (bytes,) uint8; the stream is
+            data[first:stop], and at least PADDING bytes follow it.
         tables: ``Decoding``, two tables for each class: gaps and values. firsts: see ``token_ranges``.
-        marks: (words,) uint64, zero: a bit is set for each changed element. zigzags: its distance, unsigned of the
-            element's width, at the same number.
-        room: the most elements that may change.
+        marks: (words,) uint64 output, all zero before: one bit per changed element. zigzags: output, its distance at
+            the same index, unsigned, of the element's width.
+        room: largest number of changed elements.
 
     Returns:
-        how many did, or what is wrong, below 0.
+        number of changed elements, or a negative error.
     """
     place = np.uint64(first) << np.uint64(3)
     end = np.uint64(stop) << np.uint64(3)
@@ -196,12 +196,12 @@ def decode_tile(masks, words, data, first, stop, tables, firsts, marks, zigzags,
         if not any_member:
             continue
         gap_table, value_table = tables[2 * kind], tables[2 * kind + 1]
-        # Unsigned, as what may be below 0 is looked at twice whenever it is an index.
+        # Unsigned, since numba checks signed indices for negative values at each use.
         word = ZERO
         count = ones(mine[word])
         rank = ZERO
         while True:
-            # One look at 57 bits does for both numbers, unless they are large: each look waits for the one before.
+            # One load of 57 bits serves both numbers unless they are large, because each load waits for the previous.
             ahead = _load(data, place >> np.uint64(3)) >> (place & np.uint64(7))
             token, width, raw, state = _step(gap_table[state], ahead)
             if not token:
@@ -252,12 +252,12 @@ def decode_tile(masks, words, data, first, stop, tables, firsts, marks, zigzags,
 
 @_compile
 def collect(marks, zigzags, columns, origin, stride, positions, out, rows):
-    """Emit what ``decode_tile`` marked, ascending, and clear the marks.
+    """Write the elements that ``decode_tile`` marked, ascending, and clear the marks.
 
     Args:
         zigzags: (64 · words,). origin: flat index of the tile's first element. stride: of a row.
-        positions: int64, out: distances, zigzag undone, rows: int32 row inside the tile; room for all, and for SLACK
-            elements that mean nothing.
+        positions: int64 output. out: output of distances, without zigzag. rows: int32 output, row inside the tile. All
+            have room for SLACK more elements, which are undefined.
     """
     used = np.uint64(0)
     one = out.dtype.type(1)
@@ -270,7 +270,7 @@ def collect(marks, zigzags, columns, origin, stride, positions, out, rows):
         here = np.uint64(word) << np.uint64(6)
         left = ones(held)
         while True:
-            # Always so many at a time, whether there are or not: how many comes as a surprise at each word.
+            # Always SLACK at a time, since the number of set bits is unpredictable; surplus is overwritten.
             for i in range(SLACK):
                 place = here + (trailing_zeros(held | _TOP))
                 held &= held - ONE

@@ -1,4 +1,7 @@
-"""Compiled loops that encode with codec ``context``. Arrays are flat and C-contiguous; every loop releases the GIL."""
+"""Compiled loops (numba) that encode with codec ``context``.
+
+Arrays are flat and C-contiguous; every loop releases the GIL.
+"""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
@@ -11,7 +14,7 @@ from vllm_delta_sync.format.kernels import ONE, ZERO, _compile
 
 @_compile
 def count_keys(bits, step, drop, counts):
-    """counts[key] += 1 for every element, or for pieces of 64 elements out of each 64 · ``step``."""
+    """counts[key] += 1 for the first 64 of every 64 · ``step`` elements."""
     for start in range(0, bits.size, 64 * step):
         piece = bits[start : start + 64]
         for i in range(piece.size):
@@ -27,13 +30,13 @@ def count_tokens(bits, positions, zigzags, drop, counts):
 
 @_compile
 def entries_of_tensor(bits, grid, drop, thresholds, positions, zigzags, kinds, gaps, values, sizes):
-    """Entries of all tiles of a tensor, one tile's after the other.
+    """Write the entries of all tiles of a tensor, tile after tile.
 
     Args:
         bits: (numel,) old bits. grid: (rows, columns, rows of a slab, of a tile, columns of a tile), int64.
         positions: (n,) int64 ascending. zigzags: (n,), of the width of ``bits``.
-        kinds, gaps, values: see ``gaps_of_tile``; room for n + most entries that can end a class.
-        sizes: (tiles,) int64, filled with the number of entries of each tile; 0 where nothing changed.
+        kinds, gaps, values: see ``gaps_of_tile``; room for n entries and all ends of classes.
+        sizes: (tiles,) int64 output: entries of each tile, 0 without changes.
 
     Returns:
         number of entries.
@@ -85,12 +88,12 @@ def entries_of_tensor(bits, grid, drop, thresholds, positions, zigzags, kinds, g
 
 @_compile
 def _by_column(places, zigzags, columns, width, tallies):
-    """Sort a band's changes by tile, stably; places become numbers inside it. ``tallies``: where each begins."""
+    """Sort a band's changes stably by tile; places become indices inside the tile. ``tallies``: start of each tile."""
     tiles = np.empty(places.size, np.int32)
     inside = np.empty(places.size, np.int64)
     tallies[:] = 0
     row = start = left = tile = 0
-    # Places ascend, so that no division is needed: row and tile are those of the place before, or follow.
+    # Places ascend, so row and tile advance step by step, without divisions.
     for i in range(places.size):
         while places[i] >= start + columns:
             start += columns
@@ -117,16 +120,16 @@ def _by_column(places, zigzags, columns, width, tallies):
 
 @_compile
 def gaps_of_tile(keys, class_of, masks, size, places, zigzags, kinds, gaps, values):
-    """Order a tile's changes by class, and number them inside it.
+    """Sort a tile's changes by class, and compute their gaps within the class.
 
     Args:
         keys: (size,) uint8 key of each element. class_of: (256,) uint8 class of each key. masks: (classes, words or
-            more). places: (n,) int64 ascending numbers inside the tile. zigzags: (n,), at least 1.
-        kinds, gaps, values: room for n + classes entries each: class (uint8), gap + 1 (uint32) and zigzag − 1; an
-            entry whose gap is 0 ends a class.
+            more). places: (n,) int64 ascending indices inside the tile. zigzags: (n,), at least 1.
+        kinds, gaps, values: output, room for n + classes entries: class (uint8), gap + 1 (uint32) and zigzag − 1; an
+            entry with 0 instead of gap + 1 ends a class.
 
     Returns:
-        how many entries there are.
+        number of entries.
     """
     classes = masks.shape[0]
     passed = np.zeros(classes, np.uint32)
@@ -166,7 +169,7 @@ def gaps_of_tile(keys, class_of, masks, size, places, zigzags, kinds, gaps, valu
 
 @_compile
 def tally(kinds, gaps, values, counts):
-    """Count the tokens of entries: counts[class, 0, …] those of gaps and ends, counts[class, 1, …] of values."""
+    """Count the tokens of entries: gaps and ends in counts[class, 0, …], values in counts[class, 1, …]."""
     for i in range(kinds.size):
         if gaps[i]:
             counts[kinds[i], 0, token_of(np.uint64(gaps[i]) - ONE) + ONE] += 1
@@ -177,11 +180,11 @@ def tally(kinds, gaps, values, counts):
 
 @_compile
 def encode_tiles(sizes, kinds, gaps, values, tables, out, lengths):
-    """Write the streams of tiles one after the other → bytes written.
+    """Write the streams of all tiles → bytes written.
 
     Args:
         sizes: (tiles,) entries of each. tables: see ``encode_tile``. out: uint8, room for all.
-        lengths: (tiles,) int64, filled with bytes of each stream, 0 for a tile without entries.
+        lengths: (tiles,) int64 output: bytes of each stream, 0 for a tile without entries.
     """
     room = 0
     for tile in range(sizes.size):
@@ -203,7 +206,7 @@ def encode_tiles(sizes, kinds, gaps, values, tables, out, lengths):
 
 @_compile
 def encode_tile(kinds, gaps, values, tables, fields, widths):
-    """Code a tile's entries backwards → number of fields, which are to be written from the last to the first.
+    """Code a tile's entries backwards → number of fields, to be written from last to first.
 
     Args:
         tables: ``Encoding``, two tables for each class: gaps and values. fields, widths: (4 · entries + 1,) uint64.
@@ -218,7 +221,7 @@ def encode_tile(kinds, gaps, values, tables, fields, widths):
             value = np.uint64(values[i])
             token = token_of(value)
             fields[used], widths[used] = rest_of(value, token)
-            # The state's bits are read before the raw ones, so they are noted after them.
+            # A decoder reads the state's bits before the raw bits, so they are recorded after them.
             used += 1
             state = _put(state, token, states[row + 1], frequencies[row + 1], starts[row + 1], fields, widths, used)
             used += 1
@@ -236,7 +239,7 @@ def encode_tile(kinds, gaps, values, tables, fields, widths):
 
 @_compile
 def _put(state, token, states, frequencies, starts, fields, widths, used):
-    """One symbol: notes the bits to read when it is decoded, and returns the state before it."""
+    """Code one symbol: record the bits that decoding it reads → the next state."""
     frequency = np.int64(frequencies[token])
     count = STATE_BITS - (63 - np.int64(leading_zeros(np.uint64(frequency))))
     count -= (state >> count) < frequency
@@ -253,7 +256,7 @@ def rest_of(value, token):
 
 @_compile
 def write_fields(fields, widths, out):
-    """Write the fields, the last one first, as one string of bits, lowest bits first → bytes."""
+    """Write the fields, last field first, as a bit string, lowest bits first → bytes written."""
     held = ZERO
     filled = ZERO
     used = 0

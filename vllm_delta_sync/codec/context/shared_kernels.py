@@ -1,7 +1,7 @@
-"""Compiled loops that encoding and decoding with codec ``context`` share. Arrays are flat and C-contiguous.
+"""Compiled loops (numba) that encoding and decoding with codec ``context`` share. Arrays are flat and C-contiguous.
 
-A tile's elements are numbered in row-major order inside the tile. Which of them are of a class is a row of bits, 64
-to a word, made by comparing 64 elements at once.
+A tile's elements are numbered in row-major order inside the tile. A class is a bit mask over them, in 64-bit words;
+64 elements are compared at once.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -15,12 +15,12 @@ from vllm_delta_sync.codec.context.tables import STATE_BITS, STATES, STRIDE, TOK
 from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, prefetch
 
 AHEAD = 24
-"""Rows that are asked for before they are read."""
+"""Number of rows by which prefetching is ahead of reading."""
 
 
 @intrinsic
 def at_least(typing_context, values, index, threshold):
-    """64 bits: which of values[index : index + 64] are ``threshold`` or more. The caller sees to the bounds."""
+    """64-bit mask: which of values[index : index + 64] are ``threshold`` or more. The caller checks the bounds."""
 
     def generate(context, builder, signature, arguments):
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -69,7 +69,7 @@ def key_of(typing_context, bits, drop):
     """The highest byte of ``bits`` shifted left by ``drop`` bits, as uint8: the key of an element."""
 
     def generate(context, builder, signature, arguments):
-        # In the width of the element, where numba would widen to 64 bits: a quarter of the speed.
+        # In the element's width: numba would widen to 64 bits, at a quarter of the speed.
         element = arguments[0].type
         moved = builder.shl(arguments[0], builder.trunc(arguments[1], element) if element.width < 64 else arguments[1])
         high = builder.lshr(moved, element(element.width - 8))
@@ -80,26 +80,26 @@ def key_of(typing_context, bits, drop):
 
 @_compile
 def mask_tile(bits, origin, rows, columns, stride, drop, thresholds, scratch, masks):
-    """Which elements of the tile at flat index ``origin`` of ``bits`` are of which class → number of elements.
+    """Compute the class masks of the tile at flat index ``origin`` of ``bits`` → number of elements.
 
     Args:
-        drop: how many bits above the key do not count, uint64. thresholds: uint8 keys at which the second and later
-            classes begin, ascending. scratch: uint8, room for the tile, up to a multiple of 64.
-        masks: (classes, words) uint64.
+        drop: number of bits above the key, uint64. thresholds: ascending uint8 keys at which the second and later
+            classes begin. scratch: uint8, room for the tile rounded up to a multiple of 64.
+        masks: (classes, words) uint64 output.
     """
     size = rows * columns
     for row in range(rows):
         line = bits[origin + row * stride : origin + row * stride + columns]
         out = scratch[row * columns : row * columns + columns]
-        # Rows of a tile lie far apart, where the processor does not see them coming.
+        # Rows of a tile lie far apart, so the processor does not prefetch them by itself.
         ahead = origin + (row + AHEAD) * stride
         for i in range(ahead, ahead + columns, 64 // bits.itemsize):
             prefetch(bits, np.uint64(i))
         for i in range(columns):
             out[i] = key_of(line[i], drop)
     words = (size + 63) // 64
-    # One threshold after the other, each apart from what it is combined with: in one loop, words became vectors of
-    # bits that the compiler packed one by one.
+    # Separate loops per threshold and per combination: in one loop, the compiler turns words into vectors of bits and
+    # packs them one by one.
     masks[0, :words] = ~ZERO
     if size % 64:
         masks[0, words - 1] = (ONE << np.uint64(size % 64)) - ONE
@@ -125,9 +125,9 @@ def token_of(value):
 
 @_compile
 def fill_tables(frequencies, tables, states):
-    """``Decoding`` and the states of ``Encoding`` of (tables, TOKENS) frequencies; each row adds up to STATES or 0.
+    """Fill ``Decoding`` and the states of ``Encoding`` from (tables, TOKENS) frequencies; rows add up to STATES or 0.
 
-    Even rows are of gaps, whose tokens are one more, odd rows of values.
+    Even rows are for gaps, whose tokens are increased by one; odd rows are for values.
     """
     for row in range(frequencies.shape[0]):
         wanted = frequencies[row]

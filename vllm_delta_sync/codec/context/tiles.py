@@ -1,7 +1,7 @@
-"""How a tensor is cut into tiles that codec ``context`` codes one by one.
+"""``Grid``: how a tensor is cut into tiles, which codec ``context`` codes independently.
 
-A tensor is seen as rows of its last dimension; one with a single dimension has rows of one element. Rows form slabs
-(the experts of a stacked tensor), which no tile crosses.
+A tensor is treated as rows of its last dimension; a tensor with one dimension has rows of one element. Rows form slabs
+(such as the experts of a stacked tensor), which no tile crosses.
 """
 
 import math
@@ -14,28 +14,28 @@ import numpy.typing as npt
 from vllm_delta_sync.errors import FormatError, UnsupportedError
 from vllm_delta_sync.format.limits import MAX_TILE_ELEMENTS, MIN_TILE_ELEMENTS
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors.base_bits import Rectangle
+from vllm_delta_sync.tensors.bits import Rectangle
 
 CUTS = (16, 8, 4, 2, 1)
-"""Into how many equal parts a writer cuts rows and columns, if they divide: tensor parallelism cuts there too."""
+"""Numbers of equal parts into which a writer cuts rows and columns, if divisible; tensor parallelism cuts there too."""
 CUT_ELEMENTS = {16: 2**24, 8: 2**22, 4: 2**20, 2: 2**19, 1: 0}
-"""Slabs of so many elements are cut into that many parts at least: they may well be served by as many ranks."""
+"""Parts → elements: a slab of so many elements is cut into at least so many parts, for as many ranks."""
 CHANGES_PER_TILE = 1024
-"""Smaller slabs are cut too where that leaves so many: a tile costs about 8 bytes besides, 1 % of them."""
+"""A smaller slab is cut too if each tile keeps so many changes; a tile costs about 8 bytes, 1 % of their bytes."""
 TILE_BYTES = 8
 SAVED_BYTES = 0.35
-"""What a changed element takes less in a tile than in codec ``packed``, about."""
+"""Approximate bytes that a changed element saves in a tile, compared with codec ``packed``."""
 BLOCK_BYTES = 800
-"""What a block of codec ``packed`` takes besides its changes, about: the names of its planes, and their frames."""
+"""Approximate overhead of a block of codec ``packed``: the names of its planes, and their frames."""
 TALL = 8
-"""With so many times more rows than columns a tensor is a vocabulary, whose columns nobody cuts."""
+"""A tensor with so many times more rows than columns is a vocabulary, whose columns are never sharded."""
 TILE_ELEMENTS = 128 * 1024
-"""A writer makes no larger tiles: scratch memory on both sides."""
+"""Largest tile of a writer; bounds scratch memory on both sides."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A tensor's rows and columns, rows of a slab, rows and columns of a tile; those at the edges may be smaller."""
+    """A tensor's rows and columns, rows of a slab, rows and columns of a tile. Tiles at edges may be smaller."""
 
     rows: int
     columns: int
@@ -45,12 +45,12 @@ class Grid:
 
     @property
     def across(self) -> int:
-        """Tiles side by side."""
+        """Tiles per band: side by side."""
         return -(-self.columns // self.width)
 
     @property
     def bands(self) -> int:
-        """Tiles one below the other."""
+        """Bands of tiles, one below the other."""
         whole, rest = divmod(self.rows, self.slab)
         return whole * -(-self.slab // self.height) + -(-rest // self.height)
 
@@ -62,7 +62,7 @@ class Grid:
         return np.array([self.rows, self.columns, self.slab, self.height, self.width], np.int64)
 
     def rectangles(self) -> npt.NDArray[np.int64]:
-        """(tiles, 4) in the order of the streams, see ``Rectangle``."""
+        """(tiles, 4) in the order of the streams; see ``Rectangle``."""
         starts = [
             row for slab in range(0, self.rows, self.slab)
             for row in range(slab, min(slab + self.slab, self.rows), self.height)
@@ -83,8 +83,8 @@ def extent(shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape) // columns if columns else 0, columns
 
 
-def chosen_grid(spec: TensorSpec, changed: int) -> Grid:
-    """How a writer cuts a tensor of which so many elements changed."""
+def choose_grid(spec: TensorSpec, changed: int) -> Grid:
+    """The grid that a writer uses for a tensor with ``changed`` changed elements."""
     rows, columns = extent(spec.shape)
     slab = spec.shape[-2] if len(spec.shape) > 2 and spec.shape[-2] * columns >= 16 * MIN_TILE_ELEMENTS else rows
     share = changed / spec.numel
@@ -95,16 +95,16 @@ def chosen_grid(spec: TensorSpec, changed: int) -> Grid:
     if height * width < MIN_TILE_ELEMENTS // 16:
         height, width = slab, columns
     if height * width > TILE_ELEMENTS:
-        # A cut becomes a slab, whose tiles may then have any height.
+        # Each part becomes a slab, whose tiles may have any height.
         slab, height = height, -(-height // -(-height * width // TILE_ELEMENTS))
     if height * width > TILE_ELEMENTS:
         width = _divisor(width, TILE_ELEMENTS)
     return Grid(rows, columns, slab, height, width)
 
 
-def lost_bytes(spec: TensorSpec, changed: int) -> float:
-    """How many bytes more a tensor takes in tiles than in codec ``packed``, about; below 0 where it takes fewer."""
-    return TILE_BYTES * min(chosen_grid(spec, changed).tiles, changed) - SAVED_BYTES * changed
+def excess_bytes(spec: TensorSpec, changed: int) -> float:
+    """Approximate bytes that a tensor takes more in tiles than in codec ``packed``; negative if fewer."""
+    return TILE_BYTES * min(choose_grid(spec, changed).tiles, changed) - SAVED_BYTES * changed
 
 
 def _part(size: int, cuts: int) -> int:
@@ -112,16 +112,16 @@ def _part(size: int, cuts: int) -> int:
 
 
 def _divisor(size: int, most: int) -> int:
-    """The largest divisor of ``size`` up to ``most``; ``most`` where that would be far smaller."""
+    """The largest divisor of ``size`` up to ``most``; ``most`` if that divisor is less than a quarter of it."""
     found = next(size // parts for parts in range(-(-size // most), size + 1) if size % parts == 0)
     return found if 4 * found >= most else most
 
 
 def read_grid(spec: TensorSpec, cut: tuple[int, int, int], what: str) -> Grid:
-    """A grid that an object declares: rows of a slab, rows and columns of a tile.
+    """The grid that an object declares; ``cut``: rows of a slab, rows and columns of a tile.
 
     Raises:
-        FormatError: it does not fit the tensor, or its tiles are too small or too large.
+        FormatError: the grid does not fit the tensor, or its tiles are too small or too large.
     """
     slab, height, width = cut
     rows, columns = extent(spec.shape)
@@ -135,11 +135,11 @@ def read_grid(spec: TensorSpec, cut: tuple[int, int, int], what: str) -> Grid:
     return grid
 
 
-def wanted_tiles(grid: Grid, held: Sequence[Rectangle] | None, name: str, what: str) -> npt.NDArray[np.bool_]:
-    """(tiles,) which tiles lie in what is held.
+def select_tiles(grid: Grid, held: Sequence[Rectangle] | None, name: str, what: str) -> npt.NDArray[np.bool_]:
+    """(tiles,) bool: which tiles lie inside the rectangles ``held``; None for the whole tensor.
 
     Raises:
-        UnsupportedError: one lies there in part: it cannot be decoded without the rest.
+        UnsupportedError: a tile lies partly inside, so it cannot be decoded.
     """
     if held is None:
         return np.ones(grid.tiles, np.bool_)
@@ -153,7 +153,7 @@ def wanted_tiles(grid: Grid, held: Sequence[Rectangle] | None, name: str, what: 
     cut = np.flatnonzero((covered > 0) & (covered != areas))
     if cut.size:
         raise UnsupportedError(
-            f"{what}: tensor {name!r} is coded in tiles of {grid.height} × {grid.width}, of which this rank holds some "
-            "in part only; publish with codec='packed', or serve with fewer ranks, a power of two"
+            f"{what}: tensor {name!r} is coded in tiles of {grid.height} × {grid.width}, of which this rank has some "
+            "only in part; publish with codec='packed', or serve with fewer ranks, a power of two"
         )
     return covered > 0

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.codec.context.tiles import extent
-from vllm_delta_sync.codec.merge import lay_over
+from vllm_delta_sync.codec.merge import apply_row
 from vllm_delta_sync.engine.model.patch import region_view
 from vllm_delta_sync.engine.model.regions import Region, split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.errors import EngineError, UnsupportedError
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors.base_bits import BaseTensor, Old, Rectangle
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Rectangle
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
@@ -90,7 +90,7 @@ def with_changes(old: Old, parts: Sequence[Changes]) -> Old:
         for group in (group for part in parts[first:] for group in part.sparse):
             row = int(np.searchsorted(group.ids, tensor))
             if row < group.ids.size and group.ids[row] == tensor:
-                lay_over(found.bits, group, row)
+                apply_row(found.bits, group, row)
         return found
 
     return read

@@ -22,7 +22,7 @@ from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import MAPPED_BYTES, map_cached_object
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.run.restore import check_step, step_changes
-from vllm_delta_sync.tensors.base_bits import Old
+from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Changes
 
 

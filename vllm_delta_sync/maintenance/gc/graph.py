@@ -16,7 +16,7 @@ from vllm_delta_sync.format.documents import (
     Retention,
     Tag,
     anchor_of_key,
-    fold_of_key,
+    merged_delta_of_key,
     tag_key,
     tag_of_key,
 )
@@ -251,7 +251,7 @@ def _read_standalone(run: RunDocuments, found: RunGraph, known_edges: dict[Objec
         item
         for prefix in (ANCHORS_PREFIX, FOLDS_PREFIX)
         for item in run.bucket.list(prefix)
-        if anchor_of_key(item.key) is not None or fold_of_key(item.key) is not None
+        if anchor_of_key(item.key) is not None or merged_delta_of_key(item.key) is not None
     ]
 
     def read(item: ObjectInfo) -> tuple[Edge, bool] | str | None:

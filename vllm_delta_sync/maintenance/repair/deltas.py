@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_delta_sync.codec.delta_object import CODECS, RELATIVE, DeltaContext, decode, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_reader import decode
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.zstd import COMPRESSIONS
-from vllm_delta_sync.format.anchor_file import shard_tables, write_anchor
-from vllm_delta_sync.format.documents import Anchor, anchor_key, fold_key
+from vllm_delta_sync.format.codecs import CODECS, RELATIVE_CODECS
+from vllm_delta_sync.format.documents import Anchor, anchor_key, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, object_key, timestamp
+from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.keys import check_signer
 from vllm_delta_sync.maintenance.merge_writer import write_merged_delta
@@ -124,12 +127,12 @@ def lost_object(
     if manifest.base_version is None or codec is None:
         return None
     context = DeltaContext(manifest.run, manifest.version, manifest.base_version)
-    others = [decode(run.fetch(ref), run.table, context, before.old) for ref in manifest.objects if ref != lost]
+    others = [decode(run.fetch(ref), run.table, context, before.base_tensor) for ref in manifest.objects if ref != lost]
     compression = next((name for name in COMPRESSIONS if name == manifest.compression), "none")
-    for changes in _candidates(others, before, after, relative=codec in RELATIVE):
+    for changes in _candidates(others, before, after, relative=codec in RELATIVE_CODECS):
         if changes.changed + sum(other.changed for other in others) != manifest.changed:
             continue
-        data = encode(changes, run.table, codec, compression, context, before.old)  # type: ignore[arg-type]
+        data = encode(changes, run.table, codec, compression, context, before.base_tensor)  # type: ignore[arg-type]
         if len(data) == lost.bytes and sha256(data).hexdigest() == lost.sha256:
             return data
     return None

@@ -24,7 +24,7 @@ from vllm_delta_sync.format.documents import (
     anchor_key,
     anchor_of_key,
     claim_of_key,
-    fold_of_key,
+    merged_delta_of_key,
     tag_of_key,
 )
 from vllm_delta_sync.format.manifest import (
@@ -130,7 +130,7 @@ class Mirror:
     def _missing_standalone_keys(self, version: int) -> list[str]:
         """Keys of standalone documents that lead to a version and are only in the mirror."""
         listed = [item.key for item in self._bucket.list(FOLDS_PREFIX)]
-        folds = [key for key in listed if (pair := fold_of_key(key)) is not None and pair[1] == version]
+        folds = [key for key in listed if (pair := merged_delta_of_key(key)) is not None and pair[1] == version]
         return [key for key in (anchor_key(version), *folds) if self._stored(key) is None]
 
     def _manifest(self, version: int) -> str | None:

@@ -1,8 +1,10 @@
 """``bridge`` finds the objects of a version whose manifest is lost, and writes a merged delta that leads across it."""
 
-from vllm_delta_sync.codec.delta_object import Codec, DeltaContext, codec_of, decode, required_features
+from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
+from vllm_delta_sync.codec.delta_reader import codec_of, decode
 from vllm_delta_sync.errors import DeltaSyncError, LimitError, NotFoundError, StoreError
-from vllm_delta_sync.format.documents import MergedDelta, fold_key
+from vllm_delta_sync.format.codecs import BASE_CODECS, Codec
+from vllm_delta_sync.format.documents import MergedDelta, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, Manifest, ObjectRef, object_key, timestamp
 from vllm_delta_sync.run.checks import object_limit
@@ -61,7 +63,7 @@ def bridge(
             continue
         try:
             data = run.fetch(ref)
-            part = decode(data, run.table, context, before.old)
+            part = decode(data, run.table, context, before.base_tensor)
             codec = codec_of(data, context)
         except StoreError:
             raise
@@ -96,9 +98,9 @@ def bridge(
         objects=refs,
         changed=changes.changed,
         payload_bytes=sum(ref.bytes for ref in refs),
-        reversible=changes.reversible and "context" not in codecs,
+        reversible=changes.reversible and BASE_CODECS.isdisjoint(codecs),
         created_at=timestamp(),
     )
-    key = fold_key(first.version, lost)
+    key = merged_delta_key(first.version, lost)
     run.bucket.put(key, document.to_bytes())
     return key

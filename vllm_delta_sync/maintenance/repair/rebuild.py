@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVarTuple
 
 from vllm_delta_sync.errors import DeltaSyncError, SettingsError, StoreError
-from vllm_delta_sync.format.documents import anchor_of_key, fold_of_key
+from vllm_delta_sync.format.documents import anchor_of_key, merged_delta_of_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
 from vllm_delta_sync.maintenance.keys import check_signer
 from vllm_delta_sync.maintenance.repair.deltas import lost_object, put_anchor, put_lost_shard, put_merged_delta

@@ -1,0 +1,173 @@
+"""``DeltaSpool`` writes a delta object of a relative codec piece by piece, with one block or tensor in memory.
+
+Merged deltas are written this way; ``delta_writer.encode`` writes an object at once.
+"""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from vllm_delta_sync.codec import packed
+from vllm_delta_sync.codec.delta_object import FINGERPRINTS, METADATA_KEY, DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode_sparse, fingerprint_lanes, metadata_text
+from vllm_delta_sync.codec.zstd import Compression
+from vllm_delta_sync.errors import StoreError
+from vllm_delta_sync.format.codecs import Codec
+from vllm_delta_sync.format.dtypes import dtype_of
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.manifest import ObjectRef, object_key
+from vllm_delta_sync.format.safetensors_file import header_bytes, layout
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.tensors.bits import BaseLookup
+from vllm_delta_sync.tensors.changes import Full, Sparse
+
+SPOOL_ELEMENTS = 2 * 1024 * 1024
+"""A block is closed at this many elements; fewer than in a publisher's objects, to save scratch memory."""
+COPY_BYTES = 4 * 1024 * 1024
+
+
+class DeltaSpool:
+    """A delta object under construction.
+
+    The pieces are in a scratch file in ``folder`` until ``finish`` copies them in the container's order. Nothing is
+    fsynced, since the object is uploaded from here. ``close`` removes the scratch file, finished or not.
+
+    Args:
+        codec: ``packed`` or ``context``. old: the bits at the base version, which codec ``context`` needs.
+
+    Attributes:
+        bytes: of the pieces so far. changed: elements. tensors: ids carried. full: number of them sent in full.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        table: TensorTable,
+        context: DeltaContext,
+        compression: Compression,
+        codec: Codec = "packed",
+        old: BaseLookup | None = None,
+    ) -> None:
+        self._folder, self._table, self._context, self._compression = folder, table, context, compression
+        self._codec, self._old = codec, old
+        self.bytes = self.changed = self.full = 0
+        self.tensors: set[int] = set()
+        self._entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        self._blocks: list[dict[str, Any]] = []
+        self._pending: list[Sparse] = []
+        self._whole: list[Full] = []
+        self._path = folder / f"{os.urandom(8).hex()}.pieces"
+        self._file: IO[bytes] = self._path.open("w+b")
+
+    def add(self, piece: Sparse | Full) -> None:
+        """Append changed elements (ULP distances) or a tensor in full; a tensor may come only once.
+
+        Raises:
+            StoreError: the disk is full.
+        """
+        if isinstance(piece, Full):
+            self._add_full(piece)
+            return
+        pending = self._pending
+        # Ids ascend within a block, and it has one dtype.
+        if pending and (pending[-1].dtype != piece.dtype or pending[-1].ids[-1] >= piece.ids[0]):
+            self._flush()
+        self._pending.append(piece)
+        self.tensors.update(piece.ids.tolist())
+        self.changed += piece.positions.size
+        if sum(group.positions.size for group in self._pending) >= SPOOL_ELEMENTS:
+            self._flush()
+
+    def _add_full(self, tensor: Full) -> None:
+        self.tensors.add(tensor.id)
+        self.changed += tensor.bits.size
+        self.full += 1
+        if self._compression == "none":
+            spec = self._table[tensor.id]
+            self._write(spec.name, spec.dtype, spec.shape, tensor.bits)
+            return
+        self._whole.append(tensor)
+        if sum(full.bits.size for full in self._whole) >= SPOOL_ELEMENTS:
+            self._flush_full()
+
+    def finish(self, path: Path, fingerprints: Mapping[int, Fingerprint]) -> ObjectRef:
+        """Write the object to ``path`` and return its reference.
+
+        Args:
+            fingerprints: change per tensor id; only those of carried tensors are used.
+
+        Raises:
+            StoreError: the disk is full.
+        """
+        self._flush()
+        self._flush_full()
+        lanes = fingerprint_lanes({tensor: fingerprints[tensor] for tensor in self.tensors})
+        self._write(FINGERPRINTS, "U64", lanes.shape, lanes)
+        placed = layout({name: (dtype_of(dtype, name), shape) for name, (dtype, shape, _) in self._entries.items()})
+        text = metadata_text(self._codec, self._compression, self._context, self._blocks)
+        header = header_bytes(placed, {METADATA_KEY: text})
+        digest = sha256(header)
+        try:
+            with path.open("wb") as file:
+                file.write(header)
+                for name, entry in placed.items():
+                    self._file.seek(self._entries[name][2])
+                    left = entry.end - entry.start
+                    while left:
+                        piece = self._file.read(min(left, COPY_BYTES))
+                        if not piece:
+                            raise StoreError(f"another process truncated scratch file {self._path.name!r}; try again")
+                        digest.update(piece)
+                        file.write(piece)
+                        left -= len(piece)
+                size = file.tell()
+        except OSError as error:
+            raise _full(self._folder, error) from error
+        return ObjectRef(key=object_key(digest.hexdigest()), bytes=size, sha256=digest.hexdigest())
+
+    def close(self) -> None:
+        """Remove the scratch file; safe to call twice."""
+        with suppress(OSError):  # flushing the buffer fails if the disk is full; the file is removed anyway
+            self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        groups, self._pending = self._pending, []
+        joined = groups[0]
+        if len(groups) > 1:
+            ids, counts, positions, data = (
+                np.concatenate([getattr(group, part) for group in groups])
+                for part in ("ids", "counts", "positions", "data")
+            )
+            joined = Sparse(joined.dtype, ids, counts, positions, data, relative=True)
+        arrays, blocks = encode_sparse([joined], self._table, self._codec, self._compression, self._old)
+        base = len(self._blocks)
+        for name, (dtype, array) in arrays.items():
+            block, _, part = name[1:].partition(".")
+            self._write(f"@{base + int(block)}.{part}", dtype, array.shape, array)
+        self._blocks += blocks
+
+    def _flush_full(self) -> None:
+        tensors, self._whole = self._whole, []
+        arrays, blocks = packed.encode_full(tensors, self._table, self._compression, len(self._blocks))
+        for name, (dtype, array) in arrays.items():
+            self._write(name, dtype, array.shape, array)
+        self._blocks += blocks
+
+    def _write(self, name: str, dtype: str, shape: tuple[int, ...], array: np.ndarray) -> None:
+        try:
+            self._entries[name] = (dtype, shape, self._file.seek(0, os.SEEK_END))
+            self.bytes += self._file.write(np.ascontiguousarray(array).view(np.uint8).data)
+        except OSError as error:
+            raise _full(self._folder, error) from error
+
+
+def _full(folder: Path, error: OSError) -> StoreError:
+    return StoreError(f"scratch folder {str(folder)!r} cannot be written: {error.strerror}; free space there")

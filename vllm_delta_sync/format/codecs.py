@@ -1,0 +1,18 @@
+"""The codecs of delta objects by name, and what each of them needs.
+
+Code that decides by codec asks these tables. To add a codec, begin here.
+"""
+
+from typing import Literal, get_args
+
+Codec = Literal["packed", "context", "raw"]
+RelativeCodec = Literal["packed", "context"]
+
+CODECS: tuple[Codec, ...] = get_args(Codec)
+RELATIVE_CODECS: tuple[RelativeCodec, ...] = get_args(RelativeCodec)
+"""Codecs of ULP distances in blocks, which may be compressed. The others store new bits, uncompressed."""
+BASE_CODECS: frozenset[Codec] = frozenset({"context"})
+"""Codecs that can be decoded only with the base bits, so that their versions cannot be reverted."""
+
+FEATURES: frozenset[str] = frozenset({*CODECS, "zstd"})
+"""What ``requires`` of a document may list for this reader to accept it: codecs, and compression of blocks."""
