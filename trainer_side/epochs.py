@@ -34,8 +34,8 @@ from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import Claim, claim_key
 from vllm_delta_sync.format.manifest import RUN_KEY, Manifest, RunInfo, timestamp, version_key
 from vllm_delta_sync.run.checks import check_follows
-from vllm_delta_sync.run.head import end_of_block
-from vllm_delta_sync.run.revoked import refused_manifest
+from vllm_delta_sync.run.documents import revoked_manifest
+from vllm_delta_sync.run.head import last_consecutive
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import RunKeys, short
 
@@ -164,7 +164,7 @@ def claim(run: Run, tail: HistoryTail) -> EpochToken:
         StoreError: the store failed; at worst a claim is left that fences the former writer.
     """
     bucket, writer = run.bucket, secrets.token_hex(16)
-    epoch = max(run.newest_claim(), 0 if tail.manifest is None else tail.manifest.epoch) + 1
+    epoch = max(run.newest_epoch(), 0 if tail.manifest is None else tail.manifest.epoch) + 1
     while True:
         document = run.keyring.signed(
             Claim(
@@ -193,7 +193,7 @@ def check_not_fenced(bucket: Bucket, info: bytes, epoch: int, own: bytes | None 
         ConflictError: another writer has the run, or it was replaced or removed. StoreError: the store failed.
     """
     try:
-        unchanged = gives(lambda: bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), info)
+        unchanged = reads_back(lambda: bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), info)
     except NotFoundError as error:
         raise ConflictError(f"the run at {bucket.url} was removed; this publisher stops: start a new run") from error
     if not unchanged:
@@ -253,7 +253,7 @@ def open_trusted(bucket: Bucket, keyring: Keyring) -> Run:
         DeltaSyncError: run.json, tensors.json or keys.json is missing or damaged.
     """
     info = RunInfo.from_bytes(bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), RUN_KEY)
-    if keyring.signs and info.signature is None:
+    if keyring.has_signing_key and info.signature is None:
         raise SignatureError(
             f"the run at {bucket.url} is not signed, and signing_key is set: its content cannot be trusted; "
             "publish to a new run URL, or without signing_key"
@@ -261,7 +261,7 @@ def open_trusted(bucket: Bucket, keyring: Keyring) -> Run:
     if info.signature is not None:
         _check_has_key(bucket, keyring)
     run = Run(bucket, keyring)
-    refused = key_refusal(run.authentic.keys, keyring)
+    refused = key_refusal(run.verifier.keys, keyring)
     if refused is not None:
         raise SignatureError(f"{refused} ({bucket.url})")
     return run
@@ -274,7 +274,7 @@ def check_tail(run: Run, tail: HistoryTail) -> None:
     version that receivers have, which would take the next version for another history. A version whose key keys.json
     revoked or retired is not refused: receivers that believed it follow only what continues after it.
     """
-    if not run.keyring.signs:
+    if not run.keyring.has_signing_key:
         if tail.manifest is not None and tail.manifest.signature is not None:
             _check_has_key(run.bucket, run.keyring)
     elif (tail.problem is not None or tail.manifest is None) and not is_revoked_tail(run, tail):
@@ -292,7 +292,7 @@ def is_revoked_tail(run: Run, tail: HistoryTail) -> bool:
         return False
     digest = last.digest
     for version in range(last.version + 1, tail.version + 1):
-        manifest = refused_manifest(run, version)
+        manifest = revoked_manifest(run, version)
         if manifest is None or manifest.parent != digest:
             return False
         digest = manifest.digest
@@ -313,13 +313,13 @@ def forgery_cause(error: BaseException | None) -> DeltaSyncError | None:
 
 def raise_if_forged(run: Run, tail: HistoryTail, error: DeltaSyncError) -> None:
     """Raise SignatureError if a version cannot be rebuilt because it needs data that no trusted key has signed."""
-    reason = forgery_cause(error) if run.keyring.checks else None
+    reason = forgery_cause(error) if run.keyring.checks_signatures else None
     if reason is not None:
         raise _untrusted_error(run, tail, reason) from error
 
 
 def _check_has_key(bucket: Bucket, keyring: Keyring) -> None:
-    if not keyring.signs:
+    if not keyring.has_signing_key:
         raise SignatureError(
             f"the run at {bucket.url} is signed, and its receivers would refuse a version without a signature; "
             "pass signing_key= with a key that may sign it, or publish to a new run URL"

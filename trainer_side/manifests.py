@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 
 from trainer_side.diff.baseline import Baseline
 from vllm_delta_sync.bucket.threads import SLICE_SECONDS, start_call, wait_for_call
-from vllm_delta_sync.codec.delta_object import Codec, required_features
+from vllm_delta_sync.codec.delta_object import required_features
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import LimitError, StoreError
 from vllm_delta_sync.format import limits
@@ -87,7 +87,7 @@ class Shards:
             digest = file_digest(file, "sha256").hexdigest()
         ref = ObjectRef(key=object_key(digest), bytes=path.stat().st_size, sha256=digest)
         self._uploads = _wait_until_at_most(self._uploads, PARALLEL_UPLOADS - 1)
-        self._uploads.add(begun(_store_and_remove, self._put, ref, path))
+        self._uploads.add(start_call(_store_and_remove, self._put, ref, path))
         return ref
 
     def __enter__(self) -> Self:
@@ -104,7 +104,7 @@ class Shards:
                 # No upload may outlive the block, except after an interrupt, which must not wait.
                 if error is None or isinstance(error, Exception):
                     for upload in self._uploads:
-                        ended(upload)
+                        wait_for_call(upload)
 
 
 def put_shards(baseline: Baseline, shard_bytes: int, put: Put) -> list[ObjectRef]:
@@ -246,7 +246,7 @@ def delta(
         parent=parent.digest,
         breaks=breaks,
         # Codec context needs the base bits to decode, which is just what a revert has to produce.
-        reversible=changes.reversible and not (objects and codec == "context"),
+        reversible=changes.reversible and not (objects and codec in BASE_CODECS),
         epoch=epoch,
         quarantine=_quarantine(reasons, parent),
         codec=codec if objects else None,

@@ -11,9 +11,9 @@ from typing import Literal, get_args
 import torch
 
 from trainer_side.diff.buffers import BaselineLocation
-from vllm_delta_sync.codec.delta_object import Codec
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.limits import MAX_SIDECAR_BYTES, MAX_SIDECARS
 from vllm_delta_sync.format.manifest import FILE_NAME
 from vllm_delta_sync.settings import client_settings

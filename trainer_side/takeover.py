@@ -22,9 +22,10 @@ from trainer_side.model.sources import LiveTensors
 from trainer_side.options import Options
 from trainer_side.writer import FormerVersionError, RunWriter, UncertainError
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.conditional_put import settled
+from vllm_delta_sync.bucket.conditional_put import confirm_created
 from vllm_delta_sync.bucket.verified import fetch_object
-from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
@@ -55,10 +56,10 @@ from vllm_delta_sync.format.manifest import (
     version_key,
 )
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.maintenance.key_list import CHANGES_PREFIX
+from vllm_delta_sync.maintenance.keys import CHANGES_PREFIX
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base, document_limit
-from vllm_delta_sync.run.restore import BaseError, restore
+from vllm_delta_sync.run.restore import BaseUnavailableError, restore
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve_base
 
@@ -238,7 +239,7 @@ def begin(
         SignatureError: the signing key may not begin a run.
     """
     keyring = options.keyring
-    keyring.check_begins()
+    keyring.check_can_start_run()
     info = keyring.signed(new_run(state.table, files))
     writer = RunWriter(bucket, info, 0, options, document_limit(state.table))
     if base is not None and difference is not None:
@@ -415,7 +416,7 @@ class RunStart:
             if key != RUN_KEY:
                 del written.uncertain[key]
                 return
-        if key == RUN_KEY and not settled(self._bucket, key, data):
+        if key == RUN_KEY and not confirm_created(self._bucket, key, data):
             raise self._conflict(key)
         written.keys.append(key)
         del written.uncertain[key]
@@ -557,7 +558,7 @@ class Takeover:
             found = self._find_tail()
             try:
                 done.append(self._restore(found))
-            except BaseError:
+            except BaseUnavailableError:
                 # No version is lost: the caller has to say where the base is.
                 raise
             except (*UNREADABLE, SignatureError) as error:

@@ -16,8 +16,9 @@ from trainer_side.encode.upload_bandwidth import UploadBandwidth
 from trainer_side.epochs import check_not_fenced, key_refusal, stored_digest
 from trainer_side.options import Options
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.conditional_put import gives
-from vllm_delta_sync.bucket.parallel import has_object, in_parallel
+from vllm_delta_sync.bucket.conditional_put import reads_back
+from vllm_delta_sync.bucket.threads import in_parallel
+from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.errors import (
     ConflictError,
     DeltaSyncError,
@@ -154,7 +155,7 @@ class RunWriter:
         if not self._options.read_back:
             return
         try:
-            intact = gives(lambda: stored_digest(self._bucket, ref.key), ref.sha256)
+            intact = reads_back(lambda: stored_digest(self._bucket, ref.key), ref.sha256)
         except NotFoundError as error:
             raise StoreError(f"object {ref.key} was stored and is not there: check the store") from error
         if not intact:
@@ -203,7 +204,7 @@ class RunWriter:
         except StoreError as error:
             if not self.is_stored(manifest):
                 raise StoreError(error.message) from error
-        if not self._bucket.exclusive:
+        if not self._bucket.supports_conditional_put:
             self._check_written(manifest)
         if self._options.read_back:
             self._check_manifest(manifest)
@@ -261,7 +262,7 @@ class RunWriter:
     def finalize_head(self) -> None:
         """Set HEAD to the newest version for the last time; a signed HEAD gets its full lifetime."""
         self._head_written_at = -math.inf
-        if not self._options.keyring.signs:
+        if not self._options.keyring.has_signing_key:
             self.update_head()
         elif not self._fenced:
             self.renew_head()
@@ -303,7 +304,7 @@ class RunWriter:
             present = Head.from_bytes(self._bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES), HEAD_KEY)
             if present.run != wanted.run:
                 return self._bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES) != self._info
-            self._verifier.head(present, HEAD_KEY)
+            self._verifier.check_head(present, HEAD_KEY)
         except SignatureError as error:
             logger.error("%s, which another party has written to the bucket, is overwritten: %s", HEAD_KEY, error)
             return False
@@ -381,7 +382,7 @@ class RunWriter:
         key, newest = version_key(version), self.newest
         try:
             theirs = Manifest.from_bytes(self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), key)
-            self._verifier.manifest(theirs, key)
+            self._verifier.check_manifest(theirs, key)
         except SignatureError as error:
             theirs = None
             reason = (

@@ -26,7 +26,7 @@ from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.core.watchdog import common_version, is_settled
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.updater import MAX_REPAIRS
-from vllm_delta_sync.engine.worker.background import Background
+from vllm_delta_sync.engine.worker.rank_worker import Background
 from vllm_delta_sync.errors import (
     BusyError,
     DeltaSyncError,

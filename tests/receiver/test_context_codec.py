@@ -36,8 +36,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.read_plan import Step
-from vllm_delta_sync.tensors.base_bits import BaseTensor
-from vllm_delta_sync.tensors.bits import Bits, Positions
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 

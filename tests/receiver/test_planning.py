@@ -19,7 +19,7 @@ from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.planning.lineage import ancestry, connect_runs
-from vllm_delta_sync.engine.staging.reconstruct import newest, rebuild
+from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest, rebuild
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, DigestError, EngineError, FormatError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys

@@ -46,7 +46,6 @@ from vllm_delta_sync.maintenance.compact import (
     make_merged_delta,
 )
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
-from vllm_delta_sync.maintenance.merge_writer import MergeCodec
 from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.run import restore as chain_read
@@ -57,7 +56,7 @@ from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.verify.verify import verify_run
 
 CREATED = "2026-01-02T03:04:05Z"
-CODECS: tuple[MergeCodec, MergeCodec] = ("packed", "context")
+CODECS: tuple[RelativeCodec, RelativeCodec] = ("packed", "context")
 T = TypeVar("T")
 
 
@@ -69,7 +68,7 @@ def make(folder: Path, versions: int = 0, **options: Any) -> Written:
     return written
 
 
-def grown(folder: Path, versions: int, codec: MergeCodec = "context") -> Written:
+def grown(folder: Path, versions: int, codec: RelativeCodec = "context") -> Written:
     """A run of small tensors of which each version changes much."""
     written = Written(folder / "run", table=SMALL)
     for _ in range(versions):
@@ -95,7 +94,7 @@ def test_a_merged_delta_does_what_its_versions_do(tmp_path: Path) -> None:
     written = make(tmp_path, 20)
     run = written.run
     for first, last in [(0, 4), (4, 8), (8, 12), (12, 16), (0, 16), (16, 17), (3, 14)]:
-        folded = make_fold(run, first, last)
+        folded = make_merged_delta(run, first, last)
         assert folded.digest == run.merged_delta(first, last).digest
         written.check(first, last)
     assert [(step.start, step.end) for step in find_steps(run, 0, 20)] == [
@@ -110,7 +109,7 @@ def test_a_merged_delta_does_what_its_versions_do(tmp_path: Path) -> None:
 def test_merged_deltas_are_made_of_merged_deltas_but_of_no_damaged_one(tmp_path: Path) -> None:
     written = make(tmp_path, 16)
     for first in range(0, 16, 4):
-        make_fold(written.run, first, first + 4)
+        make_merged_delta(written.run, first, first + 4)
     bad = written.run.merged_delta(4, 8).objects[0]
     good = written.bucket.get(bad.key)
     written.bucket.put(bad.key, b"x" * bad.bytes)
@@ -139,7 +138,7 @@ def test_tensors_in_full_and_changes_after_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_several_objects(tmp_path: Path, codec: MergeCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_objects(tmp_path: Path, codec: RelativeCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spooling, "SPOOL_ELEMENTS", 1)
     written = make(tmp_path, 4)
     folded = make_merged_delta(written.run, 0, 4, object_bytes=1, codec=codec, weights=RollingWeights(written.run))
@@ -188,7 +187,7 @@ def test_what_the_versions_declare_must_add_up(tmp_path: Path) -> None:
     written.bucket.put(version_key(3), wrong.to_bytes())
     written.bucket.put(version_key(4), fourth.to_bytes())
     with pytest.raises(FingerprintError, match="version"):
-        make_fold(written.run, 0, 4)
+        make_merged_delta(written.run, 0, 4)
     assert not written.run.merged_deltas()
     # So must an object and its document.
     run, step = written.run, find_steps(written.run, 0, 1)[0]
@@ -211,7 +210,7 @@ def test_another_maker_was_first(tmp_path: Path) -> None:
             theirs[:] = [make_merged_delta(written.run, 0, 4, object_bytes=1)]
         real()
 
-    made = with_put(put, lambda: make_fold(written.run, 0, 4))
+    made = with_put(put, lambda: make_merged_delta(written.run, 0, 4))
     assert made.digest == theirs[0].digest == written.run.merged_delta(0, 4).digest
     written.check(0, 4)
 
@@ -243,7 +242,7 @@ def test_gc_that_removed_an_object_meanwhile(tmp_path: Path, kind: type[side.Mer
 
 @pytest.mark.parametrize(("codec", "batch"), [("packed", 1), ("packed", 100), ("context", 100), ("context", 1 << 20)])
 def test_ranges_over_codec_context(
-    tmp_path: Path, codec: MergeCodec, batch: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, codec: RelativeCodec, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces of any size, with tensors in full before, between and after deltas of both codecs."""
     monkeypatch.setattr(reading, "LAZY_ELEMENTS", batch)
@@ -258,8 +257,8 @@ def test_ranges_over_codec_context(
     written.publish(share=0.0, codec="context")
     run = written.run
     with pytest.raises(UnsupportedError):
-        make_fold(run, 0, 4)
-    upkeep(run, written.writer.manifests[8])
+        make_merged_delta(run, 0, 4)
+    maintain(run, written.writer.manifests[8])
     assert not run.merged_deltas(), "without weights nothing is merged"
     weights = RollingWeights(run, scratch=tmp_path)
     for first, last in [(0, 4), (4, 8), (0, 8), (3, 5)]:
@@ -308,7 +307,7 @@ def test_weights_go_on_from_where_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_compact_and_then_collect(tmp_path: Path, codec: MergeCodec) -> None:
+def test_compact_and_then_collect(tmp_path: Path, codec: RelativeCodec) -> None:
     written = grown(tmp_path, 17)
     report = compact(written.run, codec=codec)
     assert (report.folds, report.skipped) == ([(0, 4), (4, 8), (8, 12), (12, 16), (0, 16)], [])
@@ -517,9 +516,9 @@ def test_maintenance_after_every_version_or_some(tmp_path: Path) -> None:
         for _ in range(18 // often):
             for _ in range(often):
                 manifest = written.publish(share=0.001)
-            made += upkeep(run, manifest)
-        assert written.run.merged_deltas() == sorted(due_folds(0, 18, []))
-        assert sorted(made) == sorted(folds(*due_folds(0, 18, [])))
+            made += maintain(run, manifest)
+        assert written.run.merged_deltas() == sorted(due_ranges(0, 18, []))
+        assert sorted(made) == sorted(folds(*due_ranges(0, 18, [])))
         for pair in written.run.merged_deltas():
             written.check(*pair)
     assert maintain(make(tmp_path / "without", 4).run, manifest, merge=False) == []
@@ -563,8 +562,8 @@ def test_maintenance_makes_what_was_missed_a_few_at_a_time(tmp_path: Path) -> No
     assert (len(first), first[:3]) == (8, folds((60, 64), (48, 64), (0, 64)))
     run = written.run
     for left in (8, 5, 0):
-        assert len(upkeep(run, written.writer.manifests[64])) == left
-    assert written.run.merged_deltas() == sorted(due_folds(0, 64, []))
+        assert len(maintain(run, written.writer.manifests[64])) == left
+    assert written.run.merged_deltas() == sorted(due_ranges(0, 64, []))
 
 
 def test_maintenance_leaves_what_is_gone_or_was_left_behind(tmp_path: Path) -> None:

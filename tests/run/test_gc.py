@@ -279,7 +279,7 @@ def test_a_receiver_with_a_lease_finds_its_way_on(tmp_path: Path) -> None:
     write_heartbeat(grown.run_, "slow", 7, target=19, seconds=600)
     report = collect(grown.run_, RetentionPolicy(keep_last=1))
     assert report.kept[7] == report.kept[19] == ["lease slow"]
-    for step in find_steps(grown.run_, 7, 40, [side.fold_key(0, 4)]):
+    for step in find_steps(grown.run_, 7, 40, [side.merged_delta_key(0, 4)]):
         assert {ref.key for ref in step.objects} <= objects(grown.memory)
     grown.memory.clock += 600
     assert 7 not in collect(grown.run_, RetentionPolicy(keep_last=1)).kept

@@ -421,7 +421,7 @@ def test_more_than_the_limit_is_not_read(chain: Chain, ring: Keyring) -> None:
     assert sum(read) < PRECHECK_BYTES
     for key, get in (
         (side.anchor_key(2), lambda: run.anchor(2)),
-        (side.fold_key(0, 2), lambda: run.merged_delta(0, 2)),
+        (side.merged_delta_key(0, 2), lambda: run.merged_delta(0, 2)),
     ):
         (chain.folder / key).parent.mkdir()
         (chain.folder / key).write_bytes(b" " * (run.document_limit + 1))

@@ -121,7 +121,7 @@ def test_who_makes_a_claim_of_long_ago_again_does_not_hold_the_slot(
 
     monkeypatch.setattr(world.bucket, "put", stopping)
     assert slow.try_acquire(1) is None
-    assert side.turn_key(0, 1) not in claims(world), "what it made is gone again"
+    assert side.pause_slot_key(0, 1) not in claims(world), "what it made is gone again"
 
 
 def test_old_claims_are_removed_by_those_who_come_later(world: FleetRun) -> None:

@@ -120,9 +120,9 @@ def test_version_that_replaces_bits_cannot_be_taken_back(tree: Written) -> None:
 def test_damaged_merged_delta_is_avoided(tree: Written) -> None:
     grow(tree, 17)
     tree.folds()
-    tree.bucket.put(side.fold_key(0, 16), b"{}")
+    tree.bucket.put(side.merged_delta_key(0, 16), b"{}")
     assert spans(find_steps(tree.run, 0, 17)) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 17)]
-    forge(tree, side.fold_key(4, 8), tree.run.merged_delta(4, 8), last_manifest="ab" * 32)
+    forge(tree, side.merged_delta_key(4, 8), tree.run.merged_delta(4, 8), last_manifest="ab" * 32)
     steps = find_steps(tree.run, 0, 17)
     assert spans(steps) == [(0, 4), (4, 5), (5, 6), (6, 7), (7, 8), (8, 12), (12, 16), (16, 17)]
     expect(tree, steps, 0, 17)

@@ -118,7 +118,7 @@ def test_a_version_whose_object_cannot_be_made_again_gets_a_folded_range() -> No
     damaged = whole.bucket.get(whole.object_of(3))
     report = repair(whole.run)
     assert report.lost == []
-    assert report.repaired == [f"{side.fold_key(2, 3)}: replaces the objects of version 3"]
+    assert report.repaired == [f"{side.merged_delta_key(2, 3)}: replaces the objects of version 3"]
     assert ["version 3: its own objects" in note for note in report.notes] == [True]
     # The manifest cannot list other bytes: what is damaged is left for whoever finds a use for it.
     assert whole.bucket.get(whole.object_of(3)) == damaged
@@ -184,7 +184,9 @@ def test_damaged_anchors_and_folded_ranges_are_made_again(what: str, whole: Whol
         if what != "document":
             run = whole.run
             listed = (
-                run.anchor(5) if key == side.anchor_key(5) else run.merged_delta(*(side.fold_of_key(key) or (0, 0)))
+                run.anchor(5)
+                if key == side.anchor_key(5)
+                else run.merged_delta(*(side.merged_delta_of_key(key) or (0, 0)))
             )
             whole.flip(listed.objects[0].key)
         if what != "object":
@@ -192,8 +194,8 @@ def test_damaged_anchors_and_folded_ranges_are_made_again(what: str, whole: Whol
     report = repair(whole.run)
     assert sorted(report.repaired) == [
         f"{side.anchor_key(5)}: rebuilt from the history",
-        f"{side.fold_key(0, 4)}: rebuilt from the history",
-        f"{side.fold_key(8, 12)}: rebuilt from the history",
+        f"{side.merged_delta_key(0, 4)}: rebuilt from the history",
+        f"{side.merged_delta_key(8, 12)}: rebuilt from the history",
     ]
     assert report.lost == []
     assert (verify_run(whole.run).anchors, verify_run(whole.run).folds) == (1, 3)

@@ -127,7 +127,7 @@ def replace_object(whole: Whole, listing: str, old: str, data: bytes) -> None:
     whole.bucket.put(ref.key, data)
     run = whole.run
     version = side.anchor_of_key(listing)
-    pair = side.fold_of_key(listing)
+    pair = side.merged_delta_of_key(listing)
     document = run.anchor(version) if version is not None else run.merged_delta(*pair) if pair is not None else None
     assert document is not None
     objects = [ref if item.key == old else item for item in document.objects]

@@ -43,7 +43,7 @@ def logs(frame: FrameType | None) -> bool:
 class Hooked(Bucket):
     """A real local bucket that calls back around each put and before each read, except those of upkeep.
 
-    ``reading`` comes before each get, ``looking`` before each stat, ``upkeep`` before each put of upkeep.
+    ``reading`` comes before each get, ``looking`` before each stat, ``maintain`` before each put of upkeep.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -314,7 +314,7 @@ def test_metrics_have_the_lag(
     seen.at[1] = lambda: serve(Run(open_bucket(url)), "slow", 0)
     trainer_of(model, tmp_path, [callback, logged, seen], max_steps=6).train()
     lags = [line.get("delta_sync/receivers_lag") for line in logged.published]
-    # Leases are read beside training: a line has what was known by then.
+    # Heartbeats are read beside training: a line has what was known by then.
     assert lags[0] is None
     known = [lag for lag in lags if lag is not None]
     assert known == sorted(known)

@@ -18,7 +18,6 @@ from vllm_delta_sync.errors import GateError, PublishError, StoreError, UsageErr
 from vllm_delta_sync.format.dtypes import DTYPES, count_nonfinite, has_values, values_of
 from vllm_delta_sync.format.manifest import Quarantine
 from vllm_delta_sync.maintenance.compact import maintain
-from vllm_delta_sync.tensors.floats import count_nonfinite, has_values, values_of
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
 
 NAN, INF = math.nan, math.inf

@@ -66,7 +66,7 @@ def listed(bucket: Hooked, prefix: str) -> list[str]:
 def test_merged_deltas_are_made_in_the_background(watched: Watched, trainer: Trainer) -> None:
     with Publisher(trainer.live, watched) as publisher:
         publish(publisher, trainer, 4)
-        watched.wait_for(fold_key(0, 4))
+        watched.wait_for(merged_delta_key(0, 4))
     assert open_run(watched.url).merged_delta(0, 4).last == 4
 
 

@@ -50,7 +50,8 @@ from vllm_delta_sync.format.documents import (
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Document, Head, Manifest, version_key
 from vllm_delta_sync.maintenance.branch import branch
-from vllm_delta_sync.maintenance.compact import compact, make_anchor, make_fold, upkeep
+from vllm_delta_sync.maintenance.compact import compact, maintain, make_anchor
+from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.run.read_plan import find_steps as way
 
 
@@ -239,7 +240,7 @@ def test_what_nobody_trusted_has_signed_is_made_again(
         assert (report.present, report.folds, report.anchor_present) == (0, [(0, 4)], False)
         assert compact(again, anchor="head").anchor_present
     else:
-        assert maintain(again, again.head(), anchor_every=4) == [fold_key(0, 4), anchor_key(4)]
+        assert maintain(again, again.head(), anchor_every=4) == [merged_delta_key(0, 4), anchor_key(4)]
         assert maintain(Run(open_bucket(str(folder)), keys.ring("a")), again.head(), anchor_every=4) == []
     assert_all_signed(folder, keys.hex("a"))
     reader = Run(open_bucket(str(folder)), keys.readers("a"))

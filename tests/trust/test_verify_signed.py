@@ -342,7 +342,7 @@ def test_objects_of_a_lost_manifest_are_never_signed(signed: Signed) -> None:
     lost = keys.version_key(2)
     signed.bucket.delete(lost)
     for pair in Run(signed.bucket).merged_deltas():
-        signed.bucket.delete(side.fold_key(*pair))
+        signed.bucket.delete(side.merged_delta_key(*pair))
     report = repair(signed.bucket, keyring=ROOT)
     assert not any("leads across" in line for line in report.repaired)
     assert any(lost in line for line in report.lost)

@@ -192,7 +192,7 @@ class PendingDelta:
             yield batch
 
     def _group(self, batch: list[_TensorChanges]) -> Sparse:
-        relative = self._codec != "raw"
+        relative = self._codec in RELATIVE_CODECS
         counts = np.array([touched.log.size for touched in batch], np.int64)
         positions = np.empty(counts.sum(), np.int64)
         distances = np.empty(positions.size, batch[0].log.element.uint)

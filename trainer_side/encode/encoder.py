@@ -88,7 +88,7 @@ class BaseCopies:
 
 def compile_codec(codec: Codec, table: TensorTable) -> None:
     """Compile (or load from the cache) the kernels that encode changes of this table."""
-    if codec == "raw":
+    if codec not in RELATIVE_CODECS:
         return
     for dtype in {spec.element.uint: spec.dtype for spec in table}.values():
         tiny = TensorTable([TensorSpec("t", dtype, (4, 4))])

@@ -21,7 +21,8 @@ from trainer_side.takeover import OpenedRun
 from trainer_side.writer import FormerVersionError, UncertainError
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.threads import in_parallel
-from vllm_delta_sync.codec.delta_object import DeltaContext, encode
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, FingerprintError, PublishError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.fingerprint import Fingerprint

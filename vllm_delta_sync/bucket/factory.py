@@ -110,7 +110,7 @@ def _wrap(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBucket:
 
     # Bandwidth limits are about this machine's network, so they apply to the mirror too. The limit of connections does
     # not: the mirror's deadline would not learn of the waiting in time.
-    limits = options.model_copy(update={"store_connections": MOST_CONNECTIONS})
+    limits = options.model_copy(update={"store_connections": MAX_CONNECTIONS})
     mirror = LimitedBucket(open_mirror(options.mirror, options), limits)
     mirrored = MirrorBucket(origin, mirror, connections=options.store_connections)
     return OpenedBucket(mirrored, options, metrics, origin)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from vllm_delta_sync.client import Run
-    from vllm_delta_sync.run.objects import Outline
+    from vllm_delta_sync.run.objects import ChangeSummary
     from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 
@@ -131,16 +131,16 @@ def _print_rest(count: int, shown: int) -> None:
 
 def version_document(run: "Run", version: int) -> Document:
     """One version: its manifest, and its changes in each tensor. Reads and checks the objects."""
-    from vllm_delta_sync.run.objects import needs_weights, outline
+    from vllm_delta_sync.run.objects import needs_base_bits, summarize_changes
 
     head = run.head().version
     if version > head:
         raise NotFoundError(f"version {version} is not published; the newest is {head}")
     try:
         manifest = run.manifest(version)
-        if needs_weights(manifest):
+        if needs_base_bits(manifest):
             # Without the weights before this version, distances are unknown; counts are known.
-            found = outline(manifest, run.table, [run.fetch(ref) for ref in manifest.objects])
+            found = summarize_changes(manifest, run.table, [run.fetch(ref) for ref in manifest.objects])
             tensors = [_changed_row(run, tensor, found) for tensor in sorted(found.counts)]
         else:
             tensors = _changed_tensors(run, run.changes(manifest))
@@ -160,7 +160,7 @@ def version_document(run: "Run", version: int) -> Document:
     }
 
 
-def _changed_row(run: "Run", tensor: int, found: "Outline") -> Document:
+def _changed_row(run: "Run", tensor: int, found: "ChangeSummary") -> Document:
     how = "full" if tensor in found.full else "sparse"
     return {**_row(run, tensor, how), "changed": found.counts[tensor]}
 

@@ -44,7 +44,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def _log(options: argparse.Namespace) -> Answer:
     run = opened(options)
-    with run.keeping():
+    with run.caching_manifests():
         document, failure = log_document(run, options.last)
     if failure is not None:
         if not options.json:

@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Sequence
 
+from vllm_delta_sync.bucket.middleware.progress import terminal_size
+
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -62,7 +64,7 @@ class ProgressBar:
 
     def __init__(self, total: int, unit: str) -> None:
         # The same bars as those of the store's transfers, so that both can be shown at once.
-        from vllm_delta_sync.bucket.middleware.progress import bar_class, window
+        from vllm_delta_sync.bucket.middleware.progress import bar_class
 
         columns, rows = terminal_size()
         size = {"unit": "B", "unit_scale": True} if unit == "bytes" else {"unit": f" {unit}"}

@@ -96,7 +96,9 @@ class RunProbe:
         signed = "not signed"
         if figures["signed"]:
             signed = (
-                "signatures are valid" if documents.keyring.checks else "signed, not checked without --trusted-keys"
+                "signatures are valid"
+                if documents.keyring.checks_signatures
+                else "signed, not checked without --trusted-keys"
             )
         summary = (
             f"run {self.run}, head version {head.version}, published {ago(age)}, {signed}; `verify` checks all of it"

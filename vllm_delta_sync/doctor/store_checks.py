@@ -134,13 +134,13 @@ class StoreProbe:
                 raise outcome
         won = [number for number, outcome in enumerate(outcomes) if outcome is None]
         kept = self._bucket.get(self._stem + "race")
-        figures = {"writers": WRITERS, "winners": len(won), "exclusive": self._bucket.exclusive}
-        if self._bucket.exclusive and ([_payload(number) for number in won] != [kept]):
+        figures = {"writers": WRITERS, "winners": len(won), "exclusive": self._bucket.supports_conditional_put}
+        if self._bucket.supports_conditional_put and ([_payload(number) for number in won] != [kept]):
             summary = f"of {WRITERS} writers that create one key at once, {len(won)} succeed instead of one"
             remedy = "Use a store that honours If-None-Match, or " + _lowered(SINGLE_WRITER)
             raise Failure(StoreError(summary), figures, remedy)
         summary = f"of {WRITERS} writers at once, {len(won)} won"
-        if self._bucket.exclusive:
+        if self._bucket.supports_conditional_put:
             return CheckResult("race", "ok", summary, figures)
         remedy = SINGLE_WRITER + (HUB_GATEWAY if self._bucket.url.startswith("hf://") else "")
         return CheckResult(
@@ -251,7 +251,7 @@ class StoreProbe:
         return self._speeds(size, {"down": down})
 
     def _transfer_seconds(self, direction: str, size: int, move: Callable[[], object]) -> float:
-        with watched(_ProgressObserver(lambda done: self._progress(direction, done, size))):
+        with observed_by(_ProgressObserver(lambda done: self._progress(direction, done, size))):
             return _timed(move)
 
     def _speeds(self, size: int, seconds_taken: dict[str, float]) -> CheckResult:
@@ -264,7 +264,7 @@ class StoreProbe:
             ", ".join(f"{speed / 1e6:.3g} MB/s {direction}" for direction, speed in speeds.items())
             + f" ({size / 1e6:.3g} MB)"
         )
-        if size >= SLOWEST_BYTES_PER_SECOND and min(speeds.values()) < SLOWEST_BYTES_PER_SECOND:
+        if size >= MIN_BYTES_PER_SECOND and min(speeds.values()) < MIN_BYTES_PER_SECOND:
             remedy = (
                 "A transfer is aborted if it takes longer than store_deadline plus one second per MB: raise "
                 "store_deadline, or use a nearer store"

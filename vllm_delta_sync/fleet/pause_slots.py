@@ -107,7 +107,7 @@ class PauseSlots:
         self._pick = random.Random() if pick is None else pick
         self._clock = StoreClock(monotonic)
         self._holder = secrets.token_hex(16)
-        self._claims: dict[str, tuple[Turn | None, float]] = {}
+        self._claims: dict[str, tuple[PauseSlotClaim | None, float]] = {}
         self._requested_at: dict[str, float] = {}
 
     def acquire(self, version: int, give_up: Callable[[], bool] = lambda: False) -> PauseSlot | None:
@@ -170,14 +170,14 @@ class PauseSlots:
     def release(self, claimed: PauseSlot) -> None:
         """Free the slot for others. Raises StoreError; then it becomes free when the claim expires."""
         bucket = self._run.bucket
-        bucket.put(turn_end_key(claimed.slot, claimed.number), TURN_END)
+        bucket.put(pause_slot_end_key(claimed.slot, claimed.number), PAUSE_SLOT_END)
         for key in claimed.obsolete:
             bucket.delete(key)
 
     def _list_claims(self) -> dict[int, _SlotClaims]:
         found: dict[int, _SlotClaims] = {}
         for info in self._run.bucket.list(TURNS_PREFIX):
-            parsed = turn_of_key(info.key)
+            parsed = pause_slot_of_key(info.key)
             if parsed is None:
                 continue
             self._clock.observe(info.modified)
@@ -206,7 +206,7 @@ class PauseSlots:
         # The store truncates times to whole seconds.
         return self._clock.earliest >= newest.info.modified + seconds + 1
 
-    def _read_claim(self, key: str) -> tuple[Turn | None, float]:
+    def _read_claim(self, key: str) -> tuple[PauseSlotClaim | None, float]:
         """Return a claim, None if it is unreadable or gone, and when it was first seen."""
         if key not in self._claims:
             first = self._monotonic()
@@ -235,8 +235,8 @@ class PauseSlots:
     def _claim(self, slot: int, number: int, version: int) -> PauseSlot | None:
         if number > limits.MAX_VERSION:
             raise LimitError(f"{TURNS_PREFIX}{slot:02d}/ has no numbers left; remove the objects there")
-        key = turn_key(slot, number)
-        claim = Turn(
+        key = pause_slot_key(slot, number)
+        claim = PauseSlotClaim(
             run=self._run.info.run,
             slot=slot,
             number=number,
@@ -256,7 +256,7 @@ class PauseSlots:
 
     def _confirm(self, slot: int, number: int) -> PauseSlot | None:
         """Return the slot of our claim if the claim is the newest and leaves enough time for a pause."""
-        key = turn_key(slot, number)
+        key = pause_slot_key(slot, number)
         newest = self._list_claims().get(slot, _SlotClaims())
         if newest.number > number:
             self._run.bucket.delete(key)

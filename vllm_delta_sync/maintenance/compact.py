@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from vllm_delta_sync.bucket.parallel import in_parallel
+from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.errors import DeltaSyncError, SignatureError, StoreError, UnsupportedError
+from vllm_delta_sync.format.codecs import RelativeCodec
 from vllm_delta_sync.format.documents import (
     FOLDS_PREFIX,
     TAGS_PREFIX,
@@ -27,7 +28,7 @@ from vllm_delta_sync.format.documents import (
 )
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.anchor_writer import existing_anchor, make_anchor
-from vllm_delta_sync.maintenance.merge_writer import MergeCodec, RawCodecError, make_merged_delta
+from vllm_delta_sync.maintenance.merge_writer import RawCodecError, make_merged_delta
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, StoppedError, never_stop
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base
@@ -87,7 +88,7 @@ def maintain(
 ) -> list[str]:
     """Make what is due after a commit. The publisher calls this in the background, not necessarily after each version.
 
-    Lists the tags. Does the rest only when ``FOLD_WIDTH`` versions or a k-th version have passed or the tags changed
+    Lists the tags. Does the rest only when ``MERGE_WIDTH`` versions or a k-th version have passed or the tags changed
     since the last call with the same ``run`` object. Makes at most ``MERGES_PER_CALL`` merged deltas, including missing
     ones in the aligned window that ends at the newest version, and at most one anchor. Versions of codec ``raw`` get no
     merged deltas. Versions of codec ``context`` get them from ``compact`` only, because merging them takes the weights,
@@ -119,7 +120,7 @@ def maintain(
         for pair in missing[:MERGES_PER_CALL]:
             make = partial(make_merged_delta, run, *pair, stop=stop)
             if _try_to_make(f"no merged delta of versions {pair[0]} to {pair[1]}", make):
-                made.append(fold_key(*pair))
+                made.append(merged_delta_key(*pair))
         version = _due_anchor(run, manifest, kth)
         if version is not None and _try_to_make(
             f"no anchor of version {version}", partial(make_anchor, run, version, base, stop=stop)
@@ -149,7 +150,7 @@ def _try_to_make(failure: str, make: Callable[[], object]) -> bool:
 
 def _missing_ranges(run: RunDocuments, manifest: Manifest, aligned: int) -> list[VersionRange]:
     """Ranges to make: those that end at ``aligned``, shortest first, then the other missing ones, newest first."""
-    window = FOLD_WIDTH
+    window = MERGE_WIDTH
     while aligned % window == 0:
         window *= MERGE_WIDTH
     start = max(0, aligned - window)
@@ -157,7 +158,7 @@ def _missing_ranges(run: RunDocuments, manifest: Manifest, aligned: int) -> list
     low, high = f"{start:010d}", f"{aligned - 1:010d}"
     shared = next((digit for digit in range(10) if low[digit] != high[digit]), 10)
     items = run.bucket.list(FOLDS_PREFIX + low[:shared])
-    ranges = (pair for item in items if (pair := fold_of_key(item.key)) is not None)
+    ranges = (pair for item in items if (pair := merged_delta_of_key(item.key)) is not None)
     listed = trusted_merged_deltas(run, ranges, READ_PER_CALL)
     missing = [pair for pair in due_ranges(start, aligned, _breaks(manifest)) if pair not in listed]
     missing.sort(key=lambda pair: (pair[1] != aligned, pair[1] - pair[0], -pair[1]))
@@ -238,8 +239,8 @@ def _milestone(run: RunDocuments, version: int, anchors: list[int]) -> int | Non
 
 def _replay_costs_more(run: RunDocuments, manifest: Manifest, anchors: list[int]) -> bool:
     """Whether a replay from the nearest anchor or version 0 reads more bytes than an anchor has."""
-    planner = Planner(run)
-    planner.know(manifest)
+    planner = ReadPlanner(run)
+    planner.add_manifests(manifest)
     bases = {item.version: item.base_version for item in manifest.breaks}
     bottom = max((number for number, base in bases.items() if base is None), default=0)
     root = max((anchor for anchor in anchors if bottom <= anchor <= manifest.version), default=bottom)
@@ -286,7 +287,7 @@ def compact(
     scratch: str | Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     stop: Stop = never_stop,
-    codec: MergeCodec = "packed",
+    codec: RelativeCodec = "packed",
 ) -> CompactReport:
     """Make every merged delta that a run lacks, and an anchor if requested. Runs on any machine, without the trainer.
 
@@ -354,7 +355,7 @@ def _make_or_skip(make: Callable[[], MergedDelta], pair: VersionRange, report: C
 
 def _missing_mergeable(run: RunDocuments, head: Manifest, report: CompactReport) -> Iterator[VersionRange]:
     """Ranges that are due and missing, without those whose versions gc removed."""
-    listed = trusted_merged_deltas(run, run.folds())
+    listed = trusted_merged_deltas(run, run.merged_deltas())
     report.present = len(listed)
     retention = run.retention()
     made = set(listed)
@@ -384,8 +385,8 @@ def trusted_merged_deltas(
     Raises:
         StoreError: the store failed.
     """
-    ranges = {fold_key(*pair): pair for pair in sorted(listed, key=lambda pair: (-pair[1], pair))}
-    reads = {key: partial(run.folded, *pair) for key, pair in ranges.items()}
+    ranges = {merged_delta_key(*pair): pair for pair in sorted(listed, key=lambda pair: (-pair[1], pair))}
+    reads = {key: partial(run.merged_delta, *pair) for key, pair in ranges.items()}
     return {ranges[key] for key in ranges.keys() - _untrusted(run, reads, most)}
 
 
@@ -397,9 +398,9 @@ def trusted_anchors(run: RunDocuments, listed: Iterable[int], most: int | None =
 
 
 def _untrusted(run: RunDocuments, reads: Mapping[str, Callable[[], object]], most: int | None) -> set[str]:
-    if not run.keyring.checks:
+    if not run.keyring.checks_signatures:
         return set()
-    file = run.authentic.keys.file
+    file = run.verifier.keys.file
     sequence = 0 if file is None else file.sequence
     known, good = _trusted.get(run, (0, set()))
     if known != sequence:

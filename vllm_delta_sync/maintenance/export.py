@@ -178,7 +178,7 @@ def _chosen(run: Run, version: Version) -> tuple[Manifest, list[str]]:
             "name the version to export (--version)"
         )
     sound = run.manifest(manifest.sound)
-    run.authentic.descends(manifest, sound)
+    run.verifier.check_descends(manifest, sound)
     return sound, [f"skipped version {manifest.version}, which is quarantined: {reasons}"]
 
 

@@ -73,14 +73,17 @@ def check_signer(run: RunDocuments) -> None:
     signature = run.info.signature
     if signature is None:
         return
-    ours, allowed = run.keyring.public, run.authentic.keys.allowed() if run.keyring.checks else {signature.key}
+    ours, allowed = (
+        run.keyring.public,
+        run.verifier.keys.allowed() if run.keyring.checks_signatures else {signature.key},
+    )
     known = ", ".join(sorted(map(short, allowed))) or "(no key is in use)"
     if ours is None:
         raise SettingsError(
             f"run {run.info.run} is signed, so everything written to it must be signed; pass --signing-key PATH or set "
             f"DELTA_SYNC_SIGNING_KEY to the private key of one of: {known}"
         )
-    if run.keyring.checks and ours not in allowed:
+    if run.keyring.checks_signatures and ours not in allowed:
         raise SettingsError(
             f"signing_key is {short(ours)}, whose signatures readers of run {run.info.run} refuse; use the private key "
             f"of one of: {known}"
@@ -94,8 +97,8 @@ def list_keys(run: RunDocuments) -> KeyList:
         StoreError: the store failed. DeltaSyncError: ``keys.json`` is damaged.
     """
     keyring, found = run.keyring, KeyList()
-    if keyring.checks:
-        file = run.authentic.keys.file
+    if keyring.checks_signatures:
+        file = run.verifier.keys.file
         newest = newest_file(run.bucket, keyring, run.info.run)
         if newest is not None and newest.sequence > (0 if file is None else file.sequence):
             found.notes.append(
@@ -110,7 +113,7 @@ def list_keys(run: RunDocuments) -> KeyList:
         found.sequence, found.signed_by = file.sequence, signer_of(file)
     named = set(keyring.trusted) | entries.keys()
     first = signer_of(run.info)
-    if first is not None and not keyring.checks:
+    if first is not None and not keyring.checks_signatures:
         named.add(first)
     found.rows = [_row(key, key in keyring.trusted, entries.get(key)) for key in sorted(named)]
     if first is None:
@@ -135,7 +138,7 @@ def newest_file(bucket: Bucket, keyring: Keyring, run: str) -> KeyFile | None:
     for name in names:
         try:
             file = KeyFile.from_bytes(bucket.get(name, max_bytes=limits.MAX_SIDE_BYTES), name)
-            RunKeys(keyring, run).take(file)
+            RunKeys(keyring, run).accept(file)
         except StoreError:
             raise
         except DeltaSyncError:
@@ -290,7 +293,10 @@ def _last_valid_version(run: RunDocuments, version: LastVersion, revoked: bool, 
     manifest = run.manifest(version)
     try:
         head, _ = run.reachable_head()
-        if head.version < version or run.authentic.ancestor(head.version, head.digest, version) != manifest.digest:
+        if (
+            head.version < version
+            or run.verifier.ancestor_digest(head.version, head.digest, version) != manifest.digest
+        ):
             raise NotFoundError(f"version {version} is not in the history of the head, version {head.version}")
     except StoreError:
         raise
@@ -316,7 +322,7 @@ def _signed(run: RunDocuments, keyring: Keyring, current: KeyFile | None, entrie
         )
     )
     # Check the list as every reader will.
-    RunKeys(keyring, run.info.run).take(file)
+    RunKeys(keyring, run.info.run).accept(file)
     return file
 
 
@@ -324,8 +330,8 @@ def _signed(run: RunDocuments, keyring: Keyring, current: KeyFile | None, entrie
 
 
 def _find_invalidated(run: RunDocuments, keyring: Keyring, change: KeyChange) -> None:
-    before, after = run.authentic.keys, RunKeys(keyring, run.info.run)
-    after.take(change.file)
+    before, after = run.verifier.keys, RunKeys(keyring, run.info.run)
+    after.accept(change.file)
 
     def invalidates(check: Callable[[RunKeys], object]) -> bool:
         try:
@@ -347,7 +353,7 @@ def _find_invalidated(run: RunDocuments, keyring: Keyring, change: KeyChange) ->
     invalidated = in_parallel(version_invalidated, versions)
     change.versions = [version for version, invalid in zip(versions, invalidated, strict=True) if invalid]
     for key, document, version in _standalone_documents(run):
-        if invalidates(lambda known, d=document, v=version, k=key: known.check_side(d, v, k)):  # type: ignore[misc]
+        if invalidates(lambda known, d=document, v=version, k=key: known.check_standalone(d, v, k)):  # type: ignore[misc]
             change.documents.append(key)
 
 
@@ -361,7 +367,7 @@ def _standalone_documents(run: RunDocuments) -> Iterable[tuple[str, Document, in
         if anchor is not None:
             yield key, anchor, version
     for pair in run.merged_deltas():
-        key = fold_key(*pair)
+        key = merged_delta_key(*pair)
         merged = _read(run.bucket, MergedDelta, key, limits.MAX_JSON_BYTES)
         if merged is not None:
             yield key, merged, pair[1]

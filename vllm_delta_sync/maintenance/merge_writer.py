@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.parallel import has_object
+from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
 from vllm_delta_sync.codec.delta_reader import LazyDelta
 from vllm_delta_sync.codec.merge import RollingBase, merge_lazily
@@ -42,7 +42,6 @@ from vllm_delta_sync.tensors.state import ModelState
 
 logger = guarded_logger(__name__)
 
-MergeCodec = Literal["packed", "context"]
 Written = Sequence[tuple[ObjectRef, Path]]
 
 
@@ -59,7 +58,7 @@ def make_merged_delta(
     scratch: str | Path | None = None,
     object_bytes: int = OBJECT_BYTES,
     stop: Stop = never_stop,
-    codec: MergeCodec = "packed",
+    codec: RelativeCodec = "packed",
     weights: RollingWeights | None = None,
 ) -> MergedDelta:
     """Write the merged delta from version ``first`` to ``last``, unless the bucket has it.
@@ -87,12 +86,12 @@ def make_merged_delta(
     """
     if not 0 <= first < last:
         raise UsageError(f"a merged delta leads from a version to a later one, not from {first} to {last}")
-    planner = Planner(run)
+    planner = ReadPlanner(run)
     ends = planner.manifest(first), planner.manifest(last)
     found = None if replace else existing_merged_delta(run, *ends)
     if found is not None:
         return found
-    avoid = {fold_key(first, last)} if replace or last - first > 1 else set()
+    avoid = {merged_delta_key(first, last)} if replace or last - first > 1 else set()
     return _MergeBuilder(run, ends, avoid, object_bytes, stop, codec, weights).make(scratch, replace)
 
 
@@ -146,7 +145,7 @@ class _MergeBuilder:
     avoid: set[str]
     object_bytes: int
     stop: Stop
-    codec: MergeCodec
+    codec: RelativeCodec
     weights: RollingWeights | None
 
     @property
@@ -165,16 +164,16 @@ class _MergeBuilder:
             payload = sum(step.payload_bytes for step in steps)
             purpose = f"merging versions {self.context.base_version} to {self.context.version}"
             state = self._weights_if_needed(steps)
-            rolling = None if state is None else RollingBase(state.old)
+            rolling = None if state is None else RollingBase(state.base_tensor)
             with scratch_folder(scratch, purpose, 2 * payload + min(payload, self.object_bytes)) as folder:
                 deltas = self._open(steps, folder, rolling)
                 if isinstance(deltas, DeltaSyncError):
                     first_error = first_error or deltas
                     continue
                 fingerprints = _sum_fingerprints(deltas)
-                old = None if state is None else state.old
+                old = None if state is None else state.base_tensor
                 spool = partial(DeltaSpool, folder, self.run.table, self.context, "zstd", self.codec, old)
-                written = self._write(fold_lazily(deltas, self.run.table, rolling), fingerprints, folder, spool)
+                written = self._write(merge_lazily(deltas, self.run.table, rolling), fingerprints, folder, spool)
                 if first_error is not None:
                     logger.warning("%s used other documents, because one is damaged: %s", purpose, first_error)
                 return self._publish(written, replace)
@@ -198,8 +197,8 @@ class _MergeBuilder:
 
     def _weights_if_needed(self, steps: list[Step]) -> ModelState | None:
         """The weights at the first version, if codec ``context`` is read or written."""
-        needing = next((step for step in steps if needs_weights(step.document)), None)
-        if needing is None and self.codec != "context":
+        needing = next((step for step in steps if needs_base_bits(step.document)), None)
+        if needing is None and self.codec not in BASE_CODECS:
             return None
         if self.weights is None:
             raise UnsupportedError(
@@ -216,8 +215,8 @@ class _MergeBuilder:
         for step in steps:
             check_stop(self.stop)
             try:
-                opened = open_step(step, folder, rolling)
-                reached += sum((declared(part) for part in opened), Fingerprint())
+                opened = open_step_objects(step, folder, rolling)
+                reached += sum((declared_fingerprint(part) for part in opened), Fingerprint())
                 if reached != step.high_fingerprint:
                     raise FingerprintError(
                         f"{step.key}: objects lead to fingerprint {reached.hex()}, but the document declares "
@@ -239,7 +238,7 @@ class _MergeBuilder:
         make: Callable[[], DeltaSpool],
     ) -> "_WrittenObjects":
         """Write the pieces into as many objects as needed, as files of ``folder``."""
-        result = _WrittenObjects([], 0, self.codec == "packed")
+        result = _WrittenObjects([], 0, self.codec not in BASE_CODECS)
         carried: set[int] = set()
         more = True
         while more:

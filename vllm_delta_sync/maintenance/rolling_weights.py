@@ -83,8 +83,8 @@ class RollingWeights:
         """Apply the steps to a later version; None if there is no path or a step is damaged."""
         if current.version > target.version:
             return None
-        planner = Planner(self._run)
-        planner.know(current, target)
+        planner = ReadPlanner(self._run)
+        planner.add_manifests(current, target)
         try:
             for step in planner.path(current.version, target.version):
                 check_stop(self._stop)

@@ -307,7 +307,7 @@ class RunDocuments:
         check_limit(f"{ref.key}: bytes", ref.bytes, object_limit(self.table), "object_limit")
         return fetch_object(self.bucket, ref) if self.cache is None else self.cache.get(ref, self.bucket)
 
-    def changes(self, document: Manifest | MergedDelta, old: Old | None = None) -> Changes:
+    def changes(self, document: Manifest | MergedDelta, old: BaseLookup | None = None) -> Changes:
         """Fetch, verify and decode everything that a version or a merged delta changes.
 
         For an anchor, that is every tensor in full, with no declared changes of fingerprint.
@@ -395,7 +395,7 @@ class RunDocuments:
         Raises:
             NotFoundError: there is none. DeltaSyncError: it is damaged, or of other versions.
         """
-        key = fold_key(first, last)
+        key = merged_delta_key(first, last)
         merged = self._read_standalone(MergedDelta, key, self.document_limit)
         if (merged.first, merged.last) != (first, last):
             raise ChainError(f"{key} leads from version {merged.first} to {merged.last}")

@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.hash_timing import hashing
-from vllm_delta_sync.bucket.verified import check_stored_size, damaged
+from vllm_delta_sync.bucket.verified import check_stored_size, damaged_object_error, time_hashing
 from vllm_delta_sync.codec.delta_reader import LazyDelta
 from vllm_delta_sync.errors import ChainError, FormatError, LimitError, StoreError
 from vllm_delta_sync.format.documents import MergedDelta
@@ -30,7 +29,7 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.checks import decode_objects, delta_context, describe_document, object_limit
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.read_plan import Step
-from vllm_delta_sync.tensors.base_bits import Old
+from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Changes
 
 MAPPED_BYTES = 64 * 1024 * 1024
@@ -45,7 +44,7 @@ def needs_base_bits(document: Manifest | MergedDelta) -> bool:
 
 
 def open_objects(
-    document: Manifest | MergedDelta, table: TensorTable, objects: Iterable[Buffer], old: Old | None = None
+    document: Manifest | MergedDelta, table: TensorTable, objects: Iterable[Buffer], old: BaseLookup | None = None
 ) -> list[LazyDelta]:
     """Open the objects that a document lists for reading tensor by tensor. Their digests must have been checked.
 
@@ -129,7 +128,7 @@ def summarize_changes(document: Manifest | MergedDelta, table: TensorTable, obje
     return ChangeSummary(counts, frozenset(tensor for part in parts for tensor in part.full), sums)
 
 
-def open_step_objects(step: Step, folder: Path, old: Old | None = None) -> list[LazyDelta]:
+def open_step_objects(step: Step, folder: Path, old: BaseLookup | None = None) -> list[LazyDelta]:
     """Open a step's objects for reading tensor by tensor; fetches them to ``folder``, checks and maps them.
 
     Args:
@@ -221,13 +220,13 @@ def fetch_object_file(bucket: Bucket, ref: ObjectRef, folder: Path, limit: int) 
     bucket.get_file(ref.key, path)
     digest = file_digest(path)
     if digest != ref.sha256 or path.stat().st_size != ref.bytes:
-        raise damaged(ref, digest)
+        raise damaged_object_error(ref, digest)
     return path
 
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, hex."""
-    with path.open("rb") as file, hashing():
+    with path.open("rb") as file, time_hashing():
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -28,8 +28,7 @@ from vllm_delta_sync.run.objects import needs_base_bits
 from vllm_delta_sync.run.read_plan import Plan
 from vllm_delta_sync.run.restore import execute_plan, load_root, root_tensors
 from vllm_delta_sync.run.roots import is_branch, open_branch_source
-from vllm_delta_sync.tensors.base_bits import BaseTensor
-from vllm_delta_sync.tensors.bits import Bits, Positions, apply_distances
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions, apply_distances
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 from vllm_delta_sync.tensors.state import ModelState
@@ -147,7 +146,7 @@ class PartialState:
             found[name] = [next(kept)[1] if box.numel else empty.copy() for box in wanted]
         return found
 
-    def old(self, tensor: int) -> BaseTensor:
+    def base_tensor(self, tensor: int) -> BaseTensor:
         """Raise UnsupportedError: no tensor is held whole."""
         raise UnsupportedError(
             f"tensor {self._table[tensor].name!r} is held in parts, but an object has codec 'context', which its "

@@ -58,7 +58,7 @@ class Prefetcher:
             wanted: key → the most bytes that the document may have.
         """
         if self._is_remote:
-            self._under_way = {key: begun(self._bucket.get, key, max_bytes=most) for key, most in wanted.items()}
+            self._under_way = {key: start_call(self._bucket.get, key, max_bytes=most) for key, most in wanted.items()}
         try:
             yield
         finally:
@@ -117,7 +117,7 @@ class _ManifestCache:
             else:
                 self._documents.move_to_end(key)
         if known is not None:
-            ended(known)
+            wait_for_call(known)
             # The other thread may have failed for a reason that does not concern this one.
             return known.result() if known.exception() is None else fetch()
         try:

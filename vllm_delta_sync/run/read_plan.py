@@ -261,7 +261,7 @@ class ReadPlanner:
         return None
 
     def _merged_delta(self, first: int, last: int) -> MergedDelta | None:
-        if fold_key(first, last) in self._avoid:
+        if merged_delta_key(first, last) in self._avoid:
             return None
         if (first, last) not in self._merged:
             try:

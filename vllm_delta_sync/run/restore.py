@@ -44,8 +44,7 @@ from vllm_delta_sync.run.objects import (
 from vllm_delta_sync.run.read_plan import GapError, Plan, Step, plan_read
 from vllm_delta_sync.run.roots import BaseUnavailableError as BaseUnavailableError
 from vllm_delta_sync.run.roots import is_branch, locate_base, open_branch_source
-from vllm_delta_sync.tensors.base_bits import BaseTensor, Old
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 from vllm_delta_sync.tensors.state import AllocateBits, ModelState, contiguous_buffer
@@ -250,7 +249,7 @@ def apply_step_mapped(step: Step, state: StepTarget, scratch: str | Path | None 
     """
     with scratch_folder(scratch, step.key, step.payload_bytes) as folder:
         try:
-            parts = open_step_objects(step, folder, None if step.backwards else state.old)
+            parts = open_step_objects(step, folder, None if step.backwards else state.base_tensor)
         except UnsupportedError:
             # This codec cannot be read in pieces.
             apply_step(step, state)
@@ -283,7 +282,9 @@ def check_step(step: Step, held: Fingerprint, changes: Changes) -> Fingerprint:
     return reached
 
 
-def step_changes(step: Step, fetch: Callable[[ObjectRef], Buffer] | None = None, old: Old | None = None) -> Changes:
+def step_changes(
+    step: Step, fetch: Callable[[ObjectRef], Buffer] | None = None, old: BaseLookup | None = None
+) -> Changes:
     """Fetch, verify and decode what a step changes, in the step's direction.
 
     Args:
@@ -330,7 +331,7 @@ def load_root(
 
             return _checked(root, restore(source, at, further, in_memory, scaled, None, scratch, room).state)
     if room is None and not _fits_in_memory(run.table, in_memory):
-        room = one_stretch(scratch_file if scratch is None else partial(scratch_file, folder=scratch))
+        room = contiguous_buffer(scratch_file if scratch is None else partial(scratch_file, folder=scratch))
     with root_tensors(run, root, standalone, base, scratch) as (document, tensors):
         return _checked(document, ModelState(run.table, tensors if filled is None else _counted(tensors, filled), room))
 

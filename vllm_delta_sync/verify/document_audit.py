@@ -181,7 +181,7 @@ class DocumentAudit:
                 self.anchors.add(version)
                 self._name(version, anchor.manifest, key, anchor.fingerprint)
         for pair, other in zip(folds, self._all(lambda pair: self._run.merged_delta(*pair), folds), strict=True):
-            key = fold_key(*pair)
+            key = merged_delta_key(*pair)
             merged = self._taken(key, other, pair[1])
             if merged is not None:
                 self.folds.add(pair)

@@ -70,7 +70,7 @@ class ObjectAudit:
     ) -> Changes:
         table = self._run.table
         if state is not None or not needs_base_bits(document):
-            return decode_objects(document, table, objects, None if state is None else state.old)
+            return decode_objects(document, table, objects, None if state is None else state.base_tensor)
         found = summarize_changes(document, table, objects)
         self._report.undecoded.append(key)
         return found.changes

@@ -188,7 +188,7 @@ class ReplayAudit:
 
     def _check_merged_delta(self, first: int, last: int) -> None:
         """Check a merged delta: its objects, what they declare, and what they would make of the loaded weights."""
-        key = fold_key(first, last)
+        key = merged_delta_key(first, last)
         try:
             merged = self._run.merged_delta(first, last)
         except NotFoundError:
@@ -310,7 +310,7 @@ class ReplayAudit:
                 if one != other
             ]
             if names:
-                key = fold_key(first, manifest.version)
+                key = merged_delta_key(first, manifest.version)
                 wrong = wrong_tensor(f"merged delta {first} to {manifest.version}", names[0])
                 self._report_standalone(key, [Finding(key, wrong, manifest.version, tensor=names[0])])
 
@@ -321,7 +321,7 @@ class ReplayAudit:
         version = manifest.version
         before = version - 1
         if manifest.base_version == before and before not in self.causes:
-            replacement = fold_key(before, version)
+            replacement = merged_delta_key(before, version)
         else:
             replacement = anchor_key(version)
         if replacement in self._good and self.loaded == version:
@@ -335,7 +335,10 @@ class ReplayAudit:
         version = manifest.version
         base = manifest.base_version
         below = self.causes.get(base) if base is not None else None
-        alternatives = {anchor_key(version), *(fold_key(first, version) for first in self._ends.get(version, []))}
+        alternatives = {
+            anchor_key(version),
+            *(merged_delta_key(first, version) for first in self._ends.get(version, [])),
+        }
         if below == "refused" and version not in self.causes:
             refused = SignatureError(
                 f"version {version} builds on version {base}, whose signing key is no longer valid for it; receivers "

@@ -6,7 +6,6 @@ import numpy as np
 
 from vllm_delta_sync.codec.delta_reader import LazyDelta, decode
 from vllm_delta_sync.errors import DeltaSyncError, UnsupportedError
-from vllm_delta_sync.format.codecs import BASE_CODECS
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest

@@ -320,7 +320,9 @@ def named_pipe(siege: Siege) -> None:
 def side_documents(siege: Siege) -> None:
     """All of them, by a stranger."""
     run = open_run(str(siege.run))
-    keys = [fold_key(*pair) for pair in run.merged_deltas()] + [anchor_key(version) for version in run.anchors()]
+    keys = [merged_delta_key(*pair) for pair in run.merged_deltas()] + [
+        anchor_key(version) for version in run.anchors()
+    ]
     head = run.head().version
     wanted = merged_delta_key(head - head % 4, head - head % 4 + 4)
     document = json.loads(siege.path(keys[0]).read_bytes()) if keys else {"no": "such"}

@@ -167,7 +167,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         order = peek_order(settings)
         settings = settings if order is None else apply_order(settings, order)
         run = self.run if order is None or order.bucket is None else self._open(settings, settings.bucket)
-        head = newest(run, self._serves_quarantined, TrustedHead(settings, run.keyring, writes=False))
+        head = newest_good_manifest(run, self._serves_quarantined, TrustedHead(settings, run.keyring, writes=False))
         holds = order is not None and order.holding and order.run == run.info.run
         version = order.version if order is not None and holds else None
         if version is None and settings.target == HEAD:
@@ -175,7 +175,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         try:
             # Not the newest for the time being: the loaded version generates as soon as the server answers.
             manifest = run.resolve(_target_reference(settings.target) if version is None else version)
-            run.authentic.descends(head, manifest)
+            run.verifier.check_descends(head, manifest)
         except StoreError:
             raise
         except DeltaSyncError as error:

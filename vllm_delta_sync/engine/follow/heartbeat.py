@@ -24,7 +24,7 @@ SPACING_SECONDS = 1.0
 """Least time between two writes."""
 
 HeartbeatContent = tuple[Run, dict[str, Any]]
-"""The run, and the fields for ``write_lease``."""
+"""The run, and the fields for ``write_heartbeat``."""
 
 
 class Heartbeat:
@@ -107,7 +107,7 @@ class Heartbeat:
             logger.info("could not write the end of %r to its heartbeat: %s", self._id, error.message)
 
     def _write(self, run: Run, content: dict[str, Any], seconds: int) -> None:
-        write_lease(run, self._id, seconds=seconds, started_at=self._started_at, **content)
+        write_heartbeat(run, self._id, seconds=seconds, started_at=self._started_at, **content)
 
     def _content(self) -> HeartbeatContent:
         """The run followed, and what the heartbeat says now."""

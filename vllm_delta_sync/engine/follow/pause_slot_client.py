@@ -23,7 +23,7 @@ class PauseSlotClient:
     def __init__(self, settings: Settings, board: StatusBoard, history: History) -> None:
         self._settings, self._board, self._history = settings, board, history
         self._end_thread: threading.Thread | None = None
-        self._unended: HeldSlot | None = None
+        self._unended: PauseSlot | None = None
         self._failed = ""
         board.set(fleet={"receiver": settings.receiver_id, "pauses": settings.fleet_pauses})
 
@@ -61,18 +61,18 @@ class PauseSlotClient:
         drain = self._settings.wait_seconds if self._settings.pause_mode == "wait" else 0.0
         return drain + self._settings.pause_seconds
 
-    def _acquire(self, slots: PauseSlots, version: int, until: Callable[[], bool]) -> tuple[HeldSlot | None, bool]:
+    def _acquire(self, slots: PauseSlots, version: int, until: Callable[[], bool]) -> tuple[PauseSlot | None, bool]:
         """The slot, None without one; and whether the wait ended because ``until`` became True."""
         if self._end_thread is not None:
             self._end_thread.join(END_WAIT_SECONDS)
         if self._unended is not None:
             # This server would otherwise wait for its own slot.
             with suppress(DeltaSyncError):
-                slots.end(self._unended)
+                slots.release(self._unended)
                 self._unended = None
         self._board.set(waiting_for_slot=True)
         try:
-            held = slots.take(version, until)
+            held = slots.acquire(version, until)
         except DeltaSyncError as error:
             if self._failed != error.kind:
                 self._failed = error.kind
@@ -89,13 +89,13 @@ class PauseSlotClient:
             logger.info("pause slots are available again")
         return held, held is None
 
-    def _end(self, slots: PauseSlots, held: HeldSlot) -> None:
+    def _end(self, slots: PauseSlots, held: PauseSlot) -> None:
         """Release the slot in a thread: a slow or failing store must not delay the confirmation of the commit."""
         self._unended = held
 
         def end() -> None:
             try:
-                slots.end(held)
+                slots.release(held)
                 self._unended = None
             except DeltaSyncError as error:
                 logger.info("could not release the pause slot, so others wait until it expires: %s", error.message)

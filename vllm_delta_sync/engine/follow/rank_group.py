@@ -75,8 +75,8 @@ class RankGroup:
         Raises:
             ModelError: a tensor cannot be routed, or is held in part.
         """
-        answers = self.run_operation("prove", arguments)
-        ownership = assign(
+        answers = self.run_operation("identify", arguments)
+        ownership = prove_ownership(
             table,
             [[[region_from_plain(region) for region in of] for of in answer["regions"]] for answer in answers],
         )
@@ -104,7 +104,7 @@ class RankGroup:
         groups = PerRank(ownership.groups(rank) for rank in range(len(ownership.slots)))
         arguments: Answer = {"version": version, "fingerprints": hexes, "groups": groups, "loaded": loaded}
         if position is not None:
-            arguments["note"] = {
+            arguments["claimed"] = {
                 "run": position.run.info.run,
                 "url": position.run.bucket.url,
                 "version": position.version,
@@ -122,7 +122,7 @@ class RankGroup:
             {"ms": slowest rank's timings, "bytes": largest rank's, "elements": written over all ranks, "store": each
             rank's use of stores}, and the names of rescanned tensors that differ.
         """
-        arguments = {"leg": plan.to_plain(), "held": held, "rescan": rescan, "keys": self.keys_sequence}
+        arguments = {"plan": plan.to_plain(), "current": held, "rescan": rescan, "keys": self.keys_sequence}
         return self._staged("stage", arguments, rescan)
 
     def repair(self, target: Manifest) -> Answer:
@@ -181,7 +181,7 @@ class RankGroup:
     def _combined(self, tensor: int, answers: list[Answer]) -> Fingerprint | None:
         ownership = self._known_ownership()
         if not ownership.is_loaded(tensor):
-            return Fingerprint.from_hex(_by_tensor(answers[0]["held"], tensor))
+            return Fingerprint.from_hex(_by_tensor(answers[0]["expected"], tensor))
         return ownership.combine(
             tensor, [_parse_fingerprints(_by_tensor(answer["measured"], tensor)) for answer in answers]
         )
@@ -201,7 +201,7 @@ class RankGroup:
             raise EngineError("the ranks' weights were not gathered yet")
         found = {name for answer in answers for name in answer["dead"]}
         for tensor in tensors:
-            held = {_by_tensor(answer["held"], tensor) for answer in answers}
+            held = {_by_tensor(answer["expected"], tensor) for answer in answers}
             value = self._combined(tensor, answers)
             if value is None or held != {value.hex()}:
                 found.add(table[tensor].name)
@@ -251,7 +251,7 @@ def _by_tensor(mapping: dict[Any, Any], tensor: int) -> Any:
 
 
 def _claimed_version(answers: list[Answer]) -> ClaimedVersion | None:
-    claims = [answer["noted"] for answer in answers]
+    claims = [answer["claimed"] for answer in answers]
     if claims[0] is None or any(claim != claims[0] for claim in claims):
         return None
     claim = claims[0]

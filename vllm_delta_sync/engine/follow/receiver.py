@@ -444,7 +444,7 @@ class Receiver:
         """Raise if nothing can be done with this engine now; finish what an earlier failure left behind."""
         if self.board.state == "lost":
             raise WeightsLostError(STATES["lost"])
-        self.port.set_due_label()
+        self.port.set_pending_label()
         if self._bound_to_other_run:
             with self._reporting_errors():
                 self._reverify_served()

@@ -153,7 +153,7 @@ class WeightUpdater:
             self.invalidate(changed)
             raise changed
         logger.info("weights are still version %d after %s", served.version, ", ".join(reasons))
-        self._ranks.clear_external_writes([answer["touches"] for answer in ranks])
+        self._ranks.clear_external_writes([answer["external_writes"] for answer in ranks])
 
     def _check_claims(self, ranks: list[Answer], served: Manifest) -> None:
         """Check that ranks hold the served version; confirm the last commit again if that call was lost."""
@@ -204,7 +204,12 @@ class WeightUpdater:
             FingerprintError: the weights are.
         """
         undecoded = isinstance(error, FormatError) and not isinstance(error, DigestError)
-        if position is not None and plan.needs_weights and undecoded and not self.verify(position.manifest)["verdict"]:
+        if (
+            position is not None
+            and plan.needs_base_bits
+            and undecoded
+            and not self.verify(position.manifest)["verdict"]
+        ):
             changed = FingerprintError(f"{error.message}: the weights held were changed from outside")
             self.invalidate(changed)
             raise changed from error
@@ -289,7 +294,7 @@ class WeightUpdater:
         """
         self._confirmed = False
         try:
-            answers = self._port.call("trim", {"undo_bytes": self._settings.undo_bytes if self._keeps_undo else 0})
+            answers = self._port.call("confirm", {"undo_bytes": self._settings.undo_bytes if self._keeps_undo else 0})
             for answer in answers:
                 raise_if_error(answer)
         except DeltaSyncError as error:

@@ -219,7 +219,7 @@ class StatusBoard:
 
     def _store(self) -> Answer:
         # A rank may run in this process, and must not count twice.
-        parts = {use["process"]: use for use in [*self.rank_store_use, store_use()]}.values()
+        parts = {use["process"]: use for use in [*self.rank_store_use, store_usage()]}.values()
         return {name: round(sum(part[name] for part in parts), 3) for name in PROCESS.snapshot()}
 
     def _notice(self) -> Answer:

@@ -51,9 +51,9 @@ class UpdatePlan:
         return sum(_span(step) for step in self.steps) or 1
 
     @property
-    def needs_weights(self) -> bool:
+    def needs_base_bits(self) -> bool:
         """Whether decoding a step needs the weights held."""
-        return any(needs_weights(step.document) for step in self.steps)
+        return any(needs_base_bits(step.document) for step in self.steps)
 
     @property
     def changed(self) -> int:

@@ -52,14 +52,14 @@ class PlanFeedback:
 
     def exclude(self, plan: UpdatePlan, error: DeltaSyncError) -> bool:
         """Record that staging failed, so that it is planned otherwise; False if the error is not about the versions."""
-        index = blamed(error)
+        index = failed_step(error)
         passing = isinstance(error, StoreError | MemoryLimitError)
         if index is None and len(plan.steps) > 1:
             if self._shorten(plan):
                 return True
             index = len(plan.steps) - 1
         key = plan.key(index or 0)
-        if isinstance(error, UnsupportedError) and plan.needs_weights and key not in self._undecodable:
+        if isinstance(error, UnsupportedError) and plan.needs_base_bits and key not in self._undecodable:
             self._undecodable.add(key)
             self._log_rebuild(plan, error)
             return True

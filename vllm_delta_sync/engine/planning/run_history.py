@@ -64,7 +64,7 @@ class History:
         return self._run
 
     def prefetching(self, expected: int | None) -> AbstractContextManager[object]:
-        """Context manager that prefetches for a poll, once the run is known; see ``Run.looking``."""
+        """Context manager that prefetches for a poll, once the run is known; see ``Run.prefetching``."""
         if self._run is None:
             return nullcontext()
         return self._run.prefetching(None if self.head is None else self.head.version, expected)
@@ -110,7 +110,7 @@ class History:
     @property
     def keys_sequence(self) -> int:
         """Sequence number of keys.json; 0 if the run has none."""
-        file = self.run.authentic.keys.file
+        file = self.run.verifier.keys.file
         return 0 if file is None else file.sequence
 
     def manifest(self, version: int) -> Manifest:

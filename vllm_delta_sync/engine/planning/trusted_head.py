@@ -74,7 +74,7 @@ class TrustedHead:
         """
         last_seen = self._merge_last_seen()
         if last_seen is not None and self._run is not None:
-            self._run.authentic.keys.distrust(last_seen.revoked)
+            self._run.verifier.keys.add_revoked(last_seen.revoked)
 
     def check_run(self, run: Run) -> None:
         """Check a run that was opened, and adopt its key revocations.
@@ -92,7 +92,7 @@ class TrustedHead:
                     f"{run.bucket.url!r} has run {run.info.run} now, and had run {last_seen.run} before: refused. "
                     f"{self._remedy('the run was begun anew')}"
                 )
-            run.authentic.keys.take(run.authentic.keys.file, last_seen.keys, last_seen.revoked)
+            run.verifier.keys.accept(run.verifier.keys.file, last_seen.keys, last_seen.revoked)
         if before is not None and before is not run and before.info.run == run.info.run:
             if before.info.digest != run.info.digest:
                 raise ForkError(
@@ -125,14 +125,14 @@ class TrustedHead:
 
         Otherwise a stolen key could sign one high version, whose removal would block honest versions forever.
         """
-        file = run.authentic.keys.file
+        file = run.verifier.keys.file
         entry = None if file is None else file.entry(last_seen.key)
         if file is None or entry is None or not _is_revoked(run, last_seen.version, last_seen.manifest, last_seen.key):
             return
         last = _last_valid(run, file, entry)
         version = last.version
         lower = LastSeen(last_seen.run, last_seen.keys, version, last.digest, _signer(last))
-        lower = lower.knowing(file.sequence, last_seen.revoked)
+        lower = lower.with_key_list(file.sequence, last_seen.revoked)
         logger.warning(
             "version %d, seen before, was signed by key %s, which is revoked for it: the last seen version is now %d",
             last_seen.version, short(last_seen.key), version,
@@ -140,7 +140,7 @@ class TrustedHead:
         if self._file is not None and self._writes:
             kept = self._file.load()
             if kept is not None and kept.key == last_seen.key:
-                self._file.lower_to(kept, lower)
+                self._file.retract_to(kept, lower)
         self._last_seen = lower
 
     def accept_head(self, run: Run, head: Manifest, stopped_by: DeltaSyncError | None, served: Manifest | None) -> None:
@@ -210,7 +210,7 @@ class TrustedHead:
         if self._file is None:
             return None
         run, last_seen = self._run, self._last_seen
-        file = None if run is None else run.authentic.keys.file
+        file = None if run is None else run.verifier.keys.file
         head = self._head
         shown = None
         if last_seen is not None:
@@ -259,19 +259,19 @@ class TrustedHead:
         last_seen = self._last_seen
         if kept is not None and (last_seen is None or kept.run == last_seen.run):
             newest = kept if last_seen is None or kept.version > last_seen.version else last_seen
-            newest = newest.knowing(kept.keys, kept.revoked)
-            self._last_seen = newest if last_seen is None else newest.knowing(last_seen.keys, last_seen.revoked)
+            newest = newest.with_key_list(kept.keys, kept.revoked)
+            self._last_seen = newest if last_seen is None else newest.with_key_list(last_seen.keys, last_seen.revoked)
         return self._last_seen
 
     def _advance_last_seen(self, last_seen: LastSeen) -> None:
         known = self._last_seen
         if known is not None:
-            last_seen = last_seen.knowing(known.keys, known.revoked)
+            last_seen = last_seen.with_key_list(known.keys, known.revoked)
         if self._file is None or (known == last_seen and self._saved):
             return
         if self._writes:
             try:
-                self._file.raise_to(last_seen)
+                self._file.advance_to(last_seen)
                 self._saved = True
             except StoreError as error:
                 # This process still remembers it, and a full disk must not stop updates.
@@ -310,8 +310,8 @@ def _signer(manifest: Manifest) -> str:
 
 def _with_keys(last_seen: LastSeen, run: Run) -> LastSeen:
     """A last seen head that also records the run's keys.json and its revocations."""
-    file = run.authentic.keys.file
-    return last_seen.knowing(0 if file is None else file.sequence, run.authentic.keys.revoked)
+    file = run.verifier.keys.file
+    return last_seen.with_key_list(0 if file is None else file.sequence, run.verifier.keys.revoked)
 
 
 def _is_revoked(run: Run, version: int, digest: str, key: str) -> bool:

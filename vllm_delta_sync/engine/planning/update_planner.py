@@ -16,8 +16,8 @@ from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.format.documents import anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
-from vllm_delta_sync.run.plan import FOLD_WIDTH, Planner, Step
-from vllm_delta_sync.run.plan import plan as plan_restore
+from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner, Step
+from vllm_delta_sync.run.read_plan import plan_read as plan_restore
 
 STAGED_BYTES = 32
 """Upper bound of staging memory in bytes per changed element of a 16-bit dtype: 10 decoded, 10 more merged, 14 routed,
@@ -45,7 +45,7 @@ class UpdatePlanner:
         self._quarantined = quarantined
         self.requested_version: int | None = None
         self.feedback = PlanFeedback()
-        self._planners: dict[str, Planner] = {}
+        self._planners: dict[str, ReadPlanner] = {}
 
     def reset(self) -> None:
         """Forget everything: another run is followed."""
@@ -173,21 +173,21 @@ class UpdatePlanner:
         return self._history.run
 
     @property
-    def _own(self) -> Planner:
+    def _own(self) -> ReadPlanner:
         return self._planner(self._run)
 
-    def _planner(self, run: Run) -> Planner:
+    def _planner(self, run: Run) -> ReadPlanner:
         name = run.info.run
         if name not in self._planners:
             # The set is shared, so documents found bad later are avoided too.
-            self._planners[name] = Planner(run, self.feedback.avoid.setdefault(name, set()))
+            self._planners[name] = ReadPlanner(run, self.feedback.avoid.setdefault(name, set()))
             if name == self._run.info.run and self._history.head is not None:
-                self._planners[name].know(self._history.head)
+                self._planners[name].add_manifests(self._history.head)
         return self._planners[name]
 
     def _find_path(self, position: WeightPosition, target: int) -> StepPath:
-        """Errors as ``Planner.path``."""
-        self._planner(position.run).know(position.manifest)
+        """Errors as ``ReadPlanner.path``."""
+        self._planner(position.run).add_manifests(position.manifest)
         if self._history.is_followed_run(position):
             steps = self._own.path(position.version, target)
             self._check_epochs(
@@ -413,7 +413,7 @@ GALLOP = 1024
 """Versions that ``reachable_stops`` first tries to cross at once."""
 
 
-def reachable_stops(planner: Planner, start: int, target: int) -> list[int]:
+def reachable_stops(planner: ReadPlanner, start: int, target: int) -> list[int]:
     """Versions up to ``target`` that steps lead to, each from the one before, the first from ``start``.
 
     Found by a galloping search. A version may be reachable from one version and not from the one before it, by a merged
@@ -440,7 +440,7 @@ def reachable_stops(planner: Planner, start: int, target: int) -> list[int]:
 
 def merged_delta_starts(version: int, target: int) -> Iterator[int]:
     """Versions at which merged deltas that lead across ``version``, and not beyond ``target``, would begin."""
-    size = FOLD_WIDTH
+    size = MERGE_WIDTH
     while (first := (version - 1) // size * size) + size <= target:
         yield first
-        size *= FOLD_WIDTH
+        size *= MERGE_WIDTH

@@ -24,7 +24,7 @@ STRIP_COLUMNS = 128
 
 
 class LiveBaseReader:
-    """An ``Old`` that copies one tensor at a time from the live model, and uses the memory of that tensor.
+    """An ``BaseLookup`` that copies one tensor at a time from the live model, and uses the memory of that tensor.
 
     Args:
         weights_stamp: returns a new value once weights may have been written.
@@ -72,7 +72,7 @@ def _copy_into(live: torch.Tensor, copied: torch.Tensor) -> None:
     copied.copy_(live)
 
 
-def with_changes(old: Old, parts: Sequence[Changes]) -> Old:
+def with_changes(old: BaseLookup, parts: Sequence[Changes]) -> BaseLookup:
     """Base bits after some changes: ``old`` with ``parts`` applied on top.
 
     Args:

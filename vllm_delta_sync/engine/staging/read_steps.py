@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_delta_sync.bucket.middleware.metrics import PROCESS
 from vllm_delta_sync.bucket.verified import hashing_seconds
-from vllm_delta_sync.codec.merge import fold
+from vllm_delta_sync.codec.merge import merge_changes
 from vllm_delta_sync.engine.commit.transaction import set_failed_step
 from vllm_delta_sync.engine.model.patch import keep_local
 from vllm_delta_sync.engine.model.route_map import RouteMap
@@ -43,7 +43,7 @@ class PhaseTimer:
 
     def tick(self, phase: str) -> None:
         """Count the time since the last call to a phase."""
-        now, hashed = time.perf_counter(), hashed_seconds()
+        now, hashed = time.perf_counter(), hashing_seconds()
         verified = hashed - self._hashed
         self.ms["verify"] += 1e3 * verified
         self.ms[phase] = self.ms.get(phase, 0.0) + 1e3 * (now - self._last - verified)
@@ -72,7 +72,7 @@ def object_reader(run: RunDocuments) -> Callable[[ObjectRef], Buffer]:
 
 
 def read_steps(
-    steps: list[Step], fingerprints: list[Fingerprint], routes: RouteMap, timer: PhaseTimer, old: Old
+    steps: list[Step], fingerprints: list[Fingerprint], routes: RouteMap, timer: PhaseTimer, old: BaseLookup
 ) -> Changes:
     """The changes of consecutive steps, each checked, merged into one.
 
@@ -102,7 +102,7 @@ def read_steps(
             total = check_step(step, total, changes)
         in_full |= {full.id for full in changes.full}
         parts.append(keep_local(changes, routes, in_full) if len(steps) > 1 else changes)
-    merged = parts[0] if len(parts) == 1 else fold(parts, routes.table)
+    merged = parts[0] if len(parts) == 1 else merge_changes(parts, routes.table)
     timer.tick("decode")
     return merged
 

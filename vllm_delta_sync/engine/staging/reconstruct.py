@@ -34,7 +34,7 @@ def newest_good_manifest(run: Run, quarantined: bool = False, trusted_head: Trus
             ``TrustedHead``. DeltaSyncError: no version is good, or the store failed.
     """
     if trusted_head is not None:
-        trusted_head.recall()
+        trusted_head.reload_last_seen()
     try:
         manifest, error = run.reachable_head()
     except NotFoundError as missing:
@@ -42,8 +42,8 @@ def newest_good_manifest(run: Run, quarantined: bool = False, trusted_head: Trus
             f"run {run.info.run} at {run.bucket.url!r} has no version to load: {missing}; start its publisher first"
         ) from missing
     if trusted_head is not None:
-        expired = trusted_head.expiry(run, error)
-        trusted_head.accept(run, manifest, error, None)
+        expired = trusted_head.check_expiry(run, error)
+        trusted_head.accept_head(run, manifest, error, None)
         trusted_head.check_fresh(run, error, expired)
     if error is not None:
         logger.error("what follows version %d cannot be used: %s", manifest.version, error)
@@ -90,7 +90,7 @@ def rebuild(run: Run, head: Manifest, folder: str, quarantined: bool = False) ->
             earlier = None if earlier.sound is None else run.manifest(earlier.sound)
         if earlier is None:
             raise first
-        run.authentic.descends(head, earlier)
+        run.verifier.check_descends(head, earlier)
         logger.error("version %d cannot be used, starting with version %d: %s", target.version, earlier.version, failed)
         target = earlier
 
@@ -111,7 +111,7 @@ def restore_version(run: Run, target: Manifest, folder: str, avoid: set[str] | N
     has_weights = any((Path(folder) / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
     try:
         found = restore(run, target, folder if has_weights else None, progress=_ProgressLog(target), avoid=avoid)
-    except BaseError as error:
+    except BaseUnavailableError as error:
         raise NotFoundError(
             f"{error.message.partition('; pass base')[0]}, and the model folder {folder!r} holds no safetensors; put "
             "the original checkpoint's safetensors into the model folder, or make the recorded path readable"
@@ -147,8 +147,8 @@ class _ProgressLog:
 
 def _newest_before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | None:
     """The newest version before ``target`` that can be reached from a root that is not in ``avoid``."""
-    planner = Planner(run, avoid)
-    planner.know(target)
+    planner = ReadPlanner(run, avoid)
+    planner.add_manifests(target)
     rebased_versions = [item.version for item in target.breaks if item.base_version is None]
     roots = [(version, version_key(version)) for version in (0, *rebased_versions)]
     roots += [(version, anchor_key(version)) for version in run.anchors()]

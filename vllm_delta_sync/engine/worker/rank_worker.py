@@ -251,7 +251,7 @@ class RankWorker:
         if current != self.version:
             raise ChainError(f"version {update.target.version} is to follow version {current}; here is {self.version}")
         if update.rebuild:
-            run.authentic.refresh(keys)
+            run.verifier.refresh(keys)
         timer = PhaseTimer()
         stamp = self._weights_stamp()
         patch = stage_update(update, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)

@@ -20,15 +20,15 @@ from dataclasses import dataclass, field
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.conditional_put import has_content
 from vllm_delta_sync.errors import ConflictError, NotFoundError
-from vllm_delta_sync.fleet.heartbeats import Leases
+from vllm_delta_sync.fleet.heartbeats import Heartbeats
 from vllm_delta_sync.format.documents import (
     LEASES_PREFIX,
     RETENTION_KEY,
     TURNS_PREFIX,
     Retention,
     anchor_of_key,
-    fold_of_key,
-    turn_of_key,
+    merged_delta_of_key,
+    pause_slot_of_key,
 )
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, SIDECARS_PREFIX, timestamp, version_key
 from vllm_delta_sync.maintenance.gc.graph import RunGraph, check_current, survey
@@ -167,7 +167,7 @@ class _Collector:
         """
         self._lock.renew()
         # With create-if-absent, the claim keeps out all collections but those of older releases.
-        if self._run.bucket.exclusive and self._monotonic() < self._checked + CHECK_SECONDS:
+        if self._run.bucket.supports_conditional_put and self._monotonic() < self._checked + CHECK_SECONDS:
             return
         self._checked = self._monotonic()
         if not has_content(self._run.bucket, RETENTION_KEY, written.to_bytes()):
@@ -231,7 +231,7 @@ class _Collector:
         report.gone = ranges(_gone(found, planned))
         for info in removed:
             report.bytes += info.bytes
-            version, merged = anchor_of_key(info.key), fold_of_key(info.key)
+            version, merged = anchor_of_key(info.key), merged_delta_of_key(info.key)
             if version is not None:
                 report.anchors.append(version)
             elif merged is not None:
@@ -267,7 +267,7 @@ SHOWN_SECONDS = 24 * 3600.0
 """Seconds that a heartbeat stays after it expired, so that operators see which servers ended."""
 
 
-def stale_fleet_objects(run: RunDocuments, leases: Leases, now: float, min_age: float) -> list[ObjectInfo]:
+def stale_fleet_objects(run: RunDocuments, leases: Heartbeats, now: float, min_age: float) -> list[ObjectInfo]:
     """Heartbeats that expired a day ago or more, and pause slot entries that are ``min_age`` old or older.
 
     The newest entry of each pause slot always stays: the next entry continues its numbering.
@@ -278,8 +278,8 @@ def stale_fleet_objects(run: RunDocuments, leases: Leases, now: float, min_age: 
     Raises:
         StoreError: the store failed.
     """
-    ended = [held.info for held in leases.held if now - held.expires >= max(min_age, SHOWN_SECONDS)]
-    entries = [(entry, info) for info in run.bucket.list(TURNS_PREFIX) if (entry := turn_of_key(info.key))]
+    ended = [held.info for held in leases.stored if now - held.expires >= max(min_age, SHOWN_SECONDS)]
+    entries = [(entry, info) for info in run.bucket.list(TURNS_PREFIX) if (entry := pause_slot_of_key(info.key))]
     newest: dict[int, int] = {}
     for (slot, number, _), _ in entries:
         newest[slot] = max(number, newest.get(slot, 0))

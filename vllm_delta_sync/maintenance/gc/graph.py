@@ -192,7 +192,7 @@ def _read_history(run: RunDocuments, known_edges: dict[ObjectInfo, Edge]) -> lis
         except StoreError:
             raise
         except DeltaSyncError as error:
-            revoked = refused_manifest(run, version) if isinstance(error, SignatureError) else None
+            revoked = revoked_manifest(run, version) if isinstance(error, SignatureError) else None
             if revoked is not None:
                 return replace(_edge_of_manifest(revoked, info), used=False, revoked=True)
             raise _unreadable(info.key, error) from error
@@ -286,8 +286,8 @@ def _edge_of_standalone(
         anchor = run.anchor(version)
         fits = version < len(history) and anchor.manifest == history[version].digest
         return Edge(item, NOTHING, version, _refs(anchor.objects), used=fits), fits
-    first, last = fold_of_key(item.key) or (0, 0)
-    merged = run.folded(first, last)
+    first, last = merged_delta_of_key(item.key) or (0, 0)
+    merged = run.merged_delta(first, last)
     ends = ((first, merged.first_manifest), (last, merged.last_manifest))
     fits = last < len(history) and all(history[number].digest == digest for number, digest in ends)
     used = fits and _is_step(first, last) and not any(first < number <= last for number in breaks)

@@ -194,7 +194,7 @@ def put_merged_delta(
     check_signer(run)
     fingerprints: dict[int, Fingerprint] = {}
     write_merged_delta(run, (first, last), _pieces(before, after, fingerprints), fingerprints, object_bytes)
-    return fold_key(first.version, last.version)
+    return merged_delta_key(first.version, last.version)
 
 
 def put_anchor(run: RunDocuments, manifest: Manifest, state: ModelState) -> str:

@@ -144,7 +144,7 @@ class Mirror:
         self._run.verifier.check_manifest(manifest, key)
         if data == self._stored(key):
             return self._head(manifest)
-        if manifest.digest not in self._audit.wanted(version) and not self._continues(manifest):
+        if manifest.digest not in self._audit.acceptable_digests(version) and not self._continues(manifest):
             return None
         self._run.bucket.put(key, data)
         return key
@@ -235,9 +235,9 @@ class Mirror:
             check_tensor_fingerprints(anchor, self._run.table)
             self._run.verifier.check_standalone(anchor, version, key)
             ends = [(version, anchor.manifest, anchor.fingerprint)]
-        elif (pair := fold_of_key(key)) is not None:
+        elif (pair := merged_delta_of_key(key)) is not None:
             document = merged = MergedDelta.from_bytes(data, key)
-            self._run.authentic.side(merged, pair[1], key)
+            self._run.verifier.check_standalone(merged, pair[1], key)
             ends = [
                 (pair[0], merged.first_manifest, merged.first_fingerprint),
                 (pair[1], merged.last_manifest, merged.last_fingerprint),
@@ -246,7 +246,7 @@ class Mirror:
             document = tag = Tag.from_bytes(data, key)
             if tag.name != tag_of_key(key):
                 raise ChainError(f"{key} contains tag {tag.name!r}")
-            self._run.authentic.side(tag, tag.version, key)
+            self._run.verifier.check_standalone(tag, tag.version, key)
             ends = [(tag.version, tag.manifest, None)]
         elif (epoch := claim_of_key(key)) is not None:
             document = claim = Claim.from_bytes(data, key)

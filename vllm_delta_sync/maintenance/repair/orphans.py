@@ -24,7 +24,7 @@ def orphans(run: RunDocuments, audit: DocumentAudit) -> list[ObjectRef]:
     for version in audit.anchors:
         listed.update(ref.key for ref in run.anchor(version).objects)
     for pair in audit.folds:
-        listed.update(ref.key for ref in run.folded(*pair).objects)
+        listed.update(ref.key for ref in run.merged_delta(*pair).objects)
     found = []
     for item in run.bucket.list(OBJECTS_PREFIX):
         digest = item.key.removeprefix(OBJECTS_PREFIX).removesuffix(".safetensors")

@@ -69,7 +69,7 @@ class Rebuilder:
         for key in sorted(found):
             if (version := anchor_of_key(key)) is not None:
                 self._attempt(self._anchor, version, key)
-            elif (pair := fold_of_key(key)) is not None:
+            elif (pair := merged_delta_of_key(key)) is not None:
                 self._attempt(self._merged_delta, pair, key)
 
     def _attempt(self, rebuild: Callable[[*_Arguments], None], *arguments: *_Arguments) -> None:
@@ -177,7 +177,7 @@ class Rebuilder:
         first, after = self._manifest(version - 1), self._manifest(version + 1)
         if first is None or after is None or not self._readable(first.version):
             return
-        if (version - 1, version) in self._audit.usable_folds():
+        if (version - 1, version) in self._audit.usable_merged_deltas():
             return
         key = bridge(self._run, self._state(first), first, after, candidates)
         if key is not None:
