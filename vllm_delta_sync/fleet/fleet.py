@@ -135,7 +135,7 @@ class Fleet:
         until its heartbeat expires, and one that is held at an older version until the timeout.
 
         Args:
-            replicas: expected number of replicas. timeout: seconds.
+            replicas: expected number of replicas, at least. timeout: seconds.
 
         Returns:
             all replicas, as of the last poll.
