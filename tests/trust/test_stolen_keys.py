@@ -189,7 +189,7 @@ def test_revoked_root_does_not_take_it_back(tmp_path: Path, how: str) -> None:
     elif how != "live":
         world.start()
     for _ in range(2):
-        with pytest.raises(SignatureError, match="revoked before; restore the keys.json with sequence 1 "):
+        with pytest.raises(SignatureError, match=r"revoked before; restore the keys\.json with sequence 1 "):
             world.receiver.advance()
         assert world.receiver.served_version in (None, 3)
     settings = Settings(bucket=world.chain.url, **world.settings)
