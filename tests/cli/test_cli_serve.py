@@ -154,7 +154,7 @@ def test_refusals_name_what_to_give(tmp_path: Path, serve: Command) -> None:
     said = serve.refused(2, "--bucket", url, "--load-format", "safetensors")
     assert "--load-format is 'safetensors', but there is no MODEL to load: give MODEL" in said
     said = serve.refused(2, "--bucket", GOLDEN)
-    assert "keeps no config.json, so a server cannot start from it alone: give MODEL" in said
+    assert "has no config.json, so a server cannot start from it alone: give MODEL" in said
     assert "no run at" in serve.refused(3, "--bucket", str(tmp_path / "none"))
     assert not serve.home.exists()
     blocked = tmp_path / "file"

@@ -100,5 +100,5 @@ class PauseSlotClient:
             except DeltaSyncError as error:
                 logger.info("could not release the pause slot, so others wait until it expires: %s", error.message)
 
-        self._end_thread = threading.Thread(target=end, name="delta-sync-turn", daemon=True)
+        self._end_thread = threading.Thread(target=end, name="delta-sync-slot", daemon=True)
         self._end_thread.start()

@@ -57,7 +57,7 @@ class ReceiverService:
             self._heartbeat = Heartbeat(self.receiver, settings.receiver_id, settings.lease_seconds)
             self.receiver.board.watch(self._heartbeat.notify)
             keep = threading.Thread(
-                target=self._heartbeat.run, args=(self._stop,), name="delta-sync-keeper", daemon=True
+                target=self._heartbeat.run, args=(self._stop,), name="delta-sync-heartbeat", daemon=True
             )
             self._heartbeat_index = len(self._threads)
             self._threads.append(keep)
