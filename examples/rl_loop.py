@@ -53,7 +53,7 @@ WARM_UP_TARGET, WARM_UP_BATCH, WARM_UP_RATE, WARM_UP_LIMIT = 0.28, 128, 1.5e-3, 
 
 MODEL_NAME = "policy"
 CONNECTIONS = 4
-REQUEST_SECONDS, START_SECONDS, END_SECONDS = 120.0, 240.0, 6.0  # for an answer; for a server to start, and to end
+REQUEST_SECONDS, START_SECONDS, END_SECONDS = 120.0, 600.0, 6.0  # for an answer; for a server to start, and to end
 VERDICT_SECONDS = 90.0  # reserved at the end for the second server's start and the comparison
 COMPARED_WORDS = 36
 SMOOTH_STEPS, REWARD_STEPS = 20, 10
