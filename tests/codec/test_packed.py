@@ -69,6 +69,13 @@ def test_planes_are_those_of_the_reference_and_come_back(data: st.DataObject, dt
     assert set(arrays) == packed.entry_names(blocks)
 
 
+@pytest.mark.parametrize(("changed", "kind"), [(15, "sparse"), (16, "sparse"), (17, "dense")])
+def test_a_mask_is_written_when_more_than_a_quarter_changed(changed: int, kind: str) -> None:
+    group, table = group_of("BF16", [(np.arange(changed), np.ones(changed, np.uint16), 64)])
+    _, rows = packed.encode([group], table, "none")
+    assert [block.kind for block in parse_blocks(rows, "object")] == [kind]
+
+
 @given(st.data(), st.sampled_from(sorted(DTYPES)), st.sampled_from(["zstd", "none"]))
 def test_decoding_gives_what_was_encoded(data: st.DataObject, dtype: str, compression: str) -> None:
     group, table = group_of(dtype, data.draw(tensors_of(dtype)))

@@ -6,7 +6,17 @@ import pytest
 import rfc8785
 
 from vllm_delta_sync.errors import FormatError, LimitError, UnsupportedError
-from vllm_delta_sync.format.manifest import Document, Head, Manifest, RunInfo, object_key, version_key, version_of_key
+from vllm_delta_sync.format.manifest import (
+    Document,
+    Head,
+    Manifest,
+    RunInfo,
+    Sidecar,
+    object_key,
+    sidecar_key,
+    version_key,
+    version_of_key,
+)
 
 RUN, DIGEST, TIME = "5eed" * 8, "ab" * 32, "2026-01-02T03:04:05.678901Z"
 REF = {"bytes": 9, "key": object_key(DIGEST), "rank": 0, "sha256": DIGEST}
@@ -231,3 +241,9 @@ def test_keys_sort_as_versions_do_and_come_back() -> None:
     assert [version_of_key(version_key(version)) for version in versions] == versions
     for key in ("HEAD.json", "versions/1.json", "versions/0000000001.json\n", "versions/٠٠٠٠٠٠٠٠٠١.json", "versions/"):
         assert version_of_key(key) is None
+
+
+def test_a_sidecar_lies_under_its_digest() -> None:
+    assert Sidecar(name="state", key=sidecar_key(DIGEST), sha256=DIGEST, bytes=1).sha256 == DIGEST
+    with pytest.raises(ValueError, match="sidecars/<sha256>"):
+        Sidecar(name="state", key=sidecar_key("cd" * 32), sha256=DIGEST, bytes=1)

@@ -11,7 +11,7 @@ from vllm_delta_sync.engine.commit.undo_log import ENTRIES, FINGERPRINT_BYTES, U
 from vllm_delta_sync.engine.core.watchdog import common_version
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.model.patch import StagedPatch
-from vllm_delta_sync.errors import BusyError, ChainError, FingerprintError, NotFoundError
+from vllm_delta_sync.errors import BusyError, ChainError, EngineError, FingerprintError, NotFoundError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.settings import Settings
 
@@ -167,6 +167,13 @@ def test_log_keeps_so_many_commits_and_no_more() -> None:
         log.trim(10**12)
     assert len(log.versions) == ENTRIES
     assert log.versions[0] == ENTRIES + 48
+
+
+def test_a_version_that_the_log_does_not_hold_is_refused() -> None:
+    log = UndoLog()
+    push(log, 4, 0)
+    with pytest.raises(EngineError, match="version 9 is not in this rank's undo log, which holds 3; version 4 is kept"):
+        log.path(9, 4)
 
 
 def test_memory_of_the_log_is_a_running_total(monkeypatch: pytest.MonkeyPatch) -> None:
