@@ -284,8 +284,9 @@ def test_the_bound_address_is_reported(silent: NoticePublisher) -> None:
     everywhere = NoticePublisher("tcp://*:*")
     assert everywhere.address.startswith("tcp://0.0.0.0:")
     everywhere.close()
-    message = f"'{silent.address}' is in use; stop the other process or give another"
-    with pytest.raises(NoticeError, match=message) as caught:
+    with pytest.raises(
+        NoticeError, match=f"'{silent.address}' is in use; stop the other process or give another"
+    ) as caught:
         NoticePublisher(silent.address)
     assert (caught.value.kind, caught.value.exit_code) == ("notice", 4)
 
