@@ -409,7 +409,9 @@ def holes_and_overlaps(rank: int, size: int, folder: str) -> None:
     local, place = (values, Replicate()) if rank == 0 else (values[2 * rank :][:2], Shard(0))
     given: Any = {"run_check": False, "shape": values.shape, "stride": values.stride()}
     twice = pair.put(DTensor.from_local(local, pair.mesh, [place], **given))
-    message = "rank 0: second, rank 1: second[2:4,0:2] share elements of tensor 'second', of whose 8 the ranks hold 12"
+    message = (
+        "rank 0: second, rank 1: second[2:4,0:2] share elements of tensor 'second'; of its 8 elements the ranks hold 12"
+    )
     refused(lambda: Publisher(twice, folder), ModelError, message)
     assert not Path(folder, "run.json").exists()
     whole = pair.put(distribute_tensor(values, pair.mesh, [Shard(0)]))
