@@ -152,7 +152,7 @@ class _Asked:
 
     def __call__(self, tensor: int) -> BaseTensor:
         found = self._old(tensor)
-        self.in_part |= found.held is not None
+        self.in_part |= found.rectangles is not None
         return found
 
 
