@@ -373,7 +373,7 @@ def covered(spec: TensorSpec, held: BaseTensor) -> np.ndarray:
     """(rows, columns) how often each element is named."""
     count = np.zeros(extent(spec.shape), np.int64)
     whole = ((0, count.shape[0], 0, count.shape[1]),)
-    for first, last, left, right in whole if held.held is None else held.held:
+    for first, last, left, right in whole if held.rectangles is None else held.rectangles:
         assert 0 <= first < last <= count.shape[0]
         assert 0 <= left < right <= count.shape[1]
         count[first:last, left:right] += 1
@@ -393,8 +393,8 @@ def test_experts_are_held_by_slices_of_the_stack_and_inside_each() -> None:
     found = [held_by(Experts(rank), EXPERTS, bits) for rank in range(2)]
     for tensor, spec in enumerate(EXPERTS):
         assert np.all(sum(expect_held(spec, held[tensor], bits[tensor]) for held in found) == 1)
-    assert found[1][0].held == tuple((8 * expert + 4, 8 * expert + 8, 0, 10) for expert in range(6))
-    assert found[1][1].held == ((30, 60, 0, 8),)
+    assert found[1][0].rectangles == tuple((8 * expert + 4, 8 * expert + 8, 0, 10) for expert in range(6))
+    assert found[1][1].rectangles == ((30, 60, 0, 8),)
 
 
 @settings(deadline=None)
@@ -445,7 +445,7 @@ def test_steps_before_are_laid_over_a_copy() -> None:
     after = with_changes(lambda tensor: held if tensor == 0 else BaseTensor(states[0][tensor].copy()), parts)
     for tensor, spec in enumerate(TABLE):
         assert np.array_equal(after(tensor).bits, states[4][tensor]), spec.name
-    assert after(0).held == held.held
+    assert after(0).rectangles == held.rectangles
     assert np.array_equal(parts[1].full[0].bits, states[2][full])
 
 

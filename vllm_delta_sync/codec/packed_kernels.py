@@ -39,17 +39,17 @@ def encode_gaps(positions, counts, shifts, gaps, low, escapes):
         following = ZERO
         shift = np.uint64(shifts[group])
         least = (ONE << shift) - ONE
-        held = ZERO
+        pending_bits = ZERO
         bits = ZERO
         for _ in range(counts[group]):
             gap = np.uint64(positions[cursor]) - following
             following = np.uint64(positions[cursor]) + ONE
-            held |= (gap & least) << bits
+            pending_bits |= (gap & least) << bits
             bits += shift
             while bits >= BYTE:
-                low[begin] = np.uint8(held & ESCAPE)
+                low[begin] = np.uint8(pending_bits & ESCAPE)
                 begin += 1
-                held >>= BYTE
+                pending_bits >>= BYTE
                 bits -= BYTE
             gap >>= shift
             if gap >= ESCAPE:
@@ -59,7 +59,7 @@ def encode_gaps(positions, counts, shifts, gaps, low, escapes):
             gaps[cursor] = np.uint8(gap)
             cursor += 1
         if bits != ZERO:
-            low[begin] = np.uint8(held)
+            low[begin] = np.uint8(pending_bits)
             begin += 1
     return used
 
@@ -79,7 +79,7 @@ def decode_gaps(gaps, low, escapes, counts, shifts, numels, positions):
         shift = np.uint64(shifts[group])
         least = (ONE << shift) - ONE
         following = ZERO
-        held = ZERO
+        pending_bits = ZERO
         bits = ZERO
         for _ in range(counts[group]):
             gap = np.uint64(gaps[cursor])
@@ -91,21 +91,21 @@ def decode_gaps(gaps, low, escapes, counts, shifts, numels, positions):
                 gap += np.uint64(escapes[used])
                 used += 1
             while bits < shift:
-                held |= np.uint64(low[begin]) << bits
+                pending_bits |= np.uint64(low[begin]) << bits
                 begin += 1
                 bits += BYTE
             # Checked before the shift, which could overflow and wrap a gap beyond the tensor to inside it.
             if gap > numel >> shift:
                 return group
-            position = following + ((gap << shift) | (held & least))
-            held >>= shift
+            position = following + ((gap << shift) | (pending_bits & least))
+            pending_bits >>= shift
             bits -= shift
             if position >= numel:
                 return group
             positions[cursor] = np.int64(position)
             following = position + ONE
             cursor += 1
-        if held != ZERO:
+        if pending_bits != ZERO:
             return group
     if used != escapes.size:
         return counts.size

@@ -367,11 +367,11 @@ class Manifest(Document):
         if first != (self.parent is None):
             raise ValueError("parent must be null for version 0 and set for all others")
         if (self.kind == "delta") != (self.base_version is not None):
-            raise ValueError("base_version belongs to deltas and only to them")
+            raise ValueError("base_version must be set for deltas, and only for them")
         if self.base_version is not None and self.base_version >= self.version:
             raise ValueError("base_version does not precede version")
         if (self.kind == "delta") == (self.tensor_fingerprints is not None):
-            raise ValueError("tensor_fingerprints belong to anchors and references and only to them")
+            raise ValueError("tensor_fingerprints must be set for anchors and references, and for no delta")
         if self.payload_bytes != sum(item.bytes for item in self.objects):
             raise ValueError("payload_bytes is not the sum of the objects' bytes")
         if len({item.key for item in self.objects}) != len(self.objects):
@@ -391,10 +391,10 @@ class Manifest(Document):
         if versions != sorted(set(versions)) or (versions and not 0 < versions[0] <= versions[-1] <= self.version):
             raise ValueError("breaks are not ascending versions from 1 to this one")
         if any(item.base_version is not None and item.base_version >= item.version - 1 for item in self.breaks):
-            raise ValueError("breaks name a version that builds on the one before, or on none that precedes it")
+            raise ValueError("breaks list a version that builds on its predecessor, or on a version that does not precede it")
         regular = self.version == 0 or self.base_version == self.version - 1
         if regular == (self.version in versions) or (not regular and self.breaks[-1].base_version != self.base_version):
-            raise ValueError("breaks do not say what this version builds on")
+            raise ValueError("breaks do not match base_version")
 
     @model_serializer(mode="wrap")
     def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -87,12 +87,12 @@ class BaseTensor:
     """The base bits of one tensor: its bits at the version that a delta applies to.
 
     Attributes:
-        bits: (numel,) in row-major order of the whole tensor; undefined outside ``held``.
-        held: disjoint rectangles that this process has; None for the whole tensor.
+        bits: (numel,) in row-major order of the whole tensor; undefined outside ``rectangles``.
+        rectangles: disjoint parts that this process has; None for the whole tensor.
     """
 
     bits: Bits
-    held: tuple[Rectangle, ...] | None = None
+    rectangles: tuple[Rectangle, ...] | None = None
 
 
 BaseLookup = Callable[[int], BaseTensor]

@@ -15,7 +15,7 @@ from vllm_delta_sync.tensors.boxes import Box, boxes_of_range
 
 Pieces = list[tuple[Box, torch.Tensor]]
 Index = tuple[slice, ...]
-Runs = list[tuple[int, int]]
+Ranges = list[tuple[int, int]]
 """Ranges (start, stop) of one dimension, in the order of the local tensor."""
 
 
@@ -44,9 +44,9 @@ def local_boxes(tensor: torch.Tensor, name: str = "") -> Pieces:
         ModelError: a partial sum that is not reduced yet; or a partition that is quantized or not in memory.
     """
     if _is_dtensor(tensor):
-        return _held_of_dtensor(tensor, name)
+        return _dtensor_boxes(tensor, name)
     if hasattr(tensor, "ds_id"):
-        return _held_of_partition(tensor, name)
+        return _partition_boxes(tensor, name)
     plain = tensor.detach()
     return [(Box.all_of(tuple(plain.shape)), plain)] if plain.numel() else []
 
@@ -94,7 +94,8 @@ def _owns(tensor: torch.Tensor) -> bool:
         if coordinate is None or not _holds_rank_zero(mesh):
             return False
         return all(
-            place == 0 or not one.is_replicate() for place, one in zip(coordinate, _placements(tensor), strict=True)
+            place == 0 or not placement.is_replicate()
+            for place, placement in zip(coordinate, _placements(tensor), strict=True)
         )
     if hasattr(tensor, "ds_id"):
         group: Any = tensor.ds_process_group  # type: ignore[attr-defined]
@@ -108,7 +109,7 @@ def _holds_rank_zero(mesh: Any) -> bool:
     return bool((mesh.mesh == 0).any())
 
 
-def _held_of_dtensor(tensor: torch.Tensor, name: str) -> Pieces:
+def _dtensor_boxes(tensor: torch.Tensor, name: str) -> Pieces:
     whole, mesh = tuple(tensor.shape), tensor.device_mesh  # type: ignore[attr-defined]
     coordinate = _coordinate(mesh)
     if coordinate is None:
@@ -116,13 +117,14 @@ def _held_of_dtensor(tensor: torch.Tensor, name: str) -> Pieces:
     shards = tuple(_shard(placement, name) for placement in _placements(tensor))
     with torch.no_grad():
         local: torch.Tensor = tensor.to_local().detach()  # type: ignore[attr-defined]
-    held, cuts = _cuts(whole, tuple(mesh.shape), coordinate, shards)
-    if cuts and tuple(local.shape) != held:
+    local_shape, cuts = _cuts(whole, tuple(mesh.shape), coordinate, shards)
+    if cuts and tuple(local.shape) != local_shape:
         raise ModelError(
             f"tensor {name!r} is a DTensor {list(whole)} placed as {list(_placements(tensor))}; this process holds "
-            f"{list(local.shape)} of it, not {list(held)} as placed; publish a function that yields the whole tensors"
+            f"{list(local.shape)} of it, not {list(local_shape)} as placed; publish a function that yields the whole "
+            "tensors"
         )
-    return [(box, local if box.shape == held else local[index]) for box, index in cuts]
+    return [(box, local if box.shape == local_shape else local[index]) for box, index in cuts]
 
 
 def _shard(placement: Any, name: str) -> tuple[int, int] | None:
@@ -146,20 +148,20 @@ def _cuts(
     shards: tuple[tuple[int, int] | None, ...],
 ) -> tuple[tuple[int, ...], list[tuple[Box, Index]]]:
     """Shape of the local tensor at ``coordinate`` of a mesh of ``sizes``; its boxes with their index in it."""
-    runs: list[Runs] = [[(0, size)] for size in whole]
+    runs: list[Ranges] = [[(0, size)] for size in whole]
     for size, place, shard in zip(sizes, coordinate, shards, strict=True):
         if shard is not None:
-            dimension, already = shard
-            runs[dimension] = _share(runs[dimension], already, size, place)
-    held = tuple(sum(stop - start for start, stop in every) for every in runs)
-    return held, _pieces(runs, whole) if all(held) else []
+            dimension, earlier = shard
+            runs[dimension] = _take_shard(runs[dimension], earlier, size, place)
+    local_shape = tuple(sum(stop - start for start, stop in ranges) for ranges in runs)
+    return local_shape, _pieces(runs, whole) if all(local_shape) else []
 
 
-def _share(runs: Runs, already: int, parts: int, number: int) -> Runs:
-    """Part ``number`` of ``parts``, split as torch chunks, of each of the ``already`` existing shards."""
-    found: Runs = []
-    for shard in range(already):
-        for start, stop in _chunk(_chunk(runs, already, shard), parts, number):
+def _take_shard(runs: Ranges, earlier: int, parts: int, number: int) -> Ranges:
+    """Part ``number`` of ``parts``, split as torch chunks, of each of the ``earlier`` existing shards."""
+    found: Ranges = []
+    for shard in range(earlier):
+        for start, stop in _chunk(_chunk(runs, earlier, shard), parts, number):
             # Join adjacent ranges.
             if found and found[-1][1] == start:
                 start = found.pop()[0]
@@ -167,10 +169,10 @@ def _share(runs: Runs, already: int, parts: int, number: int) -> Runs:
     return found
 
 
-def _chunk(runs: Runs, parts: int, number: int) -> Runs:
+def _chunk(runs: Ranges, parts: int, number: int) -> Ranges:
     size = -(-sum(stop - start for start, stop in runs) // parts)
     first, last = number * size, (number + 1) * size
-    found: Runs = []
+    found: Ranges = []
     for start, stop in runs:
         lower, upper = max(start, start + first), min(stop, start + last)
         if lower < upper:
@@ -179,12 +181,12 @@ def _chunk(runs: Runs, parts: int, number: int) -> Runs:
     return found
 
 
-def _pieces(runs: list[Runs], whole: tuple[int, ...]) -> list[tuple[Box, Index]]:
+def _pieces(runs: list[Ranges], whole: tuple[int, ...]) -> list[tuple[Box, Index]]:
     """One box for each combination of ranges."""
     places: list[list[tuple[int, int, int]]] = []
-    for every in runs:
+    for ranges in runs:
         at, found = 0, []
-        for start, stop in every:
+        for start, stop in ranges:
             found.append((start, stop, at))
             at += stop - start
         places.append(found)
@@ -203,7 +205,7 @@ def _partition_range(tensor: Any) -> tuple[int, int]:
     return min(start, int(tensor.ds_numel)), min(start + size, int(tensor.ds_numel))
 
 
-def _held_of_partition(tensor: Any, name: str) -> Pieces:
+def _partition_boxes(tensor: Any, name: str) -> Pieces:
     partition = getattr(tensor, "ds_tensor", None)
     if partition is None:
         raise ModelError(

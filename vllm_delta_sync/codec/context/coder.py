@@ -168,7 +168,7 @@ def _thresholds(
 
 def _whole_tensor(old: BaseLookup, table: TensorTable, spec: TensorSpec, element: DType) -> Bits:
     found = old(table.index(spec.name))
-    if found.held is not None:
+    if found.rectangles is not None:
         raise TensorMismatchError(f"base bits of {spec.name!r} are only a part of the tensor; encoding needs all of it")
     return _checked(found, spec, element)
 
@@ -272,16 +272,16 @@ class ContextBlock:
         tile = sum(grid.tiles for grid in self._grids[:first])
         for row in range(first, last):
             grid, tensor, count = self._grids[row], int(self.directory.ids[row]), int(self.directory.counts[row])
-            spec, held = self._table[tensor], old(tensor)
+            spec, base = self._table[tensor], old(tensor)
             ends = self._ends[tile : tile + grid.tiles + 1]
             payload = np.zeros(int(ends[-1] - ends[0]) + kernels.PADDING, np.uint8)
             payload[: -kernels.PADDING] = self._streams[ends[0] : ends[-1]]
             found, where = kernels.decode_tensor(
-                _checked(held, spec, element), grid.array(), dropped_bits(element), self._thresholds,
-                select_tiles(grid, held.held, spec.name, self._what), ends - ends[0], payload, self._tables,
+                _checked(base, spec, element), grid.array(), dropped_bits(element), self._thresholds,
+                select_tiles(grid, base.rectangles, spec.name, self._what), ends - ends[0], payload, self._tables,
                 firsts, positions[used:][: count + kernels.SLACK], distances[used:][: count + kernels.SLACK],
             )  # fmt: skip
-            if found < 0 or (found != count and held.held is None):
+            if found < 0 or (found != count and base.rectangles is None):
                 self._refuse(spec, found, where, count)
             counts[row - first] = found
             used += found

@@ -33,8 +33,8 @@ def _places():
     """(2048,) uint8: entry 8 · byte + rank is the index of set bit number ``rank`` of a byte."""
     table = np.zeros((256, 8), np.uint8)
     for byte in range(256):
-        held = [bit for bit in range(8) if byte >> bit & 1]
-        table[byte, : len(held)] = held
+        bits_set = [bit for bit in range(8) if byte >> bit & 1]
+        table[byte, : len(bits_set)] = bits_set
     return table.reshape(-1)
 
 
@@ -119,7 +119,7 @@ def decode_tensor(bits, grid, drop, thresholds, wanted, ends, payload, tables, f
     row = 0
     while row < rows:
         stop = min(row + height, row // slab * slab + slab, rows)
-        held = 0
+        in_band = 0
         if across == 1:
             band_positions, band_distances = positions[found:], distances[found:]
         for column in range(across):
@@ -131,21 +131,26 @@ def decode_tensor(bits, grid, drop, thresholds, wanted, ends, payload, tables, f
                 used = (size + 63) // 64
                 got = decode_tile(
                     masks, used, payload, ends[tile], ends[tile + 1], tables, firsts, marks, zigzags,
-                    most - found - held,
+                    most - found - in_band,
                 )  # fmt: skip
                 if got < 0:
                     return got, tile
                 collect(
-                    marks[:used], zigzags, across_tile, origin, columns, band_positions[held:], band_distances[held:],
-                    in_rows[held:],
+                    marks[:used], zigzags, across_tile, origin, columns, band_positions[in_band:],
+                    band_distances[in_band:], in_rows[in_band:],
                 )  # fmt: skip
-                held += got
+                in_band += got
             tile += 1
         if across > 1:
             _by_row(
-                band_positions[:held], band_distances[:held], in_rows, stop - row, positions[found:], distances[found:]
+                band_positions[:in_band],
+                band_distances[:in_band],
+                in_rows,
+                stop - row,
+                positions[found:],
+                distances[found:],
             )
-        found += held
+        found += in_band
         row = stop
     return found, tile
 
@@ -265,15 +270,15 @@ def collect(marks, zigzags, columns, origin, stride, positions, out, rows):
     start = ZERO
     width = np.uint64(columns)
     for word in range(marks.size):
-        held = marks[word]
+        remaining = marks[word]
         marks[word] = ZERO
         here = np.uint64(word) << np.uint64(6)
-        left = ones(held)
+        left = ones(remaining)
         while True:
             # Always SLACK at a time, since the number of set bits is unpredictable; surplus is overwritten.
             for i in range(SLACK):
-                place = here + (trailing_zeros(held | _TOP))
-                held &= held - ONE
+                place = here + (trailing_zeros(remaining | _TOP))
+                remaining &= remaining - ONE
                 while place >= start + width:
                     start += width
                     row += ONE

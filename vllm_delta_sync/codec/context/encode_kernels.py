@@ -257,23 +257,23 @@ def rest_of(value, token):
 @_compile
 def write_fields(fields, widths, out):
     """Write the fields, last field first, as a bit string, lowest bits first → bytes written."""
-    held = ZERO
+    pending_bits = ZERO
     filled = ZERO
     used = 0
     for i in range(fields.size - 1, -1, -1):
         value, left = fields[i], widths[i]
         while left:
             part = min(left, np.uint64(32))
-            held |= (value & ((ONE << part) - ONE)) << filled
+            pending_bits |= (value & ((ONE << part) - ONE)) << filled
             filled += part
             value >>= part
             left -= part
             while filled >= np.uint64(8):
-                out[used] = np.uint8(held & np.uint64(255))
+                out[used] = np.uint8(pending_bits & np.uint64(255))
                 used += 1
-                held >>= np.uint64(8)
+                pending_bits >>= np.uint64(8)
                 filled -= np.uint64(8)
     if filled:
-        out[used] = np.uint8(held)
+        out[used] = np.uint8(pending_bits)
         used += 1
     return used

@@ -104,10 +104,10 @@ def mask_tile(bits, origin, rows, columns, stride, drop, thresholds, scratch, ma
     if size % 64:
         masks[0, words - 1] = (ONE << np.uint64(size % 64)) - ONE
     for kind in range(thresholds.size):
-        threshold, held = thresholds[kind], masks[kind + 1]
+        threshold, reached = thresholds[kind], masks[kind + 1]
         for word in range(words):
-            held[word] = at_least(scratch, np.uint64(word * 64), threshold)
-        held[words - 1] &= masks[0, words - 1]
+            reached[word] = at_least(scratch, np.uint64(word * 64), threshold)
+        reached[words - 1] &= masks[0, words - 1]
     for kind in range(thresholds.size):
         mine, above = masks[kind], masks[kind + 1]
         for word in range(words):

@@ -135,17 +135,17 @@ def read_grid(spec: TensorSpec, cut: tuple[int, int, int], what: str) -> Grid:
     return grid
 
 
-def select_tiles(grid: Grid, held: Sequence[Rectangle] | None, name: str, what: str) -> npt.NDArray[np.bool_]:
-    """(tiles,) bool: which tiles lie inside the rectangles ``held``; None for the whole tensor.
+def select_tiles(grid: Grid, rectangles: Sequence[Rectangle] | None, name: str, what: str) -> npt.NDArray[np.bool_]:
+    """(tiles,) bool: which tiles lie inside ``rectangles``; None for the whole tensor.
 
     Raises:
         UnsupportedError: a tile lies partly inside, so it cannot be decoded.
     """
-    if held is None:
+    if rectangles is None:
         return np.ones(grid.tiles, np.bool_)
     tiles = grid.rectangles()
     covered = np.zeros(grid.tiles, np.int64)
-    for first, last, left, right in held:
+    for first, last, left, right in rectangles:
         down = np.minimum(tiles[:, 1], last) - np.maximum(tiles[:, 0], first)
         along = np.minimum(tiles[:, 3], right) - np.maximum(tiles[:, 2], left)
         covered += np.maximum(down, 0) * np.maximum(along, 0)
