@@ -391,7 +391,9 @@ class Manifest(Document):
         if versions != sorted(set(versions)) or (versions and not 0 < versions[0] <= versions[-1] <= self.version):
             raise ValueError("breaks are not ascending versions from 1 to this one")
         if any(item.base_version is not None and item.base_version >= item.version - 1 for item in self.breaks):
-            raise ValueError("breaks list a version that builds on its predecessor, or on a version that does not precede it")
+            raise ValueError(
+                "breaks list a version that builds on its predecessor, or on a version that does not precede it"
+            )
         regular = self.version == 0 or self.base_version == self.version - 1
         if regular == (self.version in versions) or (not regular and self.breaks[-1].base_version != self.base_version):
             raise ValueError("breaks do not match base_version")

@@ -152,7 +152,7 @@ class _BaseBitsProbe:
 
     def __call__(self, tensor: int) -> BaseTensor:
         found = self._old(tensor)
-        self.any_partial |= found.held is not None
+        self.any_partial |= found.rectangles is not None
         return found
 
 
