@@ -262,7 +262,7 @@ class WeightUpdater:
 
     def _transaction(self, target: int, **options: Any) -> Transaction:
         if self._pause_state == "draining":
-            options["paused"] = functools.partial(self._board.set, state="committing")
+            options["on_paused"] = functools.partial(self._board.set, state="committing")
         return Transaction(self._port, target, self._served_version, **options)
 
     def _resume(self, transaction: Transaction, target: Manifest) -> dict[str, float]:
