@@ -111,7 +111,11 @@ def _imports(source: str, modules: Mapping[str, str]) -> str:
             continue
         if node.module not in modules and not any(f"{node.module}.{alias.name}" in modules for alias in node.names):
             continue
+        start = starts[node.lineno - 1] + node.col_offset
+        end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         if any(f"{node.module}.{alias.name}" in modules.values() for alias in node.names):
+            # Rewritten already, by a name that is a package now and was a module before.
+            edits.append((start, end, data[start:end].decode().replace(node.module, DONE + node.module, 1)))
             continue
         groups: dict[str, list[str]] = {}
         for alias in node.names:
@@ -132,8 +136,6 @@ def _imports(source: str, modules: Mapping[str, str]) -> str:
                 else:
                     edits += [(start, end, name) for start, end in uses]
             groups.setdefault(package, []).append(name + (f" as {known}" if known and known != name else ""))
-        start = starts[node.lineno - 1] + node.col_offset
-        end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         indent = " " * node.col_offset
         new = f"\n{indent}".join(f"from {DONE}{package} import {', '.join(names)}" for package, names in groups.items())
         edits.append((start, end, new))
@@ -286,6 +288,8 @@ def _literals(text: str, names: Mapping[str, Mapping[str, str]]) -> str:
         for old, new in known.items():
             count.setdefault(old, []).append(new)
     single = {old: new[0] for old, new in count.items() if len(new) == 1 and len(old) > 5}
+    if not single:
+        return text
     words = "|".join(map(re.escape, sorted(single, key=len, reverse=True)))
     return re.sub(rf"(?<=`)({words})(?=[`.(])", lambda match: single[match[1]], text)
 

@@ -1,4 +1,4 @@
-"""``VerifyReport``: the outcome of checking a run, with its ``Finding``s."""
+"""``VerifyReport``: the outcome of checking a run, with its findings."""
 
 from dataclasses import dataclass, field
 
