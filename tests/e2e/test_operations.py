@@ -63,7 +63,7 @@ def test_no_run_is_shown_and_logged_once(follower: Follower) -> None:
     eventually(lambda: server.status()["looks"] >= looks + 3, "it looks again and again")
     assert server.status()["served"]["version"] == world.version
     assert server.outputs() == answers
-    assert len(server.log_lines("its run.json is gone")) == 1
+    assert len(server.log_lines("its run.json is missing")) == 1
     away.rename(run)
     assert server.post("/delta_sync/sync", {}).json()["last_error"] is None
     server.wait_served(world.publish())

@@ -320,7 +320,7 @@ def test_tiles_held_in_part_make_the_version_be_rebuilt(odd: SlicedChain, caplog
         odd.grow()
         server.reaches(6, commits=1)
     assert caplog.text.count("rebuilt from the bucket") == 1
-    assert "holds some in part only" in caplog.text
+    assert "has some only in part" in caplog.text
     for version in (5, 4, 0):
         server.receiver.rollback(version)
         server.serves(version)
@@ -333,7 +333,7 @@ def test_what_can_neither_be_decoded_nor_rebuilt_is_said_and_served_stays(odd: S
     odd.learn()
     (odd.root / "base").rename(odd.root / "gone")
     for _ in range(2):
-        fails(server, UnsupportedError, r"holds some in part only.*codec='packed'")
+        fails(server, UnsupportedError, r"has some only in part.*codec='packed'")
         server.serves(1)
     odd.beside_it(2)
     server.reaches(2, commits=1)
