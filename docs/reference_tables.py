@@ -76,7 +76,7 @@ STATUS_FIELDS = {
     "trust.expires_at": "until when HEAD.json says that it may be taken for the newest; null where that is not known",
     "trust.expired": "whether that is over",
     "recent": f"the last {RECENT_COMMITS} commits, oldest first",
-    "recent[].versions": "versions that were folded into the commit; it ends at `version`",
+    "recent[].versions": "versions that were merged into the commit; it ends at `version`",
     "recent[].changed": "elements that they carried",
     "recent[].payload_bytes": "bytes of their objects",
     "recent[].timings_ms": "as above",

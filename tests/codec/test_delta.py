@@ -1,5 +1,7 @@
 """Delta objects: what is encoded comes back bit by bit, whatever the dtype, codec, compression and pattern."""
 
+from typing import cast
+
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -198,6 +200,8 @@ def test_misuse_of_the_codecs() -> None:
     clash = TensorTable([TensorSpec("w", "BF16", (4,)), TensorSpec("w.values", "BF16", (4,))])
     with pytest.raises(UsageError, match=r"a tensor named 'w\.values'; use codec='packed'"):
         encode(Changes(), clash, "raw", "none", CONTEXT)
+    with pytest.raises(UsageError, match="codec 'later' is unknown to the encoder"):
+        encode(Changes(), table, cast(Codec, "later"), "none", CONTEXT)
 
 
 def test_what_a_manifest_must_require() -> None:

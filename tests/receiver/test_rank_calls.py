@@ -57,7 +57,9 @@ def test_a_failure_of_the_call_itself_ends_the_wait(rank: Rank, monkeypatch: pyt
     """Before, it was dropped as an earlier call's, and the answer waited for without an end."""
     monkeypatch.setattr(rank_rpc, "FAILURE_SECONDS", 0.05)
     rank.fails("AttributeError: no delta_sync_call")
-    with pytest.raises(EngineError, match="rank 0 failed outside of its receiver: AttributeError: no delta_sync_call"):
+    with pytest.raises(
+        EngineError, match="rank 0 failed outside of its rank worker: AttributeError: no delta_sync_call"
+    ):
         read(rank, 30)
 
 

@@ -75,7 +75,7 @@ def log_document(run: "Run", last: int | None) -> tuple[Document, DeltaSyncError
 
 
 def summary(run: "Run", manifest: "Manifest") -> Document:
-    """What both commands show of a version."""
+    """What ``delta-sync log`` and ``delta-sync inspect`` show of a version."""
     return {
         "version": manifest.version,
         "step": manifest.step,

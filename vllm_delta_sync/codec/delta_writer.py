@@ -62,11 +62,13 @@ def encode_sparse(
         return packed.encode(groups, table, compression)
     if codec == "raw":
         return raw.encode(groups, table), []
-    if old is None:
-        raise UsageError("codec 'context' needs the bits of the base version; pass old")
-    from vllm_delta_sync.codec.context import coder
+    if codec == "context":
+        if old is None:
+            raise UsageError("codec 'context' needs the bits of the base version; pass old")
+        from vllm_delta_sync.codec.context import coder
 
-    return coder.encode(groups, table, compression, old)
+        return coder.encode(groups, table, compression, old)
+    raise UsageError(f"codec {codec!r} is unknown to the encoder; use packed, context or raw")
 
 
 def fingerprint_lanes(fingerprints: Mapping[int, Fingerprint]) -> npt.NDArray[np.uint64]:

@@ -12,10 +12,10 @@ Other places that use vLLM's internals have their own files; where they replace 
 ``compat/write_hooks.py``              wraps methods of the worker that write weights
 ``api/weight_transfer.py``             a weight transfer backend, and the client's calls for it
 ``entrypoints/transfer_backend.py``    the workers' side of that backend
-``api/async_llm.py``                   methods of an ``AsyncLLM`` object
+``api/embedded.py``                    methods of an ``AsyncLLM`` object
 ``entrypoints/load_format.py``         a load format
-``observe/spans.py``                   wraps ``generate`` of the client and two OpenAI routes
-``observe/span_stream.py``             the text of the last chunk that these routes stream
+``observe/spans.py``                   wraps ``generate`` of the client and two OpenAI routes, and changes the
+                                       text of the last chunk that they stream
 ``observe/metrics.py``                 its ``/metrics`` shows what ``prometheus_client`` has registered
 ``entrypoints/plugin.py``              the endpoint plugin's two methods
 ``worker/extension.py``                attributes of the worker that the extension reads

@@ -72,7 +72,7 @@ def _read_answer(queue: Any, rank: int, number: int, deadline: float | None) -> 
         except TimeoutError:
             if failure is None:
                 raise
-            raise EngineError(f"rank {rank} failed outside of its receiver: {failure}") from None
+            raise EngineError(f"rank {rank} failed outside of its rank worker: {failure}") from None
         if isinstance(result, dict) and result.get("call") == number:
             return result
         if getattr(status, "name", "").startswith("FAILURE"):

@@ -128,7 +128,7 @@ class Receiver:
         return self._updater.repair_target is not None
 
     def status(self) -> Answer:
-        """The body of ``GET /delta_sync/status``."""
+        """The body of ``GET /delta_sync/status``, without the fields that the API server adds."""
         return self.board.document()
 
     def is_replaced(self) -> bool:

@@ -1,4 +1,7 @@
-"""``StatusBoard`` holds everything in ``GET /delta_sync/status``; one thread writes it, any thread reads it."""
+"""``StatusBoard`` holds the receiver's part of ``GET /delta_sync/status``; one thread writes it, any thread reads it.
+
+The API server adds ``role``, ``server`` and ``servers`` (``api/api_servers.py``).
+"""
 
 import functools
 import importlib.metadata
@@ -52,7 +55,7 @@ RECENT_COMMITS = 64
 
 
 class StatusBoard:
-    """Everything in ``GET /delta_sync/status``.
+    """The receiver's part of ``GET /delta_sync/status``.
 
     Attributes:
         served: the version that answers now; None until the weights are identified as one. head: newest known version.
@@ -154,7 +157,7 @@ class StatusBoard:
             changed()
 
     def document(self) -> Answer:
-        """The body of ``GET /delta_sync/status``."""
+        """The body of ``GET /delta_sync/status``, without the fields that the API server adds."""
         trust = self.trust()
         with self._lock:
             standing = self._core_fields()

@@ -1,4 +1,6 @@
-"""``WorkerExtension`` receives ``collective_rpc`` calls in every worker process and passes them to ``RankWorker``.
+"""``WorkerExtension`` receives the controller's calls in every worker process and passes them to ``RankWorker``.
+
+Calls arrive through the executor's message queues, or by ``collective_rpc`` (``core/rank_rpc.py``).
 
 vLLM mixes this class into its worker and refuses attribute names that the worker has, so all names begin with
 ``delta_sync_`` and all state is in one object. Methods return plain data, errors included: an exception would end the
@@ -32,7 +34,7 @@ class WorkerExtension:
         except DeltaSyncError as error:
             answer = {"error": {"kind": error.kind, "message": error.message}}
         except Exception as error:  # an exception would end the worker under some executors
-            logger.exception("the receiver failed unexpectedly")
+            logger.exception("the rank worker failed unexpectedly")
             answer = {"error": {"kind": EngineError.kind, "message": f"unexpected {type(error).__name__}: {error}"}}
         return {**answer, "call": number}
 
