@@ -93,7 +93,7 @@ def test_members_of_documents() -> None:
 
 @pytest.mark.parametrize("kind", [Anchor, MergedDelta, Tag, Claim, Lease, PauseSlotClaim, Collection, Retention])
 def test_members_of_what_lies_beside_the_chain(kind: type[Document]) -> None:
-    titles = {MergedDelta: "Merged deltas", Lease: "Heartbeats", PauseSlotClaim: "Turns"}
+    titles = {Anchor: "Anchors", MergedDelta: "Folded ranges", PauseSlotClaim: "Turns"}
     title = titles.get(kind) or (kind.__name__ if kind is Retention else f"{kind.__name__}s")
     found = re.search(rf"^### {title}\n(.*?)(?=^### |\Z)", section("Beside the chain"), re.MULTILINE | re.DOTALL)
     assert found is not None
