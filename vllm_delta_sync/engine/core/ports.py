@@ -148,4 +148,4 @@ class OfflineEnginePort:
         self.label(version)
 
     def end(self, reason: str) -> None:
-        """Does nothing: an ``LLM`` belongs to its caller, who gets the error and must make another one."""
+        """Do nothing: an ``LLM`` belongs to its caller, who gets the error and must make another one."""
