@@ -9,7 +9,7 @@ from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import check_signature
 
 PRECHECK_BYTES = 8192
-"""Smaller documents are parsed without a precheck: parsing gives better error messages."""
+"""Documents below this size are parsed without a precheck: parsing gives better error messages."""
 _SIGNATURES = 8
 _MEMBER = re.compile(rb'"signature":\{"key":"([0-9a-f]{64})","value":"([0-9a-f]{128})"\}')
 _CONTROL = re.compile(rb"[\x00-\x1f]")
