@@ -17,7 +17,7 @@ from vllm_delta_sync.errors import SettingsError
 
 VARIABLE = "DELTA_SYNC_ADMIN_TOKEN"
 DIGEST_VARIABLE = "DELTA_SYNC_ADMIN_TOKEN_SHA256"
-"""Replaces the token in the environment of child processes."""
+"""Variable that replaces the token in the environment of child processes."""
 SHORTEST = 16
 LONGEST = 4096
 _TOKEN = re.compile(r"[!-~]+")

@@ -18,7 +18,7 @@ from vllm_delta_sync.settings import StoreOptions
 PART_BYTES = 8 * 1024 * 1024
 """Size of an upload's parts, unless there would be more than MOST_PARTS."""
 MOST_PARTS = 9000
-"""S3 and GCS accept 10,000."""
+"""Maximum number of an upload's parts; S3 and GCS accept 10,000."""
 MOST_PARTS_AT_ONCE = 8
 CREATE_BYTES = 64 * 1024 * 1024
 """Objects up to this size are created by one request, which the store refuses if the key exists."""

@@ -61,7 +61,7 @@ class CheckRunner:
         keep_going: after a failure, continue with the checks that do not depend on the failed one.
 
     Attributes:
-        findings: so far. hung: whether a check did not return, so that its thread is still running.
+        findings: so far. hung: whether a check did not return and its thread is still running.
     """
 
     def __init__(self, on_finding: Callable[[CheckResult], None], keep_going: bool = False) -> None:

@@ -34,7 +34,7 @@ LEASES_PREFIX = "receivers/"
 TURNS_PREFIX = "turns/"
 COLLECTIONS_PREFIX = "collections/"
 COLLECTIONS_CLOCK = "collections/clock"
-"""Overwritten to read the store's clock; its content has no meaning."""
+"""Key that is overwritten to read the store's clock; the content has no meaning."""
 RETENTION_KEY = "retention.json"
 KEYS_KEY = "keys.json"
 

@@ -164,7 +164,7 @@ def _stored(bucket: Bucket, key: str) -> KeyFile | None:
 
 
 NOTHING: Literal["none"] = "none"
-"""Instead of a version: revoke a key for all versions."""
+"""Stands for a version: revoke a key for all versions."""
 
 LastVersion = int | Literal["none"] | None
 _Doc = TypeVar("_Doc", bound=Document)

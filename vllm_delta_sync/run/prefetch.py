@@ -14,7 +14,7 @@ from vllm_delta_sync.errors import NotFoundError
 from vllm_delta_sync.format.manifest import VERSIONS_PREFIX
 
 LOCAL_SCHEMES = ("file", "memory")
-"""Schemes of stores that answer faster than a thread starts, so that prefetching does not pay."""
+"""Schemes of stores that answer faster than a thread starts; prefetching does not pay for them."""
 MAX_EXPECTED = 4
 """Maximum number of manifests of new versions that are requested before it is known whether they exist."""
 KEPT_BYTES = 128 * 1024**2

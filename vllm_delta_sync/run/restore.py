@@ -54,7 +54,7 @@ logger = guarded_logger(__name__)
 IN_MEMORY_BYTES = 1024**3
 """Models up to this size are rebuilt in memory, larger ones in a temporary file."""
 DECODED_ELEMENTS = 4 * 1024 * 1024
-"""A step with more elements is decoded in pieces; decoded at once it takes 10 bytes per element of a 16-bit dtype."""
+"""Steps above this size are decoded in pieces; decoded at once, 16-bit dtypes take 10 bytes per element."""
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and total bytes; counts the model's bytes, tensor by tensor, and those of the deltas."""

@@ -18,7 +18,7 @@ _CONTROL = re.compile(rb"[\x00-\x1f]")
 def precheck_signature(data: bytes, kind: str, keyring: Keyring, allowed: frozenset[str], what: str) -> None:
     """Refuse bytes that no key in ``allowed`` signed as a document of that kind, without parsing them.
 
-    A canonical document is the signed bytes with a signature member inserted, so that member is cut out of the bytes.
+    A canonical document is the signed bytes with a signature member inserted, which is therefore cut out of the bytes.
     Passing proves nothing: the signature is checked again after parsing.
 
     Args:

@@ -19,7 +19,7 @@ PADDING = 32
 FEW = np.uint64(28)
 """Largest number of bits of a step for which the next step uses the same load from the stream."""
 SLACK = 2
-"""Elements that ``collect`` writes at least per word of 64, so arrays need so much extra room."""
+"""Elements that ``collect`` writes at least per word of 64, so arrays need this much extra room."""
 
 # Errors of ``decode_tile``, as negative numbers.
 SHORT, TRAILING, OUTSIDE, TOO_MANY, STILL = -1, -2, -3, -4, -5

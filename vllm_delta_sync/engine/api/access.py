@@ -33,7 +33,7 @@ MAX_BODY_BYTES = 64 * 1024
 BODY_SECONDS = 10.0
 """Maximum seconds for a client to send a body."""
 READING = ("GET", "HEAD")
-"""All other methods count as changing state."""
+"""Methods that only read; all others count as changing state."""
 PROXY_HEADERS = re.compile(
     r"via|(?:x-)?(?:original-)?forwarded(?:-[\w-]*)?|x-envoy-[\w-]*"
     r"|(?:[\w-]*-)?(?:real|client|connecting|originating|remote|proxyuser)-?(?:ip|ipv6|addr|address|host)"

@@ -117,7 +117,7 @@ class EngineCoreClients:
         """Call PauseWatchdog.call_paused in every engine core: for ``commit`` and ``revert``, only during a pause.
 
         Returns:
-            {"expired": whether the pause of any engine had expired, so that it did nothing; "answers": one per rank, if
+            {"expired": whether the pause of any engine had expired and it did nothing; "answers": one per rank, if
             none had}. An engine whose watchdog has already reached the version of a ``revert`` counts as done.
         """
         if missing_names():
@@ -146,7 +146,7 @@ class EngineCoreClients:
         """Call PauseWatchdog.label_paused in every engine core; weights that a watchdog reverted keep their label.
 
         Returns:
-            {"expired": whether the pause of any engine had expired, so that it was not labelled}.
+            {"expired": whether the pause of any engine had expired, in which case it was not labelled}.
         """
         if missing_names():
             await self.label(version)

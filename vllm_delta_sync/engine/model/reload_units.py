@@ -281,7 +281,7 @@ def find_owners(model: Any) -> dict[int, list[tuple[torch.nn.Module, str]]]:
 LoadTimeReader = Callable[[list[int]], dict[int, Bits]]
 """Tensor ids → (numel,) bits that the model was loaded with, each an array that the caller may keep."""
 NO_TENSOR = -1
-"""Replaces the tensor id in patches of memory that belongs to no single tensor."""
+"""Stands for the tensor id in patches of memory that belongs to no single tensor."""
 
 
 @dataclass

@@ -67,7 +67,7 @@ class WeightMemory:
         accelerator: the device of the weights; None means host memory.
 
     Attributes:
-        asleep: whether the engine sleeps, so that its weights are not in memory. Written under ``exclusive``.
+        asleep: whether the engine sleeps and its weights are not in memory. Written under ``exclusive``.
     """
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:

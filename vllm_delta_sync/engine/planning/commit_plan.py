@@ -14,7 +14,7 @@ from vllm_delta_sync.run.read_plan import Step
 Key = tuple[str, str]
 """Run id and key of a document."""
 REBUILD = "rebuild"
-"""In place of a document's key: the version is rebuilt from what the bucket holds."""
+"""Stands for a document's key if the version is rebuilt from what the bucket holds."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Mirror:
         elif version is not None:
             attempts = [partial(self._manifest, version), *([partial(self._manifest, version - 1)] if version else [])]
         elif finding.key == HEAD_KEY:
-            # Only HEAD.json names the newest manifest, so that may be damaged although the audit did not report it.
+            # Only HEAD.json names the newest manifest, which may be damaged although the audit did not report it.
             attempts = [partial(self._manifest, self._audit.top), self._same_head]
         else:
             attempts = [partial(self._standalone, finding.key)]
