@@ -221,7 +221,7 @@ class Committer:
         return self.baseline, manifests.put_shards(self.baseline, self._options.shard_bytes, self.writer.put_file)
 
     def _bits_of(self, manifest: Manifest) -> list[Bits]:
-        """Bits of the version per tensor id, read back from the bucket; raises as ``restore``."""
+        """Return the bits of the version per tensor id, read back from the bucket; raises as ``restore``."""
         return restore(self.run, manifest, self._base).state.bits
 
     def _check_scrub_slice(self, pending: PendingDelta, version: int) -> None:
@@ -339,7 +339,7 @@ class Committer:
         self._start_gate(manifest, reference)
 
     def _reference(self, manifest: Manifest) -> tuple[int, list[Bits]] | None:
-        """What a quarantined version is compared with: the newest sound version that it builds on.
+        """Return what a quarantined version is compared with: the newest sound version that it builds on.
 
         Returns:
             Its number, and its bits per tensor id; None if it is not needed, or cannot be rebuilt.

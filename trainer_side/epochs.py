@@ -48,7 +48,7 @@ class HistoryTail:
 
     Attributes:
         version: the highest number that has a manifest, without a gap before it.
-        digest: SHA-256 of that manifest as it is stored.
+        digest: SHA-256 of that manifest as stored.
         manifest: the newest good manifest; None if there is none.
         problem: why ``manifest`` is not that of ``version``; None if it is.
     """
@@ -60,7 +60,7 @@ class HistoryTail:
 
 
 def find_tail(run: Run) -> HistoryTail:
-    """Find the newest version, however damaged.
+    """Find the newest version, even a damaged one.
 
     Raises:
         NotFoundError: the run has no version. UnsupportedError: a later release wrote it.
@@ -103,7 +103,7 @@ def _find_tail(run: Run) -> HistoryTail:
 
 
 def _highest(run: Run, newest: Manifest | None) -> int:
-    """The highest version reached without a gap from ``newest``, or from the first version if no manifest is good.
+    """Return the highest version without a gap from ``newest``, or from the first if no manifest is good.
 
     A run has no gaps: a version beyond one was not written by its writer, and must not stop a takeover. A lost manifest
     that HEAD.json names is no gap.
@@ -125,7 +125,7 @@ def _highest(run: Run, newest: Manifest | None) -> int:
 
 
 def _verified(run: Run, version: int) -> Manifest | None:
-    """A version's manifest if it is good and names the previous manifest as it is stored, good or not."""
+    """Return a version's manifest if it is good and names the previous manifest as it is stored, good or not."""
     try:
         manifest = run.manifest(version)
         if version:
@@ -215,7 +215,7 @@ def check_not_fenced(bucket: Bucket, info: bytes, epoch: int, own: bytes | None 
 
 
 def stored_digest(bucket: Bucket, key: str) -> str:
-    """SHA-256 of an object as it is stored, read in pieces.
+    """Return the SHA-256 of an object as it is stored, read in pieces.
 
     Raises:
         NotFoundError: there is no such object. StoreError: the store failed.
@@ -230,7 +230,7 @@ def stored_digest(bucket: Bucket, key: str) -> str:
 
 
 def key_refusal(keys: RunKeys, keyring: Keyring) -> str | None:
-    """Why readers refuse signatures of the keyring's signing key; None if they accept them, or there is no key."""
+    """Return why readers refuse the signing key's signatures; None if they accept them, or there is no key."""
     if keyring.public is None or keyring.public in keys.allowed():
         return None
     entry = None if keys.file is None else keys.file.entry(keyring.public)
@@ -282,7 +282,7 @@ def check_tail(run: Run, tail: HistoryTail) -> None:
 
 
 def is_revoked_tail(run: Run, tail: HistoryTail) -> bool:
-    """Whether everything after the last good version is signed by keys that were retired or revoked since.
+    """Return whether everything after the last good version is signed by keys that were retired or revoked since.
 
     Raises:
         StoreError: the store failed.
@@ -300,7 +300,7 @@ def is_revoked_tail(run: Run, tail: HistoryTail) -> bool:
 
 
 def forgery_cause(error: BaseException | None) -> DeltaSyncError | None:
-    """The signature or fork error that caused ``error``; None if something else did."""
+    """Return the signature or fork error that caused ``error``; None if something else did."""
     seen: list[BaseException] = []
     # An error may have been raised from itself.
     while error is not None and error not in seen:

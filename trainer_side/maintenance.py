@@ -73,7 +73,7 @@ class BackgroundMaintenance:
                 self._try(f"no maintenance after version {newest.version}", partial(self._look_after, newest))
 
     def _next(self) -> tuple[Manifest | None, list[int]]:
-        """The newest version to maintain, if any, and versions that need an anchor."""
+        """Return the newest version to maintain, if any, and versions that need an anchor."""
         newest: Manifest | None = None
         milestones: list[int] = []
         try:

@@ -23,7 +23,7 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.bits import Bits
 
 SHARD_BYTES = 1024**3
-"""Bytes of tensors in one object of an anchor; a larger tensor has its own object."""
+"""Bytes of tensors in one object of an anchor; a larger tensor gets its own object."""
 
 
 Put = Callable[[ObjectRef, Path], None]
@@ -131,12 +131,12 @@ def _wait_until_at_most(uploads: set[Future[None]], most: int) -> set[Future[Non
 
 
 def reference(run: str, state: FullState, base: Base) -> Manifest:
-    """Version 0 that uploads nothing, because the weights equal ``base``."""
+    """Return version 0 that uploads nothing, because the weights equal ``base``."""
     return Manifest(kind="reference", base=base, changed=0, payload_bytes=0, **_state_fields(run, state))
 
 
 def anchor(run: str, state: FullState, objects: list[ObjectRef]) -> Manifest:
-    """Version 0 with all tensors in ``objects``."""
+    """Return version 0 with all tensors in ``objects``."""
     return Manifest(kind="anchor", **_object_fields(state, objects), **_state_fields(run, state))
 
 
@@ -149,7 +149,7 @@ def restart_anchor(
     epoch: int,
     reasons: Sequence[str] = (),
 ) -> Manifest:
-    """A version with all tensors, after versions that cannot be read.
+    """Return a version with all tensors, after versions that cannot be read.
 
     Args:
         place: its number, and the digest of the previous version's manifest as it is stored.
@@ -207,7 +207,7 @@ def _fingerprints_by_name(state: FullState) -> dict[str, str]:
 
 
 def standalone_anchor(manifest: Manifest, state: FullState, objects: list[ObjectRef]) -> Anchor:
-    """The document of a standalone anchor of a version with these weights."""
+    """Return the document of a standalone anchor of a version with these weights."""
     return Anchor.of(manifest, _fingerprints_by_name(state), objects)
 
 
@@ -222,7 +222,7 @@ def delta(
     reasons: Sequence[str] = (),
     sidecars: Sequence[Sidecar] = (),
 ) -> Manifest:
-    """The version after ``parent``.
+    """Return the version after ``parent``.
 
     Args:
         base: the version that the objects change; if it is not ``parent``, the run gets a break.

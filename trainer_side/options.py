@@ -40,11 +40,11 @@ class Gate:
     Attributes:
         nonfinite: no changed element may be NaN or infinite. Applies to every floating-point dtype, and to the scales
             of F8_E8M0; integers have neither.
-        max_changed_share: the largest share of all elements that may differ, above 0 and at most 1; None: no bound.
+        max_changed_share: the largest share of elements that may differ, above 0 and at most 1; None means no bound.
         max_norm_jump: the largest ‖new − sound‖₂ / ‖sound‖₂ over all floating-point tensors together, above 0; in fp64,
-            without the elements that are not finite in the sound version. None: no bound, and no norms are kept.
+            without the elements that are not finite in the sound version. None means no bound and no norms.
         action: ``refuse``: the version is not published, and the next call or ``flush`` raises GateError, as for a
-            failed upload. The changes go out with the next version, which is judged anew. ``quarantine``: the version
+            failed upload. The changes go out with the next version, which is judged again. ``quarantine``: the version
             is published with the reasons, and servers skip it unless told to serve it.
 
     Raises:
@@ -178,7 +178,7 @@ def checked(
 def chosen_keys(
     signing_key: str | Path | None, trusted_keys: str | Sequence[str | Path] | None
 ) -> tuple[str | Path | None, str | Sequence[str | Path] | None]:
-    """Signing key and trusted keys: the arguments, else the settings. Raises SettingsError: a setting is invalid."""
+    """Return signing key and trusted keys: the arguments, else the settings; raise SettingsError if invalid."""
     settings = client_settings()
     return (
         settings.signing_key if signing_key is None else signing_key,

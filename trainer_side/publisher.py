@@ -98,29 +98,29 @@ class Publisher:
             notice: where to announce versions: ``tcp://*:5555`` binds, ``connect:tcp://HOST:PORT`` uses a broker.
             files: folder with config.json, tokenizer.json and similar files. A new run keeps them, so that servers
                 start from the bucket alone and exports are complete: small files (``*.json``, ``*.txt``, ``*.model``,
-                ``*.jinja``, ``*.tiktoken``) of up to 64 MiB, at most 64 of them and 256 MiB in all. The files of the
+                ``*.jinja``, ``*.tiktoken``) of up to 64 MiB, at most 64 of them and 256 MiB in total. The files of the
                 base are kept by default, and without a base the configuration of a transformers model; files of this
                 folder take precedence. Of ranks that publish together, rank 0 reads it.
             notice_key, notice_allowed: own secret CURVE certificate; public certificates of subscribers, or of the
                 broker.
             resume: False refuses an existing run.
-            anchor_every: write an anchor of each k-th version; None: when replaying costs more than an anchor.
+            anchor_every: write an anchor of each k-th version; if None, when replaying costs more than an anchor.
             fold: write merged deltas, so that a receiver that is far behind catches up with few objects.
             read_back: read each object and manifest back and compare before a version counts as durable.
             rescan_bytes: at each version, compare this many bytes of the baseline in memory with what was published,
                 rotating over the tensors; 0 for none.
             shard_bytes: bytes of tensors in one object of a full snapshot; a delta that is larger when decoded is
                 split too. Objects of one version upload in parallel; a version has at most 65,536.
-            gate: bounds that versions must satisfy, and what happens to a version that does not; None: no bounds.
+            gate: bounds that versions must satisfy, and what happens to a version that does not; None means no bounds.
             signing_key: private key file (``delta-sync keygen``). A run is signed from its beginning, or never. None:
                 the setting ``signing_key``; if that is not set either, nothing is signed.
-            trusted_keys: public key files whose signatures are accepted in a run that is taken over. None: the setting
-                ``trusted_keys``, else the signing key's own public key.
+            trusted_keys: public key files whose signatures are accepted in a run that is taken over. None means the
+                setting ``trusted_keys``, else the signing key's own public key.
             head_seconds: how long a signed HEAD.json is valid; it is renewed in time while the publisher lives.
             baseline: where to keep the last published bits of tensors that live on a device: in ``host`` memory (pinned
                 for CUDA) or on the ``device``, where they take as many bytes as the model in the served dtypes.
-            diff_threads: threads that compare large tensors on the host; None: torch's number of threads.
-            receiver_bytes_per_second: download speed of receivers, for codec ``auto``; None: the measured upload speed.
+            diff_threads: threads that compare large tensors on the host; None means torch's number of threads.
+            receiver_bytes_per_second: receivers' download speed (codec ``auto``); None means the measured upload speed.
 
         Raises:
             UsageError: an argument is invalid. SettingsError: a key file or another setting cannot be used.

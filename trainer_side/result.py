@@ -124,7 +124,7 @@ class PublishResult:
         return self._progress is not None and self._progress.done and self._progress.error is not None
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of this publish for loggers, by name; waits until the version is durable, see ``done``.
+        """Return the metrics of this publish for loggers, by name; waits until the version is durable, see ``done``.
 
         ``delta_sync/version``, ``/step``, ``/changed_percent`` (of all elements), ``/payload_bytes``,
         ``/diff_seconds``, ``/encode_seconds``, ``/upload_seconds`` and ``/skipped`` (0). For a skipped call only
@@ -204,7 +204,7 @@ class Stopwatch:
         self.start = self._last = time.perf_counter()
 
     def lap(self) -> float:
-        """Seconds since the last lap."""
+        """Return the seconds since the last lap."""
         now = time.perf_counter()
         lap, self._last = now - self._last, now
         return lap

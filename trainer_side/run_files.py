@@ -33,7 +33,7 @@ def check_folder(files: str | Path | None) -> None:
 
 
 def collect_files(model: object, files: str | Path | None, base: ResolvedBase | None) -> dict[str, bytes]:
-    """Name → content of the files that a new run keeps.
+    """Return name → content of the files that a new run keeps.
 
     Files of ``files`` take precedence over those of the base. If the base has no configuration, that of a transformers
     model is written. Files of the base or the model that a run cannot keep are left out with a warning.
@@ -68,7 +68,7 @@ def collect_files(model: object, files: str | Path | None, base: ResolvedBase | 
 
 @contextmanager
 def tokenizer_folder(processing_class: Any) -> Iterator[Path | None]:
-    """A temporary folder with the files of a Trainer's tokenizer or processor.
+    """Yield a temporary folder with the files of a Trainer's tokenizer or processor.
 
     None if there is none, or it cannot be saved, or has no file that a run can keep; the last two log a warning.
     """
@@ -101,7 +101,7 @@ class _SizeBudget:
         self._bytes = 0
 
     def has(self, name: str) -> bool:
-        """Whether a file of that name was chosen."""
+        """Return whether a file of that name was chosen."""
         return name.lower() in self._names
 
     def refusal(self, name: str, size: int) -> str | None:
@@ -125,7 +125,7 @@ class _SizeBudget:
 
 
 def _files_in(files: str | Path) -> list[Path]:
-    """Paths of the files in a folder that the user named."""
+    """Return the paths of the files in a folder that the user named."""
     if not isinstance(files, str | Path) or not str(files) or not Path(files).is_dir():
         raise UsageError(f"files is {str(files)!r}, not a folder; give one that holds config.json and similar files")
     found = list(model_files(Path(files)).values())
@@ -164,7 +164,7 @@ def _content(path: Path, size: int) -> bytes:
 
 
 def _pretrained(model: object) -> Any:
-    """The transformers model among what a user published; None if there is none."""
+    """Return the transformers model among what a user published; None if there is none."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, nn.Module):
         return None

@@ -250,7 +250,7 @@ def build_publisher(
 
 
 def ranks_of(model: ModelLike) -> "RankGroups | None":
-    """The ranks that publish a model together; None if this process publishes it alone.
+    """Return the ranks that publish a model together; None if this process publishes it alone.
 
     Raises:
         PublishError: a rank does not take part.
@@ -276,7 +276,7 @@ def on_every_rank(ranks: "RankGroups | None", what: str, work: Callable[[], _Res
 
 
 def agreed_options(ranks: "RankGroups | None", check: Callable[[bool], Options]) -> Options:
-    """The options of a publisher.
+    """Return the options of a publisher.
 
     Args:
         check: makes them. Its argument says whether to load signing keys, which only rank 0 needs.

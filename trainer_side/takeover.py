@@ -185,7 +185,7 @@ def check_may_resume(bucket: Bucket, options: Options) -> None:
 
 
 def locate_base(base: str | Path | None) -> str | Path | None:
-    """Location of the checkpoint of a run's version 0, or of the run it branched from, from the argument ``base``.
+    """Return where the checkpoint of version 0, or the run it branched from, is, from the argument ``base``.
 
     Raises:
         NotFoundError: there is no such checkpoint.
@@ -263,7 +263,7 @@ def begin(
 
 
 def new_run(table: TensorTable, files: Mapping[str, bytes]) -> RunInfo:
-    """run.json of a new run. Args: files: name → content of the model's small files."""
+    """Return run.json of a new run. Args: files: name → content of the model's small files."""
     digests = {name: sha256(data).hexdigest() for name, data in files.items()}
     return RunInfo(
         run=secrets.token_hex(16),
@@ -483,7 +483,7 @@ class RunStart:
 
 
 def _files_of(info: bytes) -> list[RunFile]:
-    """The files that a run.json lists; empty if it cannot be read."""
+    """Return the files that a run.json lists; empty if it cannot be read."""
     try:
         return RunInfo.from_bytes(info, RUN_KEY).files
     except DeltaSyncError:
@@ -575,7 +575,7 @@ class Takeover:
         return done[0]
 
     def _find_tail(self) -> HistoryTail:
-        """The newest version; raise SignatureError if no trusted key signed it."""
+        """Return the newest version; raise SignatureError if no trusted key signed it."""
         found = find_tail(self._run)
         check_tail(self._run, found)
         return found

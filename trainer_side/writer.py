@@ -74,7 +74,7 @@ class FormerVersionError(PublishError):
 class RunWriter:
     """Writes one run. Use one thread at a time; another may call ``renew_head`` meanwhile.
 
-    HEAD is read before it is written, and this writer never moves it back. If HEAD was moved back by someone else, the
+    HEAD is read before it is written, and this writer never moves it back. If something else moved HEAD back, the
     bucket was reset to an older state: that is logged, and HEAD is set to the newest version again. This does not bring
     back versions that the bucket lost: a reader that does not have the newest of them reaches later versions only
     through an anchor, which ``Publisher.anchor`` writes from memory.
@@ -192,7 +192,7 @@ class RunWriter:
         check_document_size(manifest, self._document_limit, key)
         if not self._bucket.supports_conditional_put:
             self._check_newest()
-        # Directly before the write: a writer that claims after this check finds at most this one version more.
+        # Directly before the write: a writer that claims after this check finds at most this one additional version.
         self.check_not_fenced()
         # A network may deliver a write long after the client gave up on it.
         self._tried_digests.add(manifest.digest)
@@ -230,7 +230,7 @@ class RunWriter:
             logger.warning("no notice of version %d, receivers poll: %s", self.newest.version, error)
 
     def is_stored(self, manifest: Manifest) -> bool:
-        """Whether exactly this manifest is in the bucket.
+        """Return whether exactly this manifest is in the bucket.
 
         Raises:
             UncertainError: the store failed.
@@ -299,7 +299,7 @@ class RunWriter:
         self._head_manifest, self._head_written_at = newest, time.monotonic()
 
     def _head_is_ahead(self, wanted: Head) -> bool:
-        """Whether to leave HEAD unchanged: it is equal, of another run, or moved forward by a writer that took over."""
+        """Return whether to leave HEAD: it is equal, of another run, or moved forward by a writer that took over."""
         try:
             present = Head.from_bytes(self._bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES), HEAD_KEY)
             if present.run != wanted.run:
@@ -378,7 +378,7 @@ class RunWriter:
         self.check_not_fenced()
 
     def _number_taken_error(self, version: int) -> PublishError | ConflictError:
-        """The error to raise if another manifest has the version's number."""
+        """Return the error to raise if another manifest has the version's number."""
         key, newest = version_key(version), self.newest
         try:
             theirs = Manifest.from_bytes(self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), key)

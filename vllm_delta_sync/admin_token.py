@@ -17,7 +17,7 @@ from vllm_delta_sync.errors import SettingsError
 
 VARIABLE = "DELTA_SYNC_ADMIN_TOKEN"
 DIGEST_VARIABLE = "DELTA_SYNC_ADMIN_TOKEN_SHA256"
-"""Replaces the token in the environment of child processes."""
+"""Variable that replaces the token in the environment of child processes."""
 SHORTEST = 16
 LONGEST = 4096
 _TOKEN = re.compile(r"[!-~]+")
@@ -55,7 +55,7 @@ class AdminToken:
         return cls(_digest(text))
 
     def matches(self, given: str) -> bool:
-        """Whether ``given`` is the token; compared in constant time."""
+        """Return whether ``given`` is the token; compared in constant time."""
         return hmac.compare_digest(self._digest, _digest(given))
 
     def __repr__(self) -> str:
@@ -79,7 +79,7 @@ def hide(environment: MutableMapping[str, str] | None = None) -> None:
 
 
 def load(file: Path | None, environment: Mapping[str, str] | None = None) -> AdminToken | None:
-    """The token from the setting ``admin_token_file`` or from the environment; None if neither is set.
+    """Return the token from the setting ``admin_token_file`` or from the environment; None if neither is set.
 
     Raises:
         SettingsError: both are set, the file cannot be read, or as ``AdminToken.of``.
@@ -103,7 +103,7 @@ def load(file: Path | None, environment: Mapping[str, str] | None = None) -> Adm
 
 
 def readable_by_others(file: Path) -> bool:
-    """Whether the file's mode lets other users read it."""
+    """Return whether the file's mode lets other users read it."""
     try:
         return bool(file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
     except OSError:

@@ -38,10 +38,10 @@ def open_run(
 
     Args:
         url: run URL, such as ``hf://buckets/me/runs/a``, ``s3://bucket/runs/a`` or a plain path.
-        keyring: trusted keys, such as ``Keyring.load("trainer.pub")``. None: the setting ``trusted_keys``; where that
+        keyring: trusted keys, such as ``Keyring.load("trainer.pub")``. None means the setting ``trusted_keys``; if that
             is not set either, signatures are not checked. ``Keyring()``: signatures are never checked.
-        store: store options; None: from the settings.
-        cache: cache for objects; None: each object is fetched whenever it is needed.
+        store: store options; None means those of the settings.
+        cache: cache for objects; if None, each object is fetched whenever it is needed.
 
     Raises:
         UsageError: the URL's scheme is unknown.
@@ -74,7 +74,7 @@ class Run(RunDocuments):
             version: a number, ``tag:NAME``, or None for the head.
             base: checkpoint directory of version 0, if it is not at the recorded path; or the URL of the run that this
                 one branches from.
-            in_memory: see ``run.restore.restore``. progress: called with bytes done and bytes in all.
+            in_memory: see ``run.restore.restore``. progress: called with bytes done and bytes in total.
 
         Raises:
             NotFoundError: there is no such version, or the base is not there.
@@ -146,7 +146,7 @@ class Run(RunDocuments):
                     targets[name].copy_(tensor)
 
     def sidecar(self, version: Version, name: str) -> bytes:
-        """The bytes of a sidecar that the publisher stored with a version.
+        """Return the bytes of a sidecar that the publisher stored with a version.
 
         Args:
             version: as ``snapshot``. name: one of those in ``manifest(version).sidecars``.
@@ -159,7 +159,7 @@ class Run(RunDocuments):
         return read_sidecar(self, self.resolve(version), name)
 
     def file(self, name: str) -> bytes:
-        """The bytes of one of the model's files in the run, such as ``config.json``; ``info.files`` lists them.
+        """Return the bytes of one of the model's files in the run, such as ``config.json``; ``info.files`` lists them.
 
         Raises:
             NotFoundError: the run has no file of that name, or the bucket lost it.
@@ -168,7 +168,7 @@ class Run(RunDocuments):
         return read_file(self, name)
 
     def fleet(self) -> Fleet:
-        """The receivers of the run that write heartbeats (setting ``receiver_id``): what each serves, and which ended.
+        """Return the receivers that write heartbeats (setting ``receiver_id``): what each serves, and which ended.
 
         Raises:
             StoreError: the store failed.

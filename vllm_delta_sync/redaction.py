@@ -48,7 +48,7 @@ _PRIVATE = re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A
 
 
 def public_url(url: str) -> str:
-    """A URL without user, password, query and fragment; a bare path unchanged."""
+    """Return a URL without user, password, query and fragment; a bare path unchanged."""
     shown = _USERINFO.sub(r"\g<scheme>", url)
     found = re.match(rf"{_SCHEME}[^?#]*", shown)
     return redact(found[0] if found else shown)
@@ -69,7 +69,7 @@ def redact(text: str) -> str:
 
 
 def guarded_logger(name: str) -> logging.Logger:
-    """The logger of that name, whose lines go through ``redact``. Child loggers need their own call."""
+    """Return the logger of that name, whose lines go through ``redact``. Child loggers need their own call."""
     logger = logging.getLogger(name)
     if not any(isinstance(known, _Redacting) for known in logger.filters):
         logger.addFilter(_Redacting())

@@ -80,7 +80,7 @@ class StoreOptions(BaseModel):
     ] = "auto"
 
     def allowance(self, size: int) -> float:
-        """Timeout in seconds of one attempt to transfer ``size`` bytes."""
+        """Return the timeout in seconds of one attempt to transfer ``size`` bytes."""
         return self.store_deadline + size / MIN_BYTES_PER_SECOND
 
     @property
@@ -295,19 +295,19 @@ class Settings(StoreOptions):
     ] = None
 
     def admin_token(self, environment: Mapping[str, str] | None = None) -> admin_token.AdminToken | None:
-        """The token of ``admin_token_file`` or of the environment. Errors as ``admin_token.load``."""
+        """Return the token of ``admin_token_file`` or of the environment. Errors as ``admin_token.load``."""
         return admin_token.load(self.admin_token_file, environment)
 
     def store(self) -> StoreOptions:
-        """The settings of the store's client only."""
+        """Return the settings of the store's client only."""
         return StoreOptions(**{field: getattr(self, field) for field in StoreOptions.model_fields})
 
     def keyring(self) -> Keyring:
-        """The trusted keys, read from their files at each call. Raises SettingsError: a key file cannot be used."""
+        """Return the trusted keys, read from their files each time. Raises SettingsError: a key file is unusable."""
         return Keyring.load(self.trusted_keys)
 
     def cache_folder(self) -> Path | None:
-        """Directory where the ranks and servers of this node cache objects; None: no cache."""
+        """Return the directory where ranks and servers of this node cache objects; None for no cache."""
         if self.cache_bytes == 0:
             return None
         if self.cache_dir is not None or scheme_of(self.bucket) == "file":
@@ -318,7 +318,7 @@ class Settings(StoreOptions):
             return None  # this user has no home directory
 
     def models_folder(self) -> Path:
-        """Directory for the model files of runs that ``delta-sync serve`` without MODEL writes.
+        """Return the directory for the model files of runs that ``delta-sync serve`` without MODEL writes.
 
         Raises:
             SettingsError: this user has no home directory.
@@ -329,7 +329,7 @@ class Settings(StoreOptions):
             raise SettingsError("this user has no home directory; set cache_dir") from error
 
     def state_folder(self) -> Path:
-        """``state_dir`` or its default. Raises SettingsError: this user has no home directory."""
+        """Return ``state_dir`` or its default. Raises SettingsError: this user has no home directory."""
         if self.state_dir is not None:
             return self.state_dir
         try:
@@ -358,7 +358,7 @@ class ClientSettings(Settings):
     ] = None
 
     def keyring(self, signs: bool = False) -> Keyring:
-        """The trusted keys, read from their files at each call.
+        """Return the trusted keys, read from their files at each call.
 
         Args:
             signs: read the signing key too, and trust it if ``trusted_keys`` is not set.
@@ -373,17 +373,17 @@ _Model = TypeVar("_Model", bound=Settings)
 
 
 def _user_cache() -> Path:
-    """This user's cache directory for this package. Raises RuntimeError: the user has no home directory."""
+    """Return this user's cache directory for this package. Raises RuntimeError: the user has no home directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-delta-sync"
 
 
 def environment_name(field: str) -> str:
-    """``poll_seconds`` → ``DELTA_SYNC_POLL_SECONDS``."""
+    """Map ``poll_seconds`` → ``DELTA_SYNC_POLL_SECONDS``."""
     return ENV_PREFIX + field.upper()
 
 
 def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:
-    """The settings of a receiver, from overrides, environment and file.
+    """Return the settings of a receiver, from overrides, environment and file.
 
     Args:
         overrides: values with the highest precedence; None values are ignored.
@@ -412,7 +412,7 @@ def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mappi
 def client_settings(
     overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
 ) -> ClientSettings:
-    """The settings of a command, a publisher or a reader, from overrides, environment and file.
+    """Return the settings of a command, a publisher or a reader, from overrides, environment and file.
 
     Args:
         overrides, environment: see ``load_settings``.

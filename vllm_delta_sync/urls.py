@@ -49,7 +49,7 @@ def check_url(url: str) -> None:
 
 
 def scheme_of(url: str) -> str:
-    """The scheme of a bucket URL in lower case; ``file`` for a bare path."""
+    """Return the scheme of a bucket URL in lower case; ``file`` for a bare path."""
     scheme = _SCHEME.match(url)
     if scheme is None or (scheme[1].lower() != "file" and scheme[2] is None):
         return "file"
@@ -57,7 +57,7 @@ def scheme_of(url: str) -> str:
 
 
 def store_of(url: str) -> str:
-    """The part of a URL that credentials belong to: scheme and bucket; ``file`` for a directory."""
+    """Return the part of a URL that credentials belong to: scheme and bucket; ``file`` for a directory."""
     scheme = scheme_of(url)
     parts = url.split("/")
     # hf://buckets/NAMESPACE/BUCKET, and scheme://bucket elsewhere.
@@ -89,7 +89,7 @@ def parse_store_url(url: str) -> StoreLocation:
 
 
 def unknown_scheme(url: str) -> UsageError:
-    """The error for a URL with an unknown scheme."""
+    """Return the error for a URL with an unknown scheme."""
     return UsageError(f"bucket URL {url!r} has the unknown scheme {scheme_of(url)!r}; supported: {_SUPPORTED_URLS}")
 
 
@@ -103,7 +103,7 @@ def check_no_credentials(url: str) -> None:
 
 
 def local_path(url: str) -> Path:
-    """The directory that a bare path or a ``file:`` URL names.
+    """Return the directory that a bare path or a ``file:`` URL names.
 
     Raises:
         UsageError: the URL is empty, names another host, or is a misspelled URL of another scheme.

@@ -24,7 +24,7 @@ logger = guarded_logger(__name__)
 def new_run_tensors(
     live: LiveTensors, base: str | Path | None
 ) -> tuple[TensorTable, dict[str, list[str]], Checkpoint | None]:
-    """Tensors of a new run, live name → names in the run, and the base; raises as ``Baseline.captured``."""
+    """Return a new run's tensors, live name → names in the run, and the base; raise as ``Baseline.captured``."""
     if base is None:
         names = target_names(live, None, "")
         table = TensorTable(own_spec(tensor) for tensor in live.tensors.values())
@@ -40,7 +40,7 @@ def new_run_tensors(
 
 
 def names_in_run(live: LiveTensors, table: TensorTable) -> dict[str, list[str]]:
-    """Live name → names in an existing run; raises as ``Baseline.of_run``."""
+    """Return live name → names in an existing run; raise as ``Baseline.of_run``."""
     specs = {spec.name: spec for spec in table}
     try:
         return target_names(live, specs, "the run that is to be resumed")
@@ -65,7 +65,7 @@ class Baseline:
     """
 
     def __init__(self, table: TensorTable, names: Mapping[str, list[str]], checkpoint: Checkpoint | None) -> None:
-        """A baseline without values, except those of the checkpoint; see ``captured`` and ``of_run``."""
+        """Make a baseline without values, except those of the checkpoint; see ``captured`` and ``of_run``."""
         self.location: BaselineLocation = "host"
         self.table = table
         self.targets_of = {name: tuple(table.index(target) for target in targets) for name, targets in names.items()}
@@ -77,7 +77,7 @@ class Baseline:
 
     @classmethod
     def captured(cls, live: LiveTensors, base: str | Path | None = None) -> Self:
-        """The baseline of a new run, from the current values of the live tensors.
+        """Return the baseline of a new run, from the current values of the live tensors.
 
         Args:
             live: the model.
@@ -98,7 +98,7 @@ class Baseline:
 
     @classmethod
     def of_run(cls, live: LiveTensors, table: TensorTable) -> Self:
-        """The baseline of an existing run, still without values.
+        """Return the baseline of an existing run, still without values.
 
         Raises:
             TensorMismatchError, ModelError: a live tensor does not fit the run.
@@ -108,7 +108,7 @@ class Baseline:
         return baseline
 
     def buffer_on(self, tensor: int, device: torch.device) -> BaselineBuffer:
-        """Bits of a tensor id, moved to where a live tensor on ``device`` is compared; read from a base once.
+        """Return a tensor id's bits, moved to where a live tensor on ``device`` is compared; read from a base once.
 
         Raises:
             TensorMismatchError: the tensor has no values. ModelError: the device's memory is full.
@@ -118,15 +118,15 @@ class Baseline:
         return buffer
 
     def buffer(self, tensor: int) -> BaselineBuffer:
-        """Bits of a tensor id at their present location; read from a base once."""
+        """Return the bits of a tensor id at their present location; read from a base once."""
         return self._buffers[tensor] or self.buffer_on(tensor, torch.device("cpu"))
 
     def bits(self, tensor: int) -> Bits:
-        """(numel,) bits of a tensor id in host memory: the baseline itself if it is there, else a copy."""
+        """Return (numel,) bits of a tensor id in host memory: the baseline itself if it is there, else a copy."""
         return self.buffer(tensor).read()
 
     def read(self, tensor: int) -> Bits:
-        """(numel,) bits of a tensor id, read only; bits of a base are not kept in memory.
+        """Return (numel,) bits of a tensor id, read only; bits of a base are not kept in memory.
 
         Raises:
             TensorMismatchError: neither the model nor a base provided them.
@@ -160,7 +160,7 @@ class Baseline:
         self._write_all(bits, fingerprints)
 
     def fingerprints_of(self, bits: Sequence[Bits]) -> list[Fingerprint]:
-        """Fingerprints of (numel,) bits per tensor id."""
+        """Return the fingerprints of (numel,) bits per tensor id."""
         return [fingerprint_tensor(spec.name, bits[tensor]) for tensor, spec in enumerate(self.table)]
 
     def _write_all(self, bits: Sequence[Bits], fingerprints: list[Fingerprint]) -> None:
@@ -187,7 +187,7 @@ class Baseline:
             self.buffer(tensor).write(bits[tensor])
 
     def next_scrub_slice(self, limit: int) -> list[int]:
-        """The next tensors in rotation, until they have ``limit`` bytes; each at most once."""
+        """Return the next tensors in rotation, until they have ``limit`` bytes; each at most once."""
         chosen: list[int] = []
         taken = 0
         while taken < limit and len(chosen) < len(self.table):
@@ -197,7 +197,7 @@ class Baseline:
         return chosen
 
     def damaged(self, tensors: Iterable[int], changes: Mapping[int, Fingerprint]) -> list[int]:
-        """Those of ``tensors`` in memory whose bits differ from what was published.
+        """Return those of ``tensors`` in memory whose bits differ from what was published.
 
         Args:
             changes: tensor id → what a pending delta has added to its fingerprint.
@@ -207,12 +207,12 @@ class Baseline:
         return [i for i in in_memory if self._measure(i) != self.fingerprints[i] + changes.get(i, nothing)]
 
     def overwritten(self) -> list[str]:
-        """Names of tensors that are read from a checkpoint whose file was changed since they were published."""
+        """Return the tensors read from a checkpoint whose file has changed since they were published."""
         from_checkpoint = [tensor for tensor, buffer in enumerate(self._buffers) if buffer is None]
         return [self.table[i].name for i in from_checkpoint if self._measure(i) != self.fingerprints[i]]
 
     def tensors(self, table: TensorTable | None = None) -> Iterator[tuple[str, Bits]]:
-        """(name, bits) of every tensor, or of those of a part of the table."""
+        """Yield (name, bits) of every tensor, or of those of a part of the table."""
         for spec in table or self.table:
             yield spec.name, self.read(self.table.index(spec.name))
 
@@ -239,7 +239,7 @@ class Baseline:
             self._checkpoint = fallback
 
     def absent(self) -> list[str]:
-        """Names of the run's tensors that the model does not have."""
+        """Return the names of the run's tensors that the model does not have."""
         present = {target for targets in self.targets_of.values() for target in targets}
         return [spec.name for tensor, spec in enumerate(self.table) if tensor not in present]
 
@@ -261,7 +261,7 @@ class Baseline:
         return base.bits(spec.name)
 
     def may_send_in_full(self, tensor: int) -> bool:
-        """Whether a version may carry all bits of a tensor rather than its changes."""
+        """Return whether a version may carry all bits of a tensor rather than its changes."""
         return True
 
     def _measure(self, tensor: int) -> Fingerprint:
@@ -286,6 +286,6 @@ class Baseline:
 
 
 def _writable(bits: Bits) -> Bits:
-    """The array itself if it is plain writable memory, else a copy."""
+    """Return the array itself if it is plain writable memory, else a copy."""
     plain = type(bits) is np.ndarray and bits.base is None and bits.flags.writeable and bits.flags.c_contiguous
     return bits if plain else np.array(bits)

@@ -19,7 +19,7 @@ class BaselineBuffer(ABC):
 
     @abstractmethod
     def read(self) -> Bits:
-        """All bits in host memory: a view if they are there, else a copy."""
+        """Return all bits in host memory: a view if they are there, else a copy."""
 
     @abstractmethod
     def write(self, bits: Bits) -> None:
@@ -35,7 +35,7 @@ class BaselineBuffer(ABC):
 
     @abstractmethod
     def window(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
-        """Elements start … stop − 1 as signed integers on ``device``: a view if they are there, else a copy."""
+        """Return elements start … stop − 1 as signed integers on ``device``: a view if they are there, else a copy."""
 
 
 class HostBuffer(BaselineBuffer):
@@ -102,7 +102,7 @@ class DeviceBuffer(BaselineBuffer):
 
 
 def move_buffer(buffer: BaselineBuffer, name: str, device: torch.device, location: BaselineLocation) -> BaselineBuffer:
-    """The same bits where comparing with a live tensor on ``device`` needs them; ``buffer`` itself if they are there.
+    """Return the same bits where a live tensor on ``device`` is compared; ``buffer`` itself if they are there.
 
     Raises:
         ModelError: the device's memory is full.

@@ -18,13 +18,13 @@ SPARSE_RATIO = 32
 """If fewer than one in this many elements changed, the changes are smaller, and nothing is estimated."""
 
 BLOCK_BYTES = 512
-"""What a block takes besides its planes. A full tensor must save as much, since changes can also be reverted."""
+"""Bytes of a block besides its planes. A full tensor must save as much, because changes can be reverted."""
 
 
 def full_is_smaller(
     spec: TensorSpec, log: ChangeLog, codec: Codec, compression: Compression, bits: Callable[[], Bits]
 ) -> bool:
-    """Whether all bits of a tensor take fewer bytes than its changes, as estimated from samples.
+    """Return whether all bits of a tensor take fewer bytes than its changes, as estimated from samples.
 
     Args:
         log: the changed elements, at least one. bits: returns the tensor's new (numel,) bits, if they are needed.
@@ -51,14 +51,14 @@ def full_is_smaller(
 
 
 def _bytes_per_element(bits: Bits) -> float:
-    """Estimated size of an element of a full tensor: its byte planes, each coded separately."""
+    """Return the estimated size of an element of a full tensor: its byte planes, each coded separately."""
     starts = np.linspace(0, max(0, bits.size - SAMPLE_ELEMENTS), SAMPLE_PIECES).astype(np.int64).tolist()
     sample = np.concatenate([bits[start : start + SAMPLE_ELEMENTS] for start in starts])
     return sum(_entropy(plane) for plane in sample.view(np.uint8).reshape(sample.size, -1).T)
 
 
 def _entropy(plane: npt.NDArray[np.uint8]) -> float:
-    """Bytes per symbol of a memoryless source with these byte frequencies."""
+    """Return the bytes per symbol of a memoryless source with these byte frequencies."""
     if not plane.size:
         return 0.0
     share = np.bincount(plane, minlength=256)[np.bincount(plane, minlength=256) > 0] / plane.size

@@ -25,7 +25,7 @@ Extract = Callable[[torch.Tensor, torch.Tensor, str], Differences]
 
 
 def collect(spec: TensorSpec, buffer: BaselineBuffer, live: torch.Tensor, log: ChangeLog) -> Fingerprint:
-    """``Detector.collect`` for a live tensor or baseline on a device."""
+    """Do ``Detector.collect`` for a live tensor or baseline on a device."""
     extract = _extract_for(live)
     entries = log.parts[0]
     change = Fingerprint()
@@ -52,7 +52,7 @@ def collect(spec: TensorSpec, buffer: BaselineBuffer, live: torch.Tensor, log: C
 
 
 def distances_between(spec: TensorSpec, old: Bits, new: Bits) -> Bits:
-    """ULP distances new − old, element by element."""
+    """Return ULP distances new − old, element by element."""
     from vllm_delta_sync.tensors import diff_kernels
 
     distances = np.empty_like(old)
@@ -61,7 +61,7 @@ def distances_between(spec: TensorSpec, old: Bits, new: Bits) -> Bits:
 
 
 def extract_torch(box: torch.Tensor, window: torch.Tensor, dtype: str) -> Differences:
-    """Elements of a box that differ from the baseline.
+    """Return the elements of a box that differ from the baseline.
 
     Args:
         box: live elements, any shape and strides. window: (n,) their baseline, signed integers, on the same device.

@@ -21,7 +21,7 @@ from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS, Bits, order_masks
 from vllm_delta_sync.tensors.segments import Scratch
 
 PARALLEL_ELEMENTS = 8 * 1024**2
-"""Smaller tensors take two milliseconds at most. Splitting them made two threads slower than one for a whole model
+"""Tensors below this size take two milliseconds at most. Splitting them made two threads slower than one for a model
 (``benchmarks.publish``), since the threads are woken and awaited at each tensor."""
 
 

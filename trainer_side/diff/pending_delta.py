@@ -148,7 +148,7 @@ class PendingDelta:
                 yield here, before, now
 
     def before(self, tensors: Iterable[int]) -> dict[int, Bits]:
-        """Copies of the (numel,) bits that changed tensors had before this delta."""
+        """Return copies of the (numel,) bits that changed tensors had before this delta."""
         wanted = set(tensors)
         found: dict[int, Bits] = {}
         for touched in self._touched:
@@ -159,7 +159,7 @@ class PendingDelta:
         return found
 
     def changes(self) -> Changes:
-        """The delta as the codecs take it; valid until it is reverted or the next delta begins."""
+        """Return the delta as the codecs take it; valid until it is reverted or the next delta begins."""
         full: list[Full] = []
         sparse: list[_TensorChanges] = []
         # Decided here and not during the comparison, since training waits for that.
@@ -177,7 +177,7 @@ class PendingDelta:
         )
 
     def _batches(self, sparse: list[_TensorChanges]) -> Iterator[list[_TensorChanges]]:
-        """Batches of tensors of one dtype, ascending by id, up to about a block each: bounds what joining copies."""
+        """Yield tensors of one dtype, ascending by id, in batches of about a block: bounds what joining copies."""
         table = self._baseline.table
         batch: list[_TensorChanges] = []
         size = 0

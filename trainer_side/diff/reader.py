@@ -23,7 +23,7 @@ Box = tuple[int, Index]
 
 @cache
 def nan_pattern() -> np.uint16 | None:
-    """Bits that torch rounds float32 NaNs to in bfloat16 here; None if that depends on the NaN.
+    """Return the bits to which torch rounds float32 NaNs in bfloat16 here; None if that depends on the NaN.
 
     They differ between processors, and even between a contiguous and a strided tensor.
     """
@@ -33,7 +33,7 @@ def nan_pattern() -> np.uint16 | None:
 
 
 def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Boxes of at most ``most`` elements, in row-major order, that together make up the shape.
+    """Yield boxes of at most ``most`` elements, in row-major order, that together make up the shape.
 
     A box is a range of one dimension, with all of the dimensions after it. Each is consecutive in flat indices.
     """
@@ -54,7 +54,7 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
 
 
 def split_boxes(live: torch.Tensor, parts: int) -> tuple[torch.Tensor, list[list[Box]]]:
-    """The tensor, flat if contiguous, and for each of up to ``parts`` threads its consecutive boxes."""
+    """Return the tensor, flat if contiguous, and for each of up to ``parts`` threads its consecutive boxes."""
     shape = tuple(live.shape)
     if live.is_contiguous():
         live = live.view(-1)
@@ -80,7 +80,7 @@ class Reader:
         self._converted = torch.empty(0, dtype=torch.uint8)
 
     def read(self, box: torch.Tensor, dtype: str) -> Iterator[tuple[int, Bits, np.uint16 | None]]:
-        """Bits of the elements in row-major order, rounded as torch rounds a contiguous tensor.
+        """Yield the bits of the elements in row-major order, rounded as torch rounds a contiguous tensor.
 
         Yields:
             consecutive pieces: index of the first element, (n,) bits in the served dtype, None; or bits of float32,

@@ -10,7 +10,7 @@ from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
 
 BLOCK = 2048
 ROOM_SHARE = 4
-"""Output for a quarter of a window's elements; if more changed, the window is compared again in quarters."""
+"""There is output for a quarter of a window's elements; if more changed, the window is compared again in quarters."""
 
 
 @triton.jit
@@ -39,14 +39,14 @@ def _extract(live, base, size, where, old, new, count, nan, room, ROUND: tl.cons
 
 @cache
 def nan_pattern(device: torch.device) -> int:
-    """Bits, as a signed integer, that torch rounds float32 NaNs to in bfloat16 on a device."""
+    """Return the bits, as a signed integer, to which torch rounds float32 NaNs in bfloat16 on a device."""
     return int(torch.full((64,), float("nan"), device=device).to(torch.bfloat16).view(torch.int16)[0])
 
 
 def extract_triton(
     box: torch.Tensor, window: torch.Tensor, dtype: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``device.extract_torch`` in one pass."""
+    """Do ``device.extract_torch`` in one pass."""
     box = box.contiguous().view(-1)
     rounds = box.dtype == torch.float32 and dtype == "BF16"
     if box.dtype != TORCH_DTYPES[dtype] and not rounds:

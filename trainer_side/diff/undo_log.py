@@ -69,14 +69,14 @@ class ChangeLog:
                 buffer.revert(self.element, *_expanded(entry))
 
     def pieces(self) -> Iterator[tuple[Positions, Bits]]:
-        """(positions, distances) in consecutive pieces of bounded size, or as they were joined."""
+        """Yield (positions, distances) in consecutive pieces of bounded size, or as they were joined."""
         for part in self.parts:
             for entry in part:
                 if entry.size and not isinstance(entry, PendingWrite):
                     yield _expanded(entry)
 
     def samples(self, most: int) -> Iterator[tuple[Positions, Bits]]:
-        """(positions, distances) of up to ``most`` pieces of at most SAMPLE_ELEMENTS, evenly spread; of all if few."""
+        """Yield (positions, distances) of up to ``most`` pieces of SAMPLE_ELEMENTS or fewer, spread evenly."""
         pieces = [entry for part in self.parts for entry in part if entry.size and not isinstance(entry, PendingWrite)]
         for number in np.unique(np.linspace(0, len(pieces) - 1, most).astype(int)).tolist():
             positions, distances = _expanded(pieces[number])

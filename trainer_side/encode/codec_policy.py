@@ -19,7 +19,7 @@ logger = guarded_logger(__name__)
 MIN_SAVED_SHARE = 0.2
 """Switch to ``context`` if it saves this share of the time that ``packed`` takes …"""
 MIN_SAVED_SECONDS = 0.1
-"""… and at least this time: nobody notices less, and one stall of the store is no reason to switch …"""
+"""… and at least this time: less is not noticeable, and one stall of the store is no reason to switch …"""
 STAY_FACTOR = 0.5
 """… and stay with it while it saves this part of both, so that noise does not change the choice each time."""
 MIN_MEASURED_CHANGES = 64 * 1024
@@ -83,26 +83,26 @@ class Estimates:
 
 
 def packed_bytes(work: Work, value_bytes: float) -> float:
-    """Estimated bytes of ``packed`` if the changes are spread at random."""
+    """Return the estimated bytes of ``packed`` if the changes are spread at random."""
     return work.changed * (_position_bytes(work) + value_bytes)
 
 
 def _position_bytes(work: Work) -> float:
-    """Entropy of one position among independent ones, in bytes."""
+    """Return the entropy of one position among independent ones, in bytes."""
     share = work.changed / work.touched
     rest = 1 - share
     return -(math.log2(share) + (rest / share * math.log2(rest) if rest else 0.0)) / 8
 
 
 def seconds(codec: Codec, work: Work, estimates: Estimates) -> float:
-    """Estimated time from detected changes to decoded changes, for at least one changed element."""
+    """Return the estimated time from detected changes to decoded changes, for at least one changed element."""
     size = packed_bytes(work, estimates.value_bytes) * (estimates.context_share if codec == "context" else 1.0)
     encoding = estimates.slowness.get(codec, estimates.slowness.get("packed", 1.0)) * ENCODE[codec].seconds(work)
     return encoding + size / estimates.up + size / estimates.down + DECODE[codec].seconds(work)
 
 
 def choose_codec(current: Codec, work: Work, estimates: Estimates) -> Codec:
-    """The codec for the next version, ``packed`` or ``context``; ``current`` is that of the previous version."""
+    """Return the codec for the next version, ``packed`` or ``context``; ``current`` is that of the previous version."""
     packed = seconds("packed", work, estimates)
     wanted = max(MIN_SAVED_SHARE * packed, MIN_SAVED_SECONDS) * (STAY_FACTOR if current == "context" else 1.0)
     return "context" if packed - seconds("context", work, estimates) >= wanted else "packed"
@@ -112,7 +112,7 @@ class CodecChoice:
     """Chooses the codec of each version, and logs the reason at the first choice and at each change.
 
     Args:
-        receivers: bytes per second at which receivers download; None: the upload speed of this publisher.
+        receivers: bytes per second at which receivers download; None means this publisher's upload speed.
     """
 
     def __init__(self, receivers: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""``UpdateGate``: judge versions by the bounds of a ``Gate``, comparing them with the last sound version.
+"""``UpdateGate``: check each version against a ``Gate``'s bounds, relative to the newest version that passed.
 
 While the current version is sound, a judgement costs O(changed elements). While it is quarantined, the sound bits of
 the tensors that differ are kept (at most one more copy of the model), and comparing those costs O(tensor).
@@ -33,7 +33,7 @@ Pieces = Iterable[tuple[Bits, Bits]]
 
 @dataclass
 class Difference:
-    """How one tensor differs from the version it is compared with.
+    """Difference of one tensor from the version it is compared with.
 
     Attributes:
         changed: elements whose bits differ. nonfinite: those among them that are NaN or infinite now.
@@ -52,7 +52,7 @@ class Difference:
 
 @dataclass
 class _Verdict:
-    """A judgement, by changed tensor, for ``mark_durable`` to record."""
+    """The gate's measurements per changed tensor, kept until ``mark_durable`` records them."""
 
     reasons: list[str]
     against_sound: dict[int, Difference]
@@ -128,7 +128,7 @@ class UpdateGate:
         return reasons
 
     def mark_durable(self, version: int) -> None:
-        """Record that the delta judged last is durable as that version; it may already be closed."""
+        """Record that the most recently judged delta is now durable as this version. It may already be closed."""
         verdict, self._verdict = self._verdict, None
         if verdict is None:
             return
@@ -254,13 +254,13 @@ class UpdateGate:
 
 
 def pieces(before: Bits, after: Bits) -> Iterator[tuple[Bits, Bits]]:
-    """Both arrays, in views of ``PIECE_ELEMENTS`` elements."""
+    """Yield both arrays, in views of ``PIECE_ELEMENTS`` elements."""
     for start in range(0, before.size, PIECE_ELEMENTS):
         yield before[start : start + PIECE_ELEMENTS], after[start : start + PIECE_ELEMENTS]
 
 
 def judge_state(gate: Gate | None, baseline: Baseline) -> list[str]:
-    """Why to quarantine weights that cannot be compared with a version.
+    """Return why to quarantine weights that cannot be compared with a version.
 
     Raises:
         GateError: the gate refuses them.
@@ -314,13 +314,13 @@ def _distance(old: Values, new: Values, nonfinite: bool) -> float:
     distance = _sum_of_squares(moved)
     if math.isfinite(distance):
         return distance
-    # Elements that are no longer finite are left to the other check, if it is on.
+    # The non-finite check, if enabled, handles elements that became NaN or infinite.
     counted = np.isfinite(old) & np.isfinite(new) if nonfinite else np.isfinite(old)
     return _sum_of_squares(moved[counted])
 
 
 def _squares(values: Values) -> float:
-    """Σ w² of the finite elements."""
+    """Return Σ w² of the finite elements."""
     total = _sum_of_squares(values)
     if math.isfinite(total):
         return total

@@ -12,7 +12,7 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.factory import OpenedBucket
 
 MIN_MEASURED_BYTES = 64 * 1024
-"""Smaller uploads measure the store's latency instead."""
+"""Uploads below this size would measure the store's latency instead."""
 RECENT_UPLOADS = 5
 
 
@@ -20,7 +20,7 @@ class UploadBandwidth:
     """Bytes per second to the store, from the last uploads. Simultaneous uploads count as one. Thread-safe.
 
     Args:
-        limit: bytes per second that the store's options allow; short uploads may seem faster. None: no limit.
+        limit: bytes per second that the store's options allow; short uploads may seem faster. None means no limit.
     """
 
     def __init__(self, limit: float | None = None) -> None:
@@ -34,7 +34,7 @@ class UploadBandwidth:
 
     @classmethod
     def to(cls, bucket: Bucket) -> Self:
-        """A new instance for a bucket."""
+        """Return a new instance for a bucket."""
         return cls(bucket.options.store_upload_limit if isinstance(bucket, OpenedBucket) else None)
 
     @property

@@ -23,7 +23,7 @@ def check_publisher_options(bucket: str | Bucket, options: dict[str, Any]) -> No
 
 
 def find_calling_trainer() -> Any:
-    """The Trainer of transformers among the callers; None if there is none.
+    """Return the Trainer of transformers among the callers; None if there is none.
 
     Callbacks and weight transfers do not receive their Trainer. Loggers named by ``report_to`` are called before a
     callback, so that metrics added to the ``logs`` of ``on_log`` never reach them; only ``Trainer.log`` does. To be
@@ -43,8 +43,8 @@ class MetricReporter:
     """Reports each version once it is durable, and errors of publishing.
 
     Attributes:
-        trainer: its log gets the metrics; None: only this project's log does.
-        lag: None: the lag of receivers is not reported. under_way: the version to report next.
+        trainer: its log gets the metrics; if None, only this project's log does.
+        lag: if None, the lag of receivers is not reported. under_way: the version to report next.
     """
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ logger = guarded_logger(__name__)
 class DeltaSyncCallback(TrainerCallback):
     """Publishes the model that a Trainer trains: at each k-th optimizer step and at the end of training.
 
-    When training begins, the run is begun, or taken over if it exists: the next version follows the newest one, also
+    When training begins, the run is begun, or taken over if it exists: the next version follows the newest one, even
     if training resumes from a checkpoint. When training ends, the callback waits until all versions are durable, and
     closes the run. The metrics of each version go to the progress log, ``state.log_history`` and the loggers of
     ``report_to`` once it is durable; ``PublishResult.metrics`` lists them, and ``delta_sync/receivers_lag`` is added
@@ -185,7 +185,7 @@ class DeltaSyncCallback(TrainerCallback):
                 self._close_after(error)
                 raise
             self._tell(error)
-        except BaseException as error:  # an interrupt too: no event follows, and the publisher's thread would stay
+        except BaseException as error:  # including interrupts: no event follows, and the thread would stay
             self._close_after(error)
             raise
 
@@ -206,7 +206,7 @@ class DeltaSyncCallback(TrainerCallback):
 
 
 def _takes_part(model: nn.Module, state: TrainerState) -> bool:
-    """Whether this process publishes: every process with a part of the model, or the first of equal ones."""
+    """Return whether this process publishes: every process with a part of the model, or the first of equal ones."""
     if state.is_world_process_zero:
         return True
     from trainer_side.ranks.shard_parts import needs_ranks

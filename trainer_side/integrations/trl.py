@@ -55,7 +55,7 @@ class DeltaWeightTransfer:
             base: checkpoint that training and servers start from, a directory or ``org/name@revision``. Version 0 is a
                 reference to it, and parameters that TRL leaves out (frozen ones) keep its values.
             wait_served: maximum seconds that ``resume`` waits until all live servers, and at least ``replicas``, serve
-                the version that was sent; they need a ``receiver_id``. None: it does not wait.
+                the version that was sent; they need a ``receiver_id``. If None, it does not wait.
             stop_on_error: let errors of publishing and waiting stop training. Otherwise they are logged, training
                 continues, and the changes go out with the next version; errors at the beginning, and of another writer
                 that has taken over the run, are always raised.

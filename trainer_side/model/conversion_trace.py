@@ -1,9 +1,10 @@
 """``trace``: find where every element of a converted tensor comes from.
 
-Transformers 5 holds some weights in another form than checkpoints do (experts stacked, gate and up fused). ``trace``
-runs the model's own conversion back to the checkpoint once, on tensors without data, and records which operations lead
-from which source to which result. Each publish replays the recording on the live parameters: it copies nothing
-needlessly and never reads stale data. A conversion that computes new values instead of moving old ones is refused.
+Transformers 5 holds some weights in a different form from the checkpoint (experts stacked, gate and up fused).
+``trace`` runs the model's own conversion back to the checkpoint once, on tensors without data, and records which
+operations lead from which source to which result. Each publish replays the recording on the live parameters: it copies
+nothing needlessly and never reads stale data. A conversion that computes new values instead of moving old ones is
+refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -236,7 +237,7 @@ def _untraceable(func: Any, known: list[_Node], reason: str) -> ModelError:
 
 
 def _evaluate(node: _Node, live: Mapping[str, torch.Tensor], cache: dict[_Node, Any]) -> Any:
-    """Value of a node on ``live`` sources: a view of them wherever one exists."""
+    """Return the value of a node on ``live`` sources: a view of them wherever one exists."""
     if isinstance(node, _TracedSource):
         return live[node.name]
     if node not in cache:
@@ -261,7 +262,7 @@ def _call(node: _TracedCall, live: Mapping[str, torch.Tensor], cache: dict[_Node
 
 
 def _sources_of(node: _Node) -> list[str]:
-    """Names of all sources below a node, each once."""
+    """Return the names of all sources below a node, each once."""
     found: dict[str, None] = {}
     pending: list[Any] = [node]
     seen: set[int] = set()

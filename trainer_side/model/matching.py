@@ -12,7 +12,7 @@ from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, dtype_name
 
 
 def own_spec(tensor: CheckpointTensor) -> TensorSpec:
-    """The spec of a live tensor in a run that has no base.
+    """Return the spec of a live tensor in a run that has no base.
 
     Raises:
         ModelError: its dtype cannot be published.
@@ -25,7 +25,7 @@ def own_spec(tensor: CheckpointTensor) -> TensorSpec:
 
 
 def target_names(live: LiveTensors, specs: Mapping[str, TensorSpec] | None, where: str) -> dict[str, list[str]]:
-    """Live name, aliases included → names in the run.
+    """Return live name, aliases included → names in the run.
 
     Args:
         specs: the run's tensors, which must include the live ones; None if the live ones make up the run.

@@ -68,7 +68,7 @@ class ModuleForm:
             raise ModelError(f"{type(model).__name__} has no tensor to publish")
 
     def state(self) -> State:
-        """The module's current tensors, sharded ones unchanged, all others detached.
+        """Return the module's current tensors, sharded ones unchanged, all others detached.
 
         Raises:
             TensorMismatchError: a tensor is new, missing, or has another shape, dtype, tie or sharding than before.
@@ -142,7 +142,7 @@ class ModuleTensors(LiveTensors):
 
 
 def _held_whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself; of a sharded one this process's piece if that is everything, as in a world of one."""
+    """Return the tensor itself; of a sharded one this process's piece if that is everything, as in a world of one."""
     if not is_sharded(tensor):
         return tensor
     pieces = local_boxes(tensor, name)
@@ -152,14 +152,14 @@ def _held_whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside the wrappers of frameworks, such as DistributedDataParallel; the module itself without one."""
+    """Return the module inside frameworks' wrappers, such as DistributedDataParallel; itself without one."""
     while (attribute := _wrapper_attribute(model)) is not None:
         model = getattr(model, attribute)
     return model
 
 
 def _wrapper_attribute(module: nn.Module) -> str | None:
-    """Name of the attribute that holds the wrapped module; None if the module is not a wrapper."""
+    """Return the attribute that holds the wrapped module; None if the module is not a wrapper."""
     for cls in type(module).__mro__:
         attribute = _WRAPPERS.get(cls.__name__)
         if attribute is not None and isinstance(getattr(module, attribute, None), nn.Module):
@@ -189,7 +189,7 @@ def _refuse_unpublishable(model: nn.Module) -> None:
 
 
 def _module_state(model: nn.Module, described: bool) -> State:
-    """Parameters and persistent buffers that a checkpoint of the module has, ties included.
+    """Return the parameters and persistent buffers that a checkpoint of the module has, ties included.
 
     Sharded ones are those of the module; all others are detached.
 
@@ -225,7 +225,7 @@ def _module_state(model: nn.Module, described: bool) -> State:
 def _geometry(
     state: Mapping[str, torch.Tensor],
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype, tuple[object, ...]]]:
-    """Name → shape and dtype of the whole tensor, and where this process has its elements."""
+    """Return name → shape and dtype of the whole tensor, and where this process has its elements."""
     return {
         name: (whole_shape(tensor), _dtype(tensor), layout(tensor) if is_sharded(tensor) else tensor.stride())
         for name, tensor in state.items()
@@ -238,14 +238,14 @@ def _dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """Equal for two names of one tensor, also on ranks that hold nothing of a sharded tensor."""
+    """Return a key that two names of one tensor share, even on ranks that hold nothing of a sharded tensor."""
     if is_sharded(tensor):
         return ("sharded", id(tensor)) if math.prod(whole_shape(tensor)) else None
     return storage_key(tensor)
 
 
 def _find_ties(model: nn.Module, state: State) -> dict[str, str]:
-    """Duplicate → the name that is published, chosen as transformers' ``save_pretrained`` does."""
+    """Return duplicate → published name, chosen as transformers' ``save_pretrained`` does."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, tensor in state.items():
         key = _identity(tensor)
@@ -266,13 +266,13 @@ def _find_ties(model: nn.Module, state: State) -> dict[str, str]:
 
 
 def _transformers_model(model: nn.Module) -> Any:
-    """The module itself if it is a transformers model, else None."""
+    """Return the module itself if it is a transformers model, else None."""
     transformers = sys.modules.get("transformers")
     return model if transformers is not None and isinstance(model, transformers.PreTrainedModel) else None
 
 
 def _follow_conversion(model: nn.Module, state: State) -> dict[str, Route]:
-    """How each checkpoint tensor is read from ``state``; for sharded tensors as if they were complete and contiguous.
+    """Find how each checkpoint tensor is read from ``state``, where sharded ones count as complete and contiguous.
 
     Raises:
         ModelError: the model's conversion back to its checkpoint form fails or cannot be traced.
@@ -299,7 +299,7 @@ def _follow_conversion(model: nn.Module, state: State) -> dict[str, Route]:
 
 
 def _configured_dtypes(model: nn.Module, state: State) -> dict[str, torch.dtype]:
-    """Name → dtype that the model's configuration gives to checkpoints, for the tensors that it applies to.
+    """Return name → dtype that the model's configuration gives to checkpoints, for the tensors that it applies to.
 
     It applies to floating-point parameters only: buffers, and modules that transformers keeps in fp32, keep theirs.
     """

@@ -71,7 +71,7 @@ ModelLike = nn.Module | Mapping[str, torch.Tensor] | NamedTensors | Callable[[],
 
 
 def live_tensors(model: ModelLike) -> LiveTensors:
-    """The tensors of what a user passed as the model.
+    """Return the tensors of what a user passed as the model.
 
     Raises:
         ModelError: a tensor cannot be published; the message names it, the reason and the remedy.
@@ -156,7 +156,7 @@ def check_name(name: str) -> None:
 
 
 def storage_key(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """A key that is equal for two tensors exactly if they view the same elements of one storage; None if empty.
+    """Return a key that is equal for two tensors exactly if they view the same elements of one storage; None if empty.
 
     Valid while the storages live, or while a StorageWeakRef keeps their identity from being reused.
     """
@@ -180,7 +180,7 @@ def check_unchanged(name: str, tensor: torch.Tensor, known: CheckpointTensor | N
 def changed(
     name: str, now: tuple[tuple[int, ...], torch.dtype], then: tuple[tuple[int, ...], torch.dtype]
 ) -> TensorMismatchError:
-    """The error for a tensor whose (shape, dtype) has changed since the publisher was made."""
+    """Return the error for a tensor whose (shape, dtype) has changed since the publisher was made."""
     remedy = "restore its former shape, or start a new run under a new URL"
     if now[0] == then[0]:
         # A run keeps its dtypes, and a publisher that takes it over rounds to them.

@@ -85,7 +85,7 @@ class StreamedWeights(LiveTensors):
             )
 
     def _as_in_module(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A parameter, with the strides of the module that the conversion was traced on."""
+        """Return a parameter, with the strides of the module that the conversion was traced on."""
         tensor, known = check_readable(name, value), self._sources[name]
         if tensor.shape != known.shape:
             raise TensorMismatchError(
@@ -108,7 +108,7 @@ class StreamedWeights(LiveTensors):
 
 
 def _meta_module(folder: Path) -> nn.Module | None:
-    """The module that a checkpoint is loaded into, on the meta device; None if transformers does not know it."""
+    """Return the module that a checkpoint is loaded into, on the meta device; None if transformers does not know it."""
     try:
         import transformers
     except ImportError:

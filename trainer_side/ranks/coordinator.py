@@ -63,7 +63,7 @@ class RankCoordinator:
         return self._run
 
     def follower_writer(self, newest: Manifest) -> RunWriter:
-        """The writer with which a rank other than 0 stores objects; it commits nothing."""
+        """Return the writer with which a rank other than 0 stores objects; it commits nothing."""
         writer = RunWriter(self._bucket, self.run.info, 0, self._options, self.run.document_limit)
         writer.set_newest(newest)
         return writer
@@ -170,7 +170,7 @@ class RankCoordinator:
         return _gathered_state(self.baseline.whole, reports), difference
 
     def restore_parts(self, manifest: Manifest) -> list[Bits]:
-        """(numel,) bits of this rank's parts at a version, from the bucket; raises as ``restore``."""
+        """Return (numel,) bits of this rank's parts at a version, from the bucket; raises as ``restore``."""
         baseline = self.baseline
         return baseline.in_part_order(restore_boxes(self.run, manifest, baseline.wanted(), self.base))
 
@@ -216,7 +216,7 @@ class RankCoordinator:
         except DeltaSyncError as error:
             if not restored:
                 raise
-            # The version exists, as this rank was able to read it: do not start over.
+            # The version exists, because this rank was able to read it: do not start over.
             raise PublishError(f"version {manifest.version} cannot be restored: {error.message}") from error
         self.baseline.replace_bits(*restored[0])
 

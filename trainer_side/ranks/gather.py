@@ -82,7 +82,7 @@ class _Incoming:
             self._skip()
 
     def _assemble(self, spec: TensorSpec) -> Bits:
-        """The (numel,) bits of a tensor. Even if this raises, everything that other ranks send of it is received."""
+        """Return a tensor's (numel,) bits. Even if this raises, all that other ranks send of it is received."""
         try:
             bits = np.empty(spec.numel, spec.element.uint)
         except MemoryError as error:
@@ -154,7 +154,7 @@ class _Incoming:
         return header
 
     def _explain(self, spec: TensorSpec, error: Exception) -> Exception:
-        """The error to raise for ``error``."""
+        """Return the error to raise for ``error``."""
         if not isinstance(error, MemoryError):
             return error
         return LimitError(

@@ -100,7 +100,7 @@ class ProcessGroup:
         return reports
 
     def broadcast(self, what: str, document: Json = None) -> Json:
-        """Rank 0's document, on every rank; those of other ranks are ignored. Raises LostRankError as ``gather``."""
+        """Return rank 0's document on every rank, ignoring those of others. Raises LostRankError as ``gather``."""
         self.check()
         self._sequence += 1
         mine = {"what": what, "turn": self._sequence, "value": document}
@@ -192,7 +192,7 @@ class ProcessGroup:
         return answer["value"]
 
     def ranks_where(self, what: str, flags: Sequence[bool]) -> list[list[int]]:
-        """For each flag, the ranks that have set it; the same on every rank."""
+        """Return for each flag the ranks that have set it; the same on every rank."""
         reports = self.gather(what, [bool(flag) for flag in flags])
         found = None
         if reports is not None:
@@ -208,7 +208,7 @@ class ProcessGroup:
         self._send_bytes(rank, data)
 
     def receive(self, rank: int, into: Bytes | None = None) -> Bytes:
-        """The (n,) bytes that a rank sends, received in ``into`` if given.
+        """Return the (n,) bytes that a rank sends, received in ``into`` if given.
 
         Raises:
             LostRankError: as ``gather``; or their number is not that of ``into``.
@@ -339,33 +339,33 @@ def check_same(name: str, reports: Sequence[Json]) -> None:
 
 
 def error_document(error: BaseException) -> Json:
-    """An error in the form that other ranks receive."""
+    """Return an error in the form that other ranks receive."""
     if isinstance(error, DeltaSyncError):
         return {"kind": error.kind, "message": error.message}
     return {"kind": PublishError.kind, "message": f"unexpectedly: {error!r}"}
 
 
 def error_from_rank(document: Json, rank: int) -> DeltaSyncError:
-    """The error that another rank reported, of the same kind."""
+    """Return the error that another rank reported, of the same kind."""
     kind = error_kinds().get(document["kind"], PublishError)
     return kind(f"rank {rank}: {document['message']}")
 
 
 def first_error(reports: Sequence[Json]) -> Json:
-    """The first report with an error, and its rank; None if there is none."""
+    """Return the first report with an error, and its rank; None if there is none."""
     return next(({"rank": rank, **item} for rank, item in enumerate(reports) if "error" in item), None)
 
 
 def _pieces(data: Bytes) -> list[Bytes]:
-    """Views of (n,) bytes, as they are sent."""
+    """Return views of (n,) bytes, as they are sent."""
     return [data[at : at + PIECE_BYTES] for at in range(0, data.size, PIECE_BYTES)]
 
 
 def _reason(error: Exception) -> str:
-    """gloo's message about a connection, without the location in its source."""
+    """Return gloo's message about a connection, without the location in its source."""
     return str(error).split("] ", 1)[-1].split(". ", 1)[0][:200]
 
 
 def encode_document(document: Json) -> Bytes:
-    """A document as bytes to ``send``."""
+    """Return a document as bytes to ``send``."""
     return np.frombuffer(json.dumps(document).encode(), np.uint8).copy()

@@ -264,7 +264,7 @@ class RankCommitter(Committer):
                 raise self._failure(answer, own, version, step)
 
     def _failure(self, answer: Json, own: _RankContents, version: int, step: int) -> BaseException:
-        """The error that this rank raises if any rank failed to do its part."""
+        """Return the error that this rank raises if any rank failed to do its part."""
         if own.error is not None:
             error = own.error
             if not isinstance(error, DeltaSyncError) or isinstance(error, PublishError):

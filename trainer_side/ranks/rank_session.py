@@ -1,7 +1,7 @@
-"""``RankPublishSession``: the caller's side of publishing on each of many ranks: all of them compare, or none.
+"""``RankPublishSession``: the part of ``publish`` in the caller's thread on each rank; all ranks compare or none.
 
-An error on one rank must not lead it to other calls than the other ranks, or they would wait for each other. So before
-each collective step the ranks ask each other which of them are busy and which have an error to raise.
+If an error made one rank issue different collective calls from the rest, they would deadlock. So before each collective
+step the ranks ask each other which of them are busy and which have an error to raise.
 """
 
 from collections.abc import Callable
@@ -70,7 +70,7 @@ class RankPublishSession(PublishSession):
         watch.lap()
         try:
             pending = self._diff(None)
-        except BaseException as error:  # an interrupt too: the other ranks publish, and wait for this one
+        except BaseException as error:  # including interrupts: the others would wait for this one
             self._withdraw(error, step, watch)
             raise
         return self._hand_over(step, pending, watch, sidecar_bytes)
@@ -99,7 +99,7 @@ class RankPublishSession(PublishSession):
             raise PublishError(f"rank {_listed(failed)} could not continue, and raises its error; call this again")
 
     def check_same_arguments(self, what: str, check: Callable[[], _Value]) -> _Value:
-        """As ``PublishSession.check_same_arguments``; raises on every rank, also if the ranks' arguments differ."""
+        """As ``PublishSession.check_same_arguments``; raises on every rank, even if the ranks' arguments differ."""
         found: list[_Value] = []
 
         def work() -> Json:
@@ -122,7 +122,7 @@ class RankPublishSession(PublishSession):
         """Have each rank raise its pending error, and bring all baselines to a durable version.
 
         Returns:
-            The ranks that raise an error, on the ranks that do not.
+            On ranks without an error: the list of ranks that raise one.
         """
         problem = self._pending_error()
         pending, committer = self._pending, self._committer
@@ -144,7 +144,7 @@ class RankPublishSession(PublishSession):
         return failed
 
     def _pending_error(self) -> DeltaSyncError | None:
-        """The error of the background thread, unless it was raised before."""
+        """Return the error of the background thread, unless it was raised before."""
         stopped = self._committer.stopped
         try:
             if self._progress is not None and not self._progress.error_raised:
@@ -175,7 +175,7 @@ def _refuse_weights(weights: Weights | None) -> None:
 
 
 def _busy_at_one_step(reports: list[Json]) -> bool:
-    """Whether a version is under way on any rank; raise UsageError if the ranks publish different steps."""
+    """Return whether a version is under way on any rank; raise UsageError if the ranks publish different steps."""
     check_same("step", [step for step, _ in reports])
     return any(busy for _, busy in reports)
 

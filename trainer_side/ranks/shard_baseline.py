@@ -90,7 +90,7 @@ class ShardBaseline(Baseline):
 
     @classmethod
     def captured_parts(cls, live: ModuleParts, base: str | Path | None, rank: int) -> Self:
-        """The baseline of a new run, from the current parts; arguments and errors as ``captured``."""
+        """Return the baseline of a new run, from the current parts; arguments and errors as ``captured``."""
         table, names, checkpoint = new_run_tensors(_WholeTensors(live), base)
         baseline = cls(live, table, names, checkpoint, rank)
         baseline.capture(live)
@@ -101,7 +101,7 @@ class ShardBaseline(Baseline):
 
     @classmethod
     def parts_of_run(cls, live: ModuleParts, table: TensorTable, rank: int) -> Self:
-        """The baseline of an existing run, still without values; errors as ``of_run``."""
+        """Return the baseline of an existing run, still without values; errors as ``of_run``."""
         baseline = cls(live, table, names_in_run(_WholeTensors(live), table), None, rank)
         baseline._warn_of_missing("run")
         return baseline
@@ -112,7 +112,7 @@ class ShardBaseline(Baseline):
         self.shares = self.shares_of([self.read(part) for part in range(len(self.table))])
 
     def shares_of(self, bits: Sequence[Bits]) -> dict[int, Fingerprint]:
-        """Tensor id → what this rank adds to its fingerprint, if its parts have these (numel,) bits."""
+        """Return tensor id → what this rank adds to its fingerprint, if its parts have these (numel,) bits."""
         shares: dict[int, Fingerprint] = {}
         for (tensor, box), here in zip(self.boxes, bits, strict=True):
             share = fingerprint_box(self.whole[tensor].name, box, here)
@@ -125,20 +125,20 @@ class ShardBaseline(Baseline):
         self.shares = shares
 
     def wanted(self) -> dict[str, list[Box]]:
-        """Checkpoint name → this rank's boxes of that tensor, in the order of ``in_part_order``."""
+        """Return checkpoint name → this rank's boxes of that tensor, in the order of ``in_part_order``."""
         return {name: [box for _, box in parts] for name, parts in self._parts.items()}
 
     def in_part_order(self, found: Mapping[str, Sequence[Bits]]) -> list[Bits]:
-        """Bits per part, from the bits of the ``wanted`` boxes."""
+        """Return the bits per part, from the bits of the ``wanted`` boxes."""
         rows = {name: iter(bits) for name, bits in found.items()}
         return [next(rows[self.whole[tensor].name]) for tensor, _ in self.boxes]
 
     def parts_of(self, name: str) -> list[tuple[int, Box]]:
-        """Id and box of each part that this rank has of a tensor."""
+        """Return the id and box of each part that this rank has of a tensor."""
         return self._parts.get(name, [])
 
     def may_send_in_full(self, tensor: int) -> bool:
-        """Only if this rank has all of the tensor: one object has to carry it."""
+        """Return True only if this rank has all of the tensor: one object has to carry it."""
         return self.table[tensor].name in self.whole
 
     def _of_base(self, spec: TensorSpec, base: Checkpoint) -> Bits:
@@ -147,12 +147,12 @@ class ShardBaseline(Baseline):
 
 
 def _part_name(part_name: str, part: ShardPart, target: str) -> str:
-    """Name of a part of ``target``, which is the part's own tensor or one tied to it."""
+    """Return the name of a part of ``target``, the part's own tensor or one tied to it."""
     return target + part_name.removeprefix(part.name)
 
 
 def changes_of_tensors(baseline: ShardBaseline, pending: PendingDelta) -> Changes:
-    """The changes of a pending delta of this rank's parts, in terms of whole tensors.
+    """Return the changes of a pending delta of this rank's parts, in terms of whole tensors.
 
     Valid as long as ``PendingDelta.changes``, whose positions and distances are not modified: a revert needs them.
     """
@@ -178,7 +178,7 @@ def _fingerprint_changes(baseline: ShardBaseline, pending: PendingDelta) -> dict
 
 
 def _groups(found: dict[int, list[tuple[Positions, Bits]]], table: TensorTable, relative: bool) -> Iterator[Sparse]:
-    """Tensors of one dtype, ascending by id, up to about a block each, as ``PendingDelta.changes`` groups them."""
+    """Yield tensors of one dtype, ascending by id, about a block each, grouped as by ``PendingDelta.changes``."""
     batch: list[int] = []
     size_so_far = 0
     for tensor in sorted(found, key=lambda tensor: (table[tensor].dtype, tensor)):
@@ -207,7 +207,7 @@ def _group(
 
 
 def _ascending(pieces: list[tuple[Positions, Bits]]) -> tuple[Positions, Bits]:
-    """One tensor's changes from those of its parts, whose elements may interleave."""
+    """Return one tensor's changes from those of its parts, whose elements may interleave."""
     if len(pieces) == 1:
         return pieces[0]
     positions = np.concatenate([piece for piece, _ in pieces])

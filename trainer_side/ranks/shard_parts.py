@@ -111,7 +111,7 @@ class ModuleParts(LiveTensors):
 
 
 def needs_ranks(model: object) -> bool:
-    """True if all ranks of a world have to publish the model together.
+    """Return True if all ranks of a world have to publish the model together.
 
     A plain module, and anything but a module, belongs to the process that publishes it, in any world.
     """
@@ -125,7 +125,7 @@ def needs_ranks(model: object) -> bool:
 
 
 def part_name(part: ShardPart) -> str:
-    """Name of a part: the tensor's name if it is the whole tensor, else with the range in each dimension."""
+    """Return a part's name: the tensor's if it is the whole tensor, else with the range in each dimension."""
     if part.box.is_whole:
         return part.name
     ranges = zip(part.box.offsets, part.box.shape, strict=True)
@@ -144,7 +144,7 @@ def _windows(name: str, view: View, box: Box) -> list[ShardView]:
 
 
 def _joined(name: str, route: Route, sharded: Container[str]) -> JoinedViews:
-    """The windows into sharded sources that compose a checkpoint tensor.
+    """Return the windows into sharded sources that compose a checkpoint tensor.
 
     Raises:
         ModelError: it is more than a concatenation of such windows.
@@ -161,7 +161,7 @@ def _joined(name: str, route: Route, sharded: Container[str]) -> JoinedViews:
 
 
 def _in_whole(box: Box, at: tuple[int, ...], whole: tuple[int, ...]) -> Box:
-    """The box of a window, in the whole tensor that has the window at ``at``."""
+    """Return the box of a window, in the whole tensor that has the window at ``at``."""
     return Box(tuple(start + more for start, more in zip(box.offsets, at, strict=True)), box.shape, whole)
 
 
@@ -172,7 +172,7 @@ RankBox = tuple[int, Box]
 
 
 def boxes_document(boxes: Sequence[tuple[int, Box]]) -> Json:
-    """A rank's (tensor id, box) in the form that ``check_coverage`` takes."""
+    """Return a rank's (tensor id, box) in the form that ``check_coverage`` takes."""
     return [[tensor] if box.is_whole else [tensor, box.offsets, box.shape] for tensor, box in boxes]
 
 
@@ -206,7 +206,7 @@ def check_coverage(table: TensorTable, reports: Sequence[Json]) -> None:
 
 
 def _overlap(pieces: Sequence[RankBox]) -> tuple[RankBox, RankBox] | None:
-    """Two boxes that share an element; None if there are none."""
+    """Return two boxes that share an element; None if there are none."""
     if len(pieces) < 2:
         return None
     dimensions = range(len(pieces[0][1].whole))

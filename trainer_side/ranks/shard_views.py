@@ -52,7 +52,7 @@ class _Axis:
 
 
 def shard_views(view: View, box: Box) -> list[ShardView] | None:
-    """The elements of ``view`` that are in ``box``, each once.
+    """Return the elements of ``view`` that are in ``box``, each once.
 
     Args:
         view: into the source as if that were contiguous. box: of the source, not empty.
@@ -97,7 +97,7 @@ def _window(
 
 
 def _digits(box: Box) -> list[_Digit]:
-    """The fewest digits of which the box has one range each, the innermost first."""
+    """Return the fewest digits of which the box has one range each, the innermost first."""
     found: list[_Digit] = []
     size, start, stop, stride, local = 1, 0, 1, 1, 1
     for offset, extent, whole in reversed(list(zip(box.offsets, box.shape, box.whole, strict=True))):
@@ -114,17 +114,17 @@ def _digits(box: Box) -> list[_Digit]:
 
 
 def _reach(axes: Sequence[_Axis]) -> int:
-    """The distance from the first to the last value."""
+    """Return the distance from the first to the last value."""
     return sum((axis.size - 1) * axis.step for axis in axes)
 
 
 def _ascending(axes: Sequence[_Axis]) -> bool:
-    """True if values grow with the axes' indices in row-major order."""
+    """Return True if values grow with the axes' indices in row-major order."""
     return all(axis.step > _reach(axes[number + 1 :]) for number, axis in enumerate(axes))
 
 
 def _below(limit: int, axes: Sequence[_Axis]) -> int:
-    """The number of values, counted from the first, that are less than ``limit``; they are in ascending order."""
+    """Return how many values, counted from the first, are less than ``limit``; they are in ascending order."""
     count = 0
     if limit <= 0:
         return 0

@@ -13,7 +13,7 @@ from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, Sto
 from vllm_delta_sync.format import limits
 
 SETTLING_SECONDS = 2.0
-"""Longer than a write normally takes to become visible after the lookup that precedes it."""
+"""Settling time: longer than a write normally takes to become visible after the lookup that precedes it."""
 
 _Read = TypeVar("_Read")
 

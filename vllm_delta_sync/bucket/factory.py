@@ -37,7 +37,7 @@ def open_bucket(url: str | os.PathLike[str], options: StoreOptions | None = None
     ``gs://`` and ``az://`` find credentials where each store's own tools do. ``memory://name`` ends with the process.
 
     Args:
-        options: how to talk to the store; None: read the settings (environment, then TOML file).
+        options: how to talk to the store; if None, read the settings (environment, then TOML file).
 
     Raises:
         UsageError: the URL is empty, has an unknown scheme, names another machine's files, or holds credentials; or

@@ -41,13 +41,13 @@ from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
 
 STAGING = "~staging"
-"""Not a valid part of a key, so no object can have this name."""
+"""Staging directory; its name is not a valid part of a key, so no object can have it."""
 STALE_STAGING_SECONDS = 24 * 3600.0
 """A staging file of this age belongs to a writer that died."""
 COPY_BYTES = 1024 * 1024
 _Result = TypeVar("_Result")
 
-# Without O_NONBLOCK, opening a named pipe would block for ever.
+# Without O_NONBLOCK, opening a named pipe would block forever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -228,7 +228,7 @@ class LocalBucket(Bucket):
                     file.flush()
                     os.fsync(file.fileno())
                     staged, now = StagedFile.of(name, file.fileno()), os.fstat(file.fileno()).st_mtime
-            except BaseException:  # an interrupt too must not leave staged bytes behind
+            except BaseException:  # an interrupt must not leave staged bytes behind either
                 _unlink(name, staging)
                 raise
             self._sweep(staging, now)

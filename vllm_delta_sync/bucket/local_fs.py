@@ -1,7 +1,7 @@
 """What ``LocalBucket`` needs of a file system: folders without links, retries over NFS, messages for OSErrors.
 
 ``open_folder`` walks directories below a root and follows no symbolic link. Each step opens one name relative to the
-directory opened before, so nobody can swap a directory for a link between a check and its use.
+directory opened before, so no directory can be swapped for a link between a check and its use.
 
 ``retry_stale`` and ``StagedFile`` handle two faults of NFS: the server forgets handles (ESTALE), and a reply is lost,
 so that the client repeats a request that has already succeeded.
@@ -113,7 +113,7 @@ def refuse_link(name: str, found: os.stat_result) -> None:
 
 
 def retry_stale(call: Callable[[], _Result]) -> _Result:
-    """Call until no handle is stale; ``call`` must look up all names anew each time.
+    """Call until no handle is stale; ``call`` must look up all names again each time.
 
     Raises:
         OSError: what ``call`` raises; ESTALE only after STALE_TRIES tries.

@@ -257,7 +257,7 @@ class ObjectStoreBucket(ObjectReader):
             )
 
     def _probe(self, key: str) -> None:
-        """Before the first write, look the key up with the reading client, whose timeout is shorter.
+        """Look the key up before the first write with the reading client, whose timeout is shorter.
 
         This detects an unreachable store or credential service sooner, such as the metadata address outside a cloud.
         """

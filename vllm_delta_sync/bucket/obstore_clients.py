@@ -18,7 +18,7 @@ from vllm_delta_sync.settings import StoreOptions
 PART_BYTES = 8 * 1024 * 1024
 """Size of an upload's parts, unless there would be more than MOST_PARTS."""
 MOST_PARTS = 9000
-"""S3 and GCS accept 10,000."""
+"""Maximum number of an upload's parts; S3 and GCS accept 10,000."""
 MOST_PARTS_AT_ONCE = 8
 CREATE_BYTES = 64 * 1024 * 1024
 """Objects up to this size are created by one request, which the store refuses if the key exists."""
@@ -58,7 +58,7 @@ class Clients:
     the time to the first byte of the answer includes sending the object. ``creating`` is like ``writing``, but tries
     once: after a lost answer, a second try would report its own object as a conflict.
 
-    Get the client anew for each call: the properties raise StoreError after a fork (see ``check_process``) and return
+    Get the client again for each call: the properties raise StoreError after a fork (see ``check_process``) and return
     new clients after ``renew``.
 
     Raises:
@@ -163,13 +163,13 @@ def check_process(url: str) -> None:
 
 
 def make_clients(location: StoreLocation, options: StoreOptions) -> Clients:
-    """Clients for ``s3``, ``gs``, ``az`` and ``memory``; raises UsageError."""
+    """Return clients for ``s3``, ``gs``, ``az`` and ``memory``; raises UsageError."""
     build = {"s3": _s3, "gs": _gs, "az": _az, "memory": _in_memory}[location.scheme]
     return Clients(location.url, lambda client, retry: build(location, options, client, retry), options)
 
 
 def http_clients(url: str, options: StoreOptions) -> Clients:
-    """Clients for what is below an ``http(s)://`` URL; raises UsageError."""
+    """Return clients for what is below an ``http(s)://`` URL; raises UsageError."""
 
     def build(client: dict[str, Any], retry: dict[str, Any]) -> Any:
         from obstore.store import HTTPStore
@@ -238,7 +238,7 @@ def _plain_http(scheme: str, options: StoreOptions) -> dict[str, bool]:
 
 
 def _aws_credentials(environment: Mapping[str, str]) -> Callable[[], Any] | None:
-    """Return a provider of credentials that obstore does not find itself: boto3 for profiles. None: use obstore's own.
+    """Return a provider of credentials that obstore does not find: boto3 for profiles; None for obstore's own.
 
     Keys in the environment take precedence over profiles, as in boto3.
 

@@ -79,7 +79,7 @@ class FailedRequest:
     Attributes:
         action: as in "cannot ACTION of URL", the key included. key: "" if the request is about no single key. url: of
         the bucket. scheme: of the URL. writing: whether it puts or deletes. overwriting: whether it may replace an
-        object. answered: whether this store has answered before, so that its credentials were once valid.
+        object. answered: whether this store has answered before, which shows that its credentials were valid.
     """
 
     action: str

@@ -83,7 +83,7 @@ class DaemonPool:
 
 
 def wait_interruptibly(wait: Callable[[float], bool], seconds: float) -> bool:
-    """Call ``wait(timeout)`` for up to ``seconds`` in all, in slices, so that an interrupt is handled at any time."""
+    """Call ``wait(timeout)`` for up to ``seconds`` in total, in slices, so that interrupts are handled at any time."""
     end = time.monotonic() + seconds
     while not wait(max(0.0, min(end - time.monotonic(), SLICE_SECONDS))):
         if time.monotonic() >= end:
@@ -149,7 +149,7 @@ def in_parallel(
     left behind: waiting for a store that hangs would block the caller.
 
     Args:
-        ahead: how many calls may start before their results are taken; None: any number.
+        ahead: how many calls may start before their results are taken; None means any number.
     """
     slots = None if ahead is None else threading.Semaphore(ahead)
     queue: deque[tuple[_Item, Future[_Result]]] = deque((item, Future()) for item in items)

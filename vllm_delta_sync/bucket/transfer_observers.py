@@ -1,4 +1,4 @@
-"""``TransferObserver``: is notified, during a call, of the bytes that move between a store and this process.
+"""``TransferObserver``: receives, during a call, the number of bytes moved between a store and this process.
 
 Stores call ``report_bytes`` in their loops and do not know the observers. Middleware installs observers (progress,
 metrics, limits) for one call with ``observed_by``. Both use a context variable; other threads of the same call inherit
@@ -18,13 +18,13 @@ class TransferObserver:
     """Observes one call. Its methods are called from any thread of the call."""
 
     def on_bytes(self, count: int) -> None:
-        """``count`` bytes were transferred; negative: the bytes of a failed try are subtracted again.
+        """Count ``count`` bytes as transferred; a negative count takes back the bytes of a failed attempt.
 
         May wait, in order to slow the transfer down. May raise, in order to end the call.
         """
 
     def on_wait(self, seconds: float) -> None:
-        """A limit made the call wait for ``seconds``."""
+        """Count ``seconds`` that a limit made the call wait."""
 
 
 _observers: ContextVar[tuple[TransferObserver, ...]] = ContextVar("delta_sync_observers", default=())

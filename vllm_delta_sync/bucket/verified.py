@@ -68,7 +68,7 @@ def download_object(
     If the download fails, ``path`` and ``journal`` remain, so that a later call can resume.
 
     Args:
-        read: verifies the content of ``path`` and returns what the caller needs of it; None: it is damaged.
+        read: verifies the content of ``path`` and returns what the caller needs of it; None if it is damaged.
         journal: see ``download``.
 
     Raises:

@@ -77,7 +77,7 @@ class CacheFolder:
         lock = os.open(path, _LOCK, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The former holder may have removed the file, and a lock on a nameless file excludes nobody.
+            # The former holder may have removed the file, and a lock on a nameless file excludes no process.
             current = os.path.samestat(os.fstat(lock), os.stat(path, follow_symlinks=False))
         except (BlockingIOError, FileNotFoundError):
             current = False

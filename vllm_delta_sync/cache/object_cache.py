@@ -21,12 +21,12 @@ from vllm_delta_sync.format.manifest import ObjectRef
 logger = logging.getLogger(__name__)
 
 SMALL_BYTES = 1024 * 1024
-"""A smaller object is fetched in one request and written to the cache afterwards."""
+"""Objects below this size are fetched in one request and written to the cache afterwards."""
 STALL_SECONDS = 600.0
 """A process waits at most this long for a stalled download of another process."""
 POLL_SECONDS = 0.02
 
-# Without O_NONBLOCK, opening a named pipe would block for ever.
+# Without O_NONBLOCK, opening a named pipe would block forever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _REMEDIES = {
     errno.ENOSPC: "free some space there or lower cache_bytes",

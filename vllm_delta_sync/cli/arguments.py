@@ -29,12 +29,12 @@ class CheckFailedError(Exception):
 
 
 def failed_check(error: DeltaSyncError) -> Exception:
-    """The exception to raise for an error that a check found, so that the exit code is 1."""
+    """Return the exception to raise for an error that a check found, so that the exit code is 1."""
     return error if error.exit_code == 1 else CheckFailedError(error)
 
 
 def exit_codes(failed: str, done: str = "done") -> str:
-    """The list of exit codes in a command's help. Args: failed: meaning of 1. done: meaning of 0."""
+    """Return the list of exit codes in a command's help. Args: failed: meaning of 1. done: meaning of 0."""
     return f"""
 exit codes:
   0 {done}
@@ -79,7 +79,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(options: argparse.Namespace) -> ClientSettings:
-    """The settings of a command: flags override the environment, which overrides the settings file. Read once.
+    """Return the settings of a command: flags override the environment, which overrides the settings file. Read once.
 
     Raises:
         SettingsError: an unknown name, or an invalid value.
@@ -91,7 +91,7 @@ def settings_of(options: argparse.Namespace) -> ClientSettings:
 
 
 def bucket_url(options: argparse.Namespace) -> str:
-    """URL of the command's run.
+    """Return the URL of the command's run.
 
     Raises:
         UsageError: neither a flag nor a setting names it.
@@ -103,7 +103,7 @@ def bucket_url(options: argparse.Namespace) -> str:
 
 
 def keyring_of(options: argparse.Namespace, signs: bool = True) -> Keyring:
-    """The keys with which a command verifies and signs.
+    """Return the keys with which a command verifies and signs.
 
     Args:
         signs: whether to read the signing key; commands without ``--signing-key`` never read it.
@@ -124,7 +124,7 @@ def opened(options: argparse.Namespace, writes: bool = False, url: str | None = 
 
     Args:
         writes: whether the command writes documents, which need a signature if the run is signed.
-        url: of the run; None: ``bucket_url``.
+        url: of the run; None means ``bucket_url``.
 
     Raises:
         UsageError: no run is named. SettingsError: a key file cannot be used, or ``writes`` and no key may sign the

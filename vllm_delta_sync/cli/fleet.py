@@ -103,7 +103,7 @@ def _watch(run: "Run", options: argparse.Namespace) -> None:
 
 
 def fleet_document(run: "Run", fleet: "Fleet") -> dict[str, Any]:
-    """All servers, the live ones first."""
+    """Return all servers, the live ones first."""
     rows = [_row(replica) for replica in [*fleet.live, *fleet.ended]]
     served = [row["served"] for row in rows if row["live"] and row["served"] is not None]
     return {

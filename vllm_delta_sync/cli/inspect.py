@@ -64,7 +64,7 @@ def _inspect(options: argparse.Namespace) -> Answer:
 
 
 def run_document(run: "Run") -> Document:
-    """A run: identity, tensors, the model's files, head."""
+    """Describe a run: identity, tensors, the model's files, head."""
     try:
         head: Document | None = summary(run, run.head())
     except NotFoundError as error:
@@ -90,7 +90,7 @@ def run_document(run: "Run") -> Document:
 
 
 def print_run(document: Document, top: int | None) -> None:
-    """A run, and its largest tensors."""
+    """Print a run, and its largest tensors."""
     head = document["head"]
     dtypes = Counter(row["dtype"] for row in document["tensors"])
     fields = [
@@ -130,7 +130,7 @@ def _print_rest(count: int, shown: int) -> None:
 
 
 def version_document(run: "Run", version: int) -> Document:
-    """One version: its manifest, and its changes in each tensor. Reads and checks the objects."""
+    """Describe a version: its manifest, and its changes in each tensor. Reads and checks the objects."""
     from vllm_delta_sync.run.objects import needs_base_bits, summarize_changes
 
     head = run.head().version
@@ -196,7 +196,7 @@ def _single_steps(group: "Sparse", distances: "np.ndarray") -> int:
 
 
 def print_version(document: Document, top: int | None) -> None:
-    """A version's manifest, its objects, and the tensors that changed most."""
+    """Print a version's manifest, its objects, and the tensors that changed most."""
     print_fields(_version_fields(document))
     print()
     print_columns(
@@ -253,7 +253,7 @@ def _version_fields(document: Document) -> list[tuple[str, object]]:
 
 
 def file_document(path: Path) -> Document:
-    """Header and metadata of a safetensors file: a delta object, an anchor, or any other file."""
+    """Describe header and metadata of a safetensors file: a delta object, an anchor, or any other file."""
     import numpy as np
 
     from vllm_delta_sync.codec.delta_object import METADATA_KEY
@@ -285,7 +285,7 @@ def file_document(path: Path) -> Document:
 
 
 def print_file(document: Document, top: int | None) -> None:
-    """A file's metadata and its largest entries."""
+    """Print a file's metadata and its largest entries."""
     fields: list[tuple[str, object]] = [
         ("file", document["file"]),
         ("size", size(document["bytes"])),

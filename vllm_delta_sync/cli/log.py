@@ -54,7 +54,7 @@ def _log(options: argparse.Namespace) -> Answer:
 
 
 def log_document(run: "Run", last: int | None) -> tuple[Document, DeltaSyncError | None]:
-    """Versions of a run, oldest first, and the error with the head or after the last listed version, if any.
+    """Return the versions of a run, oldest first, and the error with the head or after the last listed version, if any.
 
     Raises:
         NotFoundError: nothing is published. StoreError: the store failed before anything was read.
@@ -98,20 +98,20 @@ def summary(run: "Run", manifest: "Manifest") -> Document:
 
 
 def signed(run: "Run", document: "RunInfo | Manifest") -> Document:
-    """The signing key, and whether its signature is valid; None if there are no trusted keys to check it with."""
+    """Return the signing key, and whether its signature is valid (None without trusted keys to check it)."""
     key = None if document.signature is None else document.signature.key
     return {"signed_by": key, "signature_holds": True if run.keyring.checks_signatures else None}
 
 
 def describe_signature(document: Document) -> str:
-    """The fields of ``signed`` in words."""
+    """Return the fields of ``signed`` in words."""
     if document["signed_by"] is None:
         return "listed in keys.json" if document["signature_holds"] else "no"
     return f"by key {short(document['signed_by'])}, " + ("valid" if document["signature_holds"] else "not checked")
 
 
 def print_log(document: Document) -> None:
-    """One line per version."""
+    """Print one line per version."""
     rows: list[tuple[object, ...]] = [
         (
             row["version"],

@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
-    """The whole command line."""
+    """Build the parser of the whole command line."""
     parser = Parser(
         prog="delta-sync",
         description="Ship weight changes from a trainer to running vLLM servers, through a bucket.",
@@ -144,7 +144,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """Entry point of the ``delta-sync`` command."""
+    """Run the ``delta-sync`` command."""
     for stream in (sys.stdout, sys.stderr):
         # Escape characters that the terminal's encoding lacks, instead of failing.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

@@ -127,7 +127,7 @@ def split_serve(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def before_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments before the first ``--``, and those after it."""
+    """Return the arguments before the first ``--``, and those after it."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return list(arguments[:end]), list(arguments[end + 1 :])
 

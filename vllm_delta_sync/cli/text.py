@@ -9,12 +9,12 @@ UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def clean(text: object) -> str:
-    """``text`` with unprintable characters escaped, because names in a bucket are untrusted."""
+    """Escape unprintable characters, because names in a bucket are untrusted."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def size(count: int) -> str:
-    """Bytes in decimal units with three digits."""
+    """Format bytes in decimal units with three digits."""
     value, unit = float(count), 0
     while value >= 999.5 and unit < len(UNITS) - 1:
         value, unit = value / 1000, unit + 1
@@ -22,17 +22,17 @@ def size(count: int) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """A share in percent with three digits; a dash if ``whole`` is 0."""
+    """Format a share in percent with three digits; a dash if ``whole`` is 0."""
     return f"{100 * part / whole:.3g} %" if whole else "-"
 
 
 def times(full: int, payload: int) -> str:
-    """How many times smaller ``payload`` is than ``full``; a dash if there is no payload."""
+    """Format how many times smaller ``payload`` is than ``full``; a dash if there is no payload."""
     return f"{full / payload:.3g}x" if payload else "-"
 
 
 def shape(sizes: Sequence[int]) -> str:
-    """A shape such as ``64x48``, or ``scalar``."""
+    """Format a shape such as ``64x48``, or ``scalar``."""
     return "x".join(map(str, sizes)) or "scalar"
 
 

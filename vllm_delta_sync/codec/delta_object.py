@@ -47,7 +47,7 @@ class DeltaContext:
 
 
 def required_features(codec: Codec, compression: Compression) -> list[str]:
-    """The ``requires`` list of a delta's manifest."""
+    """Return the ``requires`` list of a delta's manifest."""
     return sorted({codec, *(("zstd",) if compression == "zstd" and codec in RELATIVE_CODECS else ())})
 
 
@@ -72,7 +72,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Directory:
-    """Tensors of a block: (k,) uint32 ids, ascending; (k,) int64 elements carried and (k,) int64 elements in all."""
+    """Tensors of a block: (k,) uint32 ids, ascending; (k,) int64 elements carried and (k,) int64 total elements."""
 
     ids: npt.NDArray[np.uint32]
     counts: npt.NDArray[np.int64]
@@ -146,7 +146,7 @@ def open_blocks(
     """Read the directories of blocks.
 
     Args:
-        most: limit for the elements of all blocks, since a small object may expand to a large one; None: no limit.
+        most: limit for the elements of all blocks, since a small object may expand to a large one; None means no limit.
 
     Raises:
         FormatError, TensorMismatchError: see ``read_directory``; also if they carry more than ``most`` elements.
@@ -167,7 +167,7 @@ def check_carried(directories: Iterable[Directory], most: int | None, what: str)
 
 
 def bytes_of(container: Container, name: str) -> npt.NDArray[np.uint8]:
-    """View of an entry of type U8.
+    """Return a view of an entry of type U8.
 
     Raises:
         FormatError: the entry is missing or has another type.
@@ -179,7 +179,7 @@ def bytes_of(container: Container, name: str) -> npt.NDArray[np.uint8]:
 
 
 def block_ranges(sizes: npt.NDArray[np.int64], most: int) -> list[tuple[int, int]]:
-    """Rows [first, last) of each block; a block is closed once it has ``most`` elements."""
+    """Return the rows [first, last) of each block; a block is closed once it has ``most`` elements."""
     ranges = []
     first = filled = 0
     for row, size in enumerate(sizes.tolist()):
@@ -202,7 +202,7 @@ def _integers(container: Container, name: str, dtype: str, what: str) -> npt.NDA
 def sizes_by_tensor(
     ids: list[npt.NDArray[np.uint32]], counts: list[npt.NDArray[np.int64]]
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-    """(ascending tensor ids, elements of each tensor in all deltas)."""
+    """Return (ascending tensor ids, elements of each tensor in all deltas)."""
     tensors, rows = np.unique(np.concatenate(ids), return_inverse=True)
     sizes = np.zeros(tensors.size, np.int64)
     np.add.at(sizes, rows, np.concatenate(counts))
@@ -210,6 +210,6 @@ def sizes_by_tensor(
 
 
 def batch_starts(sizes: npt.NDArray[np.int64], elements: int) -> npt.NDArray[np.int64]:
-    """Indices at which batches of about ``elements`` elements begin, in a sequence of tensors of these sizes."""
+    """Return indices at which batches of about ``elements`` elements begin, in a sequence of tensors of these sizes."""
     number = (np.cumsum(sizes) - sizes) // elements
     return np.flatnonzero(np.diff(number, prepend=-1))

@@ -101,7 +101,7 @@ def _decode_blocks(
 
 
 def codec_of(data: Buffer, context: DeltaContext) -> Codec:
-    """Codec of a delta object.
+    """Return the codec of a delta object.
 
     Raises:
         FormatError, LimitError, UnsupportedError, ChainError: see ``decode``.
@@ -151,7 +151,7 @@ def _metadata(container: Container, context: DeltaContext, what: str) -> dict[st
 
 
 def entry_names(blocks: list[Block]) -> set[str]:
-    """Exactly the entry names of all blocks of an object of a relative codec."""
+    """Return exactly the entry names of all blocks of an object of a relative codec."""
     tiles = [block for block in blocks if block.kind == "tiles"]
     names = packed.full_entry_names(block for block in blocks if block.kind == "full")
     names |= packed.entry_names([block for block in blocks if block.kind in ("sparse", "dense")])
@@ -249,7 +249,7 @@ class LazyDelta:
         self.changed += sum(tensor.bits.size for tensor in named)
 
     def take(self, dtype: str, stop: int) -> list[Sparse]:
-        """Changed elements, not taken yet, of this dtype's tensors with an id below ``stop``.
+        """Return changed elements, not taken yet, of this dtype's tensors with an id below ``stop``.
 
         A tensor is in one group only.
 
@@ -275,7 +275,7 @@ class LazyDelta:
                 reader.open()
 
     def pieces(self) -> Iterator[Changes]:
-        """All changes of the object, piece by piece; see ``pieces_of``."""
+        """Return all changes of the object, piece by piece; see ``pieces_of``."""
         return pieces_of([self])
 
 
@@ -314,7 +314,7 @@ class _ContextReader:
 
 
 def pieces_of(parts: Sequence[LazyDelta]) -> Iterator[Changes]:
-    """The changes that ``decode`` returns for the objects of one document, piece by piece in the memory of few tensors.
+    """Yield what ``decode`` returns for the objects of one document, piece by piece in the memory of few tensors.
 
     A tensor is in one piece only, and is read from all objects before that piece is yielded. So each piece may be
     applied at once, even to the weights that the objects' ``old`` reads.
@@ -349,7 +349,7 @@ def _merged(directories: list[Directory]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def batch_stops(parts: Sequence[LazyDelta], dtype: str, end: int, table: TensorTable | None = None) -> list[int]:
-    """Ids at which batches end; the last one is ``end``.
+    """Return the ids at which batches end; the last one is ``end``.
 
     A batch has about LAZY_ELEMENTS changed elements, or, if ``table`` is given, elements of its tensors.
     """

@@ -30,7 +30,7 @@ Ids = npt.NDArray[np.uint32]
 
 
 def merge_changes(parts: Sequence[Changes], table: TensorTable) -> Changes:
-    """Changes with exactly the effect of applying ``parts`` in order.
+    """Return changes with exactly the effect of applying ``parts`` in order.
 
     Time and memory are O(changed elements) for any number of parts, plus one check of each part per 4096 consecutive
     elements of the model that contain a change.
@@ -96,7 +96,7 @@ def _summed(parts: Sequence[Changes], table: TensorTable) -> dict[int, Fingerpri
 
 
 def _merged_fulls(parts: Sequence[Changes], fulls: dict[int, Full], last_full: Counts) -> list[Full]:
-    """The last tensors in full, with later changes applied; those with later changes are copies."""
+    """Return the last tensors in full, with later changes applied; those with later changes are copies."""
     if not fulls:
         return []
     moved: dict[int, Bits] = {}
@@ -199,7 +199,7 @@ class _Output:
 
     @classmethod
     def of(cls, groups: list[Sparse]) -> "_Output":
-        """Buffers for the largest possible result of merging ``groups``."""
+        """Return buffers for the largest possible result of merging ``groups``."""
         element = groups[0].element
         sizes = {kind: sum(g.positions.size for g in groups if g.relative is kind) for kind in (True, False)}
         return cls(element, _Half.of(sizes[True], element), _Half.of(sizes[False], element))
@@ -236,7 +236,7 @@ class _Output:
             half.extend(tensors, tally, int(count))
 
     def groups(self) -> list[Sparse]:
-        """The groups that are not empty."""
+        """Return the groups that are not empty."""
         halves = ((True, self.relative), (False, self.absolute))
         return [half.group(self.element.name, relative) for relative, half in halves if half.used]
 
@@ -274,7 +274,7 @@ class RollingBase:
 def merge_lazily(
     parts: Sequence[LazyDelta], table: TensorTable, base: RollingBase | None = None
 ) -> Iterator[Sparse | Full]:
-    """The result of ``merge_changes``, piece by piece: by dtype, tensors ascending, each in one piece only.
+    """Yield the result of ``merge_changes``, piece by piece: by dtype, tensors ascending, each in one piece only.
 
     Takes the memory of one batch of ``LAZY_ELEMENTS``, or of one larger tensor.
 
@@ -315,7 +315,7 @@ def _taken(
     last_context: npt.NDArray[np.int64],
     base: RollingBase | None,
 ) -> list[tuple[int, Sparse]]:
-    """The changes of all parts to the tensors of a batch: (number of the part, changed elements).
+    """Return the changes of all parts to the tensors of a batch: (number of the part, changed elements).
 
     Args:
         whole: tensors of the batch that a part carries in full.
@@ -342,7 +342,7 @@ def _taken(
 
 
 def _apply_later(full: Full, number: int, layers: list[tuple[int, Sparse]]) -> Full:
-    """A tensor in full with the changes of later parts; a copy if there are any."""
+    """Return a tensor in full with the changes of later parts; a copy if there are any."""
     rows = [
         (group, int(row)) for later, group in layers if later > number for row in np.flatnonzero(group.ids == full.id)
     ]

@@ -29,7 +29,7 @@ for _bit in range(64):
 
 @_inline
 def _lowest(word):
-    """Position of the lowest set bit; 0 if there is none."""
+    """Return the position of the lowest set bit; 0 if there is none."""
     return BIT_OF[((word & (ZERO - word)) * SEQUENCE) >> S58]
 
 

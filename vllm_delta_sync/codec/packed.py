@@ -31,7 +31,7 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.changes import Full, Sparse
 
 DENSE_RATIO = 4
-"""A writer uses a mask if more than one in so many elements of a tensor changed; it is smaller then."""
+"""A writer uses a mask if more than one in this many elements of a tensor changed; it is smaller then."""
 
 GAP_BITS = 6
 """Maximum length in bits of the mean gap without its low bits; then at most one gap in fifty exceeds a byte."""
@@ -40,7 +40,7 @@ GAP_BITS = 6
 def encode(
     groups: list[Sparse], table: TensorTable, compression: Compression, first_block: int = 0
 ) -> tuple[Arrays, list[dict[str, Any]]]:
-    """Container entries and rows of ``blocks`` for relative groups; the first block has number ``first_block``."""
+    """Return container entries and ``blocks`` rows for relative groups; the first block is ``first_block``."""
     arrays: Arrays = {}
     rows: list[dict[str, Any]] = []
     for group in groups:
@@ -60,7 +60,7 @@ def encode(
 
 
 def select_tensors(group: Sparse, chosen: np.ndarray) -> Sparse:
-    """The tensors of a group that the mask ``chosen``, (k,) bool, selects."""
+    """Return the tensors of a group that the mask ``chosen``, (k,) bool, selects."""
     if chosen.all():
         return group
     elements = np.repeat(chosen, group.counts)
@@ -101,7 +101,7 @@ def _gap_planes(positions: np.ndarray, directory: Directory) -> dict[str, np.nda
 
 
 def gap_shifts(directory: Directory) -> np.ndarray:
-    """(k,) int64: number of low bits of a tensor's gaps that are stored apart, so that few gaps exceed a byte."""
+    """Return (k,) int64: how many low bits of a tensor's gaps are stored apart, so that few exceed a byte."""
     mean = directory.numels // directory.counts
     # Integers up to 53 bits are exact as floats, and their exponent is their length in bits.
     return np.maximum(np.frexp(mean.astype(np.float64))[1].astype(np.int64) - GAP_BITS, 0)
@@ -116,7 +116,7 @@ def _mask_planes(positions: np.ndarray, directory: Directory) -> dict[str, np.nd
 
 
 def value_planes(distances: np.ndarray, counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Uncompressed planes of the (n,) ULP distances of tensors with (k,) int64 ``counts``."""
+    """Return the uncompressed planes of the (n,) ULP distances of tensors with (k,) int64 ``counts``."""
     from vllm_delta_sync.codec import packed_kernels
 
     width = distances.itemsize
@@ -141,13 +141,13 @@ def _code_bytes(counts: np.ndarray) -> int:
 
 
 def zigzag(distances: np.ndarray, element: DType) -> np.ndarray:
-    """Two's complement 0, −1, 1, −2 … → 0, 1, 2, 3 …, in the same width."""
+    """Map two's complement 0, −1, 1, −2 … → 0, 1, 2, 3 …, in the same width."""
     signed = distances.view(f"<i{element.itemsize}")
     return ((signed << 1) ^ (signed >> (8 * element.itemsize - 1))).view(element.uint)
 
 
 def entry_names(blocks: Iterable[Block]) -> set[str]:
-    """Exactly the entry names of these sparse or dense blocks."""
+    """Return exactly the entry names of these sparse or dense blocks."""
     names = set()
     for block in blocks:
         where = ["mask"] if block.kind == "dense" else ["gaps", "low", "escapes"]
@@ -194,7 +194,7 @@ class BlockReader:
         self._planes: _Planes | None = None
 
     def take(self, last: int) -> Sparse:
-        """Changed elements of the tensors from ``row`` up to row ``last``, excluded; at least one tensor.
+        """Return changed elements of the tensors from ``row`` up to row ``last``, excluded; at least one tensor.
 
         Raises:
             FormatError, LimitError: a plane is damaged.
@@ -263,7 +263,7 @@ class BlockReader:
         return bytes_of(self._container, f"{self.block.name}.{part}"), f"{self._what}: {part}"
 
     def _plane(self, part: str, size: int | None = None) -> Plane:
-        """A plane of ``size`` bytes; if None, of at most one byte per element."""
+        """Return a plane of ``size`` bytes; if None, of at most one byte per element."""
         data, what = self._data(part)
         plane, total = Plane(data, self._compression, what, size), int(self.directory.counts.sum())
         if size is None and plane.size > total:
@@ -286,7 +286,7 @@ class BlockReader:
         return planes
 
     def _escapes(self, total: int) -> np.ndarray:
-        """All escapes of the block, in the narrowest dtype that fits; most are far below 2^16."""
+        """Return all escapes of the block, in the narrowest dtype that fits; most are far below 2^16."""
         data, what = self._data("escapes")
         size = declared_size(data, self._compression, what)
         if size % 8 or size > 8 * total:
@@ -308,7 +308,7 @@ class BlockReader:
 def encode_full(
     tensors: Sequence[Full], table: TensorTable, compression: Compression, first: int
 ) -> tuple[Arrays, list[dict[str, Any]]]:
-    """Container entries and rows of ``blocks`` for tensors in full; the first block has number ``first``."""
+    """Return the container entries and rows of ``blocks`` for tensors in full; the first block has number ``first``."""
     arrays: Arrays = {}
     rows: list[dict[str, Any]] = []
     ordered = sorted(tensors, key=lambda tensor: (table[tensor.id].dtype, tensor.id))
@@ -327,7 +327,7 @@ def encode_full(
 
 
 def full_entry_names(found: Iterable[Block]) -> set[str]:
-    """Exactly the entry names of these full blocks."""
+    """Return exactly the entry names of these full blocks."""
     return {
         f"{block.name}.{part}"
         for block in found
@@ -354,7 +354,7 @@ class FullReader:
         ]
 
     def read(self) -> list[Full]:
-        """All tensors, ascending by id.
+        """Return all tensors, ascending by id.
 
         Raises:
             FormatError, LimitError: a plane is damaged or has the wrong size.
@@ -391,7 +391,7 @@ class LazyFullTensors(Mapping[int, Full]):
         yield from self._readers
 
     def __getitem__(self, tensor: int) -> Full:
-        """The tensor; KeyError if it is not carried in full, FormatError if its block is damaged."""
+        """Return the tensor; KeyError if it is not carried in full, FormatError if its block is damaged."""
         if tensor in self._named:
             return self._named[tensor]
         reader = self._readers[tensor]

@@ -28,7 +28,7 @@ WIDES_IN = np.count_nonzero(_CODES == 3, axis=1)
 
 @_compile
 def encode_gaps(positions, counts, shifts, gaps, low, escapes):
-    """Positions → ``gaps`` without their ``shifts`` (k,) low bits, and those bits in ``low`` (u8, all zero before).
+    """Encode positions as ``gaps`` without ``shifts`` (k,) low bits, and those as ``low`` (u8, all zero before).
 
     A gap of 255 or more is stored as 255, the excess in ``escapes`` (u64). Returns the number of escapes.
     """
@@ -157,7 +157,7 @@ def decode_mask(mask, counts, numels, positions):
 
 @_compile
 def encode_values(distances, counts, width, codes, small, wide):
-    """ULP distances of ``width`` bits → two-bit ``codes`` (all zero before), ``small`` and ``wide``.
+    """Encode ULP distances of ``width`` bits as two-bit ``codes`` (all zero before), ``small`` and ``wide``.
 
     Returns the number of elements written to ``small`` (u8) and to ``wide`` (zigzag distances, unsigned, that width).
     """
@@ -189,7 +189,7 @@ def encode_values(distances, counts, width, codes, small, wide):
 
 @_compile
 def count_codes(codes, counts):
-    """→ number of codes SMALL and WIDE; -1, or the group whose last byte has codes beyond its elements."""
+    """Count codes SMALL and WIDE; also return -1, or the group whose last byte has codes beyond its elements."""
     begin = np.int64(0)
     smalls = 0
     wides = 0
@@ -230,7 +230,7 @@ def decode_values(codes, counts, small, wide, distances):
 
 @_compile
 def frame_end(data, start):
-    """End of the blocks of a zstd frame that begin at ``start``; -1 if it is beyond ``data`` (u8)."""
+    """Return the end of a zstd frame's blocks that begin at ``start``; -1 if it is beyond ``data`` (u8)."""
     place = np.int64(start)
     while place + 3 <= data.size:
         header = np.int64(data[place]) | np.int64(data[place + 1]) << 8 | np.int64(data[place + 2]) << 16

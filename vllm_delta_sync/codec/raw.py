@@ -18,7 +18,7 @@ Arrays = dict[str, tuple[str, np.ndarray]]
 
 
 def encode(groups: list[Sparse], table: TensorTable) -> Arrays:
-    """Container entries of absolute groups.
+    """Return the container entries of absolute groups.
 
     Raises:
         UsageError: the table has tensors with the names of the codec's entries.
@@ -85,7 +85,7 @@ def _decode_group(container: Container, table: TensorTable, dtype: str, tensors:
 
 
 def entry_names(table: TensorTable, container: Container) -> set[str]:
-    """Exactly the entry names of the tensors that the container carries."""
+    """Return exactly the entry names of the tensors that the container carries."""
     return {name + suffix for name in _carried(table, container) for suffix in (INDICES, VALUES)}
 
 

@@ -22,7 +22,7 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 
 
 def compress(plane: np.ndarray, compression: Compression) -> np.ndarray:
-    """(n,) uint8 → (m,) uint8: one zstd frame with its content size; the plane itself if ``none``."""
+    """Compress (n,) uint8 → (m,) uint8: one zstd frame with its content size; the plane itself if ``none``."""
     if compression == "none":
         return plane
     return np.frombuffer(zstandard.ZstdCompressor(compression_params=_PARAMETERS).compress(plane.data), np.uint8)
@@ -92,7 +92,7 @@ class Plane:
         self.size = self.left = declared_size(data, compression, what, size)
 
     def take(self, count: int) -> np.ndarray:
-        """The next (count,) bytes.
+        """Return the next (count,) bytes.
 
         Raises:
             FormatError: there are fewer bytes, or the frame is damaged.
@@ -123,7 +123,7 @@ class Plane:
 
 
 def declared_size(data: np.ndarray, compression: Compression, what: str, expected: int | None = None) -> int:
-    """Number of bytes that ``decompress`` returns, read without decompressing.
+    """Return the number of bytes that ``decompress`` returns, read without decompressing.
 
     Args:
         expected: required number, if known.

@@ -46,7 +46,7 @@ VARIABLES = {
         "AZURE_FEDERATED_TOKEN_FILE",
     ),
 }
-"""Variables that a store's client takes credentials from, by precedence; files and machine roles come after them."""
+"""Variables that a store's client takes credentials from, by precedence; files and machine roles follow."""
 FILES = {"s3": ".aws/credentials", "gs": ".config/gcloud/application_default_credentials.json"}
 """Credential files in the home directory."""
 
@@ -72,7 +72,7 @@ class AccessChecks:
         return self._scheme == "file"
 
     def url(self) -> CheckResult:
-        """Whether the URL is valid; warns about a directory that does not exist yet."""
+        """Check whether the URL is valid; warn about a directory that does not exist yet."""
         if all(_version(name) is not None for name in LIBRARIES.get(self._scheme, ())):
             self.bucket = open_bucket(self._url, self._options)
         else:
@@ -92,7 +92,7 @@ class AccessChecks:
         return CheckResult("url", "warning", f"{figures['url']} does not exist yet", figures, remedy)
 
     def library(self) -> CheckResult:
-        """Whether the client library of such a store is installed and recent enough."""
+        """Check whether the client library for this scheme is installed and recent enough."""
         names = LIBRARIES.get(self._scheme, ())
         if not names:
             return CheckResult("library", "ok", "none needed")
@@ -111,7 +111,7 @@ class AccessChecks:
         )
 
     def credentials(self) -> CheckResult:
-        """Where the credentials come from, and whether the store accepts them for reading."""
+        """Check where the credentials come from, and whether the store accepts them for reading."""
         if self.bucket is None:
             raise StoreError("the bucket was not opened")
         next(iter(self.bucket.list(PREFIX)), None)
@@ -149,7 +149,7 @@ class AccessChecks:
 
 
 def source_of(scheme: str) -> str | None:
-    """The name of the variable or file that credentials come from, if known; never the credentials themselves."""
+    """Return the name of the variable or file that credentials come from, if known; never the credentials."""
     for name in VARIABLES.get(scheme, ()):
         if os.environ.get(name):
             return f"${name}"

@@ -52,7 +52,7 @@ def examine(
     on_finding: Callable[[CheckResult], None] = lambda finding: None,
     progress: Progress | None = None,
 ) -> list[CheckResult]:
-    """Run all checks. Removes the test objects at the end, also after an interrupt.
+    """Run all checks. Removes the test objects at the end, even after an interrupt.
 
     Args:
         on_finding: called with each finding at once. progress: see ``Progress``; called from other threads.

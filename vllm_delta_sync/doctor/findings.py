@@ -35,7 +35,7 @@ class CheckResult:
     error: DeltaSyncError | None = None
 
     def document(self) -> dict[str, Any]:
-        """The finding for ``--json``."""
+        """Return the finding for ``--json``."""
         return {
             "check": self.check,
             "verdict": self.verdict,
@@ -61,7 +61,7 @@ class CheckRunner:
         keep_going: after a failure, continue with the checks that do not depend on the failed one.
 
     Attributes:
-        findings: so far. hung: whether a check did not return, so that its thread is still running.
+        findings: so far. hung: whether a check did not return and its thread is still running.
     """
 
     def __init__(self, on_finding: Callable[[CheckResult], None], keep_going: bool = False) -> None:
@@ -95,7 +95,7 @@ class CheckRunner:
         return found
 
     def settle(self, seconds: float) -> None:
-        """After an interrupt: wait up to ``seconds`` for the running check, so that it leaves nothing behind."""
+        """Wait, after an interrupt, up to ``seconds`` for the running check, so that it leaves nothing behind."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -168,5 +168,5 @@ def wait_for(outcome: Future[_Result], seconds: float) -> _Result:
 
 
 def milliseconds(seconds: float) -> float:
-    """Milliseconds, rounded to two decimals like all figures."""
+    """Convert to milliseconds, rounded to two decimals like all figures."""
     return round(1000 * seconds, 2)

@@ -131,7 +131,7 @@ class RunProbe:
         return CheckResult("run", "ok", summary, figures)
 
     def mirror(self, mirror: Bucket) -> CheckResult:
-        """Whether a mirror has an undamaged object of the run."""
+        """Check whether a mirror has an undamaged object of the run."""
         ref = self._some_object()
         if ref is None:
             return CheckResult("mirror", "skipped", "the run has no object yet to request")
@@ -152,7 +152,7 @@ class RunProbe:
         return CheckResult("mirror", "ok", f"serves an object of {ref.bytes} bytes with the right digest", figures)
 
     def _some_object(self) -> ObjectRef | None:
-        """The smallest object of the newest version that has any."""
+        """Return the smallest object of the newest version that has any."""
         if self._documents is None or self.head is None:
             return None
         manifest = self.head
@@ -165,7 +165,7 @@ class RunProbe:
 
 
 def check_cache(folder: Path, limit: int) -> CheckResult:
-    """Whether ``cache_dir`` is usable and has room for ``cache_bytes``.
+    """Check whether ``cache_dir`` is usable and has room for ``cache_bytes``.
 
     Raises:
         SettingsError: it is not usable; receivers then run without a cache.
@@ -198,7 +198,7 @@ def check_cache(folder: Path, limit: int) -> CheckResult:
 
 
 def age_of(moment: str) -> float:
-    """Seconds since a document's timestamp, by this machine's clock; negative if it is in the future.
+    """Return the seconds since a document's timestamp, by this machine's clock; negative if it is in the future.
 
     Raises:
         LimitError: the timestamp is not a valid date and time.
@@ -210,7 +210,7 @@ def age_of(moment: str) -> float:
 
 
 def ago(seconds: float) -> str:
-    """A time span in words."""
+    """Return a time span in words."""
     if seconds < 0:
         return f"{-seconds:.0f} s in the future"
     for size, name in ((86400, "days"), (3600, "h"), (60, "min")):

@@ -36,7 +36,7 @@ class ServerProbe:
         self.head: int | None = None
 
     def reach(self) -> CheckResult:
-        """Whether a vLLM API server answers and its engine is alive."""
+        """Check whether a vLLM API server answers and its engine is alive."""
         self._client = ServerClient(self._url)
         health = self._client.ask("/health").status
         figures: dict[str, Any] = {"health": health}
@@ -61,7 +61,7 @@ class ServerProbe:
         )
 
     def plugin(self) -> CheckResult:
-        """Whether the plugin's routes exist."""
+        """Check whether the plugin's routes exist."""
         self._status = status = self._connected().ask("/delta_sync/status")
         if status.status == 404:
             raise Failure(EngineError("the plugin is not loaded: there is no /delta_sync/status"), remedy=NOT_LOADED)
@@ -71,7 +71,7 @@ class ServerProbe:
         return CheckResult("plugin", "ok", "the plugin is loaded")
 
     def state(self) -> CheckResult:
-        """The state of the receiver."""
+        """Check the state of the receiver."""
         state = str(self._status.field("state", str))[:100]
         figures: dict[str, Any] = {"state": state, "policy": self._status.field("policy", str)}
         error = self._last_error()
@@ -86,7 +86,7 @@ class ServerProbe:
         raise Failure(type(error)(summary) if error else EngineError(summary), figures, remedy)
 
     def routes(self) -> CheckResult:
-        """Whether all routes were traced and the weights were verified to be those of a version."""
+        """Check whether all routes were traced and the weights were verified to be those of a version."""
         ranks = [entry for entry in self._status.field("ranks", list) or [] if isinstance(entry, dict)]
         unloaded = sorted({str(name) for entry in ranks for name in field(entry, "unloaded", list) or []})
         tensors = max((field(entry, "tensors", int) or 0 for entry in ranks), default=0)
@@ -107,7 +107,7 @@ class ServerProbe:
         return CheckResult("routes", "ok", f"verified: {counted}", figures)
 
     def same_run(self) -> CheckResult:
-        """Whether the server follows the run at the bucket's URL."""
+        """Check whether the server follows the run at the bucket's URL."""
         run = self._status.field("run", str)
         figures = {"run": run, "bucket": self.run}
         if run is None:
@@ -122,7 +122,7 @@ class ServerProbe:
         return CheckResult("same run", "ok", "the server follows the run at the bucket's URL", figures)
 
     def lag(self) -> CheckResult:
-        """The served version compared with the head."""
+        """Compare the served version with the head."""
         head = self.head if self.head is not None else self._status.field("head.version", int)
         served = self._served()
         holding = self._status.field("holding", bool) or self._status.field("policy", str) == "manual"
@@ -149,7 +149,7 @@ class ServerProbe:
         self._status = client.ask("/delta_sync/status")
 
     def last_error(self) -> CheckResult:
-        """The receiver's last error, whose message names the remedy."""
+        """Check the receiver's last error, whose message names the remedy."""
         error = self._last_error()
         if error is None:
             return CheckResult("last error", "ok", "no error since the last successful attempt")
@@ -160,7 +160,7 @@ class ServerProbe:
         return CheckResult("last error", "warning", error.message, figures, remedy)
 
     def versions(self) -> CheckResult:
-        """The server's versions of vLLM, torch and the plugin."""
+        """Check the server's versions of vLLM, torch and the plugin."""
         found = {name: self._status.field(f"versions.{name}", str) for name in ("vllm", "torch", "vllm_delta_sync")}
         figures: dict[str, Any] = {**found, "tested": self._status.field("versions.tested", bool), "here": __version__}
         summary = ", ".join(f"{name.replace('_', '-')} {str(value)[:40]}" for name, value in found.items() if value)
@@ -183,7 +183,7 @@ class ServerProbe:
         return CheckResult("versions", "ok", f"{summary}, tested", figures)
 
     def notice(self) -> CheckResult:
-        """Whether the server receives the publisher's notices."""
+        """Check whether the server receives the publisher's notices."""
         listens = self._status.field("notice.listens", bool)
         heard = self._status.field("notice.heard_seconds", float)
         figures = {"listens": listens, "heard_seconds": heard}
@@ -201,7 +201,7 @@ class ServerProbe:
         return CheckResult("notice", "warning", f"the server receives no notices: {since}", figures, remedy)
 
     def admin(self) -> CheckResult:
-        """Who may call the state-changing routes. Sends a request that every server refuses without reading it."""
+        """Check who may call the state-changing routes. Sends a request that every server refuses unread."""
         reply = self._connected().ask("/delta_sync/rollback", "POST", {"Content-Type": "text/plain"})
         figures: dict[str, Any] = {"status": reply.status}
         if reply.status == 401:
@@ -227,7 +227,7 @@ class ServerProbe:
         return self._status.field("served.version", int)
 
     def _last_error(self) -> DeltaSyncError | None:
-        """The server's ``last_error`` as an error of its kind, with its message cut to 2000 characters."""
+        """Return the server's ``last_error`` as an error of its kind, with its message cut to 2000 characters."""
         kind, message = self._status.field("last_error.kind", str), self._status.field("last_error.message", str)
         if kind is None or message is None:
             return None

@@ -26,12 +26,12 @@ class Reply:
     document: dict[str, Any]
 
     def field(self, path: str, kind: type[_Value]) -> _Value | None:
-        """The member at ``a.b`` if it is of that type, else None."""
+        """Return the member at ``a.b`` if it is of that type, else None."""
         return field(self.document, path, kind)
 
 
 def field(document: Any, path: str, kind: type[_Value]) -> _Value | None:
-    """The member of a JSON object at ``a.b`` if it is of that type, else None."""
+    """Return the member of a JSON object at ``a.b`` if it is of that type, else None."""
     for name in path.split("."):
         document = document.get(name) if isinstance(document, dict) else None
     if isinstance(document, bool) and kind is not bool:

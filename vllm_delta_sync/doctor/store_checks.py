@@ -114,7 +114,7 @@ class StoreProbe:
         return CheckResult("list", "ok", "listings show it at once")
 
     def create(self) -> CheckResult:
-        """Whether create-if-absent refuses the second writer of a key."""
+        """Check whether create-if-absent refuses the second writer of a key."""
         self._put("once", self._data, if_absent=True)
         try:
             self._bucket.put(self._stem + "once", b"second", if_absent=True)
@@ -127,7 +127,7 @@ class StoreProbe:
         )
 
     def race(self) -> CheckResult:
-        """Whether exactly one of many concurrent writers creates a key."""
+        """Check whether exactly one of many concurrent writers creates a key."""
         outcomes = self._race()
         for outcome in outcomes:
             if isinstance(outcome, DeltaSyncError) and not isinstance(outcome, ConflictError):
@@ -180,7 +180,7 @@ class StoreProbe:
         return CheckResult("overwrite", "ok", "readers see an overwritten object at once")
 
     def delete(self) -> CheckResult:
-        """Whether a deleted object disappears at once. Also removes the test objects of killed doctors."""
+        """Check whether a deleted object disappears at once. Also removes the test objects of killed doctors."""
         now = self._bucket.stat(self._key).modified
         self._bucket.delete(self._key)
         self._bucket.delete(self._key)
@@ -343,7 +343,7 @@ class _ProgressObserver(TransferObserver):
 
 
 def is_refusal(error: StoreError) -> bool:
-    """Whether a write failed for lack of permission, rather than lack of space or network."""
+    """Return whether a write failed for lack of permission, rather than lack of space or network."""
     cause = error.__cause__
     return isinstance(error, AccessError) or isinstance(cause, PermissionError) or getattr(cause, "errno", 0) == EROFS
 

@@ -20,7 +20,7 @@ from vllm_delta_sync.run.documents import RunDocuments
 SHORTEST_POLL_SECONDS = 0.1
 LONGEST_POLL_SECONDS = 1.0
 SETTLED_SECONDS = 2.0
-"""Age from which a heartbeat cannot be rewritten with the same time, as times are in whole seconds."""
+"""Age from which a heartbeat cannot be rewritten with the same time: times are in whole seconds."""
 MAX_NAMED = 8
 """Maximum number of receivers that a message names."""
 

@@ -1,6 +1,6 @@
 """``write_heartbeat`` and ``read_heartbeats``: the heartbeats in which receivers report what they serve.
 
-The format calls a heartbeat a lease. Heartbeats are unsigned hints, and anybody who can write to the bucket can write
+The format calls a heartbeat a lease. Heartbeats are unsigned hints: write access to the bucket is enough to write
 one. So a heartbeat is valid from the time of its put by the store's clock, for at most MAX_LEASE_SECONDS, and garbage
 collection limits how long it can retain a version (``maintenance.gc.policy``).
 """

@@ -1,11 +1,11 @@
-"""``StoreClock``: a lower bound of the time by a store's clock, without synchronized clocks."""
+"""``StoreClock``: a lower bound on the store's current time, without synchronized clocks."""
 
 import time
 from collections.abc import Callable
 
 
 class StoreClock:
-    """A lower bound of the time by a store's clock, from the times at which objects were put.
+    """A lower bound on the store's current time, from the times at which objects were put.
 
     The bound is exact if an object was observed right after its put, and otherwise too low by the time in between. It
     is never too high, however wrong this machine's clock is. Times are seconds since the epoch; the store truncates

@@ -100,7 +100,7 @@ def _no_constant(text: str) -> Any:
 
 
 def _is_deep(data: bytes) -> bool:
-    """Whether brackets outside of strings are nested deeper than MAX_JSON_DEPTH."""
+    """Return whether brackets outside of strings are nested deeper than MAX_JSON_DEPTH."""
     if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
         return False
     depth = 0

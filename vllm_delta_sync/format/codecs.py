@@ -12,7 +12,7 @@ CODECS: tuple[Codec, ...] = get_args(Codec)
 RELATIVE_CODECS: tuple[RelativeCodec, ...] = get_args(RelativeCodec)
 """Codecs of ULP distances in blocks, which may be compressed. The others store new bits, uncompressed."""
 BASE_CODECS: frozenset[Codec] = frozenset({"context"})
-"""Codecs that can be decoded only with the base bits, so that their versions cannot be reverted."""
+"""Codecs that can be decoded only with the base bits; versions with them cannot be reverted."""
 
 FEATURES: frozenset[str] = frozenset({*CODECS, "zstd"})
 """What ``requires`` of a document may list for this reader to accept it: codecs, and compression of blocks."""

@@ -34,7 +34,7 @@ LEASES_PREFIX = "receivers/"
 TURNS_PREFIX = "turns/"
 COLLECTIONS_PREFIX = "collections/"
 COLLECTIONS_CLOCK = "collections/clock"
-"""Overwritten to read the store's clock; its content has no meaning."""
+"""Key that is overwritten to read the store's clock; the content has no meaning."""
 RETENTION_KEY = "retention.json"
 KEYS_KEY = "keys.json"
 
@@ -57,22 +57,22 @@ Objects = Annotated[list[ObjectRef], Field(max_length=limits.MAX_OBJECTS_PER_VER
 
 
 def anchor_key(version: int) -> str:
-    """Key of the anchor of a version."""
+    """Return the key of the anchor of a version."""
     return f"{ANCHORS_PREFIX}{version:010d}.json"
 
 
 def merged_delta_key(first: int, last: int) -> str:
-    """Key of the merged delta from version ``first`` to ``last``."""
+    """Return the key of the merged delta from version ``first`` to ``last``."""
     return f"{FOLDS_PREFIX}{first:010d}-{last:010d}.json"
 
 
 def claim_key(epoch: int) -> str:
-    """Key of the claim that started an epoch."""
+    """Return the key of the claim that started an epoch."""
     return f"{CLAIMS_PREFIX}{epoch:010d}.json"
 
 
 def tag_key(name: str) -> str:
-    """Key of a tag.
+    """Return the key of a tag.
 
     Raises:
         UsageError: the name is not a valid tag name.
@@ -81,7 +81,7 @@ def tag_key(name: str) -> str:
 
 
 def lease_key(receiver: str) -> str:
-    """Key of a receiver's lease.
+    """Return the key of a receiver's lease.
 
     Raises:
         UsageError: the name is not a valid receiver id.
@@ -90,33 +90,33 @@ def lease_key(receiver: str) -> str:
 
 
 def pause_slot_key(slot: int, number: int) -> str:
-    """Key of claim number ``number`` on a pause slot."""
+    """Return the key of claim number ``number`` on a pause slot."""
     return f"{TURNS_PREFIX}{slot:02d}/{number:010d}.json"
 
 
 def pause_slot_end_key(slot: int, number: int) -> str:
-    """Key of the object that ends a claim on a pause slot."""
+    """Return the key of the object that ends a claim on a pause slot."""
     return f"{TURNS_PREFIX}{slot:02d}/{number:010d}.end"
 
 
 def pause_slot_of_key(key: str) -> tuple[int, int, bool] | None:
-    """(slot, number, whether the key is that of the claim's end) of a pause slot claim; None for any other key."""
+    """Parse the key of a pause slot claim: (slot, number, whether it is that of its end); None for another key."""
     match = _TURN.fullmatch(key)
     return (int(match[1]), int(match[2]), match[3] == "end") if match else None
 
 
 def collection_key(number: int) -> str:
-    """Key of garbage collection number ``number``."""
+    """Return the key of garbage collection number ``number``."""
     return f"{COLLECTIONS_PREFIX}{number:010d}.json"
 
 
 def collection_end_key(number: int) -> str:
-    """Key of the object that ends a garbage collection."""
+    """Return the key of the object that ends a garbage collection."""
     return f"{COLLECTIONS_PREFIX}{number:010d}.end"
 
 
 def collection_of_key(key: str) -> tuple[int, bool] | None:
-    """(number, whether the key is that of its end) of a garbage collection; None for any other key."""
+    """Return (number, whether the key is that of its end) of a garbage collection; None for any other key."""
     match = _COLLECTION.fullmatch(key)
     return (int(match[1]), match[2] == "end") if match else None
 
@@ -175,7 +175,7 @@ class Anchor(Document):
 
     @classmethod
     def of(cls, manifest: Manifest, tensor_fingerprints: dict[str, str], objects: list[ObjectRef]) -> Self:
-        """A new anchor document for the version of a manifest."""
+        """Return a new anchor document for the version of a manifest."""
         return cls(
             run=manifest.run,
             version=manifest.version,
@@ -388,11 +388,11 @@ class Retention(Document):
         return self
 
     def is_gone(self, version: int) -> bool:
-        """Whether a version's own objects were removed."""
+        """Return whether a version's own objects were removed."""
         return any(a <= version <= b for a, b in self.gone)
 
     def gave_up(self, version: int) -> bool:
-        """Whether a garbage collection removed the version on purpose."""
+        """Return whether a garbage collection removed the version on purpose."""
         return self.head is not None and version <= self.head and not any(a <= version <= b for a, b in self.kept)
 
 
@@ -444,7 +444,7 @@ class KeyFile(Document):
         return self
 
     def entry(self, key: str) -> KeyEntry | None:
-        """The entry of a key, if it is listed."""
+        """Return the entry of a key, if it is listed."""
         return next((entry for entry in self.keys if entry.key == key), None)
 
 

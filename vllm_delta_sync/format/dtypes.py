@@ -81,12 +81,12 @@ _NUMPY: dict[str, str] = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 
 
 def has_values(element: DType) -> bool:
-    """Whether the dtype is a floating-point type, with patterns that are not finite."""
+    """Return whether the dtype is a floating-point type, with patterns that are not finite."""
     return element.name in _NONFINITE
 
 
 def count_nonfinite(element: DType, bits: npt.NDArray[np.unsignedinteger]) -> int:
-    """Number of NaN or infinite patterns in ``bits`` (n,); 0 for integers."""
+    """Return the number of NaN or infinite patterns in ``bits`` (n,); 0 for integers."""
     if element.name not in _NONFINITE:
         return 0
     mask = element.uint.type(_NONFINITE[element.name])
@@ -94,7 +94,7 @@ def count_nonfinite(element: DType, bits: npt.NDArray[np.unsignedinteger]) -> in
 
 
 def values_of(element: DType, bits: npt.NDArray[np.unsignedinteger]) -> Values:
-    """Exact values of ``bits`` (n,) of a floating-point dtype, as (n,) float64."""
+    """Return the exact values of ``bits`` (n,) of a floating-point dtype, as (n,) float64."""
     # numpy warns when it converts a signaling NaN.
     with np.errstate(invalid="ignore"):
         if element.name == "BF16":
@@ -106,7 +106,7 @@ def values_of(element: DType, bits: npt.NDArray[np.unsignedinteger]) -> Values:
 
 @cache
 def _table(name: str) -> Values:
-    """Value of each pattern of an 8-bit dtype."""
+    """Return the value of each pattern of an 8-bit dtype."""
     patterns = np.arange(256)
     if name == "F8_E8M0":
         return np.where(patterns == 0xFF, np.nan, np.ldexp(1.0, patterns - 127))

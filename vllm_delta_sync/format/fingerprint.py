@@ -53,7 +53,7 @@ def tensor_seed(name: str) -> int:
 
 
 def fingerprint_tensor(name: str, bits: npt.NDArray[np.unsignedinteger], start: int = 0) -> Fingerprint:
-    """Fingerprint of a flat piece of a tensor whose first element has flat index ``start``.
+    """Return the fingerprint of a flat piece of a tensor whose first element has flat index ``start``.
 
     Args:
         bits: (n,) unsigned bit patterns, C-contiguous.
@@ -71,7 +71,7 @@ def fingerprint_strided(
     memory: tuple[int, Sequence[int]],
     index: tuple[int, Sequence[int]],
 ) -> Fingerprint:
-    """Fingerprint of a box of a tensor whose elements lie in memory with any positive strides.
+    """Return the fingerprint of a box of a tensor whose elements lie in memory with any positive strides.
 
     Args:
         bits: flat, C-contiguous memory that contains the box's elements.
@@ -113,7 +113,7 @@ def fingerprint_change(
     old: npt.NDArray[np.unsignedinteger],
     new: npt.NDArray[np.unsignedinteger],
 ) -> Fingerprint:
-    """Fingerprint after minus before, where (n,) flat positions change from ``old`` to ``new`` bits."""
+    """Return the fingerprint after minus before, where (n,) flat positions change from ``old`` to ``new`` bits."""
     from vllm_delta_sync.format import kernels
 
     low, high = kernels.fingerprint_change(positions, old, new, np.uint64(tensor_seed(name)))

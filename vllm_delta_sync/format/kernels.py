@@ -31,7 +31,7 @@ ONE = np.uint64(1)
 
 
 def _can_cache():
-    """Whether numba finds a folder for compiled code; numba raises from its decorator if there is none."""
+    """Return whether numba finds a folder for compiled code; numba raises from its decorator if there is none."""
 
     def probe():
         return None
@@ -85,7 +85,7 @@ def _mirror_mask(sign, mask):
 
 @_inline
 def _key(bits, sign, mirror):
-    """Monotone order key: negative floats mirrored below the positive ones; a bijection of all patterns."""
+    """Return the monotone order key: negative floats mirrored below positive ones; a bijection of all patterns."""
     return bits ^ (((ZERO - np.uint64((bits & sign) != ZERO)) & mirror) ^ sign)
 
 
@@ -96,7 +96,7 @@ def _unkey(key, sign, mirror):
 
 @_inline
 def _hash_row(row, x, step):
-    """Sum of element hashes of a row; ``x`` is seed + index · GOLDEN of its first element and grows by ``step``."""
+    """Sum a row's element hashes; ``x`` is seed + index · GOLDEN of its first element and grows by ``step``."""
     low_sum = ZERO
     high_sum = ZERO
     for i in range(row.size):
@@ -110,13 +110,13 @@ def _hash_row(row, x, step):
 
 @_compile
 def fingerprint_range(bits, start, seed):
-    """Sum of element hashes of ``bits`` at flat indices start, start + 1, … → (low, high)."""
+    """Sum the element hashes of ``bits`` at flat indices start, start + 1, … → (low, high)."""
     return _hash_row(bits, seed + np.uint64(start) * GOLDEN, GOLDEN)
 
 
 @_compile
 def fingerprint_box(bits, sizes, at, steps, start, strides, seed):
-    """Sum of element hashes over a box → (low, high).
+    """Sum the element hashes over a box → (low, high).
 
     The element with coordinates c (0 ≤ cᵢ < sizesᵢ, all sizes positive) is bits[at + Σ cᵢ·stepsᵢ] and has flat index
     start + Σ cᵢ·stridesᵢ. All arrays are int64 of one length, at least 1. The last dimension is the inner loop.
@@ -152,7 +152,7 @@ def fingerprint_box(bits, sizes, at, steps, start, strides, seed):
 
 @_compile
 def fingerprint_change(positions, old, new, seed):
-    """Sum of hash(new) − hash(old) over ``positions`` (int64) → (low, high)."""
+    """Sum hash(new) − hash(old) over ``positions`` (int64) → (low, high)."""
     low_sum = ZERO
     high_sum = ZERO
     for i in range(positions.size):
@@ -166,7 +166,7 @@ def fingerprint_change(positions, old, new, seed):
 
 @_compile
 def premix_positions(positions, seeds, counts, out):
-    """Position half of the element hash, into ``out``; group i has counts[i] positions and seed seeds[i]."""
+    """Write the position half of the element hash to ``out``; group i has counts[i] positions and seed seeds[i]."""
     cursor = 0
     for group in range(counts.size):
         seed = seeds[group]
@@ -285,7 +285,7 @@ def exchange(bits, positions, values, premix):
 
 @_compile
 def first_not_ascending(positions, counts, numels):
-    """First group whose positions are not strictly ascending inside [0, numel); -1 if there is none."""
+    """Return the first group whose positions do not strictly ascend inside [0, numel); -1 if there is none."""
     cursor = 0
     for group in range(counts.size):
         previous = np.int64(-1)

@@ -49,7 +49,7 @@ MAX_COLLECTION_SECONDS = 3600
 """Longest validity of a garbage collection's claim."""
 MAX_BLOCK_COUNT = 1_000_000
 MIN_TILE_ELEMENTS = 1024
-"""Codec context: a tensor has at most 16 tiles per so many elements."""
+"""Codec context: a tensor has at most 16 tiles per this many elements."""
 MAX_TILE_ELEMENTS = 2**24
 """Codec context: a tile of bf16 takes 11 bytes of scratch memory per element."""
 MAX_DENSE_RATIO = 16
@@ -62,7 +62,7 @@ MAX_EMPTY_FRAME_BYTES = 32
 
 
 def shown(value: int) -> str:
-    """An untrusted number for a message; thousands of digits are abbreviated."""
+    """Return an untrusted number for a message; thousands of digits are abbreviated."""
     return str(value) if -(10**40) < value < 10**40 else f"a number of {value.bit_length()} bits"
 
 

@@ -36,22 +36,22 @@ FILES_PREFIX = "files/"
 
 
 def version_key(version: int) -> str:
-    """Key of a version's manifest; ten digits, so that keys sort like versions."""
+    """Return the key of a version's manifest; ten digits, so that keys sort like versions."""
     return f"{VERSIONS_PREFIX}{version:010d}.json"
 
 
 def object_key(digest: str) -> str:
-    """Key of an object, named by its SHA-256."""
+    """Return the key of an object, named by its SHA-256."""
     return f"{OBJECTS_PREFIX}{digest}.safetensors"
 
 
 def sidecar_key(digest: str) -> str:
-    """Key of a sidecar, named by its SHA-256. Below ``objects/``, older releases would remove it as unreferenced."""
+    """Return the key of a sidecar, named by its SHA-256; below ``objects/``, older releases would remove it."""
     return f"{SIDECARS_PREFIX}{digest}"
 
 
 def file_key(digest: str) -> str:
-    """Key of a run file, named by its SHA-256."""
+    """Return the key of a run file, named by its SHA-256."""
     return f"{FILES_PREFIX}{digest}"
 
 
@@ -68,7 +68,7 @@ FormatVersion = Literal[1]
 
 
 def timestamp() -> str:
-    """The current time in UTC, in the format of documents."""
+    """Return the current time in UTC, in the format of documents."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
@@ -81,7 +81,7 @@ class Signature(BaseModel):
 
 
 def signed_form(kind: str, data: bytes) -> bytes:
-    """The bytes to sign for a kind of message: ``data`` behind a prefix that no other protocol uses."""
+    """Return the bytes to sign for a kind of message: ``data`` behind a prefix that no other protocol uses."""
     return b"vllm-delta-sync/" + kind.encode() + b"/1\0" + data
 
 
@@ -100,7 +100,7 @@ class Document(BaseModel):
     _raw: bytes | None = PrivateAttr(default=None)
 
     def to_bytes(self) -> bytes:
-        """The bytes that the document was parsed from, or else its canonical JSON."""
+        """Return the bytes that the document was parsed from, or else its canonical JSON."""
         return dump_canonical(self.model_dump(mode="json")) if self._raw is None else self._raw
 
     @property
@@ -109,13 +109,13 @@ class Document(BaseModel):
         return sha256(self.to_bytes()).hexdigest()
 
     def signed_bytes(self) -> bytes:
-        """The bytes that a signature covers: the kind, and the canonical JSON without the signature."""
+        """Return the bytes that a signature covers: the kind, and the canonical JSON without the signature."""
         value = load_json(self.to_bytes(), self.KIND)
         value.pop("signature", None)
         return signed_form(self.KIND, dump_canonical(value))
 
     def with_signature(self, signature: Signature) -> Self:
-        """A copy with the signature, as if parsed from the signed bytes."""
+        """Return a copy with the signature, as if parsed from the signed bytes."""
         value = load_json(self.to_bytes(), self.KIND)
         value["signature"] = signature.model_dump()
         return type(self).from_bytes(dump_canonical(value), self.KIND)
@@ -311,7 +311,7 @@ class Quarantine(BaseModel):
     sound: Version | None
 
     def summary(self) -> str:
-        """The first reason, shortened for the log."""
+        """Return the first reason, shortened for the log."""
         more = len(self.reasons) - 1
         return f"{self.reasons[0][:300]!r}{f' and {more} more' if more else ''}"
 

@@ -52,7 +52,7 @@ def layout(entries: Mapping[str, tuple[DType, tuple[int, ...]]]) -> dict[str, En
 
 
 def header_bytes(placed: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
-    """Length prefix and JSON header, padded with spaces to a multiple of 8 bytes."""
+    """Return length prefix and JSON header, padded with spaces to a multiple of 8 bytes."""
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     for name, entry in placed.items():
         header[name] = {
@@ -139,7 +139,7 @@ class Container:
             raise FormatError(f"{self._what}: {len(self._data) - cursor} bytes after the last entry")
 
     def bits(self, name: str) -> npt.NDArray[np.unsignedinteger]:
-        """The entry as a flat array of bit patterns, without a copy.
+        """Return the entry as a flat array of bit patterns, without a copy.
 
         Raises:
             FormatError: there is no such entry.
@@ -156,7 +156,7 @@ def _integers(value: object) -> bool:
 
 
 def aligned(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """``bits``, copied if its memory is not aligned to its elements; compiled loops need alignment."""
+    """Return ``bits``, copied if its memory is not aligned to its elements; compiled loops need alignment."""
     return bits if bits.flags.aligned else bits.copy()
 
 

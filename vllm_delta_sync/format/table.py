@@ -70,7 +70,7 @@ class TensorTable:
         return name in self._index
 
     def index(self, name: str) -> int:
-        """Id of a tensor.
+        """Return the id of a tensor.
 
         Raises:
             TensorMismatchError: the run has no tensor of that name.
@@ -83,11 +83,11 @@ class TensorTable:
             ) from None
 
     def by_name(self, name: str) -> TensorSpec:
-        """Spec of a tensor; raises TensorMismatchError as ``index`` does."""
+        """Return the spec of a tensor; raises TensorMismatchError as ``index`` does."""
         return self.specs[self.index(name)]
 
     def to_bytes(self) -> bytes:
-        """Content of ``tensors.json``: the bytes that the table was parsed from, or else its canonical JSON."""
+        """Return the content of ``tensors.json``: the bytes that were parsed, or else its canonical JSON."""
         if self._source is not None:
             return self._source
         rows = [{"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)} for spec in self.specs]
@@ -102,7 +102,7 @@ class TensorTable:
         """Parse ``tensors.json``.
 
         Raises:
-            FormatError, LimitError: see the class; also if rows are not in ascending order.
+            FormatError, LimitError: see the class; or rows are not in ascending order.
             UnsupportedError: written by a later release.
         """
         value = load_canonical(data, "tensors.json")

@@ -74,7 +74,7 @@ def make_anchor(
 
 
 def existing_anchor(run: RunDocuments, target: Manifest) -> Anchor | None:
-    """The anchor in the bucket if it is valid and of this version, else None."""
+    """Return the anchor in the bucket if it is valid and of this version, else None."""
     try:
         found = run.anchor(target.version)
     except (StoreError, UnsupportedError):

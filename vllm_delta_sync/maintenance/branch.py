@@ -42,7 +42,7 @@ logger = guarded_logger(__name__)
 
 
 def branch_tag(run_id: str) -> str:
-    """Name of the tag that a branch sets in its source run. Args: run_id: of the branch."""
+    """Return the name of the tag that a branch sets in its source run. Args: run_id: of the branch."""
     return f"branch-{run_id[:12]}"
 
 
@@ -90,7 +90,7 @@ def _begin(run: Run, version: int | str | None, bucket: Bucket) -> None:
     put_tag(run, name, source.version, branch=bucket.url)
     try:
         _create(bucket, {RUN_KEY: info.to_bytes(), TABLE_KEY: run.table.to_bytes()}, files, first)
-    except BaseException:  # also on an interrupt: release the URL and the tag
+    except BaseException:  # including interrupts: release the URL and the tag
         if _undo(bucket, info, first):
             delete_tag(run, name)
         raise
@@ -127,9 +127,10 @@ def _version_0(run: Run, source: Manifest, info: RunInfo) -> Manifest:
 
 
 def tensor_fingerprints(run: Run, version: Manifest) -> dict[str, str]:
-    """Fingerprint of each tensor of a version, as name → hex: those of its root plus the changes that deltas declare.
+    """Return tensor name → fingerprint in hex at a version: its root's plus the changes that deltas declare.
 
-    Reads the deltas, but neither weights nor the base; of codec ``context`` the part readable without weights.
+    Reads the deltas, but neither weights nor the base; for codec ``context``, only the part that is readable without
+    weights.
 
     Raises:
         NotFoundError: the version was removed. DeltaSyncError: an object of a delta is damaged.

@@ -53,9 +53,9 @@ logger = guarded_logger(__name__)
 ANCHOR_RATIO = 1.0
 """An anchor is due when a replay reads more than this many times the bytes of the model."""
 MERGES_PER_CALL = 8
-"""Most merged deltas that one call of ``maintain`` makes."""
+"""Maximum number of merged deltas that one call of ``maintain`` makes."""
 READ_PER_CALL = 64
-"""Most documents whose signatures one call of ``maintain`` reads, so that a long run is not read at once."""
+"""Maximum signed documents that one call of ``maintain`` reads, so that a long run is not read at once."""
 
 VersionRange = tuple[int, int]
 
@@ -64,7 +64,7 @@ _maintained: WeakKeyDictionary[RunDocuments, tuple[int, int, tuple[tuple[str, fl
 
 
 def due_ranges(first: int, last: int, breaks: list[int]) -> Iterator[VersionRange]:
-    """Ranges (a, b) of merged deltas with ``first`` ≤ a and b ≤ ``last``, ascending by b, then by length.
+    """Yield ranges (a, b) of merged deltas with ``first`` ≤ a and b ≤ ``last``, ascending by b, then by length.
 
     Args:
         breaks: ascending versions that do not build on the one before; no range ends at or crosses one.
@@ -149,7 +149,7 @@ def _try_to_make(failure: str, make: Callable[[], object]) -> bool:
 
 
 def _missing_ranges(run: RunDocuments, manifest: Manifest, aligned: int) -> list[VersionRange]:
-    """Ranges to make: those that end at ``aligned``, shortest first, then the other missing ones, newest first."""
+    """List ranges to make: those that end at ``aligned``, shortest first, then other missing ones, newest first."""
     window = MERGE_WIDTH
     while aligned % window == 0:
         window *= MERGE_WIDTH
@@ -169,7 +169,7 @@ def _missing_ranges(run: RunDocuments, manifest: Manifest, aligned: int) -> list
 
 
 def _can_make(pair: VersionRange, retention: Retention | None, made: set[VersionRange]) -> bool:
-    """Whether the parts of a range are available, judging by listings and retention.json."""
+    """Return whether the parts of a range are available, judging by listings and retention.json."""
     first, last = pair
     size = (last - first) // MERGE_WIDTH
     if size == 1:
@@ -183,7 +183,7 @@ def _breaks(manifest: Manifest) -> list[int]:
 
 
 def _due_anchor(run: RunDocuments, manifest: Manifest, kth: int) -> int | None:
-    """The version that is due an anchor now, or None.
+    """Return the version that is due an anchor now, or None.
 
     A quarantined version gets an anchor only as a milestone: a server that starts does not serve it, so the newest
     sound version before it gets the anchor instead.
@@ -209,7 +209,7 @@ def _due_anchor(run: RunDocuments, manifest: Manifest, kth: int) -> int | None:
 
 
 def _newest_sound(run: RunDocuments, newest: Manifest, version: int) -> int:
-    """The newest version up to ``version`` that is not quarantined; 0 if there is none."""
+    """Return the newest version up to ``version`` that is not quarantined; 0 if there is none."""
     try:
         manifest = newest if version == newest.version else run.manifest(version)
     except StoreError:
@@ -221,7 +221,7 @@ def _newest_sound(run: RunDocuments, newest: Manifest, version: int) -> int:
 
 
 def _milestone(run: RunDocuments, version: int, anchors: list[int]) -> int | None:
-    """The newest version that has a milestone tag and no anchor."""
+    """Return the newest version that has a milestone tag and no anchor."""
     wanted = []
     for name in (tag_of_key(item.key) for item in run.bucket.list(TAGS_PREFIX)):
         try:
@@ -238,7 +238,7 @@ def _milestone(run: RunDocuments, version: int, anchors: list[int]) -> int | Non
 
 
 def _replay_costs_more(run: RunDocuments, manifest: Manifest, anchors: list[int]) -> bool:
-    """Whether a replay from the nearest anchor or version 0 reads more bytes than an anchor has."""
+    """Return whether a replay from the nearest anchor or version 0 reads more bytes than an anchor has."""
     planner = ReadPlanner(run)
     planner.add_manifests(manifest)
     bases = {item.version: item.base_version for item in manifest.breaks}
@@ -291,7 +291,7 @@ def compact(
 ) -> CompactReport:
     """Make every merged delta that a run lacks, and an anchor if requested. Runs on any machine, without the trainer.
 
-    Safe beside a publisher, readers and other compactions, as a document made twice comes out the same. Safe to
+    Safe beside a publisher, readers and other compactions: a document made twice comes out the same. Safe to
     interrupt: the run stays intact, and the next call continues.
 
     Args:
@@ -354,7 +354,7 @@ def _make_or_skip(make: Callable[[], MergedDelta], pair: VersionRange, report: C
 
 
 def _missing_mergeable(run: RunDocuments, head: Manifest, report: CompactReport) -> Iterator[VersionRange]:
-    """Ranges that are due and missing, without those whose versions gc removed."""
+    """Yield ranges that are due and missing, without those whose versions gc removed."""
     listed = trusted_merged_deltas(run, run.merged_deltas())
     report.present = len(listed)
     retention = run.retention()
@@ -375,7 +375,7 @@ _trusted: WeakKeyDictionary[RunDocuments, tuple[int, set[str]]] = WeakKeyDiction
 def trusted_merged_deltas(
     run: RunDocuments, listed: Iterable[VersionRange], most: int | None = None
 ) -> set[VersionRange]:
-    """The listed merged deltas with valid signatures; all of them if the run's keyring checks no signatures.
+    """Return the listed merged deltas with valid signatures; all of them if the run's keyring checks no signatures.
 
     A merged delta without a valid signature counts as missing, so that it is made again.
 
@@ -391,7 +391,7 @@ def trusted_merged_deltas(
 
 
 def trusted_anchors(run: RunDocuments, listed: Iterable[int], most: int | None = None) -> list[int]:
-    """The listed anchors with valid signatures, ascending; see ``trusted_merged_deltas``."""
+    """Return the listed anchors with valid signatures, ascending; see ``trusted_merged_deltas``."""
     versions = {anchor_key(version): version for version in sorted(listed, reverse=True)}
     reads = {key: partial(run.anchor, version) for key, version in versions.items()}
     return sorted(versions[key] for key in versions.keys() - _untrusted(run, reads, most))

@@ -165,7 +165,7 @@ def export(
 
 
 def _chosen(run: Run, version: Version) -> tuple[Manifest, list[str]]:
-    """The version to export, and notes about it."""
+    """Return the version to export, and notes about it."""
     manifest = run.resolve(version)
     if manifest.quarantine is None:
         return manifest, []
@@ -220,7 +220,7 @@ def _work_folder(target: Path, weights: Collection[str]) -> Iterator[Path]:
                 # Check again under the lock: another export may just have finished here.
                 _refuse_foreign(target, work, weights)
                 yield work
-            except BaseException:  # also on an interrupt
+            except BaseException:  # including interrupts
                 _clear(work)
                 if new and not any(target.iterdir()):
                     target.rmdir()
@@ -280,7 +280,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _clear(work: Path) -> None:
-    """After a failure: keep only what the next call resumes from."""
+    """Keep, after a failure, only what the next call resumes from."""
     shutil.rmtree(work / MADE_NAME, ignore_errors=True)
     fetched = any(path.is_file() for path in (work / OBJECTS_NAME).rglob("*"))
     if not fetched and not (work / EXPORT_NAME).exists():
@@ -302,7 +302,7 @@ def _remove(work: Path) -> None:
 
 
 def _written(folder: Path) -> dict[str, Any] | None:
-    """The file list of an earlier export in the folder; None if there is none, or it is damaged."""
+    """Return the file list of an earlier export in the folder; None if there is none, or it is damaged."""
     try:
         value = json.loads((folder / EXPORT_NAME).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -316,12 +316,12 @@ def _is_file_name(name: object) -> bool:
 
 
 def _exported_names(*folders: Path) -> set[str]:
-    """Names of the files that earlier exports wrote, from their lists in these folders."""
+    """Return the names of the files that earlier exports wrote, from their lists in these folders."""
     return {name for written in map(_written, folders) if written is not None for name in written["files"]}
 
 
 def _other_names(target: Path, work: Path) -> set[str]:
-    """Names of the files in the folder that no export wrote."""
+    """Return the names of the files in the folder that no export wrote."""
     return {path.name for path in target.iterdir() if path.is_file()} - _exported_names(target, work)
 
 
@@ -330,7 +330,7 @@ def _reads(path: Path, data: bytes) -> bool:
 
 
 def _holds(target: Path, written: Mapping[str, Any], run: Run, manifest: Manifest, weights: "_WeightFiles") -> bool:
-    """Whether a folder holds the weights of a version in these files; compares the bits."""
+    """Return whether a folder holds the weights of a version in these files; compares the bits."""
     names = {name for name in written["files"] if name.endswith(WEIGHTS_SUFFIX) or name == INDEX_NAME}
     if written.get("manifest") != manifest.digest or names != set(weights.names):
         return False
@@ -443,7 +443,7 @@ class _WeightFiles:
 
 
 def _model_files(run: RunDocuments, base: str | Path | None, report: ExportReport) -> dict[str, bytes]:
-    """Name → content of the model's small files: those that the run keeps, and missing ones from its base.
+    """Return name → content of the model's small files: those that the run keeps, and missing ones from its base.
 
     Args:
         report: records where files were searched and why something could not be read. That is no error, because
@@ -461,7 +461,7 @@ def _model_files(run: RunDocuments, base: str | Path | None, report: ExportRepor
 
 
 def _of_base(run: RunDocuments, base: str | Path | None, report: ExportReport) -> dict[str, bytes]:
-    """The small files of the given base, else of the recorded base; for a branch, those of its source run."""
+    """Return the small files of the given base, else of the recorded base; for a branch, those of its source run."""
     try:
         first = run.manifest(0)
         recorded = first.base

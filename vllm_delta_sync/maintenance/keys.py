@@ -64,7 +64,7 @@ class KeyList:
 
 
 def change_key(sequence: int) -> str:
-    """Bucket key of the change with this sequence number."""
+    """Return the bucket key of the change with this sequence number."""
     return f"{CHANGES_PREFIX}{sequence:010d}.json"
 
 
@@ -128,7 +128,7 @@ def _row(key: str, trusted: bool, entry: KeyEntry | None) -> KeyRow:
 
 
 def newest_file(bucket: Bucket, keyring: Keyring, run: str) -> KeyFile | None:
-    """The newest list that a trusted key has signed, in ``keys.json`` or a change; None if there is none.
+    """Return the newest list that a trusted key has signed, in ``keys.json`` or a change; None if there is none.
 
     Raises:
         StoreError: the store failed.
@@ -149,7 +149,7 @@ def newest_file(bucket: Bucket, keyring: Keyring, run: str) -> KeyFile | None:
 
 
 def signer_of(document: Document) -> str | None:
-    """The key that a document names as its signer; None if it is unsigned."""
+    """Return the key that a document names as its signer; None if it is unsigned."""
     return None if document.signature is None else document.signature.key
 
 
@@ -164,7 +164,7 @@ def _stored(bucket: Bucket, key: str) -> KeyFile | None:
 
 
 NOTHING: Literal["none"] = "none"
-"""Instead of a version: revoke a key for all versions."""
+"""Stands for a version: revoke a key for all versions."""
 
 LastVersion = int | Literal["none"] | None
 _Doc = TypeVar("_Doc", bound=Document)
@@ -204,7 +204,7 @@ def change_keys(
             signers of run.json.
         retire: keys that stop signing; their signatures stay valid.
         revoke: keys that may be stolen; of their signatures, only those of manifests up to ``version`` stay valid.
-        version: last version that the keys to retire or revoke signed, or ``none`` for no version; None: the head.
+        version: last version that the keys to retire or revoke signed, or ``none`` for no version; None means the head.
 
     Raises:
         SettingsError: no signing key, or one that readers refuse. UsageError: the change is contradictory.
@@ -284,7 +284,7 @@ def _retired_or_revoked(key: str, entry: KeyEntry | None, revoked: bool, last: K
 
 
 def _last_valid_version(run: RunDocuments, version: LastVersion, revoked: bool, notes: list[str]) -> KeyValidity | None:
-    """The last version with valid signatures, with its manifest's digest; None for no version."""
+    """Return the last version with valid signatures, with its manifest's digest; None for no version."""
     if version == NOTHING:
         return None
     if version is None:

@@ -122,7 +122,7 @@ def write_merged_delta(
 
 
 def existing_merged_delta(run: RunDocuments, first: Manifest, last: Manifest) -> MergedDelta | None:
-    """The merged delta in the bucket if it is valid and of these two versions, else None."""
+    """Return the merged delta in the bucket if it is valid and of these two versions, else None."""
     try:
         found = run.merged_delta(first.version, last.version)
     except (StoreError, UnsupportedError):
@@ -196,7 +196,7 @@ class _MergeBuilder:
         return steps
 
     def _weights_if_needed(self, steps: list[Step]) -> ModelState | None:
-        """The weights at the first version, if codec ``context`` is read or written."""
+        """Return the weights at the first version, if codec ``context`` is read or written."""
         needing = next((step for step in steps if needs_base_bits(step.document)), None)
         if needing is None and self.codec not in BASE_CODECS:
             return None

@@ -13,7 +13,7 @@ from vllm_delta_sync.tensors.state import ModelState
 OBJECT_BYTES = 1024**3
 """Default size at which an object of an anchor or merged delta is full; the next tensor starts another object."""
 IN_MEMORY_BYTES = 64 * 1024**2
-"""Larger models are rebuilt in a scratch file: training on the same machine needs the memory."""
+"""Models above this size are rebuilt in a scratch file: training on the same machine needs the memory."""
 
 Stop = Callable[[], bool]
 """Polled during long work; True asks to stop."""
@@ -27,7 +27,7 @@ class StoppedError(Exception):
 
 
 def never_stop() -> bool:
-    """A ``Stop`` that never asks to stop."""
+    """Return a ``Stop`` that never asks to stop."""
     return False
 
 
@@ -57,7 +57,7 @@ class RollingWeights:
         self._current: tuple[Manifest, ModelState] | None = None
 
     def at(self, target: Manifest) -> ModelState:
-        """The weights of a version, valid until the next call. Callers must not change them.
+        """Return the weights of a version, valid until the next call. Callers must not change them.
 
         Raises:
             StoppedError: ``stop`` returned True. Otherwise as ``run.restore.restore``.

@@ -18,12 +18,12 @@ _REBASE = re.compile(r"rebase-([0-9]{1,10})-[0-9]{1,10}")
 
 
 def rebase_tag(epoch: int, version: int) -> str:
-    """Name of the tag with which the publisher of an epoch keeps the version that its next one builds on."""
+    """Return the tag with which an epoch's publisher keeps the version that its next one builds on."""
     return f"rebase-{epoch}-{version}"
 
 
 def rebase_epoch(name: str) -> int | None:
-    """The epoch in the name of a rebase tag; None for another tag."""
+    """Return the epoch in the name of a rebase tag; None for another tag."""
     match = _REBASE.fullmatch(name)
     return None if match is None else int(match[1])
 
@@ -44,7 +44,7 @@ def set_tag(run: RunDocuments, name: str, version: int | str | None = None, mile
 def put_tag(
     run: RunDocuments, name: str, version: int | str | None, milestone: bool = False, branch: str | None = None
 ) -> Tag:
-    """Like ``set_tag``. Args: branch: for the tag of a branch, the URL of the run that needs the version."""
+    """Do ``set_tag``. Args: branch: for the tag of a branch, the URL of the run that needs the version."""
     key = tag_key(name)
     before = _stored(run, key)
     branch_url = None if before is None else _branch_of(before, key)
@@ -68,7 +68,7 @@ def put_tag(
     try:
         run.bucket.put(key, tag.to_bytes())
         lasting_plan(run, manifest)
-    except BaseException:  # also on an interrupt: the version of the new tag was not checked
+    except BaseException:  # including interrupts: the version of the new tag was not checked
         _restore(run, key, tag.to_bytes(), before)
         raise
     return tag
@@ -87,7 +87,7 @@ def delete_tag(run: RunDocuments, name: str) -> None:
 
 
 def _stored(run: RunDocuments, key: str) -> bytes | None:
-    """A tag's bytes; None if there is no tag, empty if it is too large to be one."""
+    """Return a tag's bytes; None if there is no tag, empty if it is too large to be one."""
     try:
         return run.bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES)
     except NotFoundError:

@@ -35,7 +35,7 @@ MAX_BATCH = 256
 """Messages of one side that are handled before those of the other side."""
 PUBLISHERS_QUEUE = 256
 REPEAT_SECONDS = 2.0
-"""Longer than the interval of publishers, so that only the messages of absent publishers are repeated."""
+"""Interval longer than that of publishers, so only the messages of absent publishers are repeated."""
 
 
 class Broker:

@@ -168,7 +168,7 @@ class CurveAuthenticator:
         self._log = log
         self._loop = asyncio.new_event_loop()
         self._authenticator = Authenticator(context)
-        # Start before any socket binds: without a ZAP handler ZeroMQ admits everybody.
+        # Start before any socket binds: without a ZAP handler ZeroMQ admits every client.
         self._authenticator.start()
         self.socket: Socket = self._authenticator.zap_socket
 

@@ -17,7 +17,7 @@ KIND = "notice"
 """The document kind that signatures of notices cover, besides the notice itself."""
 MAX_TOPIC_BYTES = 64
 MAX_NOTICE_BYTES = 4096
-"""Larger messages are ignored."""
+"""Messages above this size are ignored."""
 MAX_CHECKS = 32
 """Signatures checked per batch of messages, so that a flood cannot block a receiver."""
 FIELDS = {"manifest", "run", "version"}
@@ -85,7 +85,7 @@ class NoticeVerifier:
     """
 
     def __init__(self, keyring: Keyring | None, allowed: Callable[[], frozenset[str]] | None) -> None:
-        """Args: allowed: keys in use now; None: the trusted keys."""
+        """Make a verifier. Args: allowed: keys in use now; None means the trusted keys."""
         self._keyring = keyring if keyring is not None and keyring.checks_signatures else None
         self._allowed = allowed
         self._proven: Message | None = None

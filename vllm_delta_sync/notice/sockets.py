@@ -216,7 +216,7 @@ def check_port(address: str) -> None:
 
 
 def wait_ms(until: float) -> int | None:
-    """Return the milliseconds to poll until a time of the monotonic clock, rounded up; None for ever."""
+    """Return the milliseconds to poll until a time of the monotonic clock, rounded up; None to poll forever."""
     return None if until == float("inf") else max(0, int((until - time.monotonic()) * 1000) + 1)
 
 

@@ -48,7 +48,7 @@ class NoticeSubscriber:
         Args:
             keys: see ``curve.client_keys``.
             keyring: if it has trusted keys, notices not signed by one of them are ignored.
-            allowed: returns the public signing keys that are in use now; None: the trusted keys.
+            allowed: returns the public signing keys that are in use now; None means the trusted keys.
             log: logger for failed handshakes.
 
         Raises:

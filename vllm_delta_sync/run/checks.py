@@ -27,16 +27,16 @@ from vllm_delta_sync.tensors.checkpoint import names_model
 from vllm_delta_sync.tensors.state import ModelState
 
 PLAUSIBLE_RANKS = 4096
-"""The most ranks that a trainer may have; each may write one object per version."""
+"""Maximum number of ranks of a trainer; each may write one object per version."""
 
 
 def object_limit(table: TensorTable) -> int:
-    """The most bytes that an object of this model may have: twice the model, plus headers."""
+    """Return the maximum bytes of an object of this model: twice the model, plus headers."""
     return 2 * table.full_bytes + 4096 * len(table) + (1 << 20)
 
 
 def document_limit(table: TensorTable) -> int:
-    """The most bytes that the document of a version, an anchor or a merged delta of this model may have.
+    """Return the maximum bytes of the document of a version, an anchor or a merged delta of this model.
 
     Leaves room for a fingerprint of each tensor, and for as many objects as a writer could need: one shard per
     tensor, one object per GiB, and one for each of ``PLAUSIBLE_RANKS``.
@@ -210,7 +210,7 @@ def read_shard(data: Buffer, table: TensorTable, what: str) -> Iterator[tuple[st
 
 
 def delta_context(document: Manifest | MergedDelta | Anchor) -> DeltaContext | None:
-    """What the delta objects of a document must declare about themselves; None if they hold whole tensors."""
+    """Return what the delta objects of a document must declare about themselves; None if they hold whole tensors."""
     if isinstance(document, MergedDelta):
         return DeltaContext(document.run, document.last, document.first, document.changed)
     if isinstance(document, Anchor) or document.base_version is None:
@@ -219,12 +219,12 @@ def delta_context(document: Manifest | MergedDelta | Anchor) -> DeltaContext | N
 
 
 def holds_all_tensors(document: Manifest | MergedDelta | Anchor) -> bool:
-    """Whether the document's objects together must hold each tensor once."""
+    """Return whether the document's objects together must hold each tensor once."""
     return isinstance(document, Anchor) or (isinstance(document, Manifest) and document.kind == "anchor")
 
 
 def describe_document(document: Manifest | MergedDelta | Anchor) -> str:
-    """The name of a document in messages."""
+    """Return the name of a document in messages."""
     if isinstance(document, MergedDelta):
         return f"merged delta {document.first} to {document.last}"
     return f"{'anchor of ' if isinstance(document, Anchor) else ''}version {document.version}"

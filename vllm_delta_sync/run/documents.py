@@ -116,7 +116,7 @@ class RunDocuments:
         return self._prefetcher.prefetching(wanted)
 
     def caching_manifests(self) -> AbstractContextManager[None]:
-        """Within the block, read each manifest from the store once; for checks and listings of many versions.
+        """Read each manifest from the store only once in the block; for checks and listings of many versions.
 
         If a manifest is replaced meanwhile, the bytes read first are used. The cache holds the last used
         ``prefetch.KEPT_BYTES``.
@@ -124,11 +124,11 @@ class RunDocuments:
         return self._prefetcher.caching_manifests()
 
     def raw_manifest(self, version: int, max_bytes: int) -> bytes:
-        """The bytes of a version's manifest, unchecked. Raises NotFoundError, LimitError, StoreError."""
+        """Return the bytes of a version's manifest, unchecked. Raises NotFoundError, LimitError, StoreError."""
         return self._prefetcher.stored(version_key(version), max_bytes)
 
     def is_current(self) -> bool:
-        """Whether run.json is unchanged since this object was opened; False if another run took its place.
+        """Return whether run.json is unchanged since this object was opened; False if another run took its place.
 
         Raises:
             NotFoundError: the run was removed. StoreError: the store failed.
@@ -142,7 +142,7 @@ class RunDocuments:
             ) from error
 
     def manifest(self, version: int) -> Manifest:
-        """The manifest of one version.
+        """Return the manifest of one version.
 
         Raises:
             NotFoundError: the version was never published, or is no longer kept.
@@ -174,7 +174,7 @@ class RunDocuments:
             precheck_signature(data, kind, self.keyring, self.keyring.trusted | listed, key)
 
     def head(self) -> Manifest:
-        """The newest committed manifest. HEAD.json may lag, so the versions after it are probed.
+        """Return the newest committed manifest. HEAD.json may lag, so the versions after it are probed.
 
         Raises:
             NotFoundError: nothing is published yet.
@@ -186,7 +186,7 @@ class RunDocuments:
         return manifest
 
     def reachable_head(self) -> tuple[Manifest, DeltaSyncError | None]:
-        """The newest good manifest, and the error of the manifest after it; None if there is no manifest after it.
+        """Return the newest good manifest, and the error of the manifest after it, None if there is none.
 
         Reads the manifests from HEAD.json on. If HEAD.json or the manifest it names is bad, a listing of the bucket
         gives the newest good manifest before it. A damaged manifest is skipped if a later one names its bytes as its
@@ -217,7 +217,7 @@ class RunDocuments:
         return self._probe(manifest)
 
     def _probe(self, newest: Manifest) -> tuple[Manifest, DeltaSyncError | None]:
-        """The newest good manifest from ``newest`` on, and the error of the one after it.
+        """Return the newest good manifest from ``newest`` on, and the error of the one after it.
 
         Stops after ``MAX_BAD_IN_A_ROW`` bad manifests in a row, or ``MAX_BAD_DOCUMENTS`` times the size limit of them.
         Manifests of a retired or revoked key do not count, because only its holder can write them.
@@ -268,11 +268,11 @@ class RunDocuments:
         return manifest
 
     def versions(self) -> list[int]:
-        """Numbers of all versions that have a manifest, good or not, ascending; one listing."""
+        """Return the numbers of all versions that have a manifest, good or not, ascending; one listing."""
         return list(self._manifest_sizes())
 
     def _manifest_sizes(self) -> dict[int, int]:
-        """Version → size in bytes of its manifest, from one listing."""
+        """Return version → size in bytes of its manifest, from one listing."""
         listed = self.bucket.list(VERSIONS_PREFIX)
         return {number: item.bytes for item in listed if (number := version_of_key(item.key)) is not None}
 
@@ -281,7 +281,7 @@ class RunDocuments:
 
         Args:
             last: only this many of the newest. The one before them is also read, to check the first of them.
-            head: the newest one; None: the run's head.
+            head: the newest one; None means the run's head.
 
         Raises:
             NotFoundError: nothing is published yet, or a manifest is missing.
@@ -299,7 +299,7 @@ class RunDocuments:
             parent = manifest
 
     def fetch(self, ref: ObjectRef) -> bytes:
-        """An object's bytes, with size and SHA-256 checked.
+        """Return an object's bytes, with size and SHA-256 checked.
 
         Raises:
             NotFoundError: the object is missing. DigestError: it is not what the manifest lists.
@@ -325,7 +325,7 @@ class RunDocuments:
     # Documents other than manifests
 
     def resolve(self, version: int | str | None = None) -> Manifest:
-        """The manifest of a version given by number or tag, or of the head.
+        """Return the manifest of a version given by number or tag, or of the head.
 
         Args:
             version: a number, ``tag:NAME``, or None for the head.
@@ -354,7 +354,7 @@ class RunDocuments:
         return head if version == head.version else self.manifest(version)
 
     def tag(self, name: str) -> Tag:
-        """A tag. Raises NotFoundError, UsageError (not a valid name), FormatError, ChainError (of another run)."""
+        """Read a tag. Raises NotFoundError, UsageError (invalid name), FormatError, ChainError (of another run)."""
         key = tag_key(name)
         try:
             tag = self._read_standalone(Tag, key, limits.MAX_SIDE_BYTES)
@@ -366,17 +366,17 @@ class RunDocuments:
         return tag
 
     def tags(self) -> dict[str, Tag]:
-        """All tags by name, including those that branches set. A damaged tag raises."""
+        """Return all tags by name, including those that branches set. A damaged tag raises."""
         names = [tag_of_key(item.key) for item in self.bucket.list(TAGS_PREFIX)]
         return {name: self.tag(name) for name in names if name is not None}
 
     def anchors(self) -> list[int]:
-        """Versions that have a standalone anchor, ascending; one listing."""
+        """Return the versions that have a standalone anchor, ascending; one listing."""
         listed = self.bucket.list(ANCHORS_PREFIX)
         return [version for item in listed if (version := anchor_of_key(item.key)) is not None]
 
     def anchor(self, version: int) -> Anchor:
-        """The standalone anchor of a version. The caller must compare the manifest's digest in it.
+        """Return the standalone anchor of a version. The caller must compare the manifest's digest in it.
 
         Raises:
             NotFoundError: there is none. DeltaSyncError: it is damaged, or contradicts itself or the table.
@@ -390,7 +390,7 @@ class RunDocuments:
         return anchor
 
     def merged_delta(self, first: int, last: int) -> MergedDelta:
-        """The merged delta between two versions. The caller must compare the manifests' digests in it.
+        """Return the merged delta between two versions. The caller must compare the manifests' digests in it.
 
         Raises:
             NotFoundError: there is none. DeltaSyncError: it is damaged, or of other versions.
@@ -403,12 +403,12 @@ class RunDocuments:
         return merged
 
     def merged_deltas(self) -> list[tuple[int, int]]:
-        """First and last version of every merged delta, ascending; one listing."""
+        """List the first and last version of every merged delta, ascending; one listing."""
         listed = self.bucket.list(FOLDS_PREFIX)
         return [pair for item in listed if (pair := merged_delta_of_key(item.key)) is not None]
 
     def retention(self) -> Retention | None:
-        """The record of what garbage collection removed, if any. A damaged one counts as none: it is only a hint."""
+        """Read the record of what garbage collection removed, if any. A damaged one, only a hint, counts as none."""
         try:
             return self._read_standalone(Retention, RETENTION_KEY, limits.MAX_JSON_BYTES)
         except StoreError:
@@ -417,12 +417,12 @@ class RunDocuments:
             return None
 
     def newest_epoch(self) -> int:
-        """The newest epoch that a publisher claimed; 0 is the first publisher's."""
+        """Return the newest epoch that a publisher claimed; 0 is the first publisher's."""
         listed = self.bucket.list(CLAIMS_PREFIX)
         return max((epoch for item in listed if (epoch := claim_of_key(item.key)) is not None), default=0)
 
     def claim(self, epoch: int) -> Claim:
-        """The claim of an epoch. Raises NotFoundError, FormatError, ChainError."""
+        """Return the claim of an epoch. Raises NotFoundError, FormatError, ChainError."""
         return self._read_standalone(Claim, claim_key(epoch), limits.MAX_SIDE_BYTES)
 
     def open_source(self, first: Manifest, location: str | None = None) -> Self:
@@ -499,7 +499,7 @@ def read_table(bucket: Bucket, info: RunInfo) -> TensorTable:
 
 
 def revoked_manifest(run: RunDocuments, version: int) -> Manifest | None:
-    """The manifest of a version whose key was retired or revoked before it; such a version must not be served.
+    """Return the manifest of a version whose key was retired or revoked before it; such a version must not be served.
 
     Returns None if the manifest is valid, missing, damaged, or signed by a key that keys.json does not list. Use the
     manifest only to follow the history: later versions name it by digest.

@@ -1,4 +1,4 @@
-"""``newest_good_before`` finds the newest good version where HEAD.json is damaged, in a listing that is untrusted."""
+"""``newest_good_before`` finds the newest good version where HEAD.json is damaged, from an untrusted listing."""
 
 from collections.abc import Callable, Container, Iterable, Mapping
 
@@ -9,7 +9,7 @@ from vllm_delta_sync.format.manifest import Manifest
 MAX_BAD_IN_A_ROW = 64
 """Bad manifests that are skipped in a row. A publisher that continues after more of them has moved HEAD.json there."""
 MAX_BAD_DOCUMENTS = 4
-"""Size in all of the bad manifests that are read, as a multiple of the largest size that a manifest may have."""
+"""Total bytes of bad manifests to read, as a multiple of the maximum manifest size."""
 
 
 def newest_good_before(
@@ -30,8 +30,8 @@ def newest_good_before(
 
     Args:
         sizes: version → size in bytes of its manifest, for all that are listed.
-        limit: the most bytes that a manifest may have. After bad manifests of ``MAX_BAD_DOCUMENTS`` times that size,
-            those larger than what is left are skipped unread; a good one among them follows the one returned.
+        limit: the maximum bytes of a manifest. Once ``MAX_BAD_DOCUMENTS`` times that many bytes of bad manifests have
+            been read, larger manifests are skipped unread, so the result may not be the newest good one.
         read: returns the manifest of a version, or raises.
         reason: raised if no manifest is good.
         last_signed: the last valid versions of revoked keys, the newest first. They are tried if nothing else is good,
@@ -66,7 +66,7 @@ def newest_good_before(
 
 
 def last_consecutive(numbers: Container[int], start: int) -> int:
-    """The end of the block of consecutive numbers that begins at ``start``, which need not be in ``numbers``."""
+    """Return the end of the block of consecutive numbers that begins at ``start``, which need not be in ``numbers``."""
     while start + 1 in numbers:
         start += 1
     return start

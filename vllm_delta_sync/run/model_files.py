@@ -18,7 +18,7 @@ logger = guarded_logger(__name__)
 
 
 def read_file(run: RunDocuments, name: str) -> bytes:
-    """The bytes of one of the run's files, with size and SHA-256 checked.
+    """Return the bytes of one of the run's files, with size and SHA-256 checked.
 
     Raises:
         NotFoundError: the run has no file of that name, or the bucket lost it.
@@ -32,7 +32,7 @@ def read_file(run: RunDocuments, name: str) -> bytes:
 
 
 def fetch_run_file(run: RunDocuments, item: RunFile) -> bytes:
-    """The bytes of a file that run.json lists; raises as ``read_file``."""
+    """Return the bytes of a file that run.json lists; raises as ``read_file``."""
     try:
         return fetch_object(run.bucket, item)
     except StoreError:
@@ -79,7 +79,7 @@ def write_file(path: Path, data: bytes) -> None:
                 os.fsync(opened)
             os.chmod(part, 0o644)
             os.replace(part, path)
-        except BaseException:  # also after an interrupt, no partial file stays
+        except BaseException:  # including interrupts: no partial file stays
             os.unlink(part)
             raise
     except OSError as error:
@@ -87,7 +87,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def read_sidecar(run: RunDocuments, manifest: Manifest, name: str) -> bytes:
-    """The bytes of one sidecar of a version, with size and SHA-256 checked.
+    """Return the bytes of one sidecar of a version, with size and SHA-256 checked.
 
     Raises:
         NotFoundError: the version has no sidecar of that name, or retention removed it.

@@ -39,7 +39,7 @@ LOCK_NAME = "lock"
 
 
 def needs_base_bits(document: Manifest | MergedDelta) -> bool:
-    """Whether decoding the document's objects needs their base bits."""
+    """Return whether decoding the document's objects needs their base bits."""
     return "context" in document.requires
 
 
@@ -75,7 +75,7 @@ def _check_carried_once(what: str, parts: list[LazyDelta], table: TensorTable) -
 
 
 def declared_fingerprint(part: LazyDelta) -> Fingerprint:
-    """The change of the model's fingerprint that an object declares."""
+    """Return the change of the model's fingerprint that an object declares."""
     return sum(part.fingerprints.values(), Fingerprint())
 
 
@@ -225,7 +225,7 @@ def fetch_object_file(bucket: Bucket, ref: ObjectRef, folder: Path, limit: int) 
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, hex."""
+    """Return the SHA-256 of a file, hex."""
     with path.open("rb") as file, time_hashing():
         return hashlib.file_digest(file, "sha256").hexdigest()
 

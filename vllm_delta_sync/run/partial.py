@@ -89,7 +89,7 @@ def restore_boxes(
 
 
 def fingerprint_box(name: str, box: Box, bits: Bits) -> Fingerprint:
-    """The share of a box's elements in the fingerprint of their tensor, and so in that of the model.
+    """Return the share of a box's elements in the fingerprint of their tensor, and so in that of the model.
 
     Args:
         bits: flat (numel of the box,).
@@ -137,7 +137,7 @@ class PartialState:
         }
 
     def bits(self, boxes: Boxes) -> dict[str, list[Bits]]:
-        """The bits of the boxes that this state was made from."""
+        """Return the bits of the boxes that this state was made from."""
         found: dict[str, list[Bits]] = {}
         for name, wanted in boxes.items():
             tensor = self._tensors.get(self._table.index(name))
@@ -244,7 +244,7 @@ def _copied(box: Box, bits: Bits) -> Bits:
 
 
 def _complete(boxes: Sequence[Box]) -> bool:
-    """Whether non-empty boxes of one tensor hold each element exactly once."""
+    """Return whether non-empty boxes of one tensor hold each element exactly once."""
     if sum(box.numel for box in boxes) != math.prod(boxes[0].whole):
         return False
     return not any(_overlap(one, other) for one, other in combinations(boxes, 2))
@@ -259,7 +259,7 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 def any_sharded(targets: TargetTensors) -> bool:
-    """Whether this process holds only a part of any of the tensors."""
+    """Return whether this process holds only a part of any of the tensors."""
     return any(is_sharded(target) for target in targets.values())
 
 
@@ -326,7 +326,7 @@ def _check_target(name: str, target: torch.Tensor, spec: TensorSpec) -> None:
 
 
 def _memory(target: torch.Tensor) -> tuple[object, ...]:
-    """An identity that two names of one tensor share."""
+    """Return an identity that two names of one tensor share."""
     if not is_sharded(target):
         return (target.untyped_storage().data_ptr(),)
     pieces = local_boxes(target)

@@ -14,13 +14,13 @@ from vllm_delta_sync.errors import NotFoundError
 from vllm_delta_sync.format.manifest import VERSIONS_PREFIX
 
 LOCAL_SCHEMES = ("file", "memory")
-"""Schemes of stores that answer faster than a thread starts, so that prefetching does not pay."""
+"""Schemes of stores that answer faster than a thread starts; prefetching does not pay for them."""
 MAX_EXPECTED = 4
-"""The most manifests of new versions that are requested before it is known whether they exist."""
+"""Maximum number of manifests of new versions that are requested before it is known whether they exist."""
 KEPT_BYTES = 128 * 1024**2
-"""Memory for manifests that are cached while a run is checked; holds some 100,000 of them."""
+"""Memory for manifests that are cached while a run is checked; holds about 100,000 of them."""
 READ_AHEAD = 32
-"""The most documents that ``read_ahead`` reads before the caller has taken them."""
+"""Maximum number of documents that ``read_ahead`` reads before the caller has taken them."""
 _BATCH = 4096
 
 _Item = TypeVar("_Item")
@@ -66,7 +66,7 @@ class Prefetcher:
 
     @contextmanager
     def caching_manifests(self) -> Iterator[None]:
-        """Within the block, fetch each manifest once; the cache holds the last used ``KEPT_BYTES``, for all threads.
+        """Fetch each manifest only once in the block; the cache holds the last used ``KEPT_BYTES``, for all threads.
 
         For checks and listings: if a manifest is replaced meanwhile, the bytes read first are used.
         """

@@ -112,7 +112,7 @@ class Plan:
     Attributes:
         run, root: the version to begin with.
         standalone: whether the root's weights are read from its standalone anchor, not from where its manifest says.
-        steps: from the root to the version. bytes: to read in all.
+        steps: from the root to the version. bytes: total to read.
     """
 
     run: RunDocuments
@@ -149,7 +149,7 @@ class ReadPlanner:
         self._manifests.update({manifest.version: manifest for manifest in manifests})
 
     def path(self, start: int, target: int) -> list[Step]:
-        """The steps from one version to another; each fits the manifests at both its ends. Empty if they are the same.
+        """Return the steps from one version to another, none if they are equal; each fits the manifests at its ends.
 
         Raises:
             GapError: there is no path; the message names the obstacle. StoreError: the store failed.
@@ -203,7 +203,7 @@ class ReadPlanner:
         return steps
 
     def manifest(self, version: int) -> Manifest:
-        """A version's manifest. Errors as ``RunDocuments.manifest``."""
+        """Return a version's manifest. Errors as ``RunDocuments.manifest``."""
         if version not in self._manifests:
             self._manifests[version] = self._run.manifest(version)
         return self._manifests[version]
@@ -274,7 +274,7 @@ class ReadPlanner:
         return self._merged[first, last]
 
     def _delta(self, version: int) -> Step:
-        """The step into a version from the one that it builds on: its delta, or a merged delta if the delta is lost."""
+        """Return the step into a version from the one it builds on: its delta, or a merged delta if that is lost."""
         reason, problem = "", None
         if self._is_collected(version):
             reason = "is no longer kept"
@@ -307,7 +307,7 @@ class ReadPlanner:
         return self._retention is not None and self._retention.is_gone(version)
 
     def _first_contradiction(self, steps: list[Step], ends: tuple[int, int]) -> Step | None:
-        """The first step, if any, that names other manifests than those at both ends, or than the steps next to it.
+        """Return the first step, if any, that names other manifests than those at its ends or than adjacent steps.
 
         Deltas are checked first, the newest first, because each is confirmed by the one after it.
         """
@@ -323,7 +323,7 @@ class ReadPlanner:
 
 
 def _contradicts(step: Step, known: dict[int, str]) -> Step | None:
-    """The step if it names other manifests than ``known``, else None. Adds the manifests that it names to ``known``."""
+    """Return the step if it contradicts ``known``, else None. Adds the manifests that it names to ``known``."""
     for version, digest in ((step.high, step.high_digest), (step.low, step.low_digest)):
         if digest is not None and known.setdefault(version, digest) != digest:
             return step
@@ -331,7 +331,7 @@ def _contradicts(step: Step, known: dict[int, str]) -> Step | None:
 
 
 def _lineage(version: int, breaks: dict[int, int | None]) -> list[tuple[int, int]]:
-    """A version and its ancestors as segments (first, last) of consecutive versions, youngest first."""
+    """Return a version and its ancestors as segments (first, last) of consecutive versions, youngest first."""
     found: list[tuple[int, int]] = []
     while True:
         begin = max((number for number in breaks if number <= version), default=0)
@@ -343,7 +343,7 @@ def _lineage(version: int, breaks: dict[int, int | None]) -> list[tuple[int, int
 
 
 def _sizes(at: int, span: int) -> list[int]:
-    """Lengths of merged deltas that can begin or end at version ``at``, up to ``span``, longest first."""
+    """Return the lengths of merged deltas that can begin or end at version ``at``, up to ``span``, longest first."""
     sizes = []
     size = MERGE_WIDTH
     while size <= span and at % size == 0:
@@ -353,12 +353,12 @@ def _sizes(at: int, span: int) -> list[int]:
 
 
 def find_steps(run: RunDocuments, start: int, target: int, avoid: Collection[str] = ()) -> list[Step]:
-    """The steps from one version of a run to another; see ``ReadPlanner.path``."""
+    """Return the steps from one version of a run to another; see ``ReadPlanner.path``."""
     return ReadPlanner(run, avoid).path(start, target)
 
 
 def plan_read(run: RunDocuments, target: Manifest, avoid: Collection[str] = (), anchors: bool = True) -> Plan:
-    """The cheapest plan to rebuild a version from the bucket and, if the run refers to one, the base's checkpoint.
+    """Plan the cheapest way to rebuild a version from the bucket and, if the run refers to one, its base.
 
     Compares the version that all others build on with the newest usable standalone anchor, by bytes to read. A local
     checkpoint costs nothing.

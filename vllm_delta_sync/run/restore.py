@@ -54,10 +54,10 @@ logger = guarded_logger(__name__)
 IN_MEMORY_BYTES = 1024**3
 """Models up to this size are rebuilt in memory, larger ones in a temporary file."""
 DECODED_ELEMENTS = 4 * 1024 * 1024
-"""A step with more elements is decoded in pieces; decoded at once it takes 10 bytes per element of a 16-bit dtype."""
+"""Steps above this size are decoded in pieces; decoded at once, 16-bit dtypes take 10 bytes per element."""
 
 Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all; counts the model's bytes, tensor by tensor, and those of the deltas."""
+"""Called with bytes done and total bytes; counts the model's bytes, tensor by tensor, and those of the deltas."""
 
 
 class StepTarget(Protocol):
@@ -175,7 +175,7 @@ def execute_plan(
 
 
 def _explain_failure(run: RunDocuments, target: Manifest, error: DeltaSyncError) -> DeltaSyncError:
-    """The error to raise for a version that cannot be rebuilt; says so if garbage collection removed the version."""
+    """Return the error for a version that cannot be rebuilt; it says if garbage collection removed the version."""
     if isinstance(error, BaseUnavailableError) or not isinstance(error, NotFoundError | GapError):
         return error
     record = run.retention()
@@ -217,7 +217,7 @@ class _PlanExecution(Generic[_Weights]):
 
 
 def work_bytes(found: Plan) -> int:
-    """The total that ``Progress`` counts to: the bytes of the model and of the plan's deltas."""
+    """Return the total that ``Progress`` counts to: the bytes of the model and of the plan's deltas."""
     return found.run.table.full_bytes + sum(step.payload_bytes for step in found.steps)
 
 
@@ -263,7 +263,7 @@ def apply_step_mapped(step: Step, state: StepTarget, scratch: str | Path | None 
 
 
 def check_step(step: Step, held: Fingerprint, changes: Changes) -> Fingerprint:
-    """The model's fingerprint after a step, where it is ``held`` before.
+    """Return the model's fingerprint after a step, where it is ``held`` before.
 
     Raises:
         FingerprintError: the changes that the objects declare do not fit the fingerprints that the document declares.
@@ -349,7 +349,7 @@ def _counted(tensors: Iterator[tuple[str, Bits]], filled: Callable[[int], None])
 def root_tensors(
     run: RunDocuments, root: Manifest, standalone: bool, base: str | Path | None, scratch: str | Path | None
 ) -> Iterator[tuple[Manifest | Anchor, Iterator[tuple[str, Bits]]]]:
-    """The document that declares the tensors of a plan's root, and (name, bits) of each; not for a branch.
+    """Yield the document that declares the tensors of a plan's root, and (name, bits) of each; not for a branch.
 
     Objects are checked by digest, one at a time. The block must check a checkpoint's tensors; to the errors that it
     raises, the checkpoint's path is added. Errors as ``load_root``.

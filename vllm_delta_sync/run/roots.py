@@ -16,12 +16,12 @@ class BaseUnavailableError(NotFoundError):
 
 
 def is_branch(root: Manifest, standalone: bool) -> bool:
-    """Whether a plan's root is read from another run."""
+    """Return whether a plan's root is read from another run."""
     return not standalone and root.kind != "anchor" and root.base is not None and root.base.run is not None
 
 
 def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
-    """Directory of the checkpoint that version 0 refers to: ``base`` if given, else the recorded one or public model.
+    """Find version 0's checkpoint directory: ``base`` if given, else the recorded one or public model.
 
     Raises:
         BaseUnavailableError: it is not here. NotFoundError, StoreError, UsageError: the public model cannot be fetched.
@@ -69,7 +69,7 @@ def open_branch_source(
 
 
 def _is_run(run: RunDocuments, base: str | Path) -> bool:
-    """Whether the base given for a branch is a run, not a checkpoint. Raises StoreError, UsageError (not a URL)."""
+    """Return whether a branch's base is a run, not a checkpoint. Raises StoreError, UsageError (not a URL)."""
     if names_model(base):
         return False
     # The name of a directory may look like a URL.

@@ -22,7 +22,7 @@ class RunVerifier:
     """Checks the signatures of one run. Checks nothing if the keyring has no trusted keys.
 
     Args:
-        stored: returns the bytes of a version's manifest; None: read from the bucket.
+        stored: returns the bytes of a version's manifest; if None, read from the bucket.
 
     Attributes:
         keys: the keys that are valid in this run.
@@ -120,7 +120,7 @@ class RunVerifier:
             )
 
     def ancestor_digest(self, version: int, digest: str, wanted: int) -> str:
-        """Digest of the ancestor at version ``wanted`` of the manifest of ``version`` that has ``digest``.
+        """Return the digest of the ancestor at version ``wanted`` of the manifest of ``version`` that has ``digest``.
 
         Reads all manifests between them, once and in parallel, and no objects.
 
@@ -142,7 +142,7 @@ class RunVerifier:
             return lineage.digests[wanted]
 
     def _lineage(self, version: int, digest: str) -> "_Lineage":
-        """The cached lineage of a manifest, or a new one."""
+        """Return the cached lineage of a manifest, or a new one."""
         lineage = next((known for known in self._lineages if known.digests.get(version) == digest), None)
         if lineage is None:
             lineage = _Lineage(version, digest)

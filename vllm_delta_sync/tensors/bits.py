@@ -25,7 +25,7 @@ CHUNK_ELEMENTS = 32_768
 
 @cache
 def order_masks(dtype: DType) -> tuple[np.uint64, np.uint64]:
-    """(sign, mask) for the kernels: the sign bit (0 for integer types) and all bits of the width."""
+    """Return (sign, mask) for the kernels: the sign bit (0 for integer types) and all bits of the width."""
     width = 8 * dtype.itemsize
     return np.uint64(1 << (width - 1) if dtype.is_float else 0), np.uint64((1 << width) - 1)
 

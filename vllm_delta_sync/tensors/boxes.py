@@ -47,7 +47,7 @@ class Box:
 
     @classmethod
     def all_of(cls, whole: tuple[int, ...]) -> "Box":
-        """The box that is the whole tensor."""
+        """Return the box that is the whole tensor."""
         return cls((0,) * len(whole), whole, whole)
 
     @property
@@ -88,7 +88,7 @@ class Box:
         return self.stop - self.start == self.numel
 
     def positions(self, local: Positions) -> Positions:
-        """Global flat positions of (n,) local ones; ascending stays ascending.
+        """Return the global flat positions of (n,) local ones; ascending stays ascending.
 
         Raises:
             TensorMismatchError: a position is outside the box.
@@ -134,7 +134,7 @@ class Box:
         return mask, local[chosen]
 
     def view(self, bits: Bits) -> Bits:
-        """The box in the (numel of the whole,) flat array of its tensor: a view of shape ``shape``.
+        """Return the box in the (numel of the whole,) flat array of its tensor: a view of shape ``shape``.
 
         Raises:
             TensorMismatchError: the array has another number of elements.

@@ -39,7 +39,7 @@ class Sparse:
         return DTYPES[self.dtype]
 
     def tensors(self) -> Iterator[tuple[int, Positions, Bits]]:
-        """(tensor id, positions, data) for each tensor, as views."""
+        """Yield (tensor id, positions, data) for each tensor, as views."""
         ends = np.cumsum(self.counts)
         for tensor, end, count in zip(self.ids.tolist(), ends.tolist(), self.counts.tolist(), strict=True):
             yield tensor, self.positions[end - count : end], self.data[end - count : end]
@@ -107,7 +107,7 @@ class Changes:
         return [self._only(tensors) for tensors in found] if len(found) > 1 else [self]
 
     def _only(self, tensors: set[int]) -> "Changes":
-        """The changes of some tensors, whose rows are adjacent in every group."""
+        """Return the changes of some tensors, whose rows are adjacent in every group."""
         sparse = []
         for group in self.sparse:
             chosen = [row for row, tensor in enumerate(group.ids.tolist()) if tensor in tensors]
@@ -128,7 +128,7 @@ class Changes:
         return Changes(sparse, full, {id: change for id, change in self.fingerprints.items() if id in tensors})
 
     def reversed(self) -> "Changes":
-        """The changes that revert these. Arrays of positions are shared.
+        """Return the changes that revert these. Arrays of positions are shared.
 
         Raises:
             ChainError: they replace bits and do not contain the old ones.

@@ -55,7 +55,7 @@ class ResolvedBase:
 
 
 def is_model_file(name: str) -> bool:
-    """Whether a file name is that of a small model file: configuration, tokenizer, …"""
+    """Return whether a file name is that of a small model file: configuration, tokenizer, …"""
     # Some file systems ignore case in names.
     lower = name.lower()
     return (
@@ -67,7 +67,7 @@ def is_model_file(name: str) -> bool:
 
 
 def missing_files(names: Collection[str]) -> list[str]:
-    """Which of ``config.json`` and ``tokenizer`` are missing among file names; a server needs both."""
+    """Return which of ``config.json`` and ``tokenizer`` are missing among file names; a server needs both."""
     missing = [] if CONFIG_NAME in names else [CONFIG_NAME]
     if not any(name in _TOKENIZERS or name.endswith(".tiktoken") for name in names):
         missing.append("tokenizer")
@@ -75,7 +75,7 @@ def missing_files(names: Collection[str]) -> list[str]:
 
 
 def model_files(folder: Path) -> dict[str, Path]:
-    """Name → path of the small files of a model folder, by name, without its subfolders.
+    """Return name → path of the small files of a model folder, by name, without its subfolders.
 
     Raises:
         StoreError: the folder cannot be read.
@@ -110,7 +110,7 @@ def resolve_base(text: str | Path, weights: bool = True) -> ResolvedBase:
 
 
 def names_model(text: str | Path) -> bool:
-    """Whether a base names a public model: it has the form of one, and no such path exists."""
+    """Return whether a base names a public model: it has the form of one, and no such path exists."""
     return _MODEL.fullmatch(str(text)) is not None and not Path(text).exists()
 
 
@@ -167,7 +167,7 @@ class Checkpoint:
                 self.specs[name] = TensorSpec(name, entry.dtype.name, entry.shape)
 
     def bits(self, name: str) -> Bits:
-        """Flat (numel,) bits of a tensor, read only; its pages are read on access.
+        """Return a tensor's flat (numel,) bits, read only; its pages are read on access.
 
         Raises:
             TensorMismatchError: the checkpoint has no such tensor.

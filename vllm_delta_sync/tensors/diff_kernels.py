@@ -30,7 +30,7 @@ INFINITY = np.uint32(0x7F800000)
 
 @intrinsic
 def differing(typing_context, old, new, start):
-    """64-bit mask, lowest bit first: which of the elements start, start + 1, … of two arrays differ."""
+    """Return a 64-bit mask, lowest bit first, of the elements start, start + 1, … in which two arrays differ."""
 
     def generate(context, builder, signature, arguments):
         width = signature.args[0].dtype.bitwidth
@@ -50,7 +50,7 @@ def differing(typing_context, old, new, start):
 
 @intrinsic
 def lowest(typing_context, word):
-    """Index of the lowest bit set in a uint64 that is not zero."""
+    """Return the index of the lowest bit set in a uint64 that is not zero."""
 
     def generate(context, builder, signature, arguments):
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
@@ -145,7 +145,7 @@ def collect(old, new, start, sign, mask, seed, relative, distances, starts, ends
 
 @_compile
 def round_to_bf16(singles, nan, out):
-    """Bits of float32 → bits of bfloat16, to nearest even; ``nan`` (uint16) for every NaN."""
+    """Round bits of float32 → bits of bfloat16, to nearest even; ``nan`` (uint16) for every NaN."""
     for i in range(out.size):
         x = singles[i]
         rounded = np.uint16((x + HALF + ((x >> S16) & LAST)) >> S16)
@@ -154,7 +154,7 @@ def round_to_bf16(singles, nan, out):
 
 @_compile
 def collect_rounded(old, singles, nan, block, start, sign, mask, seed, relative, distances, starts, ends, state):
-    """``collect`` for float32 bits against a bfloat16 baseline; ``block`` is uint16 scratch of at least
+    """Do ``collect`` for float32 bits against a bfloat16 baseline; ``block`` is uint16 scratch of at least
     min(ROUND_ELEMENTS, elements)."""
     mirror = _mirror_mask(sign, mask)
     low_sum = ZERO
@@ -204,7 +204,7 @@ def expand(relative, starts, ends, positions):
 
 @_compile
 def distances_between(old, new, sign, mask, distances):
-    """ULP distances new − old, element by element."""
+    """Return ULP distances new − old, element by element."""
     mirror = _mirror_mask(sign, mask)
     for i in range(distances.size):
         distances[i] = (_key(np.uint64(new[i]), sign, mirror) - _key(np.uint64(old[i]), sign, mirror)) & mask

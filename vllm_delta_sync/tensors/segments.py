@@ -1,4 +1,4 @@
-"""``Segment``: changes as change detection collects them, an index in a chunk and a distance per element."""
+"""``Segment``: changes as the detector collects them: per element, its index within a chunk and ULP distance."""
 
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ class Segment:
         return int(self.state[0])
 
     def closed(self) -> "Segment":
-        """A copy without unused room."""
+        """Return a copy without unused room."""
         entries, chunks, _ = self.state.tolist()
         return Segment(
             self.relative[:entries].copy(), self.distances[:entries].copy(), self.starts[:chunks].copy(),
@@ -61,14 +61,14 @@ class Scratch:
         self._chunks = np.empty((2, CHUNKS), np.int64)
 
     def segment(self, element: DType, compared: int = 0) -> Segment:
-        """An empty segment in these arrays; copy the previous one first (``closed``)."""
+        """Return an empty segment in these arrays; copy the previous one first (``closed``)."""
         distances = self._distances[: ROOM * element.itemsize].view(element.uint)
         starts, ends = self._chunks
         return Segment(self._relative, distances, starts, ends, np.array([0, 0, compared], np.int64))
 
 
 def joined(segments: list[Segment], element: DType) -> tuple[Positions, Bits]:
-    """Positions (n,) and distances (n,) of consecutive segments."""
+    """Return the positions (n,) and distances (n,) of consecutive segments."""
     size = sum(segment.size for segment in segments)
     positions, distances = np.empty(size, np.int64), np.empty(size, element.uint)
     cursor = 0

@@ -25,7 +25,7 @@ class ModelState:
         fingerprints: per tensor id.
 
     Args:
-        allocate: gives the memory for the bits; None: one array per tensor.
+        allocate: returns the memory for the bits; None means one array per tensor.
 
     Raises:
         TensorMismatchError: a tensor is missing, unknown or of another size. Also the errors of ``allocate``.
@@ -65,7 +65,7 @@ class ModelState:
         return total
 
     def base_tensor(self, tensor: int) -> BaseTensor:
-        """View of a tensor's current bits; a ``BaseLookup`` for a delta that builds on this version."""
+        """Return a view of a tensor's current bits; a ``BaseLookup`` for a delta that builds on this version."""
         return BaseTensor(self.bits[tensor])
 
     def apply(self, changes: Changes) -> None:

@@ -20,18 +20,18 @@ Ranges = list[tuple[int, int]]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """True for a DTensor (replicated ones too) and for a parameter that ZeRO-3 manages."""
+    """Return True for a DTensor (replicated ones too) and for a parameter that ZeRO-3 manages."""
     return _is_dtensor(tensor) or hasattr(tensor, "ds_id")
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Shape of the whole tensor."""
+    """Return the shape of the whole tensor."""
     shape: torch.Size = tensor.ds_shape if hasattr(tensor, "ds_id") else tensor.shape  # type: ignore[attr-defined]
     return tuple(shape)
 
 
 def local_boxes(tensor: torch.Tensor, name: str = "") -> Pieces:
-    """The boxes of a tensor that this process holds.
+    """Return the boxes of a tensor that this process holds.
 
     Args:
         tensor: a DTensor, a ZeRO-3 parameter, or a plain tensor, which is one whole box.
@@ -52,7 +52,7 @@ def local_boxes(tensor: torch.Tensor, name: str = "") -> Pieces:
 
 
 def owned_boxes(tensor: torch.Tensor, name: str = "") -> Pieces:
-    """The boxes of a tensor that this process publishes: each element belongs to exactly one process.
+    """Return the boxes of a tensor that this process publishes: each element belongs to exactly one process.
 
     Replicas belong to coordinate 0 of each replicated mesh dimension. If several meshes hold the same tensor, as in
     tensor parallelism under DDP, it belongs to the mesh of rank 0. An unsharded tensor belongs to rank 0.
@@ -64,7 +64,7 @@ def owned_boxes(tensor: torch.Tensor, name: str = "") -> Pieces:
 
 
 def layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    """A value that stays equal, in this process, while ``local_boxes`` returns the same boxes."""
+    """Return a value that stays equal, in this process, while ``local_boxes`` returns the same boxes."""
     if _is_dtensor(tensor):
         mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
         return tuple(tensor.shape), tuple(mesh.shape), _coordinate(mesh), tuple(_placements(tensor))
@@ -128,7 +128,7 @@ def _dtensor_boxes(tensor: torch.Tensor, name: str) -> Pieces:
 
 
 def _shard(placement: Any, name: str) -> tuple[int, int] | None:
-    """(sharded dimension, number of earlier shards of it) of a mesh dimension; None if it replicates."""
+    """Return (sharded dimension, number of earlier shards of it) of a mesh dimension; None if it replicates."""
     if placement.is_replicate():
         return None
     if placement.is_partial() or not hasattr(placement, "dim"):
@@ -147,7 +147,7 @@ def _cuts(
     coordinate: tuple[int, ...],
     shards: tuple[tuple[int, int] | None, ...],
 ) -> tuple[tuple[int, ...], list[tuple[Box, Index]]]:
-    """Shape of the local tensor at ``coordinate`` of a mesh of ``sizes``; its boxes with their index in it."""
+    """Return the local tensor's shape at ``coordinate`` of a mesh of ``sizes``, and its boxes with their index."""
     runs: list[Ranges] = [[(0, size)] for size in whole]
     for size, place, shard in zip(sizes, coordinate, shards, strict=True):
         if shard is not None:
@@ -158,7 +158,7 @@ def _cuts(
 
 
 def _take_shard(runs: Ranges, earlier: int, parts: int, number: int) -> Ranges:
-    """Part ``number`` of ``parts``, split as torch chunks, of each of the ``earlier`` existing shards."""
+    """Return part ``number`` of ``parts``, split as torch chunks, of each of the ``earlier`` existing shards."""
     found: Ranges = []
     for shard in range(earlier):
         for start, stop in _chunk(_chunk(runs, earlier, shard), parts, number):
@@ -182,7 +182,7 @@ def _chunk(runs: Ranges, parts: int, number: int) -> Ranges:
 
 
 def _pieces(runs: list[Ranges], whole: tuple[int, ...]) -> list[tuple[Box, Index]]:
-    """One box for each combination of ranges."""
+    """Return one box for each combination of ranges."""
     places: list[list[tuple[int, int, int]]] = []
     for ranges in runs:
         at, found = 0, []
@@ -199,7 +199,7 @@ def _pieces(runs: list[Ranges], whole: tuple[int, ...]) -> list[tuple[Box, Index
 
 
 def _partition_range(tensor: Any) -> tuple[int, int]:
-    """Flat range of a ZeRO-3 parameter that this process holds, without the padding at its end."""
+    """Return the flat range of a ZeRO-3 parameter that this process holds, without the padding at its end."""
     size = int(tensor.ds_tensor.ds_numel)
     start = size * torch.distributed.get_rank(tensor.ds_process_group)
     return min(start, int(tensor.ds_numel)), min(start + size, int(tensor.ds_numel))

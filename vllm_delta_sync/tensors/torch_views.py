@@ -33,7 +33,7 @@ SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def dtype_name(dtype: torch.dtype, tensor: str) -> str:
-    """Safetensors name of a torch dtype.
+    """Return the safetensors name of a torch dtype.
 
     Raises:
         ModelError: the format has no such element type.
@@ -45,7 +45,7 @@ def dtype_name(dtype: torch.dtype, tensor: str) -> str:
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:
-    """Flat (numel,) unsigned view of a contiguous CPU tensor; shares its memory."""
+    """Return a flat (numel,) unsigned view of a contiguous CPU tensor, which shares its memory."""
     # Few calls into torch: publishers run this for every tensor of every version.
     flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
     if flat.requires_grad:
@@ -55,6 +55,6 @@ def bits_of(tensor: torch.Tensor) -> Bits:
 
 
 def tensor_from_bits(bits: Bits, spec: TensorSpec) -> torch.Tensor:
-    """CPU tensor of the spec's dtype and shape; shares the memory of ``bits``."""
+    """Make a CPU tensor of the spec's dtype and shape that shares the memory of ``bits``."""
     signed = torch.from_numpy(bits.view(f"<i{DTYPES[spec.dtype].itemsize}"))
     return signed.view(TORCH_DTYPES[spec.dtype]).reshape(spec.shape)

@@ -167,13 +167,13 @@ class RunKeys:
             self.revoked = self.revoked.union(revoked)
 
     def allowed(self) -> frozenset[str]:
-        """The keys that may sign new documents now."""
+        """Return the keys that may sign new documents now."""
         listed = {} if self.file is None else {entry.key: entry for entry in self.file.keys}
         keys = self._keyring.trusted | listed.keys()
         return frozenset(key for key in keys if _in_use(listed.get(key)))
 
     def last_signed(self) -> list[KeyValidity]:
-        """The last valid version of each retired or revoked key, the newest first."""
+        """Return the last valid version of each retired or revoked key, the newest first."""
         entries = [] if self.file is None else self.file.keys
         return sorted((entry.last for entry in entries if entry.last), key=lambda last: -last.version)
 
@@ -238,7 +238,7 @@ def check_signature(signature: Signature | None, data: bytes, what: str) -> None
 
 
 def short(key: str) -> str:
-    """The first 16 hex digits of a key, for messages."""
+    """Return the first 16 hex digits of a key, for messages."""
     return key[:16]
 
 

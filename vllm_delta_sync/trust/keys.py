@@ -79,7 +79,7 @@ def load_public(path: Path) -> str:
 
 
 def public_hex(key: Ed25519PublicKey) -> str:
-    """A public key as documents write it: its 32 bytes in hex."""
+    """Return a public key as documents write it: its 32 bytes in hex."""
     return key.public_bytes(Encoding.Raw, PublicFormat.Raw).hex()
 
 

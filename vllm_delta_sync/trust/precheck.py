@@ -9,7 +9,7 @@ from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import check_signature
 
 PRECHECK_BYTES = 8192
-"""Smaller documents are parsed without a precheck: parsing gives better error messages."""
+"""Documents below this size are parsed without a precheck: parsing gives better error messages."""
 _SIGNATURES = 8
 _MEMBER = re.compile(rb'"signature":\{"key":"([0-9a-f]{64})","value":"([0-9a-f]{128})"\}')
 _CONTROL = re.compile(rb"[\x00-\x1f]")
@@ -18,7 +18,7 @@ _CONTROL = re.compile(rb"[\x00-\x1f]")
 def precheck_signature(data: bytes, kind: str, keyring: Keyring, allowed: frozenset[str], what: str) -> None:
     """Refuse bytes that no key in ``allowed`` signed as a document of that kind, without parsing them.
 
-    A canonical document is the signed bytes with a signature member inserted, so that member is cut out of the bytes.
+    A canonical document is the signed bytes with a signature member inserted, which is therefore cut out of the bytes.
     Passing proves nothing: the signature is checked again after parsing.
 
     Args:

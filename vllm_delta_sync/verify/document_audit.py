@@ -38,7 +38,7 @@ from vllm_delta_sync.run.prefetch import read_ahead
 from vllm_delta_sync.verify.report import Finding
 
 MISSING_AT_MOST = 1000
-"""The most manifests that may be missing. A HEAD.json that names a version further beyond the newest, or a manifest
+"""Maximum number of missing manifests. A HEAD.json that names a version further beyond the newest, or a manifest
 further beyond the others, is itself treated as damaged."""
 
 _Found = TypeVar("_Found")
@@ -99,20 +99,20 @@ class DocumentAudit:
         return read_ahead(self.manifest, range(self.top + 1))
 
     def manifest(self, version: int) -> Manifest | None:
-        """A version's manifest; None if it is not good."""
+        """Return a version's manifest; None if it is not good."""
         if version not in self.digests:
             return None
         return self._run.manifest(version)
 
     def acceptable_digests(self, version: int) -> set[str]:
-        """Digests that a manifest may have: the one in the next manifest if that is good, else all that are named."""
+        """Return a manifest's possible digests: the next manifest's if that is good, else all that are named."""
         parent = self._parents.get(version + 1)
         if parent is not None and version + 1 in self.digests:
             return {parent}
         return {*self._named.get(version, {}), *([] if parent is None else [parent])}
 
     def only_head_names(self, version: int) -> bool:
-        """Whether no document except HEAD.json names a version by digest."""
+        """Return whether HEAD.json is the only document that names this version's digest."""
         return set(self._named.get(version, {}).values()) <= {HEAD_KEY} and version + 1 not in self._parents
 
     def _add(self, rank: int, finding: Finding) -> None:
@@ -122,7 +122,7 @@ class DocumentAudit:
         return self._taken(key, _outcome(read), version)
 
     def _taken(self, key: str, outcome: _Found | DeltaSyncError, version: int | None = None) -> _Found | None:
-        """The document that was read; None if it was removed after listing, or is bad, which becomes a finding."""
+        """Return the document; None if it was removed after listing, or is bad, which becomes a finding."""
         if not isinstance(outcome, DeltaSyncError):
             return outcome
         if not isinstance(outcome, NotFoundError):
@@ -130,7 +130,7 @@ class DocumentAudit:
         return None
 
     def _all(self, read: Callable[[_Item], _Found], items: Sequence[_Item]) -> Iterator[_Found | DeltaSyncError]:
-        """The result or error of each read; reads in parallel."""
+        """Return the result or error of each read; reads in parallel."""
         return read_ahead(lambda item: _outcome(lambda: read(item)), items)
 
     def _read_keys(self) -> None:
@@ -263,14 +263,14 @@ class DocumentAudit:
                 self.epochs[manifest.epoch] = version
 
     def _skipped_revoked(self, version: int, error: DeltaSyncError, above: Manifest | None) -> Manifest | None:
-        """The manifest of a version of a retired or revoked key, if the manifest after it names it as its parent."""
+        """Return the manifest of a version with a retired or revoked key if the next manifest names it as parent."""
         if above is None or not isinstance(error, SignatureError):
             return None
         found = revoked_manifest(self._run, version)
         return found if found is not None and found.digest == above.parent else None
 
     def _explain_damaged(self, version: int, error: DeltaSyncError, above: Manifest | None) -> DeltaSyncError:
-        """The error of a bad manifest; says so if the next version names the damaged bytes as its parent."""
+        """Return the error of a bad manifest; says so if the next version names the damaged bytes as its parent."""
         if above is None or isinstance(error, NotFoundError):
             return error
         try:
@@ -282,7 +282,7 @@ class DocumentAudit:
         return type(error)(f"{error.message} (version {version + 1} was published after it, so it cannot be replaced)")
 
     def _judge(self, manifest: Manifest, above: Manifest | None) -> bool:
-        """Whether a manifest is good. Adds a finding if it is not, or if the manifest above it turns out to be bad."""
+        """Return whether a manifest is good. Add a finding if it is bad, or if the manifest above it turns out bad."""
         version, digest = manifest.version, manifest.digest
         named = self._named.get(version, {})
         if above is not None:
@@ -354,18 +354,18 @@ class DocumentAudit:
                 self._add(_LAST, Finding(key, error, first))
 
     def usable_merged_deltas(self) -> list[tuple[int, int]]:
-        """(first, last) of merged deltas without a finding, ascending."""
+        """Return (first, last) of merged deltas without a finding, ascending."""
         damaged = {finding.key for _, finding in self._found}
         return sorted(pair for pair in self.folds if merged_delta_key(*pair) not in damaged)
 
     def usable_anchors(self) -> set[int]:
-        """Versions with a standalone anchor that has no finding."""
+        """Return the versions with a standalone anchor that has no finding."""
         damaged = {finding.key for _, finding in self._found}
         return {version for version in self.anchors if anchor_key(version) not in damaged}
 
 
 def _outcome(read: Callable[[], _Found]) -> _Found | DeltaSyncError:
-    """The result of a read, or the error that it raises, except StoreError."""
+    """Return the result of a read, or the error that it raises, except StoreError."""
     try:
         return read()
     except StoreError:

@@ -101,7 +101,7 @@ class ObjectAudit:
     def fingerprint_error(
         self, document: Manifest | MergedDelta, changes: Changes, before: str | None, after: str
     ) -> DeltaSyncError | None:
-        """The error if the declared changes do not lead from one fingerprint to the other; None if they do."""
+        """Return the error if the declared changes do not lead from one fingerprint to the other; None if they do."""
         if before is None:
             return None
         reached = Fingerprint.from_hex(before) + changes.fingerprint
@@ -206,6 +206,6 @@ def _sidecar_finding(item: Sidecar, version: int, error: DeltaSyncError) -> Find
 
 
 def _was_collected(run: RunDocuments, version: int) -> bool:
-    """Whether garbage collection removed the version; reads retention.json again, since one may be running."""
+    """Return whether garbage collection removed the version; reads retention.json again, since one may be running."""
     record = run.retention()
     return record is not None and record.gave_up(version)

@@ -213,7 +213,7 @@ class ReplayAudit:
             self._report.folds += 1
 
     def _report_standalone(self, key: str, found: list[Finding]) -> bool:
-        """Whether a document is good; a bad one is reported and avoided from here on."""
+        """Return whether a document is good; a bad one is reported and avoided from here on."""
         if found and all(isinstance(finding.error, NotFoundError) for finding in found):
             try:
                 self._run.bucket.stat(key)
@@ -364,7 +364,7 @@ class ReplayAudit:
         return self._record is not None and self._record.is_gone(version)
 
     def _may_be_gone(self, version: int, collected: bool) -> bool:
-        """Whether retention allowed the version to become unreachable."""
+        """Return whether retention allowed the version to become unreachable."""
         if self._record is None or self._record.head is None:
             return collected
         return self._record.gave_up(version)

@@ -45,7 +45,7 @@ class Findings:
             raise finding.error
 
     def contains(self, error: DeltaSyncError) -> bool:
-        """Whether an error belongs to a finding; other errors mean that the check itself failed."""
+        """Return whether an error belongs to a finding; other errors mean that the check itself failed."""
         return any(finding.error is error for finding in self.items)
 
 
@@ -56,7 +56,7 @@ class VerifyReport:
     Attributes:
         versions: how many versions were checked, from 0 to the head.
         head: newest version; if findings are kept, the newest good one.
-        files, objects, sidecars, bytes: run files, objects and sidecars read, and their size in all.
+        files, objects, sidecars, bytes: run files, objects and sidecars read, and their total size.
         replayed: True if the weights of every kept version were rebuilt and compared with its fingerprint. False if
             the run's base is not there; then only digests, history and declared fingerprints were checked.
         anchors, folds: how many standalone anchors and merged deltas are good, with their objects.

@@ -19,7 +19,7 @@ _Rows = list[tuple[Sparse, Positions, Bits]]
 
 
 def simulate_fingerprints(state: ModelState, changes: Changes) -> dict[int, Fingerprint]:
-    """Tensor id → the change of fingerprint that ``state.apply(changes)`` would make; the state is not changed."""
+    """Return tensor id → the fingerprint change that ``state.apply(changes)`` would make; changes no state."""
     rows: dict[int, _Rows] = {}
     for group in changes.sparse:
         for tensor, positions, data in group.tensors():
@@ -59,7 +59,7 @@ def _apply_sparse(group: Sparse, bits: Bits, positions: Positions, data: Bits) -
 def first_mismatch(
     table: TensorTable, declared: Mapping[int, Fingerprint], measured: Mapping[int, Fingerprint]
 ) -> str | None:
-    """Name of the first tensor whose change of fingerprint is not as declared; None if all are."""
+    """Return the first tensor whose change of fingerprint is not as declared; None if all are."""
     wrong = [tensor for tensor, value in declared.items() if measured.get(tensor) != value]
     return table[min(wrong)].name if wrong else None
 
@@ -67,7 +67,7 @@ def first_mismatch(
 def first_damaged_tensor(
     document: Manifest | MergedDelta | Anchor, data: bytes, table: TensorTable, state: ModelState | None
 ) -> str | None:
-    """Name of the first tensor that is damaged in a damaged object; None if that cannot be determined.
+    """Return the first damaged tensor of a damaged object; None if that cannot be determined.
 
     Args:
         document: lists the object. data: its damaged bytes, of the right size.

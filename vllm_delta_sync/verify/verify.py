@@ -130,7 +130,7 @@ def _signature_notes(run: RunDocuments, documents: DocumentAudit, report: Verify
 
 
 def has_passed(moment: str) -> bool:
-    """Whether a document's expiry time has passed by this machine's clock; a malformed time counts as passed."""
+    """Return whether a document's expiry time has passed by this machine's clock; a malformed time counts as passed."""
     try:
         return datetime.fromisoformat(moment) < datetime.now(UTC)
     except ValueError:

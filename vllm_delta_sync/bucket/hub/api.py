@@ -131,11 +131,11 @@ class HubApi:
             url = following
 
     def add(self, path: str, hash: str) -> None:
-        """Name an uploaded content; when this returns, the file is visible to all readers."""
+        """Give an uploaded content its name; when this returns, the file is visible to all readers."""
         self._change({"type": "addFile", "path": path, "xetHash": hash, "mtime": int(time.time() * 1000)})
 
     def remove(self, path: str) -> None:
-        """Remove a file; raises RefusedError too if there is none, as the Hub does not distinguish the two."""
+        """Remove a file; raises RefusedError too if there is none, because the Hub does not distinguish the two."""
         self._change({"type": "deleteFile", "path": path})
 
     @contextmanager

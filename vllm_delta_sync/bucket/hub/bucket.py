@@ -26,7 +26,7 @@ from vllm_delta_sync.settings import StoreOptions
 
 _BLOCK_BYTES = 1 << 20
 _CHECK_FIRST_BYTES = 1 << 23
-"""For a larger object, create-if-absent checks that the key is free before the upload too."""
+"""Above this size, create-if-absent also checks before the upload that the key is free."""
 
 
 class HubBucket(Bucket):

@@ -21,7 +21,7 @@ ENDPOINT = "HF_S3_ENDPOINT"
 """URL of the gateway, without namespace."""
 DEFAULT_ENDPOINT = "https://s3.hf.co"
 MAX_BYTES = 1 << 26
-"""Larger objects would be uploaded in parts, which do not support create-if-absent."""
+"""Objects above this size would be uploaded in parts, which do not support create-if-absent."""
 
 _HUB = "https://huggingface.co"
 _REGION = "us-east-1"

@@ -29,7 +29,7 @@ _SMALL_BYTES = 1 << 22
 
 _lock = threading.Lock()
 _sessions: dict[tuple[int, float, float], Any] = {}
-"""By process id, because a session's threads do not survive a fork, and by timeouts."""
+"""Sessions by process id, because their threads do not survive a fork, and by timeouts."""
 
 
 class Transfers:

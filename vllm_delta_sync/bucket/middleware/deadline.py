@@ -87,7 +87,7 @@ class DeadlineBucket(BucketMiddleware):
         try:
             self._run("close", self._call(super().close))
         except UnavailableError:
-            pass  # nobody can act on it
+            pass  # the caller cannot act on it
         self._pool.close()
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -117,7 +117,7 @@ class DeadlineBucket(BucketMiddleware):
                         f"cannot {action} of {self.url}: no answer within {call.allowance():.1f} s"
                     )
             return call.result()
-        except BaseException:  # an interrupt abandons the call too; has no effect on a call that has ended
+        except BaseException:  # also on an interrupt; has no effect on a call that has ended
             call.abandon()
             raise
 

@@ -1,4 +1,4 @@
-"""``download``: fetches a large object into a file by parallel ranges, and resumes a download of an earlier process."""
+"""``download``: fetches a large object into a file in parallel ranges, and resumes an unfinished download."""
 
 import os
 import re
@@ -19,15 +19,15 @@ from vllm_delta_sync.settings import StoreOptions
 PIECE_BYTES = 8 * 1024 * 1024
 LONG_PIECE_BYTES = 4 * PIECE_BYTES
 LONG_BYTES = 512 * 1024 * 1024
-"""From this size on pieces are long: stores limit requests, and a checkpoint has many large objects."""
+"""Objects of at least this size use long pieces, because stores limit the request rate."""
 BUFFER_BYTES = 8 * LONG_PIECE_BYTES
 """Maximum memory of one download, for any number of connections."""
 LARGE_BYTES = 32 * 1024 * 1024
-"""A smaller object is fetched in one request, which is as fast."""
+"""Objects below this size are fetched in one request, which is as fast."""
 CONNECTIONS = 8
 """Parallel ranges, for a bucket without ``options``."""
 
-# Without O_NONBLOCK, opening a named pipe would block for ever.
+# Without O_NONBLOCK, opening a named pipe would block forever.
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OBJECT = re.compile(re.escape(OBJECTS_PREFIX) + r"([0-9a-f]{64})\.safetensors")
 
@@ -179,7 +179,7 @@ class _Download:
 class RangedBucket(BucketMiddleware):
     """Copies large objects to files by parallel ranges.
 
-    Only objects that never change: ranges of an object that was replaced in between do not fit together.
+    Only immutable objects are split: if an object were replaced mid-download, its ranges would not match.
     """
 
     def __init__(self, inner: Bucket, options: StoreOptions) -> None:

@@ -38,7 +38,7 @@ from vllm_delta_sync.tensors.changes import Sparse
 BLOCK_CHANGES = 256 * 1024
 """A writer closes a block at this many changes; its tables then take less than 1 %."""
 MAX_CLASSES = 16
-"""Limit of a reader. A writer makes fewer, since each class takes time to decode."""
+"""Limit that readers enforce. A writer makes fewer classes, since each takes time to decode."""
 SAMPLED_ELEMENTS = 256 * 1024
 """Elements of a tensor whose keys are counted to choose classes. A worse choice costs bytes, not exactness."""
 
@@ -49,7 +49,7 @@ _WRONG = {-1: "ends too early", -2: "has bytes after its end", -3: "names an ele
 def encode(
     groups: list[Sparse], table: TensorTable, compression: Compression, old: BaseLookup
 ) -> tuple[Arrays, list[dict[str, Any]]]:
-    """Container entries and rows of ``blocks`` for relative groups.
+    """Return the container entries and rows of ``blocks`` for relative groups.
 
     Args:
         compression: of the entries besides the streams. old: the bits at the base version.
@@ -128,7 +128,7 @@ def _encode_block(group: Sparse, table: TensorTable, compression: Compression, o
 def _coded(
     entries: _Entries, classes: int
 ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-    """(2 · classes, TOKENS) frequencies, (tiles,) bytes of each tile's stream, all streams."""
+    """Return (2 · classes, TOKENS) frequencies, (tiles,) bytes of each tile's stream, all streams."""
     from vllm_delta_sync.codec.context import encode_kernels as kernels
 
     kinds, gaps, values = (array[: entries.used] for array in (entries.kinds, entries.gaps, entries.values))
@@ -183,7 +183,7 @@ def _checked(found: BaseTensor, spec: TensorSpec, element: DType) -> Bits:
 
 
 def _planes(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """The lowest bytes of all values, then the second bytes, and so on."""
+    """Return the lowest bytes of all values, then the second bytes, and so on."""
     flat = np.ascontiguousarray(values).reshape(-1)
     return np.ascontiguousarray(flat.view(np.uint8).reshape(flat.size, flat.itemsize).T).reshape(-1)
 
@@ -197,7 +197,7 @@ class _NumberReader:
         self._cursor, self._what = 0, what
 
     def numbers(self, count: int, width: int) -> npt.NDArray[Any]:
-        """The next ``count`` numbers of ``width`` bytes, stored as byte planes; a copy."""
+        """Return the next ``count`` numbers of ``width`` bytes, stored as byte planes; a copy."""
         planes = self._bytes[self._cursor :][: count * width]
         self._cursor += count * width
         if planes.size != count * width:

@@ -19,7 +19,7 @@ PADDING = 32
 FEW = np.uint64(28)
 """Largest number of bits of a step for which the next step uses the same load from the stream."""
 SLACK = 2
-"""Elements that ``collect`` writes at least per word of 64, so arrays need so much extra room."""
+"""Elements that ``collect`` writes at least per word of 64, so arrays need this much extra room."""
 
 # Errors of ``decode_tile``, as negative numbers.
 SHORT, TRAILING, OUTSIDE, TOO_MANY, STILL = -1, -2, -3, -4, -5
@@ -30,7 +30,7 @@ _TOP = np.uint64(1 << 63)
 
 
 def _places():
-    """(2048,) uint8: entry 8 · byte + rank is the index of set bit number ``rank`` of a byte."""
+    """Return (2048,) uint8: entry 8 · byte + rank is the index of set bit number ``rank`` of a byte."""
     table = np.zeros((256, 8), np.uint8)
     for byte in range(256):
         bits_set = [bit for bit in range(8) if byte >> bit & 1]
@@ -43,7 +43,7 @@ _PLACES = _places()
 
 @_compile
 def _select(word, rank):
-    """Index of set bit number ``rank`` of ``word``, which must have that many."""
+    """Return the index of set bit number ``rank`` of ``word``, which must have that many."""
     # Without branches: set bits up to each byte, then the byte, then the bit in it.
     sums = word - ((word >> ONE) & np.uint64(0x5555555555555555))
     sums = (sums & np.uint64(0x3333333333333333)) + ((sums >> np.uint64(2)) & np.uint64(0x3333333333333333))
@@ -56,7 +56,7 @@ def _select(word, rank):
 
 @intrinsic
 def _load(typing_context, data, place):
-    """Eight bytes of a uint8 array from ``place`` (uint64) on, as uint64. The caller checks the bounds."""
+    """Return eight bytes of a uint8 array from ``place`` (uint64) on, as uint64. The caller checks the bounds."""
 
     def generate(context, builder, signature, arguments):
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -68,20 +68,20 @@ def _load(typing_context, data, place):
 
 @_compile
 def _read(data, place, count):
-    """``count`` bits, at most 57, from bit ``place`` on."""
+    """Return ``count`` bits, at most 57, from bit ``place`` on."""
     return (_load(data, place >> np.uint64(3)) >> (place & np.uint64(7))) & ((ONE << count) - ONE)
 
 
 @_compile
 def _wide(data, place, count):
-    """``count`` bits, at most 64, from bit ``place`` on."""
+    """Return ``count`` bits, at most 64, from bit ``place`` on."""
     low = min(count, np.uint64(32))
     return _read(data, place, low) + (_read(data, place + low, count - low) << low)
 
 
 @_compile
 def _step(entry, ahead):
-    """(token, bits read, raw bits that follow, next state) for an entry of ``Decoding`` and the next bits."""
+    """Return (token, bits read, raw bits that follow, next state) for an entry of ``Decoding`` and the next bits."""
     entry = np.uint64(entry)
     width = (entry >> np.uint64(12)) & np.uint64(15)
     state = (entry & np.uint64(4095)) + (ahead & ((ONE << width) - ONE))

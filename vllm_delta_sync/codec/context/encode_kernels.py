@@ -14,7 +14,7 @@ from vllm_delta_sync.format.kernels import ONE, ZERO, _compile
 
 @_compile
 def count_keys(bits, step, drop, counts):
-    """counts[key] += 1 for the first 64 of every 64 · ``step`` elements."""
+    """Count the keys of the first 64 of every 64 · ``step`` elements in counts[key]."""
     for start in range(0, bits.size, 64 * step):
         piece = bits[start : start + 64]
         for i in range(piece.size):
@@ -23,7 +23,7 @@ def count_keys(bits, step, drop, counts):
 
 @_compile
 def count_tokens(bits, positions, zigzags, drop, counts):
-    """counts[key, token of zigzag − 1] += 1 for each changed element."""
+    """Count each changed element in counts[key, token of zigzag − 1]."""
     for i in range(positions.size):
         counts[key_of(bits[positions[i]], drop), token_of(np.uint64(zigzags[i]) - ONE)] += 1
 

@@ -20,7 +20,7 @@ AHEAD = 24
 
 @intrinsic
 def at_least(typing_context, values, index, threshold):
-    """64-bit mask: which of values[index : index + 64] are ``threshold`` or more. The caller checks the bounds."""
+    """Return a 64-bit mask of the values[index : index + 64] of ``threshold`` or more. The caller checks bounds."""
 
     def generate(context, builder, signature, arguments):
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -38,7 +38,7 @@ def at_least(typing_context, values, index, threshold):
 
 @intrinsic
 def ones(typing_context, word):
-    """Number of bits set in a uint64, as uint64."""
+    """Count the bits set in a uint64, as uint64."""
 
     def generate(context, builder, signature, arguments):
         return builder.ctpop(arguments[0])
@@ -48,7 +48,7 @@ def ones(typing_context, word):
 
 @intrinsic
 def trailing_zeros(typing_context, word):
-    """Zeros below the lowest bit set in a uint64 that is not 0, as uint64."""
+    """Count the zeros below the lowest bit set in a uint64 that is not 0, as uint64."""
 
     def generate(context, builder, signature, arguments):
         return builder.cttz(arguments[0], ir.IntType(1)(1))
@@ -66,7 +66,7 @@ def leading_zeros(typing_context, word):
 
 @intrinsic
 def key_of(typing_context, bits, drop):
-    """The highest byte of ``bits`` shifted left by ``drop`` bits, as uint8: the key of an element."""
+    """Return the highest byte of ``bits`` shifted left by ``drop`` bits, as uint8: the key of an element."""
 
     def generate(context, builder, signature, arguments):
         # In the element's width: numba would widen to 64 bits, at a quarter of the speed.

@@ -42,7 +42,7 @@ class Encoding(NamedTuple):
 
 
 def token_ranges() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """(TOKENS,) smallest number of each token, and (TOKENS,) number of its raw bits."""
+    """Return (TOKENS,) smallest number of each token, and (TOKENS,) number of its raw bits."""
     tokens = np.arange(TOKENS, dtype=np.uint64)
     bits = np.maximum(tokens // 4, 1) - 1
     firsts = np.where(tokens < 8, tokens, (4 + tokens % 4) << bits)
@@ -50,7 +50,7 @@ def token_ranges() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
 
 
 def normalized(counts: npt.NDArray[np.int64]) -> Frequencies:
-    """(TOKENS,) counts → frequencies that add up to STATES, at least 1 for a token that occurs; all 0 if none does."""
+    """Map (TOKENS,) counts → frequencies that sum to STATES, at least 1 for a token that occurs; all 0 if none."""
     total = int(counts.sum())
     if not total:
         return np.zeros(TOKENS, np.uint16)
@@ -66,13 +66,13 @@ def normalized(counts: npt.NDArray[np.int64]) -> Frequencies:
 
 
 def starts_of(frequencies: Frequencies) -> Frequencies:
-    """(…, TOKENS) sum of the frequencies before each token."""
+    """Return (…, TOKENS) sum of the frequencies before each token."""
     ends = np.cumsum(frequencies, axis=-1, dtype=np.int64)
     return (ends - frequencies).astype(np.uint16)
 
 
 def decoding(frequencies: Frequencies) -> Decoding:
-    """Decoding tables for (tables, TOKENS) frequencies; a row of zeros gives a table of token 0 that reads no bits."""
+    """Return decoding tables for (tables, TOKENS) frequencies; from a row of zeros, of token 0 and no bits."""
     from vllm_delta_sync.codec.context import shared_kernels
 
     tables = np.zeros((frequencies.shape[0], STATES), np.uint32)
@@ -81,7 +81,7 @@ def decoding(frequencies: Frequencies) -> Decoding:
 
 
 def encoding(frequencies: Frequencies) -> Encoding:
-    """Encoding tables for (tables, TOKENS) frequencies."""
+    """Return the encoding tables for (tables, TOKENS) frequencies."""
     from vllm_delta_sync.codec.context import shared_kernels
 
     states = np.zeros((frequencies.shape[0], STATES), np.uint16)
@@ -92,20 +92,20 @@ def encoding(frequencies: Frequencies) -> Encoding:
 KEYS = 256
 MAX_CHOSEN_CLASSES = 6
 _TABLE_BITS = 400.0
-"""Approximate cost of another class: a table of gaps with some 35 tokens, and more ends in tiles."""
+"""Approximate cost of adding a class: one gap table of about 35 tokens, plus one end marker per tile."""
 _TOKEN_BITS = 8.0
 _SMALL = 1e-12
 
 
 def dropped_bits(element: DType) -> np.uint64:
-    """Number of highest bits that an element's key omits: 1 for the sign of a float, else 0."""
+    """Return the number of highest bits that an element's key omits: 1 for the sign of a float, else 0."""
     return np.uint64(1 if element.is_float else 0)
 
 
 def choose_thresholds(
     owned: npt.NDArray[np.float64], tokens: npt.NDArray[np.int64], tiles: int
 ) -> npt.NDArray[np.uint8]:
-    """Keys at which the second and later classes begin; the cheapest partition of all keys, by dynamic programming.
+    """Return the keys at which the second and later classes begin: the cheapest partition, by dynamic programming.
 
     Args:
         owned: (KEYS,) elements of each key, at least the changed ones. tokens: (KEYS, TOKENS) value tokens of the
@@ -137,7 +137,7 @@ def choose_thresholds(
 
 
 def _bits(owned: npt.NDArray[np.float64], tokens: npt.NDArray[np.int64], tiles: int) -> npt.NDArray[np.float64]:
-    """Bits that classes with these elements and value tokens take: positions, values, tables, ends in tiles."""
+    """Return bits that classes with these elements and value tokens take: positions, values, tables, ends in tiles."""
     changed = tokens.sum(axis=1)
     share = np.clip(changed / np.maximum(owned, 1.0), _SMALL, 1 - _SMALL)
     positions = -owned * (share * np.log2(share) + (1 - share) * np.log2(1 - share))

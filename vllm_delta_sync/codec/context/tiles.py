@@ -19,16 +19,16 @@ from vllm_delta_sync.tensors.bits import Rectangle
 CUTS = (16, 8, 4, 2, 1)
 """Numbers of equal parts into which a writer cuts rows and columns, if divisible; tensor parallelism cuts there too."""
 CUT_ELEMENTS = {16: 2**24, 8: 2**22, 4: 2**20, 2: 2**19, 1: 0}
-"""Parts → elements: a slab of so many elements is cut into at least so many parts, for as many ranks."""
+"""Parts → elements: a slab of this many elements is cut into at least as many parts, one for each rank."""
 CHANGES_PER_TILE = 1024
-"""A smaller slab is cut too if each tile keeps so many changes; a tile costs about 8 bytes, 1 % of their bytes."""
+"""A smaller slab is cut too if each tile keeps this many changes; a tile costs about 8 bytes, 1 % of their bytes."""
 TILE_BYTES = 8
 SAVED_BYTES = 0.35
 """Approximate bytes that a changed element saves in a tile, compared with codec ``packed``."""
 BLOCK_BYTES = 800
 """Approximate overhead of a block of codec ``packed``: the names of its planes, and their frames."""
 TALL = 8
-"""A tensor with so many times more rows than columns is a vocabulary, whose columns are never sharded."""
+"""A tensor with this many times more rows than columns is a vocabulary, whose columns are never sharded."""
 TILE_ELEMENTS = 128 * 1024
 """Largest tile of a writer; bounds scratch memory on both sides."""
 
@@ -62,7 +62,7 @@ class Grid:
         return np.array([self.rows, self.columns, self.slab, self.height, self.width], np.int64)
 
     def rectangles(self) -> npt.NDArray[np.int64]:
-        """(tiles, 4) in the order of the streams; see ``Rectangle``."""
+        """Return (tiles, 4) in the order of the streams; see ``Rectangle``."""
         starts = [
             row for slab in range(0, self.rows, self.slab)
             for row in range(slab, min(slab + self.slab, self.rows), self.height)
@@ -78,13 +78,13 @@ class Grid:
 
 
 def extent(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) of a tensor."""
+    """Return (rows, columns) of a tensor."""
     columns = shape[-1] if len(shape) > 1 else 1
     return math.prod(shape) // columns if columns else 0, columns
 
 
 def choose_grid(spec: TensorSpec, changed: int) -> Grid:
-    """The grid that a writer uses for a tensor with ``changed`` changed elements."""
+    """Return the grid that a writer uses for a tensor with ``changed`` changed elements."""
     rows, columns = extent(spec.shape)
     slab = spec.shape[-2] if len(spec.shape) > 2 and spec.shape[-2] * columns >= 16 * MIN_TILE_ELEMENTS else rows
     share = changed / spec.numel
@@ -103,7 +103,7 @@ def choose_grid(spec: TensorSpec, changed: int) -> Grid:
 
 
 def excess_bytes(spec: TensorSpec, changed: int) -> float:
-    """Approximate bytes that a tensor takes more in tiles than in codec ``packed``; negative if fewer."""
+    """Return the approximate bytes that a tensor takes more in tiles than in codec ``packed``; negative if fewer."""
     return TILE_BYTES * min(choose_grid(spec, changed).tiles, changed) - SAVED_BYTES * changed
 
 
@@ -112,13 +112,13 @@ def _part(size: int, cuts: int) -> int:
 
 
 def _divisor(size: int, most: int) -> int:
-    """The largest divisor of ``size`` up to ``most``; ``most`` if that divisor is less than a quarter of it."""
+    """Return the largest divisor of ``size`` up to ``most``; ``most`` if that divisor is less than a quarter of it."""
     found = next(size // parts for parts in range(-(-size // most), size + 1) if size % parts == 0)
     return found if 4 * found >= most else most
 
 
 def read_grid(spec: TensorSpec, cut: tuple[int, int, int], what: str) -> Grid:
-    """The grid that an object declares; ``cut``: rows of a slab, rows and columns of a tile.
+    """Return the grid that an object declares; ``cut``: rows of a slab, rows and columns of a tile.
 
     Raises:
         FormatError: the grid does not fit the tensor, or its tiles are too small or too large.
@@ -136,7 +136,7 @@ def read_grid(spec: TensorSpec, cut: tuple[int, int, int], what: str) -> Grid:
 
 
 def select_tiles(grid: Grid, rectangles: Sequence[Rectangle] | None, name: str, what: str) -> npt.NDArray[np.bool_]:
-    """(tiles,) bool: which tiles lie inside ``rectangles``; None for the whole tensor.
+    """Return (tiles,) bool: which tiles lie inside ``rectangles``; None for the whole tensor.
 
     Raises:
         UnsupportedError: a tile lies partly inside, so it cannot be decoded.

@@ -31,9 +31,9 @@ from vllm_delta_sync.errors import (
 
 MAX_BODY_BYTES = 64 * 1024
 BODY_SECONDS = 10.0
-"""Longest time for a client to send a body."""
+"""Maximum seconds for a client to send a body."""
 READING = ("GET", "HEAD")
-"""All other methods count as changing state."""
+"""Methods that only read; all others count as changing state."""
 PROXY_HEADERS = re.compile(
     r"via|(?:x-)?(?:original-)?forwarded(?:-[\w-]*)?|x-envoy-[\w-]*"
     r"|(?:[\w-]*-)?(?:real|client|connecting|originating|remote|proxyuser)-?(?:ip|ipv6|addr|address|host)"
@@ -52,9 +52,9 @@ STATUS_CODES: tuple[tuple[type[DeltaSyncError], int], ...] = (
 )
 REFUSED_DATA = 422
 """Status for all other errors of ours: the bucket's data was refused."""
-# The whole header, so that no part of it can be mistaken for the host.
+# Matches the whole header, so that no part of it can be mistaken for the host.
 _HOST = re.compile(r"(?:(?P<name>[a-z0-9.-]{1,253})|\[(?P<address>[0-9a-f:.]{2,45})\])(?::[0-9]{1,5})?", re.ASCII)
-# So that a name from a bucket is harmless even in a page that embeds our JSON unescaped.
+# Makes a name from a bucket harmless even in a page that embeds our JSON unescaped.
 _ESCAPED = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\x7f"})
 
 
@@ -118,7 +118,7 @@ class GuardedRoute(APIRoute):
 
 
 def answer_error(error: DeltaSyncError) -> JsonAnswer:
-    """The answer for an error of ours: ``{"error": {"kind", "message"}}``."""
+    """Return the answer for an error of ours: ``{"error": {"kind", "message"}}``."""
     headers = {}
     if isinstance(error, AdminRefused | BadRequest | CrowdedError):
         code = error.status
@@ -155,7 +155,7 @@ def check(request: Request) -> None:
 
 
 def refusal(request: Request) -> AdminRefused | None:
-    """Why a request may not change state: a wrong token; or no token is set, and it may come from another machine."""
+    """Return why a request may not change state: a wrong token; or none is set, and it may come from elsewhere."""
     token: AdminToken | None = request.app.state.delta_sync_token
     if token is not None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -212,7 +212,7 @@ def _too_large() -> BadRequest:
 
 
 def _explain(error: RequestValidationError) -> BadRequest:
-    """The first validation error, without the invalid input."""
+    """Return the first validation error, without the invalid input."""
     problem = error.errors()[0]
     field = ".".join(str(part) for part in problem["loc"])
     return BadRequest(f"{field[:80]!r}: {str(problem['msg'])[:200]}")

@@ -24,9 +24,9 @@ MIN_VERSION_HEADER = b"x-delta-sync-min-version"
 VERSIONED_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 MAX_WAITING = 1024
-"""Most requests that wait at a time: all rollouts of a step come at once."""
+"""Maximum number of waiting requests: all rollouts of a step come at once."""
 MAX_KEPT_BYTES = 64 * 1024
-"""Most bytes read of a waiting request's body, in order to notice a disconnect."""
+"""Maximum bytes read of a waiting request's body, in order to notice a disconnect."""
 _VERSION = re.compile(rb"[0-9]{1,20}")
 
 
@@ -68,7 +68,7 @@ class Admission:
         await self._app(scope, buffer.receive, _with_version_header(send, admitted))
 
     async def _admit(self, asked: list[bytes], buffer: "RequestBuffer") -> int:
-        """The version served when a request is admitted.
+        """Return the version served when a request is admitted.
 
         Raises:
             UsageError: the header is no version. UnreachableError: that version needs an operator's action.
@@ -132,7 +132,7 @@ class RequestBuffer:
 
     async def disconnect(self) -> None:
         """Return once the client has disconnected. Of a large body only the beginning is read; a disconnect is not
-        noticed after that, as the unread rest stops the client from sending."""
+        noticed after that, because the unread rest stops the client from sending."""
         taken = 0
         while taken < MAX_KEPT_BYTES:
             if self._coming is None:
@@ -147,7 +147,7 @@ class RequestBuffer:
         await asyncio.Event().wait()
 
     async def receive(self) -> Message:
-        """The application's ``receive``: buffered messages first."""
+        """Return the application's ``receive``: buffered messages first."""
         if self._kept:
             return self._kept.popleft()
         if self._coming is not None:

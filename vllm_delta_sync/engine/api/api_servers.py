@@ -4,8 +4,8 @@ Two receivers would conflict over the same weights. The API servers of one ``vll
 with one parent. They meet in a folder that only their user can enter (``ApiServerGroup``). The process that holds the
 lock there leads; the kernel releases the lock when that process ends. Each follower keeps a connection to the leader,
 which sends its status at every change, and answers to requests. If the leader ends, a process that waited for the lock
-leads, and its receiver asks the ranks what they hold, as after a restart. A leader that hangs still leads, as it may
-still act; its pause ends through the pause watchdog.
+leads, and its receiver asks the ranks what they hold, as after a restart. A leader that hangs still leads, because it
+may still act; its pause ends through the pause watchdog.
 """
 
 import asyncio
@@ -58,13 +58,13 @@ class ApiServerGroup:
         return self.folder / f"{self.launch}.sock"
 
     def open_lock(self) -> int:
-        """A file descriptor for ``lock`` and ``try_lock``; closing it releases the lock."""
+        """Return a file descriptor for ``lock`` and ``try_lock``; closing it releases the lock."""
         path = self.folder / f"{self.launch}.lock"
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def find_api_server_group(client: Any) -> ApiServerGroup | None:
-    """The group of the API server with this engine client; None if it is the only one.
+    """Return the group of the API server with this engine client; None if it is the only one.
 
     Raises:
         EngineError: there is no safe folder to meet in, or its name cannot be determined.
@@ -204,7 +204,7 @@ class LeaderElection:
             raise EngineError(f"no API server of this server led within {LEADER_SECONDS:.0f} s") from None
 
     def _wait_for_lock(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In a thread: wait for the lock, which the leader's end releases."""
+        """Wait, in a thread, for the lock, which the leader's end releases."""
         lock(self._lock)
         with suppress(RuntimeError):  # the loop is closed: this process is ending too
             asyncio.run_coroutine_threadsafe(self._take_over(), loop)

@@ -32,7 +32,7 @@ class OfflineSync:
         self._receiver = receiver
 
     def to(self, version: int | None = None) -> dict[str, Any]:
-        """Bring the weights to a version, newer or older; None: the version that the setting ``target`` names.
+        """Bring the weights to a version, newer or older; None means the version that the setting ``target`` names.
 
         Returns:
             ``status()``.
@@ -61,7 +61,7 @@ class OfflineSync:
         return self.status()
 
     def status(self) -> dict[str, Any]:
-        """The same document as ``GET /delta_sync/status``."""
+        """Return the same document as ``GET /delta_sync/status``."""
         return self._receiver.status()
 
     def verify(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | Non
     Args:
         llm: a ``vllm.LLM``.
         bucket: run URL; other settings come from the environment and the settings file (docs/REFERENCE.md).
-        trusted_keys: public key files; in one string, separated by commas. None: the setting ``trusted_keys``.
+        trusted_keys: public key files; separated by commas in a string. None means the setting ``trusted_keys``.
 
     Raises:
         EngineError: not an ``LLM``, the extension is missing, or an option or the layout is not supported.
@@ -103,7 +103,7 @@ def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | Non
 
 
 def join_key_files(trusted_keys: str | Sequence[str | Path] | None) -> str | None:
-    """Public key files in the form of the setting."""
+    """Return public key files in the form of the setting."""
     return trusted_keys if trusted_keys is None or isinstance(trusted_keys, str) else ",".join(map(str, trusted_keys))
 
 
@@ -186,7 +186,7 @@ class AsyncSync:
         return verdict
 
     def status(self) -> Answer:
-        """The same document as ``GET /delta_sync/status``."""
+        """Return the same document as ``GET /delta_sync/status``."""
         return self._service.receiver.status()
 
     async def wait(self, version: int, timeout: float = 30.0) -> Answer:
@@ -230,7 +230,7 @@ async def attach_async(engine: Any, bucket: str, trusted_keys: str | Sequence[st
     Args:
         engine: a ``vllm.AsyncLLM``.
         bucket: run URL; other settings come from the environment and the settings file (docs/REFERENCE.md).
-        trusted_keys: public key files; in one string, separated by commas. None: the setting ``trusted_keys``.
+        trusted_keys: public key files; separated by commas in a string. None means the setting ``trusted_keys``.
 
     Raises:
         EngineError: not an ``AsyncLLM``, the extension or the plugin is missing, an option or the layout is not

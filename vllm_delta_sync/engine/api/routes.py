@@ -21,9 +21,9 @@ from vllm_delta_sync.settings import TARGET, Settings
 LONGEST_WAIT_SECONDS = 3600.0
 
 MAX_WAITING = 64
-"""Most requests to ``/delta_sync/wait`` at a time, not counting clients that may change state."""
+"""Maximum number of waiting ``/delta_sync/wait`` requests, not counting clients that may change state."""
 DISCONNECT_CHECK_SECONDS = 1.0
-"""Interval of the check whether a waiting client has disconnected."""
+"""Seconds between checks that a waiting client is still connected."""
 
 router = APIRouter(
     prefix="/delta_sync", tags=["delta_sync"], route_class=GuardedRoute, default_response_class=JsonAnswer
@@ -66,20 +66,20 @@ class TargetRequest(BaseModel):
 
 
 def service_of(request: Request) -> ReceiverService:
-    """The server's receiver."""
+    """Return the server's receiver."""
     service: ReceiverService = request.app.state.delta_sync
     return service
 
 
 @router.get("/status")
 async def status(request: Request) -> dict[str, Any]:
-    """The version served, the newest one, the last error, and more."""
+    """Return the version served, the newest one, the last error, and more."""
     return service_of(request).receiver.status()
 
 
 @router.get("/ready")
 async def ready(request: Request) -> JsonAnswer:
-    """Whether requests may be sent here: 200 if `ready`, else 503; `reasons` name causes and remedies.
+    """Return whether requests may be sent here: 200 if `ready`, else 503; `reasons` name causes and remedies.
 
     Does not ask the engine, so it answers during a commit too."""
     try:
@@ -173,7 +173,7 @@ async def wait(
 
 @contextmanager
 def _waiting_slot(request: Request) -> Iterator[None]:
-    """One of ``MAX_WAITING`` slots. Clients that may change state need none, so that others cannot block them."""
+    """Hold one of ``MAX_WAITING`` slots. Clients that may change state need none, so others cannot block them."""
     if refusal(request) is None:
         yield
         return

@@ -13,7 +13,7 @@ from vllm_delta_sync.errors import BusyError
 
 STEP_SECONDS = 0.01
 UNREACHABLE_CHECK_SECONDS = 0.1
-"""Interval of the check whether versions can still be reached, which takes longer than a poll."""
+"""Seconds between checks that a version is still reachable; the check is slower than a poll."""
 
 
 class UnreachableError(BusyError):
@@ -34,7 +34,7 @@ class VersionWaiters:
     """Requests that wait for versions of one server, all in one event loop.
 
     Args:
-        serving: gives the server's receiver, anew at each poll.
+        serving: returns the server's receiver; called at every poll, because the leader may change.
     """
 
     def __init__(self, serving: Callable[[], Serving]) -> None:
@@ -43,7 +43,7 @@ class VersionWaiters:
         self._poll_task: asyncio.Task[None] | None = None
 
     def newest_served(self, version: int) -> int | None:
-        """The version served, if it is ``version`` or a later one; None: not yet.
+        """Return the served version if it is at least ``version``, else None.
 
         Raises:
             UnreachableError: not yet, and not without an operator's action.
@@ -74,7 +74,7 @@ class VersionWaiters:
             self._waiting.discard(entry)
 
     async def _poll(self) -> None:
-        """While requests wait: wake those whose version is served, and those whose version is unreachable."""
+        """While any request is waiting, wake those whose version is now served or has become unreachable."""
         next_check = 0.0
         while self._waiting:
             checks = time.monotonic() >= next_check

@@ -25,7 +25,7 @@ BACKEND = patches.TRANSFER_BACKEND
 BACKEND_MODULE = "vllm_delta_sync.engine.entrypoints.transfer_backend"
 """vLLM's workers import it by this name."""
 PUBLISH_STEP_SECONDS = 0.1
-"""Interval of polls for a version that is not published yet."""
+"""Seconds between polls for a version that is not published yet."""
 LONGEST_WAIT_SECONDS = 3600.0
 Document = TypeVar("Document", bound=BaseModel)
 
@@ -43,7 +43,7 @@ class OverdueError(DeltaSyncError):
 
 
 class InitInfo(BaseModel):
-    """``init_info``: may be empty, as the bucket is a setting."""
+    """``init_info``: may be empty, because the bucket is a setting."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
     bucket: str | None = None
@@ -58,7 +58,7 @@ class UpdateInfo(BaseModel):
 
 
 def register() -> None:
-    """Register the backend with vLLM, once per process, as vLLM raises on a second time."""
+    """Register the backend with vLLM, once per process, because vLLM raises if it is repeated."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -70,7 +70,7 @@ class TransferChecks:
 
     Args:
         bucket: the setting.
-        status: gives the body of ``GET /delta_sync/status``.
+        status: returns the body of ``GET /delta_sync/status``.
     """
 
     def __init__(self, bucket: str, status: Callable[[], Answer]) -> None:
@@ -112,7 +112,7 @@ class TransferChecks:
         self._reached = None if served is None else served["version"]
 
     def label(self, label: str | None) -> None:
-        """Check a caller's label: it must be the version served, as spans are derived from labels.
+        """Check a caller's label: it must be the version served, because spans are derived from labels.
 
         Raises:
             EngineError: no version is served. TransferError: the label names another version.
@@ -181,7 +181,7 @@ class AsyncTransfer:
         self._checks.init(_field(request, "init_info"))
 
     async def _shutdown(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
     async def _start(self) -> None:
         self._checks.start()
@@ -241,7 +241,7 @@ def install_on_server(client: Any, controller: RequestSink, bucket: str) -> None
 
 
 def _as_http(error: DeltaSyncError) -> Exception:
-    """The error that vLLM's routes answer with our status code; other errors become 500 there."""
+    """Return the error that vLLM's routes answer with our status code; other errors become 500 there."""
     from vllm.exceptions import GracefulHTTPError
 
     failure: Exception = GracefulHTTPError(

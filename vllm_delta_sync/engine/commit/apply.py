@@ -52,7 +52,7 @@ def apply_patch(patch: StagedPatch, routes: RouteMap, reverse: bool = False) -> 
             # A device reports errors only when it is synchronized.
             routes.memory.synchronize()
             patch.measured, patch.applied = measured, not reverse
-        except BaseException as error:  # an interrupt, too, must not leave half a version
+        except BaseException as error:  # including interrupts: half a version must not remain
             _undo(done, routes, patch.version, reverse, error)
             patch.applied = reverse
             raise
@@ -105,7 +105,7 @@ def _exchange_tensor(dense: DensePatch, routes: RouteMap) -> None:
         for route, buffer in dense.exchanges:
             view = region_view(routes.destinations[route.destination].flat, route.target)
             _exchange_rows(view, buffer, done)
-    except BaseException:  # an interrupt, too, must not leave half a tensor
+    except BaseException:  # including interrupts: half a tensor must not remain
         for undo in reversed(done):
             undo()
         raise
@@ -128,7 +128,7 @@ def _exchange_rows(view: torch.Tensor, buffer: torch.Tensor, done: list[Callable
             try:
                 live.copy_(staged)
                 staged.copy_(old)
-            except BaseException:  # an interrupt, too, must not lose the old bits
+            except BaseException:  # including interrupts: the old bits must not be lost
                 live.copy_(old)
                 raise
 
@@ -137,14 +137,14 @@ def _exchange_rows(view: torch.Tensor, buffer: torch.Tensor, done: list[Callable
 
 
 def apply_torch(sparse: SparsePatch, destination: Destination, reverse: bool) -> Fingerprint:
-    """``apply_sparse`` with torch operations, on any device."""
+    """Do ``apply_sparse`` with torch operations, on any device."""
     total = Fingerprint()
     done = 0
     try:
         for start in range(0, sparse.positions.size, HASH_ELEMENTS):
             total += _apply_piece(sparse, destination, start, reverse)
             done = start + HASH_ELEMENTS
-    except BaseException:  # an interrupt, too, must not leave half a patch
+    except BaseException:  # including interrupts: half a patch must not remain
         for start in reversed(range(0, done, HASH_ELEMENTS)):
             _apply_piece(sparse, destination, start, not reverse)
         raise
@@ -191,7 +191,7 @@ def _shift(words: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _hash_change(premix: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> Fingerprint:
-    """Sum of hash(after) − hash(before); int64 arithmetic wraps as the unsigned definition does."""
+    """Return the sum of hash(after) − hash(before); int64 arithmetic wraps as the unsigned definition does."""
     mask = -1 if before.element_size() == 8 else (1 << (8 * before.element_size())) - 1
     lows = []
     for bits in (before, after):

@@ -1,7 +1,7 @@
 """``postpone_interrupts`` delays Ctrl-C while weights are written.
 
-Cause: Python raises KeyboardInterrupt between any two instructions, so also after a compiled loop has written weights
-and before that is recorded. This concerns only an engine in the caller's process: workers end on signals anyway.
+Cause: Python raises KeyboardInterrupt between any two instructions, including after a compiled loop has written weights
+but before the write is recorded. This concerns only an engine in the caller's process: workers end on signals anyway.
 """
 
 import signal
@@ -15,7 +15,7 @@ from types import FrameType
 def postpone_interrupts() -> Iterator[None]:
     """Raise interrupts that arrive inside at the end of the block. Does nothing outside the main thread."""
     before = signal.getsignal(signal.SIGINT)
-    # None: the handler was not installed from Python, and could not be restored.
+    # None means that the handler was not installed from Python and could not be restored.
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return

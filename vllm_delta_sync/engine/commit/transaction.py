@@ -39,10 +39,10 @@ class EnginePort(Protocol):
         """Continue generation; harmless if it runs. True if the pause had expired and the engine resumed itself."""
 
     def label(self, version: int | None) -> None:
-        """Set the version label of outputs from now on; None: the weights are no known version."""
+        """Set the version label of outputs from now on; None if the weights are no known version."""
 
     def label_paused(self, version: int | None) -> None:
-        """``label``, only during our pause. Raises EngineError if the pause expired: the weights may have changed."""
+        """Do ``label``, only during our pause. Raises EngineError if it expired: the weights may have changed."""
 
     def end(self, reason: str) -> None:
         """End the engine, whose weights are unknown, so that its supervisor restarts it."""
@@ -263,7 +263,7 @@ def _all_at(ranks: list[Answer], version: int | None) -> bool:
 
 
 def describe_ranks(ranks: list[Answer]) -> str:
-    """The version of each rank, for messages."""
+    """Return the version of each rank, for messages."""
     return ", ".join(
         f"rank {rank} holds version {answer.get('version')}{'' if answer.get('intact') else ' or cannot tell'}"
         for rank, answer in enumerate(ranks)
@@ -280,7 +280,7 @@ def raise_if_error(answer: Answer) -> None:
 
 
 def error_answer(error: DeltaSyncError) -> Answer:
-    """An error as plain data, to send it from a worker to the controller."""
+    """Return an error as plain data, to send it from a worker to the controller."""
     return {"error": {"kind": error.kind, "message": error.message, "step": failed_step(error)}}
 
 
@@ -290,7 +290,7 @@ def set_failed_step(error: DeltaSyncError, step: int | None) -> None:
 
 
 def failed_step(error: DeltaSyncError) -> int | None:
-    """The index of the step that caused an error, if known."""
+    """Return the index of the step that caused an error, if known."""
     step: int | None = vars(error).get("step")
     return step
 

@@ -12,7 +12,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 FINGERPRINT_BYTES = 200
 """Python memory of one fingerprint: two integers and a list entry."""
 ENTRIES = 256
-"""Most commits in the log, however small they are."""
+"""Maximum number of commits in the log, even if they are small."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class UndoEntry:
         return self.patch.nbytes + FINGERPRINT_BYTES * len(self.fingerprints)
 
     def expected(self, reverse: bool) -> GroupChanges:
-        """The measurement that applying the patch again, or taking it back, must give."""
+        """Return the measurement that applying the patch again, or taking it back, must give."""
         if not reverse:
             return self.measured
         return {group: Fingerprint() - value for group, value in self.measured.items()}
@@ -74,7 +74,7 @@ class UndoLog:
         self.writes += 1
 
     def path(self, version: int | None, current: int | None) -> UndoPath:
-        """The commits that lead from ``current`` to ``version``.
+        """Return the commits that lead from ``current`` to ``version``.
 
         Raises:
             EngineError: the log does not reach that version.

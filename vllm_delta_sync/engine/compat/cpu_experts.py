@@ -228,7 +228,7 @@ def plain_experts(
 
 
 def _groups(counts: list[int]) -> list[tuple[int, int, int]]:
-    """(expert, first row, end row) of each expert that has rows."""
+    """Return (expert, first row, end row) of each expert that has rows."""
     groups = []
     start = 0
     for expert, count in enumerate(counts):
@@ -239,7 +239,7 @@ def _groups(counts: list[int]) -> list[tuple[int, int, int]]:
 
 
 def _swigluoai(out: torch.Tensor, gate_up: torch.Tensor) -> None:
-    """vLLM's ``SwigluOAIAndMul`` in float32, with its fixed alpha and limit."""
+    """Do vLLM's ``SwigluOAIAndMul`` in float32, with its fixed alpha and limit."""
     gate = gate_up[:, ::2].float().clamp(max=7.0)
     up = gate_up[:, 1::2].float().clamp(-7.0, 7.0)
     out.copy_((up + 1) * gate * torch.sigmoid(1.702 * gate))
@@ -252,7 +252,7 @@ def _multiply(
     bias: torch.Tensor | None,
     groups: list[tuple[int, int, int]],
 ) -> None:
-    """``out[start:stop] = rows[start:stop] @ matrices[expert].T + bias[expert]`` per group."""
+    """Do ``out[start:stop] = rows[start:stop] @ matrices[expert].T + bias[expert]`` per group."""
     single = [group for group in groups if group[2] - group[1] == 1]
     several = [group for group in groups if group[2] - group[1] > 1]
     if single:

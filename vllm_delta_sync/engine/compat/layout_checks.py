@@ -61,7 +61,7 @@ def check_layout(vllm_config: Any, *, offline: bool = False, missing: list[str] 
 
 
 def cannot_exchange_tokens() -> bool:
-    """Whether vLLM runs on the CPU and cannot pass tokens between data parallel engines there. Imports vLLM.
+    """Return whether vLLM, on the CPU, cannot pass tokens between data parallel engines. Imports vLLM.
 
     Cause: its CPU communicator claims to dispatch to experts on other ranks, and lacks the gathering for it.
     Symptom: NotImplementedError in the first forward pass. Remove when: it has that.
@@ -77,10 +77,10 @@ def cannot_exchange_tokens() -> bool:
 
 
 def reached_engines(client: Any) -> list[bytes]:
-    """Identities of the engine cores that a server's client reaches, in the order of data parallel ranks."""
+    """Return the identities of the engine cores that a server's client reaches, by data parallel rank."""
     return list(client.engine_core.core_engines)
 
 
 def ranks_per_engine(client: Any) -> int:
-    """Number of workers of each engine, which is the number of answers to a call to one engine."""
+    """Return the number of workers of each engine, which is the number of answers to a call to one engine."""
     return int(client.vllm_config.parallel_config.world_size)

@@ -22,7 +22,7 @@ class _ModuleSubset:
 
 
 def is_runtime_state(name: str) -> bool:
-    """Whether vLLM fills a tensor of that name from requests or adapters: KV caches and LoRA layers."""
+    """Return whether vLLM fills a tensor of that name from requests or adapters: KV caches and LoRA layers."""
     attribute = name.partition("[")[0].rpartition(".")[2]
     return attribute == "kv_cache" or "lora" in attribute
 

@@ -59,7 +59,7 @@ class EngineCoreClients:
         return outcomes
 
     def _split_arguments(self, method: str, arguments: Answer, *rest: Any) -> list[tuple[Any, ...]]:
-        """Per engine, the arguments of a call to its ranks."""
+        """Return, per engine, the arguments of a call to its ranks."""
         size = ranks_per_engine(self._client)
         engines = len(reached_engines(self._client))
         return [
@@ -94,13 +94,13 @@ class EngineCoreClients:
             request.cancel()
 
     async def renew(self, limit_s: float) -> Answer:
-        """PauseWatchdog.renew in every engine core: {"expired": whether any engine has no pause to renew}."""
+        """Call PauseWatchdog.renew in every engine core: {"expired": whether any engine has no pause to renew}."""
         if missing_names():
             return {"expired": False}
         return {"expired": any(answer["expired"] for answer in await self._call_engines("delta_sync_renew", limit_s))}
 
     async def call(self, method: str, arguments: Answer) -> list[Answer]:
-        """``delta_sync_call`` on every rank of every engine.
+        """Make ``delta_sync_call`` on every rank of every engine.
 
         No timeout inside the engine: the next call would receive a late answer.
         """
@@ -114,10 +114,10 @@ class EngineCoreClients:
         )
 
     async def call_paused(self, method: str, arguments: Answer, timeout_s: float) -> Answer:
-        """PauseWatchdog.call_paused in every engine core: for ``commit`` and ``revert``, only while engines are paused.
+        """Call PauseWatchdog.call_paused in every engine core: for ``commit`` and ``revert``, only during a pause.
 
         Returns:
-            {"expired": whether the pause of any engine had expired, so that it did nothing; "answers": one per rank, if
+            {"expired": whether the pause of any engine had expired and it did nothing; "answers": one per rank, if
             none had}. An engine whose watchdog has already reached the version of a ``revert`` counts as done.
         """
         if missing_names():
@@ -143,10 +143,10 @@ class EngineCoreClients:
         await patches.label_weights(self._client, version)
 
     async def label_paused(self, version: int | None) -> Answer:
-        """PauseWatchdog.label_paused in every engine core, so that weights a watchdog has reverted keep their label.
+        """Call PauseWatchdog.label_paused in every engine core; weights that a watchdog reverted keep their label.
 
         Returns:
-            {"expired": whether the pause of any engine had expired, so that it was not labelled}.
+            {"expired": whether the pause of any engine had expired, in which case it was not labelled}.
         """
         if missing_names():
             await self.label(version)
@@ -156,7 +156,7 @@ class EngineCoreClients:
         return {"expired": any(answer["expired"] for answer in answers)}
 
     async def resume(self) -> Answer:
-        """PauseWatchdog.resume in every engine core: {"expired": whether any resumed itself, "outcome": its}."""
+        """Call PauseWatchdog.resume in every engine core: {"expired": whether any resumed itself, "outcome": its}."""
         if missing_names():
             await self._core.resume_scheduler_async()
             return {"expired": False, "outcome": None}

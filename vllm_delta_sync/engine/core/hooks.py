@@ -29,7 +29,7 @@ def _watchdog_of(engine: Any) -> PauseWatchdog:
 
 @cache
 def missing_names() -> list[str]:
-    """Names that the watchdog needs of vLLM's engine core and client, and that are missing. Imports vLLM."""
+    """Return the names that the watchdog needs of vLLM's engine core and client, and that are missing. Imports vLLM."""
     from vllm.v1 import engine
     from vllm.v1.engine import core, core_client
 

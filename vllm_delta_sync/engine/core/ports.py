@@ -111,7 +111,7 @@ def _engine_errors() -> Iterator[None]:
 
 
 class OfflineEnginePort:
-    """An ``LLM`` object, used between two ``generate`` calls, so that no pause is needed."""
+    """An ``LLM`` object, used between two ``generate`` calls, where no pause is needed."""
 
     def __init__(self, llm: Any, settings: Settings) -> None:
         self._llm = llm
@@ -148,4 +148,4 @@ class OfflineEnginePort:
         self.label(version)
 
     def end(self, reason: str) -> None:
-        """Does nothing: an ``LLM`` belongs to its caller, who gets the error and must make another one."""
+        """Do nothing: an ``LLM`` belongs to its caller, who gets the error and must make another one."""

@@ -85,14 +85,14 @@ class PauseWatchdog:
         return paused.pending
 
     def renew(self, limit_s: float) -> Answer:
-        """Move the deadline to ``limit_s`` seconds from now if that is later. {"expired": whether no pause is on}."""
+        """Move the deadline to ``limit_s`` seconds from now if that is later: {"expired": whether no pause is on}."""
         if self._active is None:
             return {"expired": True}
         self._active.deadline = max(self._active.deadline, time.monotonic() + limit_s)
         return {"expired": False}
 
     def call_paused(self, method: str, arguments: Answer, timeout_s: float) -> Answer:
-        """``delta_sync_call`` on every rank, only before the deadline: {"expired", "answers": one per rank}."""
+        """Make ``delta_sync_call`` on every rank, only before the deadline: {"expired", "answers": one per rank}."""
         if self._active is None or time.monotonic() >= self._active.deadline:
             return {"expired": True, "answers": []}
         try:
@@ -190,7 +190,7 @@ class PauseWatchdog:
         return future
 
     def call_ranks(self, method: str, arguments: Answer, timeout_s: float | None = None) -> list[Answer]:
-        """``delta_sync_call`` on every rank, paused or not."""
+        """Make ``delta_sync_call`` on every rank, paused or not."""
         return rank_rpc.call_ranks(self._engine.model_executor, method, arguments, timeout_s)
 
     def _converge(self, failure: str | None) -> Answer:
@@ -238,7 +238,7 @@ class PauseWatchdog:
         self._engine._idle_state_callbacks.extend(paused.waiting)
 
     def _watch(self, paused: TimedPause) -> None:
-        """Runs in one thread per pause: wakes the loop at the deadline, and ends a loop that does not react."""
+        """Wake the loop at the deadline, and end a loop that does not react; runs in one thread per pause."""
         from vllm.v1.engine import EngineCoreRequestType
 
         while True:
@@ -254,7 +254,7 @@ class PauseWatchdog:
 
 
 def is_settled(answers: list[Answer], version: int | None) -> bool:
-    """Whether every rank's ``describe`` reports that version, intact and confirmed."""
+    """Return whether every rank's ``describe`` reports that version, intact and confirmed."""
     return all(
         answer.get("intact") is True and answer.get("confirmed", True) and answer["version"] == version
         for answer in answers
@@ -262,7 +262,7 @@ def is_settled(answers: list[Answer], version: int | None) -> bool:
 
 
 def common_version(answers: list[Answer]) -> int | None:
-    """The version that every rank can have: the one that all have, else the newest that each has or can revert to.
+    """Return the version that all ranks can have: the one they have, else the newest each has or can revert to.
 
     Args:
         answers: ``describe`` of every rank. An unconfirmed version (``confirmed`` False) does not count, because the

@@ -54,14 +54,14 @@ def register() -> None:
 
 
 def from_rank_0(value: Any) -> Any:
-    """Rank 0's ``value`` on every rank of this engine."""
+    """Return rank 0's ``value`` on every rank of this engine."""
     from vllm.distributed import get_world_group
 
     return get_world_group().broadcast_object(value)
 
 
 def is_rank_0() -> bool:
-    """Whether this process chooses for all ranks of its engine."""
+    """Return whether this process chooses for all ranks of its engine."""
     from vllm.distributed import get_world_group
 
     return bool(get_world_group().rank_in_group == 0)
@@ -99,7 +99,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         return load_settings().quarantined == "serve"
 
     def download_model(self, model_config: Any) -> None:
-        """Nothing to do: objects are read when needed."""
+        """Do nothing: objects are read when needed."""
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         """Create the model as vLLM does, with the run's own output head if it has one."""
@@ -138,7 +138,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         logger.info("loaded version %d of run %s in %.2f s", held.version, held.run, time.perf_counter() - began)
 
     def _agree_on_version(self) -> tuple[Run, Manifest]:
-        """The run and the version that rank 0 chose for all ranks, as the head may move meanwhile."""
+        """Return the run and the version that rank 0 chose for all ranks, because the head may move meanwhile."""
         if not is_rank_0():
             choose_version = from_rank_0(None)
             if choose_version is None:
@@ -158,7 +158,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         return run, manifest
 
     def choose_version(self) -> tuple[Run, Manifest]:
-        """The version to serve: the one that a standing order holds, the target, or else the newest.
+        """Return the version to serve: the one that a standing order holds, the target, or else the newest.
 
         Raises:
             DeltaSyncError: as ``open_run`` and ``newest_good_manifest``.

@@ -13,7 +13,7 @@ from vllm_delta_sync.redaction import public_url
 
 
 def register() -> None:
-    """General plugin. vLLM calls it in every process, possibly more than once."""
+    """Register the general plugin. vLLM calls this in every process, possibly more than once."""
     from vllm_delta_sync.engine.api import weight_transfer
     from vllm_delta_sync.engine.core import hooks
     from vllm_delta_sync.engine.entrypoints import load_format
@@ -89,5 +89,5 @@ class EndpointPlugin:
 
 
 def endpoint_plugin() -> EndpointPlugin:
-    """The factory that vLLM calls in the API server, if VLLM_PLUGINS names ``delta_sync``."""
+    """Return the factory that vLLM calls in the API server, if VLLM_PLUGINS names ``delta_sync``."""
     return EndpointPlugin()

@@ -29,10 +29,10 @@ OWN_FLAGS = (*Settings.model_fields, "dry_run", "json")
 def serve_command(
     model: str | None, settings: Mapping[str, str], vllm_args: list[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """The environment and command of ``exec_serve``.
+    """Return the environment and command of ``exec_serve``.
 
     Args:
-        model: folder or public model; None: the run's own files, which are written to a folder of this user.
+        model: folder or public model; None means the run's own files, which are written to a folder of this user.
         settings: our settings by field name, as text.
         vllm_args: all other arguments, passed to ``vllm serve`` unchanged.
 
@@ -126,13 +126,13 @@ def _make_own(folder: Path) -> None:
 
 
 def _flag_at(arguments: list[str], at: int) -> str:
-    """The name of a vLLM flag, with dashes for underscores, as vLLM accepts both."""
+    """Return the name of a vLLM flag, with dashes for underscores, because vLLM accepts both."""
     name = arguments[at].partition("=")[0]
     return name.replace("_", "-") if name.startswith("--") else name
 
 
 def _value(arguments: list[str], at: int) -> str:
-    """The value of the flag at an index; empty if it has none."""
+    """Return the value of the flag at an index; empty if it has none."""
     _, equals, value = arguments[at].partition("=")
     return value if equals else "".join(arguments[at + 1 : at + 2])
 
@@ -140,7 +140,7 @@ def _value(arguments: list[str], at: int) -> str:
 def warn_shared_flags(args: Namespace) -> None:
     """Log which flags of ``delta-sync serve`` the installed ``vllm serve`` has too.
 
-    The server logs this, not ``delta-sync serve``, as building vLLM's parser takes seconds.
+    The server logs this, not ``delta-sync serve``, because building vLLM's parser takes seconds.
 
     Args:
         args: vLLM's parsed arguments: each of its flags by name.

@@ -40,7 +40,7 @@ class BucketTransferEngine(WeightTransferEngine[dict[str, Any], dict[str, Any]])
         _refuse("finish_weight_update")
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 def _refuse(method: str) -> NoReturn:

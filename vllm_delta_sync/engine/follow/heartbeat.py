@@ -21,14 +21,14 @@ from vllm_delta_sync.format.manifest import timestamp
 LEASE_SECONDS = 60
 """Lifetime of a heartbeat, which is renewed after a third of it."""
 SPACING_SECONDS = 1.0
-"""Least time between two writes."""
+"""Minimum seconds between two writes."""
 
 HeartbeatContent = tuple[Run, dict[str, Any]]
 """The run, and the fields for ``write_heartbeat``."""
 
 
 class Heartbeat:
-    """Writes the heartbeat of one receiver. ``run`` has its own thread, as a commit may outlast a heartbeat."""
+    """Writes the heartbeat of one receiver. ``run`` has its own thread: a commit may outlast a heartbeat."""
 
     def __init__(self, receiver: Receiver, receiver_id: str, seconds: int = LEASE_SECONDS) -> None:
         self._receiver = receiver
@@ -48,7 +48,7 @@ class Heartbeat:
     def run(self, stop: threading.Event) -> None:
         """Write whenever due, until ``stop`` is set and ``notify`` was called; then write that this server has left."""
         while True:
-            # Cleared before ``stop`` is read, as ``stop`` is set before ``notify`` is called.
+            # Cleared before ``stop`` is read, because ``stop`` is set before ``notify`` is called.
             self._notified.clear()
             if stop.is_set():
                 break
@@ -110,7 +110,7 @@ class Heartbeat:
         write_heartbeat(run, self._id, seconds=seconds, started_at=self._started_at, **content)
 
     def _content(self) -> HeartbeatContent:
-        """The run followed, and what the heartbeat says now."""
+        """Return the run followed, and what the heartbeat says now."""
         receiver = self._receiver
         followed = receiver.history.run
         run = followed.info.run

@@ -134,7 +134,7 @@ class WeightIdentifier:
         return held
 
     def _claimed_position(self, claimed: ClaimedVersion, held: GatheredWeights) -> WeightPosition | None:
-        """The position that the ranks claim; None if their weights differ, or no update leads from it to this run."""
+        """Return the position that ranks claim; None if their weights differ or no update leads from it to this run."""
         run = self._history.run
         try:
             if claimed.run == run.info.run:

@@ -29,7 +29,7 @@ class PauseSlotClient:
 
     @contextmanager
     def slot(self, version: int, until: Callable[[], bool]) -> Iterator[float | None]:
-        """Context manager that holds a slot; yields the wait in ms, or None if ``until`` became True first.
+        """Hold a slot in the block; yield the wait in ms, or None if ``until`` became True first.
 
         Only background updates wait for a slot. A rollback or a change of runs was requested by an operator who waits,
         and a server that serves no version yet does not count. If the store fails or is read-only, the server commits
@@ -62,7 +62,7 @@ class PauseSlotClient:
         return drain + self._settings.pause_seconds
 
     def _acquire(self, slots: PauseSlots, version: int, until: Callable[[], bool]) -> tuple[PauseSlot | None, bool]:
-        """The slot, None without one; and whether the wait ended because ``until`` became True."""
+        """Return the slot, None without one; and whether the wait ended because ``until`` became True."""
         if self._end_thread is not None:
             self._end_thread.join(END_WAIT_SECONDS)
         if self._unended is not None:

@@ -45,7 +45,7 @@ class GatheredWeights:
     answers: list[Answer]
 
     def mismatches(self, expected: list[Fingerprint]) -> list[int]:
-        """Ids of tensors that differ from the expected fingerprints. Tensors that no rank loads count as equal."""
+        """Return ids of tensors with other fingerprints than expected. Tensors that no rank loads count as equal."""
         return [
             tensor
             for tensor, (found, right) in enumerate(zip(self.fingerprints, expected, strict=True))
@@ -93,7 +93,7 @@ class RankGroup:
     def set_baseline(
         self, version: int | None, fingerprints: list[Fingerprint], position: WeightPosition | None = None
     ) -> None:
-        """Set what all ranks together hold; version None: weights that are no version of the run followed.
+        """Set what all ranks together hold; version None means weights that are no version of the run followed.
 
         Args:
             position: the version of another run that they are instead; ranks claim it in the next ``gather``.
@@ -116,7 +116,7 @@ class RankGroup:
         """Stage one commit on every rank.
 
         Args:
-            held: the version that they hold; None: none of the run followed.
+            held: the version that they hold; None means none of the run followed.
 
         Returns:
             {"ms": slowest rank's timings, "bytes": largest rank's, "elements": written over all ranks, "store": each
@@ -145,7 +145,7 @@ class RankGroup:
         return found, self._mismatching_names(rescan, answers)
 
     def matches_declared(self, answers: list[Answer]) -> bool:
-        """Whether the commits on all ranks changed the weights by the declared fingerprint, and copies agree."""
+        """Return whether the commits on all ranks changed the weights by the declared fingerprint, and copies agree."""
         measured = [
             {int(group): Fingerprint.from_hex(value) for group, value in answer["measured"].items()}
             for answer in answers

@@ -38,14 +38,14 @@ class Receiver:
     """Keeps an engine on the version that the settings, and requests at run time, ask for.
 
     Args:
-        orders: where standing orders are stored; None: they end with this process.
+        orders: where standing orders are stored; if None, they end with this process.
 
     Raises:
         SettingsError: a file of ``trusted_keys`` cannot be read, or ``state_dir`` cannot be written.
 
     Attributes:
         goal_version: the version that the running update leads to; None when idle.
-        announced_version: the version that a notice named, prefetched by the next poll; None: no notice came.
+        announced_version: the version that a notice named, prefetched by the next poll; None if no notice came.
     """
 
     def __init__(
@@ -128,11 +128,11 @@ class Receiver:
         return self._updater.repair_target is not None
 
     def status(self) -> Answer:
-        """The body of ``GET /delta_sync/status``, without the fields that the API server adds."""
+        """Return the body of ``GET /delta_sync/status``."""
         return self.board.document()
 
     def is_replaced(self) -> bool:
-        """Whether another run lies at the URL than the one known. Raises DeltaSyncError if that cannot be read."""
+        """Return whether the run at the URL is not the one known. Raises DeltaSyncError if it cannot be read."""
         return self.history.is_replaced()
 
     # Following
@@ -141,7 +141,7 @@ class Receiver:
         """Bring the engine to a version in as few commits as possible.
 
         Args:
-            version: None: the version that the setting ``target`` names.
+            version: None means the version that the setting ``target`` names.
             until: checked between two commits; if True, the rest waits for the next call.
 
         Raises:
@@ -274,7 +274,8 @@ class Receiver:
         """Follow another target from now on, newer or older; ends a hold.
 
         Args:
-            named: head, a version, or tag:NAME. bucket: URL of a run beside the configured one; None: the run followed.
+            named: head, a version, or tag:NAME.
+            bucket: URL of a run beside the configured one; None means the run followed.
 
         Raises:
             UsageError: the bucket is not beside the configured one. NotFoundError: there is no such run, version or
@@ -311,7 +312,7 @@ class Receiver:
             try:
                 self._move_to(position, target)
             except BaseException:
-                # The head stays the target, as it can be reached later. A version that cannot be served does not.
+                # The head stays the target, because it can be reached later. A version that cannot be served does not.
                 if chosen.target != HEAD and (self.board.served is served or self.board.served is None):
                     self._session.settings = before
                 raise
@@ -427,7 +428,7 @@ class Receiver:
             self.port.label(None)
 
     def _newest_allowed(self, stopped_by: DeltaSyncError | None) -> int | None:
-        """The newest version that may be served while none is served yet; None: any."""
+        """Return the newest version that may be served while none is served yet; None allows any."""
         if self.served_version is not None or self.settings.target == HEAD:
             return None
         try:
@@ -450,7 +451,7 @@ class Receiver:
                 self._reverify_served()
 
     def _ensure_position(self) -> WeightPosition | None:
-        """What the ranks hold: identified if unknown, otherwise checked for external writes."""
+        """Return what the ranks hold: identified if unknown, otherwise checked for external writes."""
         served = self._served_position()
         if served is None:
             return self._identify(self._session)
@@ -462,7 +463,7 @@ class Receiver:
         return None if served is None else WeightPosition(self.history.run, served)
 
     def _identify(self, session: RunSession) -> WeightPosition | None:
-        """Find out what the engine holds; None: weights that an anchor may replace."""
+        """Find out what the engine holds; None means weights that an anchor may replace."""
         newest, order = self.goal_version, self._pending_order
 
         def may_serve(position: WeightPosition) -> bool:

@@ -26,7 +26,7 @@ class RevocationHandler:
         self._reason: SignatureError | None = None
 
     def handle(self) -> None:
-        """If the served version, or the one to repair, has a revoked signature, roll back or set another repair target.
+        """Roll back, or set another repair target, if the version served or to be repaired has a revoked signature.
 
         Raises:
             SignatureError: no version can replace it; its label is cleared.
@@ -52,7 +52,7 @@ class RevocationHandler:
         self._updater.repair_target = goal
 
     def explain_blocked(self, error: DeltaSyncError) -> DeltaSyncError:
-        """The error for a failed poll: if the served signature is revoked, it says that no version can take over."""
+        """Return a failed poll's error: if the served signature is revoked, it says that no version can take over."""
         served = self._board.served
         try:
             revoked_signature = None if served is None else self._history.revoked_signature(served)
@@ -68,7 +68,7 @@ class RevocationHandler:
         )
 
     def explain_hopeless(self, error: DeltaSyncError) -> DeltaSyncError:
-        """The error for a failed repair: if the signature is revoked, it says that these weights still generate."""
+        """Return a failed repair's error: if the signature is revoked, it says that these weights still generate."""
         if self._reason is None or isinstance(error, BusyError | WeightsLostError):
             return error
         return SignatureError(
@@ -76,7 +76,7 @@ class RevocationHandler:
         )
 
     def _choose(self) -> Manifest | DeltaSyncError:
-        """The version to serve instead, or the error that says why there is none."""
+        """Return the version to serve instead, or the error that says why there is none."""
         try:
             goal = self._history.manifest(self._nearest())
             self._history.check_in_history(goal)
@@ -85,7 +85,7 @@ class RevocationHandler:
         return goal
 
     def _nearest(self) -> int:
-        """The version that the target names; the newest one if it is not published yet.
+        """Return the version that the target names; the newest one if it is not published yet.
 
         Raises:
             NotFoundError: every version is quarantined, or there is no such tag. Other errors as ``Run.resolve``.

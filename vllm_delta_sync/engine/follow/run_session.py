@@ -61,7 +61,7 @@ class RunSession:
         self._last_skipped = -1
 
     def resolve_target(self, target: str, stopped_by: DeltaSyncError | None, served: int = 0) -> int:
-        """The version that a requested target names now; it may be older than the served one.
+        """Return the version that a requested target names now; it may be older than the served one.
 
         Args:
             served: the version served of this run, 0 if none.
@@ -111,7 +111,7 @@ class RunSession:
             raise ChainError(f"version {version} precedes the served version {served}; use rollback")
 
     def resolve_followed_target(self, stopped_by: DeltaSyncError | None) -> int:
-        """The version that the target in force names now.
+        """Return the version that the target in force names now.
 
         Raises:
             NotFoundError: it is not published yet. ChainError: it is older than the served version.

@@ -132,7 +132,7 @@ class ReceiverService:
             self._wake.clear()
 
     def _adjust_notice_delay(self, announced: Notice | None) -> None:
-        """Double the delay of polls after a false notice, as anyone may send notices; reset it after a true one."""
+        """Double the delay of polls after a false notice, because anyone may send one; reset it after a true one."""
         if announced is None:
             return
         if not self._is_new(announced):
@@ -183,11 +183,11 @@ class ReceiverService:
                 logger.exception("the receiver failed unexpectedly; it will retry")
 
     def _awaits_target(self) -> bool:
-        """Whether the only problem is that the target names no version that can be served now."""
+        """Return whether the only problem is that the target names no version that can be served now."""
         return self.receiver.target_unavailable and self.receiver.served_version is not None
 
     def _has_requests(self) -> bool:
-        """Whether a request waits; called between two commits."""
+        """Return whether a request waits; called between two commits."""
         self._notify_heartbeat()
         return not self._requests.empty()
 
@@ -196,7 +196,7 @@ class ReceiverService:
             self._heartbeat.notify()
 
     def _replaced(self) -> bool:
-        """Whether another run has replaced the refused one."""
+        """Return whether another run has replaced the refused one."""
         try:
             return self.receiver.is_replaced()
         except DeltaSyncError:
@@ -257,7 +257,7 @@ class ReceiverService:
                 if notice is not None and self._is_new(notice):
                     self._announced = notice
                     self._wake.set()
-            except Exception as error:  # the thread must survive any bug, as the status says that it listens
+            except Exception as error:  # the thread must survive any bug, because the status says that it listens
                 if isinstance(error, NoticeError):
                     self._log_error(error)
                 elif self._throttle.is_due(f"notices {type(error).__name__}: {error}"):
@@ -281,7 +281,7 @@ class ReceiverService:
         )
 
     def _is_new(self, notice: Notice) -> bool:
-        """Whether a notice names an unknown version, or another manifest of the head; only then it causes a poll."""
+        """Return whether a notice names an unknown version or another manifest of the head, and so causes a poll."""
         head = self.receiver.board.head
         if head is None or notice.version > head.version:
             return True

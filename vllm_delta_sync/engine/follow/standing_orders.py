@@ -1,8 +1,8 @@
 """``StandingOrderStore`` keeps the target and the hold that an operator set at run time across restarts.
 
 Each configured run URL (and ``receiver_id``) has one small file, written before the request is answered. A damaged file
-means that there was an order. The server then holds the version it starts with until the next order, as the lost order
-may have been to avoid the newest version.
+means that there was an order. The server then holds the version it starts with until the next order, because the lost
+order may have been meant to avoid the newest version.
 """
 
 import fcntl
@@ -31,8 +31,8 @@ class StandingOrder(BaseModel):
 
     Attributes:
         setting: the setting ``target`` when the order was given; if it has changed since, the order is dropped.
-        target, bucket: chosen at run time; None: as configured. The bucket lies beside the configured one.
-        holding: whether new versions are not taken. run, version: what is held; None if no version was served yet.
+        target, bucket: chosen at run time; None means as configured. The bucket lies beside the configured one.
+        holding: whether new versions are ignored. run, version: what is held; None if no version was served yet.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
@@ -79,7 +79,7 @@ class StandingOrderStore:
             self._problem = error.message
 
     def load(self) -> StandingOrder | None:
-        """The stored order, or None. If the file cannot be read: an order that holds, without a version."""
+        """Return the stored order, or None. If the file cannot be read: an order that holds, without a version."""
         if self.path is None or not os.path.lexists(self.path):
             return None
         unread = StandingOrder(setting=self._settings.target, holding=True)
@@ -159,7 +159,7 @@ class StandingOrderStore:
 
 
 def peek_order(settings: Settings) -> StandingOrder | None:
-    """The order that a server with these settings will load, or None; does not lock the file."""
+    """Return the order that a server with these settings will load, or None; does not lock the file."""
     kept = StandingOrderStore(settings)
     try:
         order = None if kept.path is None else kept.parse(_read(kept.path))
@@ -169,13 +169,13 @@ def peek_order(settings: Settings) -> StandingOrder | None:
 
 
 def apply_order(settings: Settings, order: StandingOrder) -> Settings:
-    """Settings with the order's target and bucket."""
+    """Return the settings with the order's target and bucket."""
     overrides = {"target": order.target, "bucket": order.bucket}
     return settings.model_copy(update={name: value for name, value in overrides.items() if value is not None})
 
 
 def sibling_url(configured: str, asked: str) -> str:
-    """The requested URL, if it is a run beside the configured one.
+    """Return the requested URL, if it is a run beside the configured one.
 
     Raises:
         UsageError: it is not in the same store under the same prefix.
@@ -197,7 +197,7 @@ def sibling_url(configured: str, asked: str) -> str:
 
 
 def _split_url(url: str) -> tuple[str, str]:
-    """A URL's parent and last part. Nothing is decoded, so that an encoded spelling cannot pass the check."""
+    """Return a URL's parent and last part. Nothing is decoded, so that an encoded spelling cannot pass the check."""
     text = url.rstrip("/")
     if scheme_of(text) == "file":
         text = text.removeprefix("file://")

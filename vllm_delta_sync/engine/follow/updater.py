@@ -36,7 +36,7 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.settings import Settings
 
 MAX_REPAIRS = 3
-"""Repairs whose result is still wrong before the updater gives up."""
+"""Number of repairs with a wrong result after which the updater gives up."""
 
 
 class WeightUpdater:
@@ -128,7 +128,7 @@ class WeightUpdater:
         logger.warning("%s", log_lines.repaired(target, timings))
 
     def check_external_writes(self) -> None:
-        """If the ranks report a possible external write, rescan: are the weights still the served version?
+        """Rescan if the ranks report a possible external write: are the weights still the served version?
 
         Raises:
             BusyError: the engine is asleep. FingerprintError: the weights were changed.
@@ -168,7 +168,7 @@ class WeightUpdater:
         """Stage and commit the next part of the update to a version; all of it, if the version is older.
 
         Args:
-            position: what the ranks hold; None: weights that are no known version.
+            position: what the ranks hold; None means weights that are no known version.
             until: checked while waiting for a pause slot; if True, what is staged is not committed.
         """
         if not self._confirmed:
@@ -198,7 +198,7 @@ class WeightUpdater:
             self._committed(plan, timings, elements)
 
     def _check_decoded_against(self, plan: UpdatePlan, position: WeightPosition | None, error: DeltaSyncError) -> None:
-        """If a delta does not decode, rescan: either its bytes are damaged, or the weights it was decoded against.
+        """Rescan if a delta does not decode: either its bytes are damaged, or the weights it was decoded against.
 
         Raises:
             FingerprintError: the weights are.
@@ -343,7 +343,7 @@ class WeightUpdater:
 
 
 def mismatch_error(served: Manifest, names: list[str]) -> FingerprintError:
-    """The error for weights that are not the served version; names: tensors that differ, may be empty."""
+    """Return the error for weights that are not the served version; names: tensors that differ, may be empty."""
     shown = ", ".join(names[:3]) or "the sum"
     return FingerprintError(f"served weights are not version {served.version}: {shown} differ")
 
@@ -361,7 +361,7 @@ class RescanCursor:
         self._position = 0
 
     def next(self) -> list[int]:
-        """The next tensor ids, each at most once."""
+        """Return the next tensor ids, each at most once."""
         found: list[int] = []
         room = self._limit
         while room > 0 and len(found) < len(self._sizes):

@@ -53,7 +53,7 @@ class LoadRecord:
     is_runtime_state: Callable[[str], bool] = lambda name: False
 
     def added_since_load(self, model: Any) -> list[str]:
-        """Names of tensors and numbers that appeared after loading and may have been computed from weights.
+        """Return the names of tensors and numbers that appeared after loading and may have been computed from weights.
 
         Kernels and layers may combine weights, or read scales from them, at their first call. Such values would go
         stale unnoticed. Tensors that replaced others are not listed: if they were made of weights, the route compiler
@@ -85,7 +85,7 @@ _records: "weakref.WeakKeyDictionary[Any, LoadRecord]" = weakref.WeakKeyDictiona
 
 
 def load_record_of(model: Any) -> LoadRecord | None:
-    """The record of a model's loading; None if ``record_load`` did not run for it."""
+    """Return the record of a model's loading; None if ``record_load`` did not run for it."""
     return _records.get(model)
 
 
@@ -131,12 +131,12 @@ class _ProvenanceMode(TorchDispatchMode):
 
 
 def dotted_path(where: TensorPath) -> str:
-    """A tensor path as one name."""
+    """Return a tensor path as one name."""
     return ".".join(part for part in where if part)
 
 
 def is_under(path: str, modules: Iterable[str]) -> bool:
-    """Whether a module is one of ``modules``, or within one."""
+    """Return whether a module is one of ``modules``, or within one."""
     return any(not module or path == module or path.startswith(module + ".") for module in modules)
 
 
@@ -205,5 +205,5 @@ def record_load(
 
 
 def _float_attributes(model: Any) -> dict[TensorPath, float]:
-    """Float attributes of a model. Whole numbers are sizes and flags; a float may be a scale computed from weights."""
+    """Return a model's float attributes, perhaps scales computed from weights; integers are sizes and flags."""
     return {(path, name): value for path, name, value in walk_numbers(model) if isinstance(value, float)}

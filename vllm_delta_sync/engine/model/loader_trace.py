@@ -212,7 +212,7 @@ class _LoadRecorder(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
+    """Yield all tensors in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -223,7 +223,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> Iterable[torch.Tensor]:
-    """The tensors that an operation writes to, according to its schema."""
+    """Yield the tensors that an operation writes to, according to its schema."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))

@@ -30,7 +30,7 @@ _SHARED_PREFIXES = ("vllm.distributed.",)
 _CONFIGURATION = "vllm.config."
 """Objects of this package are not searched: they hold no weights, and sizes that change while an engine starts."""
 READABLE_ELEMENTS = 4096
-"""Largest integer tensor that keeps its data in a replica: a map of experts has one element per expert."""
+"""Maximum size of integer tensors that keep their data in a replica: a map of experts has one element per expert."""
 _LISTS = (list, tuple, set, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 
@@ -61,18 +61,18 @@ class MetaLeaf:
         self._readable = frozenset(readable)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same dtype, shape, strides and offset: on the meta device unless its data is kept."""
+        """Return a tensor of the same dtype, shape, strides and offset: on the meta device unless its data is kept."""
         known = tensor.untyped_storage()
         if known._cdata not in self._storages:
             self._storages[known._cdata] = torch.UntypedStorage(known.nbytes(), device="meta")
         return view_in_storage(tensor, self._storages[known._cdata])
 
     def keeps(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the model keeps its data in the replica."""
+        """Return whether a tensor of the model keeps its data in the replica."""
         return tensor.untyped_storage()._cdata in self._readable
 
     def is_unwritten(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the replica has kept data that nothing has changed since."""
+        """Return whether a tensor of the replica has kept data that nothing has changed since."""
         storage = tensor.untyped_storage()
         known = self._kept.get(storage._cdata)
         return known is not None and torch.equal(_bytes_of(storage), _bytes_of(known))
@@ -83,7 +83,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _readable(model: Any) -> dict[int, torch.UntypedStorage]:
-    """The storages of a model whose data a replica keeps, by address."""
+    """Return the storages of a model whose data a replica keeps, by address."""
     weights: set[int] = set()
     found: dict[int, torch.UntypedStorage] = {}
     for path, name, tensor in walk_tensors(model):
@@ -101,21 +101,21 @@ def _readable(model: Any) -> dict[int, torch.UntypedStorage]:
 
 
 def view_in_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """A tensor of the same dtype, shape, strides and offset in another storage, on that storage's device."""
+    """Return a tensor of the same dtype, shape, strides and offset in another storage, on that storage's device."""
     copied = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     return copied.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload, no-any-return]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is ordinary strided memory: not a wrapper subclass, not lazy, not quantized."""
+    """Return whether a tensor is ordinary strided memory: not a wrapper subclass, not lazy, not quantized."""
     if is_lazy(tensor) or tensor.layout != torch.strided:
         return False
     return not tensor.is_quantized and not is_traceable_wrapper_subclass(tensor)
 
 
 def walk_tensors(model: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(module path, path within the module, tensor) of every tensor reachable from a model: parameters, buffers, plain
-    attributes, and tensors inside objects that modules keep. A tensor with several paths is yielded once per path."""
+    """Yield (module path, path within the module, tensor) of every tensor reachable from a model: parameters, buffers,
+    plain attributes, and tensors inside objects that modules keep; once per path of a tensor."""
     for path, module, is_first in _modules(model):
         for registered in (module._parameters, module._buffers):
             for name, tensor in registered.items():
@@ -128,7 +128,7 @@ def walk_tensors(model: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def walk_numbers(model: Any) -> Iterator[tuple[str, str, float]]:
-    """(module path, path within the module, number) of every number attached to a model."""
+    """Yield (module path, path within the module, number) of every number attached to a model."""
     for path, module, is_first in _modules(model):
         if is_first is not None:
             for name, found in _reachable(module, is_first):
@@ -137,7 +137,7 @@ def walk_numbers(model: Any) -> Iterator[tuple[str, str, float]]:
 
 
 def _modules(model: Any) -> Iterator[tuple[str, torch.nn.Module, set[int] | None]]:
-    """(path, module, ids of the objects searched so far); None instead of the ids where the module was seen before."""
+    """Yield (path, module, ids of the objects searched so far, or None if the module was seen before)."""
     seen: set[int] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         yield path, module, None if id(module) in seen else seen
@@ -194,7 +194,7 @@ class _Copier:
         self._originals: list[Any] = []
 
     def copy(self, value: Any) -> Any:
-        """The copy of a value, or the value itself if it is shared."""
+        """Return the copy of a value, or the value itself if it is shared."""
         if id(value) in self._copies:
             return self._copies[id(value)]
         kind = type(value)

@@ -26,7 +26,7 @@ Positions = npt.NDArray[np.int32] | Indices
 Piece = tuple[Positions, Bits, Words]
 
 NARROW_ELEMENTS = 1 << 31
-"""Destinations of fewer elements use int32 addresses: half the memory, and half of what a commit reads."""
+"""Destinations below this size use int32 addresses: half the memory, and half of what a commit reads."""
 
 
 @dataclass
@@ -177,7 +177,7 @@ def upload_patches(patches: list[SparsePatch], routes: RouteMap) -> None:
 def to_device(
     patch: SparsePatch, piece: slice, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(positions, signed data, premix as int64) of a piece of a patch, on a device."""
+    """Return (positions, signed data, premix as int64) of a piece of a patch, on a device."""
     signed = patch.data[piece].view(f"<i{patch.data.itemsize}")
     arrays = (patch.positions[piece], signed, patch.premix[piece].view(np.int64))
     positions, data, premix = (torch.from_numpy(array).to(device) for array in arrays)
@@ -244,5 +244,5 @@ def _merge(destination: int, holders: int, group: Sparse, parts: list[Piece]) ->
 
 
 def region_view(flat: torch.Tensor, region: Region) -> torch.Tensor:
-    """The elements of a region of a flat (numel,) tensor, in the region's shape."""
+    """Return the elements of a region of a flat (numel,) tensor, in the region's shape."""
     return flat.as_strided(region.sizes, region.strides, region.offset)

@@ -55,7 +55,7 @@ class Region:
         return found, inside & (rest == 0)
 
     def indices(self, coordinates: Indices) -> Indices:
-        """(dimensions, n) coordinates → (n,) flat indices."""
+        """Return (dimensions, n) coordinates → (n,) flat indices."""
         result = np.full(coordinates.shape[1], self.offset, np.int64)
         for dim, stride in enumerate(self.strides):
             result += coordinates[dim] * stride
@@ -65,7 +65,7 @@ class Region:
 def coalesce(
     sizes: Sequence[int], first: tuple[int, Sequence[int]], second: tuple[int, Sequence[int]]
 ) -> tuple[Region, Region]:
-    """Two regions of one shape, given as (offset, strides) each; merges dimensions where both are contiguous."""
+    """Return two regions of one shape, given as (offset, strides) each; merges dimensions where both are contiguous."""
     merged: list[tuple[int, int, int]] = []
     for size, a, b in zip(sizes, first[1], second[1], strict=True):
         if size == 1:
@@ -103,7 +103,7 @@ def split_regions(first: Region, second: Region, limit: int) -> Iterator[tuple[R
 
 
 def find_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
-    """Positions in ``regions`` (each injective) of two that share an index; None if no two do.
+    """Return the positions in ``regions`` (each injective) of two that share an index; None if no two do.
 
     Memory use does not grow with the size of the regions. Only regions whose spans of flat indices meet are compared.
     """
@@ -130,7 +130,7 @@ class _Box:
         return self.first + sum(stride * (size - 1) for stride, size in self.dimensions)
 
     def row(self, number: int) -> "_Box":
-        """The part at one coordinate of the dimension of the largest stride."""
+        """Return the part at one coordinate of the dimension of the largest stride."""
         return _Box(self.first + number * self.dimensions[0][0], self.dimensions[1:])
 
 
@@ -139,7 +139,7 @@ def _dimensions(region: Region) -> tuple[tuple[int, int], ...]:
 
 
 def _boxes_intersect(one: _Box, other: _Box) -> bool:
-    """Whether two injective boxes share an index.
+    """Return whether two injective boxes share an index.
 
     Rows of an injective box span less than its largest stride. If both boxes have the same largest stride, row i of one
     and row j of the other can meet only for the few differences i − j at which their spans meet, and the answer depends

@@ -180,7 +180,7 @@ class LoaderReplay:
         return replica
 
     def _modules_to_process(self, scope: ReloadScope) -> list[str]:
-        """Modules of a scope, and the modules within them that hold its memory."""
+        """Return the modules of a scope, and the modules within them that hold its memory."""
         holders = {path for path, _ in scope.tensor_paths}
         paths = [path for path, _ in self._skeleton.named_modules()]
         return [p for p in paths if p in scope.modules or (p in holders and is_under(p, scope.modules))]
@@ -210,7 +210,7 @@ class LoaderReplay:
         return leaf
 
     def _initial_value(self, path: str, name: str, tensor: torch.Tensor, scope: ReloadScope) -> torch.Tensor | None:
-        """The content of a tensor where no loader writes, if known."""
+        """Return the content of a tensor where no loader writes, if known."""
         if is_under(path, scope.modules):
             return None if self.record is None else self.record.initial.get((path, name))
         live = self.live.get((path, name))
@@ -232,14 +232,14 @@ class _ScopeIndex:
                 self._of_module[module].append(number)
 
     def scopes_holding(self, path: str, name: str) -> list[int]:
-        """Scopes that a tensor is memory of, or that may create it."""
+        """Return the scopes that a tensor is memory of, or that may create it."""
         known = self._of_tensor_path.get((path, name))
         if known is not None or (path, name) in self._targets:
             return known or []
         return self.scopes_processing(path)
 
     def scopes_processing(self, path: str) -> list[int]:
-        """Scopes that process a module, or a module that contains it."""
+        """Return the scopes that process a module, or a module that contains it."""
         found = list(self._of_module.get(path, ()))
         while path:
             path = path.rpartition(".")[0]
@@ -257,7 +257,7 @@ def _merge_scopes(scopes: list[ReloadScope]) -> ReloadScope:
 
 
 def live_tensors(model: Any, record: LoadRecord | None) -> dict[TensorPath, torch.Tensor]:
-    """Tensor path at loading → the tensor that is now there; it may have moved to another module."""
+    """Return tensor path at loading → the tensor that is now there; it may have moved to another module."""
     found = {(path, name): tensor for path, name, tensor in walk_tensors(model)}
     if record is not None:
         there = {id(tensor) for tensor in found.values()}
@@ -269,7 +269,7 @@ def live_tensors(model: Any, record: LoadRecord | None) -> dict[TensorPath, torc
 
 
 def find_owners(model: Any) -> dict[int, list[tuple[torch.nn.Module, str]]]:
-    """Storage → the (module, attribute) pairs that refer to it."""
+    """Return storage → the (module, attribute) pairs that refer to it."""
     found: dict[int, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
     for path, name, tensor in walk_tensors(model):
         module = model.get_submodule(path)
@@ -281,7 +281,7 @@ def find_owners(model: Any) -> dict[int, list[tuple[torch.nn.Module, str]]]:
 LoadTimeReader = Callable[[list[int]], dict[int, Bits]]
 """Tensor ids → (numel,) bits that the model was loaded with, each an array that the caller may keep."""
 NO_TENSOR = -1
-"""Replaces the tensor id in patches of memory that belongs to no single tensor."""
+"""Stands for the tensor id in patches of memory that belongs to no single tensor."""
 
 
 @dataclass
@@ -387,7 +387,7 @@ class ReloadUnits:
         patch.dense += [DensePatch(NO_TENSOR, exchanges) for exchanges in found if exchanges]
 
     def up_to_date(self, tensors: Iterable[int], routes: RouteMap) -> set[int]:
-        """The given tensors whose units match the model: reloading gives what it holds."""
+        """Return the given tensors whose units match the model: reloading gives what it holds."""
         wanted = set(tensors)
         affected = [unit for unit in self.units if wanted & set(unit.inputs)]
         bits = {tensor: _input_bits(routes, number) for unit in affected for tensor, number in unit.inputs.items()}
@@ -400,13 +400,13 @@ class ReloadUnits:
     def _exchanges_of(
         self, units: list[ReloadUnit], bits: dict[int, Bits], routes: RouteMap
     ) -> Iterator[list[tuple[Route, torch.Tensor]]]:
-        """Per unit: where the model differs from what these bits give, and what to put there."""
+        """Yield, per unit, where the model differs from what these bits give, and what to put there."""
         loaded = self.replay.load([unit.scope for unit in units], bits)
         for unit, (_, found) in zip(units, loaded, strict=True):
             yield _unit_exchanges(unit, found, routes)
 
     def is_live(self, tensor: int, routes: RouteMap) -> bool:
-        """Whether the model still computes with a tensor's memory."""
+        """Return whether the model still computes with a tensor's memory."""
         unit = next((unit for unit in self.units if tensor in unit.inputs), None)
         return unit is None or all(routes.destinations[output.route.destination].is_live for output in unit.outputs)
 
@@ -423,7 +423,7 @@ Change = SparsePatch | tuple[Route, torch.Tensor]
 
 
 def _by_destination(patch: StagedPatch) -> dict[int, list[Change]]:
-    """Destination → what a patch does to it, in order."""
+    """Return destination → what a patch does to it, in order."""
     found: dict[int, list[Change]] = defaultdict(list)
     for sparse in patch.sparse:
         found[sparse.destination].append(sparse)
@@ -434,7 +434,7 @@ def _by_destination(patch: StagedPatch) -> dict[int, list[Change]]:
 
 
 def _bits_after(changes: list[Change], number: int, routes: RouteMap) -> Bits | None:
-    """The bits that a host copy will have; None if they do not change."""
+    """Return the bits that a host copy will have; None if they do not change."""
     if not changes:
         return None
     bits = _input_bits(routes, number).copy()
@@ -456,7 +456,7 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
 def _output_exchange(
     output: Output, found: dict[TensorPath, torch.Tensor], routes: RouteMap
 ) -> tuple[Route, torch.Tensor] | None:
-    """A route and what to exchange through it, in host memory; None if the model holds that already."""
+    """Return a route and what to exchange through it, in host memory; None if the model holds that already."""
     reloaded = [
         _bits_of(found[at]).as_strided(region.sizes, region.strides, found[at].storage_offset())
         for at, region in output.tensor_paths.items()
@@ -478,7 +478,7 @@ def _same_number(first: float, second: float) -> bool:
 
 
 def _unit_exchanges(unit: ReloadUnit, found: ReplayedLoad, routes: RouteMap) -> list[tuple[Route, torch.Tensor]]:
-    """Where the model differs from the reloaded tensors, and what to put there."""
+    """Yield where the model differs from the reloaded tensors, and what to put there."""
     for at, value in unit.numbers.items():
         if at not in found.numbers or not _same_number(found.numbers[at], value):
             raise ModelError(
@@ -499,7 +499,7 @@ def _find_outputs(
     for where, reloaded in found.items():
         live = replay.live.get(where)
         if live is None or not is_plain(live) or not reloaded.numel():
-            # The model has dropped it, or filled it later, as it does with caches.
+            # The model has dropped it, or filled it later, as caches are.
             continue
         with routes.memory.reading():
             reason = _describe_difference(reloaded, live)
@@ -521,7 +521,7 @@ def _find_outputs(
 
 
 def destination_of(name: str, tensor: torch.Tensor, owners: list[tuple[torch.nn.Module, str]]) -> Destination:
-    """The whole storage of a tensor, as a destination."""
+    """Return the whole storage of a tensor, as a destination."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))

@@ -43,8 +43,8 @@ def trace_routes(
     """Trace and prove the routes of a run's tensors in a model. Writes no weight.
 
     Args:
-        load_time_bits: gives the bits of tensors that the loader computes with; None: such a model is refused.
-        memory: guards the weights; None: ``WeightMemory.for_model(model)``.
+        load_time_bits: returns the bits of tensors that the loader computes with; if None, such a model is refused.
+        memory: guards the weights; None means ``WeightMemory.for_model(model)``.
 
     Raises:
         ModelError: a tensor is computed and ``load_time_bits`` is None, or reloading does not give what the model
@@ -124,7 +124,7 @@ class _Compiler:
         self._reloaded_tensors: set[int] = set()
 
     def scopes(self) -> list[ReloadScope]:
-        """The scopes to reload; they have nothing in common."""
+        """Return the scopes to reload; they have nothing in common."""
         self._find_reasons()
         groups = _Groups()
         for target in self._reasons:
@@ -193,7 +193,7 @@ class _Compiler:
                     self._reasons[position] = conflict
 
     def _neighbours(self, target: int) -> Iterable[tuple[str, Any]]:
-        """Memory, and modules changed after loading, that a target shares with others."""
+        """Yield the memory, and modules changed after loading, that a target shares with others."""
         names = self.trace.targets[target].names
         for name in names:
             for path in self._processed_by[_split_name(name)]:
@@ -209,7 +209,7 @@ class _Compiler:
         return {copy.target for copy in self._of_tensor[tensor]} | self._computed_of_tensor[tensor]
 
     def _find_conflict(self, target: int) -> str | None:
-        """Why copies into a target collide; None if they do not."""
+        """Return why copies into a target collide; None if they do not."""
         copies = self._of_target[target]
         destination = self.trace.targets[target]
         repeated = next((copy for copy in copies if not copy.target_region.is_injective), None)
@@ -230,7 +230,7 @@ class _Compiler:
         return None
 
     def routes(self) -> RouteMap:
-        """Routes of everything that is patched by address."""
+        """Return the routes of everything that is patched by address."""
         destinations: list[Destination] = []
         numbers: dict[int, int] = {}
         routes: list[list[Route]] = [[] for _ in self.trace.table]
@@ -249,7 +249,7 @@ class _Compiler:
         return RouteMap(self.trace.table, destinations, routes, memory=self._memory)
 
     def _destination(self, position: int) -> torch.Tensor | None:
-        """A live tensor in the target's memory; None if that is not a single storage of the same size."""
+        """Return a live tensor in the target's memory; None if that is not a single storage of the same size."""
         target = self.trace.targets[position]
         found = [self._live.get(_split_name(name)) for name in target.names]
         first = found[0]
@@ -285,7 +285,7 @@ class _Compiler:
 
 
 def _find_repetition(name: str, copies: Sequence[Copy]) -> str | None:
-    """Why a tensor's copies are neither equal nor disjoint; None if they are."""
+    """Return why a tensor's copies are neither equal nor disjoint; None if they are."""
     if not all(copy.source.is_injective for copy in copies):
         return f"tensor {name!r} is loaded with repeated elements (an expanded view)"
     if find_overlap(sorted({copy.source for copy in copies}, key=lambda region: region.offset)) is not None:
@@ -323,7 +323,7 @@ class _Groups:
         self._parent[self._root(second)] = self._root(first)
 
     def all(self) -> list[list[tuple[str, Any]]]:
-        """Every set, in the order of its first member."""
+        """Return every set, in the order of its first member."""
         found: dict[tuple[str, Any], list[tuple[str, Any]]] = defaultdict(list)
         for node in list(self._parent):
             found[self._root(node)].append(node)

@@ -55,7 +55,7 @@ class Route:
     target: Region
 
     def map(self, positions: Positions) -> tuple[Positions, np.ndarray]:
-        """Flat source positions (n,) → (target positions (n,), (n,) whether this route covers the position)."""
+        """Return flat source positions (n,) → (target positions (n,), (n,) whether this route covers the position)."""
         if self.source.is_linear and self.target.is_linear:
             shifted = positions + (self.target.offset - self.source.offset)
             inside = (positions >= self.source.offset) & (positions < self.source.offset + self.source.numel)
@@ -110,7 +110,7 @@ class RouteMap:
         return sorted({route.destination for routes in [*self.routes, outputs] for route in routes})
 
     def is_live(self, tensor: int) -> bool:
-        """Whether the model still computes with a tensor's destinations."""
+        """Return whether the model still computes with a tensor's destinations."""
         own = all(self.destinations[route.destination].is_live for route in self.routes[tensor])
         return own and (self.reload_units is None or self.reload_units.is_live(tensor, self))
 
@@ -150,7 +150,7 @@ class RouteMap:
 
 
 def fingerprint_in_place(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
-    """Fingerprint of a tensor's ``source`` elements, at ``target`` of (numel,) signed integers in host memory."""
+    """Fingerprint a tensor's ``source`` elements, at ``target`` of (numel,) signed integers in host memory."""
     live_layout = (target.offset, target.strides)
     return fingerprint_strided(name, _bits(flat), source.sizes, live_layout, (source.offset, source.strides))
 

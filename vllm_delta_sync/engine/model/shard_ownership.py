@@ -37,8 +37,8 @@ class Ownership:
     members: list[tuple[int, ...]]
 
     def groups(self, rank: int) -> list[list[int]]:
-        """Per tensor id, per route of a rank: the group that holds the route's region; DUPLICATE if an earlier route of
-        the rank loads the same region."""
+        """Return, per tensor id and route of a rank, the group that holds the route's region; DUPLICATE if an earlier
+        route of the rank loads the same region."""
         ids = {ranks: position for position, ranks in enumerate(self.members)}
         found = []
         for tensor, slots in enumerate(self.slots[rank]):
@@ -48,11 +48,11 @@ class Ownership:
         return found
 
     def is_loaded(self, tensor: int) -> bool:
-        """Whether any rank holds the tensor."""
+        """Return whether any rank holds the tensor."""
         return bool(self.holders[tensor])
 
     def combine(self, tensor: int, measured: Sequence[Sequence[Fingerprint]]) -> Fingerprint | None:
-        """Fingerprint of a whole tensor from what each rank measured per route; None if copies of a region differ."""
+        """Return a whole tensor's fingerprint from each rank's measurements per route; None if copies differ."""
         found: dict[int, Fingerprint] = {}
         for rank, fingerprints in enumerate(measured):
             for slot, value in zip(self.slots[rank][tensor], fingerprints, strict=True):
@@ -61,7 +61,7 @@ class Ownership:
         return sum(found.values(), Fingerprint())
 
     def combine_groups(self, measured: Sequence[dict[int, Fingerprint]]) -> Fingerprint | None:
-        """Total over all ranks, each element once, of what each rank measured per group; None if copies differ."""
+        """Return the total of all ranks' measurements per group, each element once; None if copies differ."""
         total = Fingerprint()
         for group, ranks in enumerate(self.members):
             values = {measured[rank].get(group, Fingerprint()) for rank in ranks}
@@ -114,7 +114,7 @@ def _overlap(regions: tuple[Region, ...]) -> bool:
 
 
 def region_to_plain(region: Region) -> list[Any]:
-    """A region as plain data, to send it from a worker to the controller."""
+    """Return a region as plain data, to send it from a worker to the controller."""
     return [region.offset, list(region.sizes), list(region.strides)]
 
 

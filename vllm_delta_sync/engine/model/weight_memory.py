@@ -64,10 +64,10 @@ class WeightMemory:
     """Guards the memory of one rank's weights.
 
     Args:
-        accelerator: the device of the weights; None: host memory.
+        accelerator: the device of the weights; None means host memory.
 
     Attributes:
-        asleep: whether the engine sleeps, so that its weights are not in memory. Written under ``exclusive``.
+        asleep: whether the engine sleeps and its weights are not in memory. Written under ``exclusive``.
     """
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
@@ -79,7 +79,7 @@ class WeightMemory:
 
     @classmethod
     def for_model(cls, model: Any) -> "WeightMemory":
-        """The guard of a model's weights; the first tensor of the model decides the device."""
+        """Return the guard of a model's weights; the first tensor of the model decides the device."""
         device = next((tensor.device for _, _, tensor in walk_tensors(model) if is_plain(tensor)), torch.device("cpu"))
         return cls(None if device.type in ("cpu", "meta") else TorchAccelerator(device))
 

@@ -12,7 +12,7 @@ from vllm_delta_sync.format.manifest import Manifest
 PHASE_ORDER = ("fetch", "verify", "decode", "route", "rescan", "turn", "wait", "pause", "commit", "resume")
 """Order of the phases in ``timings_ms``; those up to ``turn`` run beside generation."""
 MIN_SHOWN_MS = 0.05
-"""Shorter phases are left out of the line."""
+"""Phases shorter than this are left out of the line."""
 _WORDS = {
     "fetch": "fetched",
     "verify": "verified",
@@ -37,7 +37,7 @@ class RepeatedErrors:
         self._lock = threading.Lock()
 
     def is_due(self, text: str) -> bool:
-        """Whether to log this text now; True counts it as logged."""
+        """Return whether to log this text now; True counts it as logged."""
         key, now = re.sub(r"[0-9]+", "0", text), time.monotonic()
         with self._lock:
             logged = self._logged.get(key)
@@ -51,13 +51,13 @@ class RepeatedErrors:
 
 
 def ordered(ms: Mapping[str, float]) -> dict[str, float]:
-    """Timings in the order of ``PHASE_ORDER``, then any others."""
+    """Return the timings in the order of ``PHASE_ORDER``, then any others."""
     known = {phase: ms[phase] for phase in PHASE_ORDER if phase in ms}
     return known | {phase: value for phase, value in ms.items() if phase not in known}
 
 
 def forward(plan: UpdatePlan, ms: Mapping[str, float], elements: int) -> str:
-    """The line for a commit forward; ``elements``: elements that it wrote, over all ranks."""
+    """Return the line for a commit forward; ``elements``: elements that it wrote, over all ranks."""
     target = plan.target
     if plan.steps and plan.versions > 1:
         # A sum over the versions would count most elements several times.
@@ -73,17 +73,17 @@ def forward(plan: UpdatePlan, ms: Mapping[str, float], elements: int) -> str:
 
 
 def back(target: Manifest, left: int, ms: Mapping[str, float]) -> str:
-    """The line for a rollback."""
+    """Return the line for a rollback."""
     return f"{_label(target)} served: rolled back from version {left}; {durations(ms)}"
 
 
 def repaired(target: Manifest, ms: Mapping[str, float]) -> str:
-    """The line for a repair after an external write."""
+    """Return the line for a repair after an external write."""
     return f"{_label(target)} served: weights that were changed from outside are repaired; {durations(ms)}"
 
 
 def durations(ms: Mapping[str, float]) -> str:
-    """``timings_ms`` in words, such as ``fetched 210 ms, decoded 12, paused 14 (committed 9, resumed 1)``."""
+    """Put ``timings_ms`` in words, such as ``fetched 210 ms, decoded 12, paused 14 (committed 9, resumed 1)``."""
     parts = [f"{word} {_ms(ms[phase])}" for phase, word in _WORDS.items() if ms.get(phase, 0) >= MIN_SHOWN_MS]
     if "pause" in ms:
         details = [

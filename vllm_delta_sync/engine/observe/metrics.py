@@ -66,7 +66,7 @@ _made: dict[str, Any] = {}
 
 
 def _metric(name: str) -> Any | None:
-    """A metric, registered at first use with every value of its label, so that each begins at zero."""
+    """Return a metric, registered at first use with every value of its label, so that each begins at zero."""
     with _lock:
         if name not in _made:
             client = _client()
@@ -149,7 +149,7 @@ def count_move(move: str, ms: Mapping[str, float], versions: int = 0, payload_by
         if phase == "pause":
             _observe("pause_seconds", value / 1e3)
         elif phase in PHASES and phase != "turn":
-            # ``observe_slot_wait`` records this phase, also where no commit follows.
+            # ``observe_slot_wait`` records this phase, even where no commit follows.
             _observe("phase_seconds", value / 1e3, phase)
 
 

@@ -11,7 +11,7 @@ RELEASE = "POST /delta_sync/release to follow again"
 
 
 def readiness(status: Answer, max_lag: int | None, asleep: bool) -> Answer:
-    """``ready`` and, where it is False, ``reasons``: short texts with cause and remedy.
+    """Return ``ready`` and, where it is False, ``reasons``: short texts with cause and remedy.
 
     Args:
         status: as in ``GET /delta_sync/status``. max_lag: the setting. asleep: whether the engine sleeps.
@@ -40,7 +40,7 @@ def _reasons(status: Answer, max_lag: int | None, asleep: bool) -> list[str]:
 
 
 def unreachable(status: Answer, version: int) -> str | None:
-    """Why a version will not be served without an operator's action; None: it may be."""
+    """Return why a version will not be served without an operator's action; None if it may be."""
     served, target, state = _served(status), str(status["target"]), status["state"]
     head = (status["head"] or {}).get("version")
     wanted = f"version {version} is wanted, {served} is served, the head is {head}"
@@ -56,7 +56,7 @@ def unreachable(status: Answer, version: int) -> str | None:
 
 
 def _waits_for_request(status: Answer) -> bool:
-    """Whether the server does nothing until a request, by policy ``manual``."""
+    """Return whether the server does nothing until a request, by policy ``manual``."""
     return status["policy"] == "manual" and status["state"] in ("idle", "waiting_for_run")
 
 
@@ -66,7 +66,7 @@ def _served(status: Answer) -> int | None:
 
 
 def _lag(status: Answer) -> int | None:
-    """Versions from the served one to the target; None if unknown."""
+    """Count the versions from the served one to the target; None if unknown."""
     served, target = _served(status), str(status["target"])
     if served is None:
         return None

@@ -37,7 +37,7 @@ class TokenTimes:
             self._times.append(now)
 
     def seconds_before(self, token: int) -> float | None:
-        """Seconds between a token, by its index, and the output before it; None if there is none."""
+        """Return the seconds between a token, by its index, and the output before it; None if there is none."""
         at = bisect_right(self._ends, token)
         return self._times[at] - self._times[at - 1] if 0 < at < len(self._times) else None
 
@@ -62,7 +62,7 @@ class SpanRecord:
         return 0 < self.started == self.finished
 
     def document(self, run: str | None) -> dict[str, Any]:
-        """The member ``delta_sync`` of a response."""
+        """Return the member ``delta_sync`` of a response."""
         return {"run": run, "spans": sorted(self.spans, key=lambda span: (span["index"], span["start"]))}
 
     async def watch(self, prompt: int, choices: int, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -92,7 +92,7 @@ def install(engine_client: Any, state: Any, run_id: Callable[[], str | None]) ->
     """Wrap the engine client and the two OpenAI serving objects of an API server.
 
     Args:
-        run_id: gives the run that versions belong to.
+        run_id: returns the run that versions belong to.
     """
     patches.wrap_method(engine_client, "generate", _generate)
     for attribute, method in (
@@ -155,8 +155,8 @@ async def add_spans(
     """Pass a stream's server-sent events on, and add a member ``delta_sync`` to the last one before ``[DONE]``.
 
     Args:
-        document: gives the member's value; None while output is still to come. A chunk is held back until the next one
-            only once this gives a value, as only then it may be the last.
+        document: returns the member's value; None while output is still to come. Once this returns a value, each chunk
+            is held back until the next arrives, because it may be the last.
     """
     held = last = None
     async with aclosing(stream):
@@ -183,7 +183,7 @@ async def add_spans(
 
 
 def _closing(held: str | None, last: str | None, value: dict[str, Any]) -> str | None:
-    """The chunk held back, with the member; an extra chunk if none is held back. None: the stream has failed."""
+    """Return the chunk held back, or an extra chunk, with the member; None if the stream has failed."""
     parsed = _parsed(held or last)
     if parsed is None:
         return None
@@ -196,7 +196,7 @@ def _closing(held: str | None, last: str | None, value: dict[str, Any]) -> str |
 
 
 def _parsed(chunk: str | None) -> dict[str, Any] | None:
-    """The chunk if it has choices; None otherwise, for example for an error."""
+    """Return the chunk if it has choices; None otherwise, for example for an error."""
     if chunk is None or not chunk.startswith(DATA):
         return None
     try:

@@ -61,12 +61,12 @@ class StatusBoard:
         served: the version that answers now; None until the weights are identified as one. head: newest known version.
         goal: the version that a receiver of the head serves; None if there is none.
         target: what is followed: head, a version, or tag:NAME.
-        holding: whether new versions are not taken.
+        holding: whether new versions are ignored.
         ahead_of_target: whether the served version is newer than the target.
         asleep: whether the engine's weights were out of memory when last asked.
         invalidated: whether the weights were found to be no version. polls: how often the bucket was polled.
         rank_store_use: the ranks' use of stores, as of the last staging.
-        fleet: this receiver's id and the setting ``fleet_pauses``; None: unset.
+        fleet: this receiver's id and the setting ``fleet_pauses``; None means unset.
         waiting_for_slot: whether a commit waits for a pause slot.
         listens: whether notices are set up. notice_heard_at: when the last one came, by the monotonic clock.
         polled_at: when the bucket was last read without an error, by the monotonic clock; None before.
@@ -157,7 +157,7 @@ class StatusBoard:
             changed()
 
     def document(self) -> Answer:
-        """The body of ``GET /delta_sync/status``, without the fields that the API server adds."""
+        """Return the body of ``GET /delta_sync/status``."""
         trust = self.trust()
         with self._lock:
             standing = self._core_fields()
@@ -226,12 +226,12 @@ class StatusBoard:
         return {name: round(sum(part[name] for part in parts), 3) for name in PROCESS.snapshot()}
 
     def _notice(self) -> Answer:
-        # Without the address, as anyone may read the status.
+        # Without the address, because anyone may read the status.
         return {"listens": self.listens, "heard_seconds": _age(self.notice_heard_at)}
 
 
 def _wall_clock(moment: float) -> float:
-    """Unix time of a moment of the monotonic clock."""
+    """Return the Unix time of a moment of the monotonic clock."""
     return time.time() - (time.monotonic() - moment)
 
 
@@ -241,7 +241,7 @@ def _age(moment: float | None) -> float | None:
 
 @functools.cache
 def versions() -> Answer:
-    """Installed versions by package name (None: not installed); ``tested``: whether this vLLM release was tested."""
+    """Return installed versions by package name, None if missing; ``tested``: whether this vLLM was tested."""
     try:
         vllm: str | None = patches.distribution_version()[1]
     except EngineError:

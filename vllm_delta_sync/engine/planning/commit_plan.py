@@ -14,7 +14,7 @@ from vllm_delta_sync.run.read_plan import Step
 Key = tuple[str, str]
 """Run id and key of a document."""
 REBUILD = "rebuild"
-"""In place of a document's key: the version is rebuilt from what the bucket holds."""
+"""Stands for a document's key if the version is rebuilt from what the bucket holds."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class UpdatePlan:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of objects to read; 0 for a rebuild, as only the ranks know them."""
+        """Bytes of objects to read; 0 for a rebuild, because only the ranks know them."""
         if self.steps:
             return sum(step.payload_bytes for step in self.steps)
         return 0 if self.rebuild else (self.anchor or self.target).payload_bytes
 
     def key(self, index: int) -> Key:
-        """The document to avoid if step number ``index`` is bad."""
+        """Return the document to avoid if step number ``index`` is bad."""
         if self.steps:
             return step_key(self.steps[index])
         if self.rebuild:
@@ -77,7 +77,7 @@ class UpdatePlan:
         return self.target.run, anchor_key(version) if self.anchor is not None else version_key(version)
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain data for the ranks. Other runs than the followed one are named by URL and digest of run.json."""
+        """Return plain data for the ranks. Runs other than the followed one are named by URL and digest of run.json."""
         return {
             "target": _text(self.target),
             "steps": [
@@ -98,7 +98,7 @@ class UpdatePlan:
         """Inverse of ``to_plain``.
 
         Args:
-            run_at: the run at a URL, whose run.json has a digest; None: the followed one.
+            run_at: the run at a URL, whose run.json has a digest; None means the followed one.
         """
         return cls(
             Manifest.from_bytes(plain["target"].encode()),
@@ -109,7 +109,7 @@ class UpdatePlan:
 
 
 def step_key(step: Step) -> Key:
-    """The document to avoid if a step is bad."""
+    """Return the document to avoid if a step is bad."""
     return step.run.info.run, step.key
 
 

@@ -15,7 +15,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.run.read_plan import Step
 
 MAX_STEPS = 1024
-"""Most steps in one commit."""
+"""Maximum number of steps in one commit."""
 
 
 class PlanFeedback:
@@ -24,7 +24,7 @@ class PlanFeedback:
     Attributes:
         bad: documents that turned out to be bad since the last poll, and why.
         avoid: the same keys by run id. The sets stay the same objects until the next poll.
-        max_steps: most steps in one commit.
+        max_steps: maximum number of steps in one commit.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class PlanFeedback:
         self.avoid.setdefault(key[0], set()).add(key[1])
 
     def contains_rejected(self, steps: Iterable[Step]) -> bool:
-        """Whether a step's commit was reverted before; marks the step as bad if so."""
+        """Return whether a step's commit was reverted before; marks the step as bad if so."""
         for step in steps:
             key = step_key(step)
             digest, reason = self._rejected.get(key, ("", ""))
@@ -121,5 +121,5 @@ class PlanFeedback:
         return False
 
     def contains_undecodable(self, steps: Iterable[Step]) -> bool:
-        """Whether a step cannot be decoded with the parts of tensors that the ranks hold."""
+        """Return whether a step cannot be decoded with the parts of tensors that the ranks hold."""
         return any(step_key(step) in self._undecodable for step in steps)

@@ -9,7 +9,7 @@ from vllm_delta_sync.errors import ChainError, DeltaSyncError, StoreError
 from vllm_delta_sync.trust import Keyring
 
 MAX_DEPTH = 64
-"""Most branches of branches that are followed to their source."""
+"""Maximum depth of branches of branches that are followed to their source."""
 
 
 class RunVersion(NamedTuple):
@@ -28,7 +28,7 @@ class RunSegment(NamedTuple):
 
 
 def ancestry(run: Run, version: int) -> list[RunVersion]:
-    """A version, and the versions of source runs that its run descends from, youngest first.
+    """Return a version, and the versions of source runs that its run descends from, youngest first.
 
     Ends where a source is missing, has other tensors, or lies in another kind of store. The source's URL is untrusted
     data of the bucket and must not choose the protocol that this server speaks. It may name any local directory: what
@@ -65,7 +65,7 @@ def _check_store(run: Run, location: str) -> None:
 
 
 def connect_runs(held: list[RunVersion], wanted: list[RunVersion]) -> list[RunSegment] | None:
-    """The segments that lead from the first version of one ancestry to the first of another; None if none do.
+    """Return the segments that lead from the first version of one ancestry to the first of another; None if none do.
 
     Raises:
         StoreError: the store failed.
@@ -87,7 +87,7 @@ def connect_runs(held: list[RunVersion], wanted: list[RunVersion]) -> list[RunSe
 
 
 def _have_same_start(one: Run, other: Run) -> bool:
-    """Whether two runs begin with the same weights, for example of one public model."""
+    """Return whether two runs begin with the same weights, for example of one public model."""
     if one.table.digest != other.table.digest:
         return False
     try:
@@ -99,7 +99,7 @@ def _have_same_start(one: Run, other: Run) -> bool:
 
 
 def open_expected_run(url: str, run_id: str, keyring: Keyring, store: StoreOptions | None = None) -> Run | None:
-    """The run at a URL, if it has the id, is readable, and is signed as the keyring requires; else None."""
+    """Return the run at a URL, if it has the id, is readable, and is signed as the keyring requires; else None."""
     try:
         run = open_run(url, keyring, store)
     except DeltaSyncError:

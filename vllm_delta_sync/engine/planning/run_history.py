@@ -18,7 +18,7 @@ class History:
 
     Args:
         keyring: keys that must have signed the run. trusted_head: refuses heads older than one seen before.
-        store: options of the store; None: from the environment.
+        store: options of the store; if None, from the environment.
 
     Attributes:
         head: manifest of the newest good version; None before the first poll.
@@ -48,7 +48,7 @@ class History:
         return self._run
 
     def is_replaced(self) -> bool:
-        """Whether another run lies at the URL than the one known. Raises DeltaSyncError if that cannot be read."""
+        """Return whether the run at the URL is not the one known. Raises DeltaSyncError if it cannot be read."""
         return self._run is None or not self._run.is_current()
 
     def open(self) -> Run:
@@ -64,7 +64,7 @@ class History:
         return self._run
 
     def prefetching(self, expected: int | None) -> AbstractContextManager[object]:
-        """Context manager that prefetches for a poll, once the run is known; see ``Run.prefetching``."""
+        """Prefetch for a poll in the block, once the run is known; see ``Run.prefetching``."""
         if self._run is None:
             return nullcontext()
         return self._run.prefetching(None if self.head is None else self.head.version, expected)
@@ -99,7 +99,7 @@ class History:
         self.trusted_head.check_fresh(self.run, self._stopped_by, self.expired)
 
     def revoked_signature(self, held: Manifest) -> SignatureError | None:
-        """The error if a version's signature has been revoked since; see ``TrustedHead.revoked_signature``."""
+        """Return the error if a version's signature has been revoked since; see ``TrustedHead.revoked_signature``."""
         return self.trusted_head.revoked_signature(self.run, held)
 
     def check_in_history(self, manifest: Manifest) -> None:
@@ -114,12 +114,12 @@ class History:
         return 0 if file is None else file.sequence
 
     def manifest(self, version: int) -> Manifest:
-        """A version's manifest. Errors as ``Run.manifest``."""
+        """Return a version's manifest. Errors as ``Run.manifest``."""
         head = self.head
         return head if head is not None and head.version == version else self.run.manifest(version)
 
     def base(self) -> tuple[Manifest, list[Fingerprint]]:
-        """Version 0, and its fingerprint per tensor id. Errors as ``Run.manifest``; NotFoundError if it has none."""
+        """Return version 0 and its fingerprint per tensor id; NotFoundError if it has none, or as ``Run.manifest``."""
         return version_0_of(self.run)
 
     def compare_with_bucket(self, served: Manifest) -> tuple[bool | None, str | None]:
@@ -145,7 +145,7 @@ class History:
             return True
 
     def origins(self) -> list[RunVersion]:
-        """The versions of source runs that this run descends from, youngest first; empty if it is no branch.
+        """Return the versions of source runs that this run descends from, youngest first; empty if it is no branch.
 
         Raises:
             StoreError: the store failed. DeltaSyncError: version 0 cannot be read.
@@ -156,12 +156,12 @@ class History:
         return self._origins
 
     def is_followed_run(self, position: WeightPosition) -> bool:
-        """Whether a position is a version of the run followed."""
+        """Return whether a position is a version of the run followed."""
         return position.run.info.run == self.run.info.run
 
 
 def version_0_of(run: Run) -> tuple[Manifest, list[Fingerprint]]:
-    """Version 0 of a run, and its fingerprint per tensor id.
+    """Return version 0 of a run, and its fingerprint per tensor id.
 
     Raises:
         NotFoundError: a tensor has no fingerprint. Other errors as ``Run.manifest``.

@@ -67,7 +67,8 @@ class TrustedHead:
     def reload_last_seen(self) -> None:
         """Read at the start of a poll what servers of this machine have seen.
 
-        What they see during the poll does not count: they may be faster, which makes this poll's head no replay.
+        What they see during the poll does not count: they may simply be ahead, and that does not make this poll's head
+        a replay.
 
         Raises:
             StoreError, SettingsError: the last seen head cannot be read.
@@ -112,7 +113,7 @@ class TrustedHead:
             self._advance_last_seen(_with_keys(self._last_seen, run))
 
     def revoked_signature(self, run: Run, held: Manifest) -> SignatureError | None:
-        """The error if a version's signature has been revoked since it was taken; None if it is still valid."""
+        """Return the error if a version's signature has been revoked since it was taken; None if it is still valid."""
         if self._file is None or not _is_revoked(run, held.version, held.digest, _signer(held)):
             return None
         return SignatureError(
@@ -121,7 +122,7 @@ class TrustedHead:
         )
 
     def _drop_revoked(self, run: Run, last_seen: LastSeen) -> None:
-        """Lower the last seen head to the last valid version of its key, if its signature was revoked since.
+        """If the last seen head's signature was revoked since, move back to the last version its key is valid for.
 
         Otherwise a stolen key could sign one high version, whose removal would block honest versions forever.
         """
@@ -168,7 +169,7 @@ class TrustedHead:
         self._advance_last_seen(_with_keys(LastSeen(run.info.run, 0, head.version, head.digest, _signer(head)), run))
 
     def empty_run_error(self, error: NotFoundError) -> DeltaSyncError:
-        """The error for a run without versions: a replay, if some were seen before."""
+        """Return the error for a run without versions: a replay, if some were seen before."""
         last_seen = self._last_seen
         if self._file is None or last_seen is None:
             return error
@@ -177,7 +178,7 @@ class TrustedHead:
         )
 
     def check_expiry(self, run: Run, stopped_by: DeltaSyncError | None) -> ExpiredError | None:
-        """The error if HEAD.json, as read last, is missing or expired; logged from time to time."""
+        """Return the error if HEAD.json, as read last, is missing or expired; logged from time to time."""
         self._head, self._looked = run.pointer, True
         if self._file is None or (run.pointer is None and stopped_by is not None):
             return None
@@ -206,7 +207,7 @@ class TrustedHead:
             raise stopped_by
 
     def document(self) -> dict[str, Any] | None:
-        """``trust`` in the status; None without trusted keys."""
+        """Return ``trust`` in the status; None without trusted keys."""
         if self._file is None:
             return None
         run, last_seen = self._run, self._last_seen
@@ -287,7 +288,7 @@ class TrustedHead:
 
 
 def _last_valid(run: Run, file: KeyFile, entry: KeyEntry) -> Manifest:
-    """The last version for which a key is valid; if another revoked key signed it, that key's last one, and so on."""
+    """Return a key's last valid version; if another revoked key signed it, that key's last one, and so on."""
     while True:
         version = 0 if entry.last is None else entry.last.version
         try:
@@ -309,13 +310,13 @@ def _signer(manifest: Manifest) -> str:
 
 
 def _with_keys(last_seen: LastSeen, run: Run) -> LastSeen:
-    """A last seen head that also records the run's keys.json and its revocations."""
+    """Return a last seen head that also records the run's keys.json and its revocations."""
     file = run.verifier.keys.file
     return last_seen.with_key_list(0 if file is None else file.sequence, run.verifier.keys.revoked)
 
 
 def _is_revoked(run: Run, version: int, digest: str, key: str) -> bool:
-    """Whether the key of a manifest that was accepted is revoked for it. False if that cannot be determined.
+    """Return whether the key of a manifest that was accepted is revoked for it. False if that cannot be determined.
 
     Raises:
         StoreError: the store failed.
@@ -335,7 +336,7 @@ def _is_revoked(run: Run, version: int, digest: str, key: str) -> bool:
 
 
 def _is_past(moment: str | None) -> bool:
-    """Whether a document has expired; one without an expiry never has."""
+    """Return whether a document has expired; one without an expiry never has."""
     if moment is None:
         return False
     try:

@@ -23,10 +23,10 @@ STAGED_BYTES = 32
 """Upper bound of staging memory in bytes per changed element of a 16-bit dtype: 10 decoded, 10 more merged, 14 routed,
 never all at once."""
 MAX_SNAPSHOTS = 8
-"""Anchors, or versions to rebuild, that are tried, newest first."""
+"""Maximum number of anchors, or versions to rebuild, that are tried, newest first."""
 
 StepPath = list[tuple[Step, int | None]]
-"""Steps, each with the version of the followed run that it ends at; None: it ends in another run."""
+"""Steps, each with the version of the followed run that it ends at, or None if it ends in another run."""
 
 
 class UpdatePlanner:
@@ -63,16 +63,16 @@ class UpdatePlanner:
         return [key for _, key in self.feedback.bad]
 
     def plan_towards(self, position: WeightPosition | None, target: int, memory_bytes: int) -> UpdatePlan:
-        """``plan_forward``, or ``plan_back`` if the version is older than the one held."""
+        """Do ``plan_forward``, or ``plan_back`` if the version is older than the one held."""
         if position is not None and self._history.is_followed_run(position) and target < position.version:
             return self.plan_back(position, target, memory_bytes)
         return self.plan_forward(position, target, memory_bytes)
 
     def plan_forward(self, position: WeightPosition | None, target: int, memory_bytes: int) -> UpdatePlan:
-        """The next commit towards a version of the followed run, or as close to it as possible.
+        """Return the next commit towards a version of the followed run, or as close to it as possible.
 
         Args:
-            position: what is held; None: weights that are no known version.
+            position: what is held; None means weights that are no known version.
             memory_bytes: memory that the steps merged into one commit may take; a single step may exceed it.
 
         Raises:
@@ -110,7 +110,7 @@ class UpdatePlanner:
     # Backwards
 
     def plan_back(self, position: WeightPosition, target: int, memory_bytes: int) -> UpdatePlan:
-        """One commit from a version of the followed run to an older, requested one.
+        """Return one commit from a version of the followed run to an older, requested one.
 
         Steps are reverted if that is possible and fits; otherwise the version is read whole, or rebuilt.
 
@@ -186,7 +186,7 @@ class UpdatePlanner:
         return self._planners[name]
 
     def _find_path(self, position: WeightPosition, target: int) -> StepPath:
-        """Errors as ``ReadPlanner.path``."""
+        """Find a path of steps. Errors as ``ReadPlanner.path``."""
         self._planner(position.run).add_manifests(position.manifest)
         if self._history.is_followed_run(position):
             steps = self._own.path(position.version, target)
@@ -220,8 +220,8 @@ class UpdatePlanner:
                 )
 
     def _plan_prefix(self, position: WeightPosition, path: StepPath, memory_bytes: int) -> UpdatePlan | None:
-        """Plan as many steps of a path as fit, ending beyond the served version; None: a document was marked bad, so
-        try again.
+        """Plan as many steps of a path as fit, ending beyond the served version; return None if a document was marked
+        bad, so that the caller tries again.
 
         Raises:
             ChainError: no version on the path can be served.
@@ -263,7 +263,7 @@ class UpdatePlanner:
         return target.fingerprint != step.high_fingerprint.hex()
 
     def _may_serve(self, manifest: Manifest) -> bool:
-        """Whether a commit may end at a version, which then generates."""
+        """Return whether a commit may end at a version, which then generates."""
         return manifest.quarantine is None or self._quarantined or manifest.version == self.requested_version
 
     # Around missing or bad documents
@@ -284,7 +284,7 @@ class UpdatePlanner:
         return plan
 
     def _plan_around(self, position: WeightPosition, target: int, memory_bytes: int) -> UpdatePlan | None:
-        """Plan where no steps lead to the target; None: impossible, unless a document was just marked bad."""
+        """Plan where no steps lead to the target; None if that is impossible or a document was just marked bad."""
         own = self._history.is_followed_run(position)
         if own:
             self._check_same_history(position)
@@ -378,7 +378,7 @@ class UpdatePlanner:
         return None
 
     def _snapshots(self, above: int, target: int) -> list[tuple[int, bool]]:
-        """Versions with a full snapshot, newest first, and whether that is a standalone anchor."""
+        """Return the versions with a full snapshot, newest first, and whether that is a standalone anchor."""
         inside = [item.version for item in self._own.manifest(target).breaks if item.base_version is None]
         if above < 0 and self._history.manifest(0).kind == "anchor":
             inside.append(0)
@@ -414,7 +414,7 @@ GALLOP = 1024
 
 
 def reachable_stops(planner: ReadPlanner, start: int, target: int) -> list[int]:
-    """Versions up to ``target`` that steps lead to, each from the one before, the first from ``start``.
+    """Return the versions up to ``target`` that steps lead to, each from the one before, the first from ``start``.
 
     Found by a galloping search. A version may be reachable from one version and not from the one before it, by a merged
     delta that leads back, for example.
@@ -439,7 +439,7 @@ def reachable_stops(planner: ReadPlanner, start: int, target: int) -> list[int]:
 
 
 def merged_delta_starts(version: int, target: int) -> Iterator[int]:
-    """Versions at which merged deltas that lead across ``version``, and not beyond ``target``, would begin."""
+    """Yield where merged deltas that lead across ``version``, and not beyond ``target``, would begin."""
     size = MERGE_WIDTH
     while (first := (version - 1) // size * size) + size <= target:
         yield first

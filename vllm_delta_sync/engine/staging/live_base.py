@@ -73,10 +73,10 @@ def _copy_into(live: torch.Tensor, copied: torch.Tensor) -> None:
 
 
 def with_changes(old: BaseLookup, parts: Sequence[Changes]) -> BaseLookup:
-    """Base bits after some changes: ``old`` with ``parts`` applied on top.
+    """Return the base bits after some changes: ``old`` with ``parts`` applied on top.
 
     Args:
-        old: gives bits that the caller may modify.
+        old: returns bits that the caller may modify.
         parts: in order of application; elements that the rank does not hold may be missing. More may be appended later.
     """
 
@@ -97,7 +97,7 @@ def with_changes(old: BaseLookup, parts: Sequence[Changes]) -> BaseLookup:
 
 
 def covered_rectangles(spec: TensorSpec, regions: Sequence[Region]) -> tuple[Rectangle, ...] | None:
-    """The rectangles of a tensor that regions without overlap cover; None if they cover all of it.
+    """Return the rectangles of a tensor that regions without overlap cover; None if they cover all of it.
 
     Raises:
         UnsupportedError: they are more than ``MOST_RECTANGLES``.
@@ -119,7 +119,7 @@ def covered_rectangles(spec: TensorSpec, regions: Sequence[Region]) -> tuple[Rec
 
 
 def _runs(region: Region, columns: int) -> tuple[int, int, list[int]]:
-    """A region as runs of consecutive elements: length of a run, number of rows in which it repeats, and starts."""
+    """Split a region into runs of consecutive elements: length of a run, number of rows it repeats in, starts."""
     length, height = 1, 1
     others: list[tuple[int, int]] = []
     for stride, size in sorted(zip(region.strides, region.sizes, strict=True)):
@@ -136,7 +136,7 @@ def _runs(region: Region, columns: int) -> tuple[int, int, list[int]]:
 
 
 def _rectangles(row: int, column: int, length: int, height: int, columns: int) -> list[Rectangle]:
-    """The rectangles of a run of ``length`` elements that starts there and repeats in ``height`` − 1 rows below."""
+    """Return a run's rectangles: ``length`` elements that start there and repeat in ``height`` − 1 rows below."""
     if column + length <= columns:
         return [(row, row + height, column, column + length)]
     found: list[Rectangle] = []

@@ -28,7 +28,7 @@ class LoadTimeBits:
         )
 
     def __call__(self, tensors: list[int]) -> dict[int, Bits]:
-        """Tensor ids of the run → (numel,) bits, each an array that the caller may keep.
+        """Map tensor ids of the run → (numel,) bits, each an array that the caller may keep.
 
         Raises:
             ModelError: they cannot be found. DeltaSyncError: what reading the bucket raises.

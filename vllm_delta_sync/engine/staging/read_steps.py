@@ -27,7 +27,7 @@ from vllm_delta_sync.tensors.changes import Changes
 
 
 def store_usage() -> dict[str, Any]:
-    """How this process has used stores so far, see ``Metrics``; ``process`` identifies the process."""
+    """Return how this process has used stores so far, see ``Metrics``; ``process`` identifies the process."""
     return {"process": f"{socket.gethostname()}:{os.getpid()}", **PROCESS.snapshot()}
 
 
@@ -62,7 +62,7 @@ class PhaseTimer:
 
 
 def object_reader(run: RunDocuments) -> Callable[[ObjectRef], Buffer]:
-    """A function that reads objects of a run; it maps large cached ones, so that ranks of a node share memory."""
+    """Return a reader of a run's objects; it maps large cached ones, so that ranks of a node share memory."""
 
     def read(ref: ObjectRef) -> Buffer:
         found = map_cached_object(run, ref) if ref.bytes > MAPPED_BYTES else None
@@ -74,7 +74,7 @@ def object_reader(run: RunDocuments) -> Callable[[ObjectRef], Buffer]:
 def read_steps(
     steps: list[Step], fingerprints: list[Fingerprint], routes: RouteMap, timer: PhaseTimer, old: BaseLookup
 ) -> Changes:
-    """The changes of consecutive steps, each checked, merged into one.
+    """Return the changes of consecutive steps, each checked, merged into one.
 
     Args:
         fingerprints: per tensor id, before the first step.

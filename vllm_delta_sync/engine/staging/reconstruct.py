@@ -23,7 +23,7 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 def newest_good_manifest(run: Run, quarantined: bool = False, trusted_head: TrustedHead | None = None) -> Manifest:
-    """The newest good manifest of a run.
+    """Return the newest good manifest of a run.
 
     Args:
         quarantined: whether a quarantined version is acceptable.
@@ -146,7 +146,7 @@ class _ProgressLog:
 
 
 def _newest_before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | None:
-    """The newest version before ``target`` that can be reached from a root that is not in ``avoid``."""
+    """Return the newest version before ``target`` that can be reached from a root that is not in ``avoid``."""
     planner = ReadPlanner(run, avoid)
     planner.add_manifests(target)
     rebased_versions = [item.version for item in target.breaks if item.base_version is None]

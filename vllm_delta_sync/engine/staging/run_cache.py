@@ -1,4 +1,4 @@
-"""``RunCache`` opens the runs that one rank reads from, and only those that its controller has read."""
+"""``RunCache`` opens the runs that one rank reads from, and refuses any that its controller has not read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,8 +15,8 @@ class RunCache:
 
     Args:
         trusted: public keys that a rank trusts where it reads documents itself.
-        store: values of ``StoreOptions``; None: as the settings say.
-        cache: the object cache to read through; None: every read downloads.
+        store: values of ``StoreOptions``; None means those of the settings.
+        cache: the object cache to read through; if None, every read downloads.
     """
 
     def __init__(
@@ -31,7 +31,10 @@ class RunCache:
         self._opened: dict[tuple[str, str], Run] = {}
 
     def open(self, url: str, info: str | None = None) -> Run:
-        """Open the run at a URL. Args: info: digest of its run.json; None: any.
+        """Open the run at a URL.
+
+        Args:
+            info: required digest of its run.json; None accepts any run.
 
         Raises:
             DigestError: another run is there. DeltaSyncError: as ``open_run``.

@@ -74,7 +74,7 @@ def _check_total(target: Manifest, patch: StagedPatch) -> None:
 
 
 def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], Buffer], routes: RouteMap) -> StagedPatch:
-    """A patch that turns any weights of a rank into an anchor's version. Memory: one shard and the patch.
+    """Return a patch that turns any weights of a rank into an anchor's version. Memory: one shard and the patch.
 
     Raises:
         FormatError: a tensor is missing or carried twice. FingerprintError: a tensor is not as declared.
@@ -103,7 +103,7 @@ def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], Buffe
 
 
 def stage_rebuilt(run: Run, target: Manifest, folder: str, routes: RouteMap) -> StagedPatch:
-    """A patch that turns any weights of a rank into the target version. O(model) memory, or disk.
+    """Return a patch that turns any weights of a rank into the target version. O(model) memory, or disk.
 
     Args:
         folder: model folder that vLLM was started with; see ``restore_version``.
@@ -133,7 +133,7 @@ def _exchange_if_different(bits: Bits, route: Route, routes: RouteMap) -> tuple[
 
 
 def _model_has(flat: torch.Tensor, route: Route, routes: RouteMap) -> bool:
-    """Whether the model, through a route, holds the same bits as a flat (numel,) tensor in host memory."""
+    """Return whether the model, through a route, holds the same bits as a flat (numel,) tensor in host memory."""
     live = routes.destinations[route.destination].flat
     for source, target in split_regions(route.source, route.target, READ_ELEMENTS):
         with routes.memory.reading():

@@ -78,7 +78,7 @@ class Background:
             self._outcome = error_answer(wrap_error(error))
 
     def outcome(self) -> Answer:
-        """The last operation's answer or error. Raises BusyError: it is still running."""
+        """Return the last operation's answer or error. Raises BusyError: it is still running."""
         if self.is_busy:
             raise BusyError("the operation has no outcome yet: it is still running")
         return self._outcome
@@ -146,11 +146,11 @@ class RankWorker:
         return {}
 
     def poll(self) -> Answer:
-        """{"running": whether the last operation started is still running}."""
+        """Return {"running": whether the last operation started is still running}."""
         return {"running": self._background.is_busy}
 
     def outcome(self) -> Answer:
-        """The last operation's answer or error. It may be megabytes, so it is not part of ``poll``."""
+        """Return the last operation's answer or error. It may be megabytes, so it is not part of ``poll``."""
         return self._background.outcome()
 
     def identify(
@@ -202,7 +202,7 @@ class RankWorker:
         }
 
     def _claimed_version(self) -> Answer | None:
-        """The version that this rank last had, or that it was loaded with; None if unknown."""
+        """Return the version that this rank last had, or that it was loaded with; None if unknown."""
         if self._claimed is not None and self.version is None:
             return self._claimed
         if self.run is not None and self.version is not None:
@@ -224,7 +224,7 @@ class RankWorker:
         """Store what the controller found out about all ranks together.
 
         Args:
-            version: the version of the weights; None: no version of the run followed.
+            version: the version of the weights; None means no version of the run followed.
             fingerprints, loaded: per tensor id. groups: per rank, per tensor id, per route.
             claimed: if ``version`` is None, what the weights are instead, for a later ``identify``: {"run", "url",
                 "version"}.
@@ -294,7 +294,7 @@ class RankWorker:
         }
 
     def _open_run(self, where: tuple[str, str] | None) -> Run:
-        """The run followed (None), or another run by its URL and the digest of its run.json."""
+        """Return the run followed (None), or another run by its URL and the digest of its run.json."""
         return self._require_routes()[0] if where is None else self._runs.open_cached(*where)
 
     def commit(self, version: int) -> Answer:
@@ -392,8 +392,8 @@ class RankWorker:
             raise wrap_error(error) from error
 
     def describe(self) -> Answer:
-        """The rank's version, whether that is certain, the versions that it can revert to (newest first), and external
-        writes."""
+        """Return the rank's version, whether that is certain, the versions that it can revert to (newest first), and
+        external writes."""
         return {
             "version": self.version,
             "intact": self.intact,
@@ -434,11 +434,11 @@ class RankWorker:
         }
 
     def _weights_stamp(self) -> tuple[int, int, bool]:
-        """A value that changes when weights may have been written, or are not in memory; staged patches then expire."""
+        """Return a stamp that changes when weights may have been written or left memory; staged patches then expire."""
         return self.external_writes, self._undo_log.writes, self.asleep
 
     def _require_unchanged(self) -> tuple[Run, RouteMap]:
-        """The run and routes. Raises EngineError if a call from outside may have written weights."""
+        """Return the run and routes. Raises EngineError if a call from outside may have written weights."""
         run, routes = self._require_routes()
         self._check_awake()
         if self.external_writer is not None:

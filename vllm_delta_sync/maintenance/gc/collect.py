@@ -89,7 +89,7 @@ def collect(
     Args:
         policy: None for the defaults.
         dry_run: only report what would be removed; ages are then measured by this machine's clock.
-        now: the time for ages, in seconds since the epoch; None: the store's clock.
+        now: the time for ages, in seconds since the epoch; None means by the store's clock.
         monotonic: this machine's clock in seconds; decides when to renew the claim on the run.
 
     Raises:
@@ -136,7 +136,7 @@ class _Collector:
         planned = plan_collection(found, self._policy, at, record)
         written = self._record(found, planned)
         self._announce(written)
-        # Anyone who sets a tag from here on reads what was just written.
+        # Every tag set from here on is checked against what was just written.
         found = survey(self._run, found, record)
         again = plan_collection(found, self._policy, at, record)
         again.documents = _in_both(planned.documents, again.documents)
@@ -212,7 +212,7 @@ class _Collector:
         return False
 
     def _is_unchanged(self, info: ObjectInfo) -> bool:
-        """Whether the object was neither removed nor put again since the bucket was listed."""
+        """Return whether the object was neither removed nor put again since the bucket was listed."""
         try:
             return self._run.bucket.stat(info.key) == info
         except NotFoundError:
@@ -254,7 +254,7 @@ def _planned_removals(planned: CollectionPlan) -> list[ObjectInfo]:
 
 
 def _gone(found: RunGraph, planned: CollectionPlan) -> set[int]:
-    """Versions whose own deltas are missing or about to be removed."""
+    """Return the versions whose own deltas are missing or about to be removed."""
     going = {edge.end for edge in found.history if any(key in planned.objects for key, _ in edge.refs)}
     return going | planned.missing
 
@@ -268,7 +268,7 @@ SHOWN_SECONDS = 24 * 3600.0
 
 
 def stale_fleet_objects(run: RunDocuments, leases: Heartbeats, now: float, min_age: float) -> list[ObjectInfo]:
-    """Heartbeats that expired a day ago or more, and pause slot entries that are ``min_age`` old or older.
+    """Return heartbeats that expired a day ago or more, and pause slot entries that are ``min_age`` old or older.
 
     The newest entry of each pause slot always stays: the next entry continues its numbering.
 

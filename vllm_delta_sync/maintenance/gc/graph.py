@@ -105,16 +105,16 @@ class RunGraph:
         return next((edge.end for edge in reversed(self.history) if not edge.quarantined and not edge.revoked), None)
 
     def is_complete(self, edge: Edge) -> bool:
-        """Whether all objects of a document are stored with their declared sizes."""
+        """Return whether all objects of a document are stored with their declared sizes."""
         return all(key in self.objects and self.objects[key].bytes == size for key, size in edge.refs)
 
     def newest(self, edge: Edge) -> float:
-        """When the document or one of its objects was last put."""
+        """Return when the document or one of its objects was last put."""
         stored = (self.objects[key].modified for key, _ in edge.refs if key in self.objects)
         return max(edge.info.modified, max(stored, default=0.0))
 
     def edges(self) -> list[Edge]:
-        """The documents that are complete and that readers use."""
+        """Return the documents that are complete and that readers use."""
         return [edge for edge in (*self.history, *self.standalone) if edge.used and self.is_complete(edge)]
 
 
@@ -211,7 +211,7 @@ def _versions(run: RunDocuments) -> dict[int, ObjectInfo]:
 
 
 def _find_unlisted(run: RunDocuments, head: int, listed: dict[int, ObjectInfo]) -> int | None:
-    """Add manifests that the listing lacks, as they were put while it was made; return the first missing version."""
+    """Add manifests put during the listing, which it lacks; return the first missing version."""
     for version in range(head + 1):
         if version not in listed:
             try:
@@ -280,7 +280,7 @@ def _read_standalone(run: RunDocuments, found: RunGraph, known_edges: dict[Objec
 def _edge_of_standalone(
     run: RunDocuments, item: ObjectInfo, history: list[Edge], breaks: set[int]
 ) -> tuple[Edge, bool]:
-    """An anchor or a merged delta, and whether it belongs to this history."""
+    """Return an anchor or a merged delta, and whether it belongs to this history."""
     version = anchor_of_key(item.key)
     if version is not None:
         anchor = run.anchor(version)
@@ -295,7 +295,7 @@ def _edge_of_standalone(
 
 
 def _is_step(first: int, last: int) -> bool:
-    """Whether readers look for a merged delta of this range: see ``run.plan``."""
+    """Return whether readers look for a merged delta of this range: see ``run.plan``."""
     size = last - first
     power = 1
     while power < size:
@@ -323,7 +323,7 @@ def _tags(run: RunDocuments, notes: list[str]) -> dict[str, Tag]:
 
 
 def paths_from(edges: Iterable[Edge], begin: int, unsettled: Callable[[Edge], bool]) -> "ShortestPaths":
-    """The cheapest path from a node to each node reachable from it."""
+    """Return the cheapest path from a node to each node reachable from it."""
     neighbours: Neighbours = {}
     for edge in edges:
         neighbours.setdefault(edge.start, []).append((edge.end, edge))
@@ -331,7 +331,7 @@ def paths_from(edges: Iterable[Edge], begin: int, unsettled: Callable[[Edge], bo
 
 
 def paths_to(edges: Iterable[Edge], end: int, unsettled: Callable[[Edge], bool], back: bool = True) -> "ShortestPaths":
-    """The cheapest path to a version from each other version. Args: back: whether it may revert deltas."""
+    """Return the cheapest path to a version from each other version. Args: back: whether it may revert deltas."""
     neighbours: Neighbours = {}
     for edge in edges:
         if edge.start != NOTHING:
@@ -355,7 +355,7 @@ class ShortestPaths:
         return node in self.last
 
     def path_to(self, node: int) -> list[Edge]:
-        """The edges between the start node and this node."""
+        """Return the edges between the start node and this node."""
         found = []
         while node in self.last:
             node, edge = self.last[node]
@@ -364,7 +364,7 @@ class ShortestPaths:
 
 
 def _cheapest(neighbours: Neighbours, begin: int, unsettled: Callable[[Edge], bool]) -> ShortestPaths:
-    """Dijkstra's algorithm, by bytes; a path uses unsettled edges only where there is no other.
+    """Run Dijkstra's algorithm, by bytes; a path uses unsettled edges only where there is no other.
 
     The path found for a node depends on the edges of that path only. So two collections find the same paths, even while
     one removes edges that are on no kept path.

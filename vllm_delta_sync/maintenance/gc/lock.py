@@ -103,7 +103,7 @@ class CollectionLock:
             )
 
     def _newest(self) -> tuple[int, ObjectInfo | None, bool]:
-        """Number of the newest claim, 0 for none; its entry in the listing; whether it was released."""
+        """Return the number of the newest claim, 0 for none; its entry in the listing; whether it was released."""
         number, info, over = 0, None, False
         for item in self._run.bucket.list(COLLECTIONS_PREFIX):
             found = collection_of_key(item.key)

@@ -83,7 +83,7 @@ def plan_collection(graph: RunGraph, policy: RetentionPolicy, now: float, record
 
 
 def reachable(graph: RunGraph, planned: CollectionPlan) -> set[int]:
-    """Versions that can be rebuilt after the planned removals."""
+    """Return the versions that can be rebuilt after the planned removals."""
     left = [
         edge
         for edge in graph.edges()
@@ -184,9 +184,9 @@ class _Planner:
         return self._age(info) < self._policy.min_age
 
     def _is_unsettled(self, edge: Edge) -> bool:
-        """Whether another collection may not know this document, so that nothing may be removed on its account.
+        """Return whether another collection may not know this document, so that nothing may be removed on its account.
 
-        Everyone who sees the head knows the versions of the history, unless their objects were put again.
+        Every collection that sees the head knows the versions of the history, unless their objects were put again.
         """
         newest = self._graph.newest(edge)
         in_history = edge.end <= self._graph.head and edge is self._graph.history[edge.end]
@@ -283,7 +283,7 @@ class _Planner:
     # Why objects stay
 
     def _staying(self) -> list[str]:
-        """How many objects stay for which reason, one line each."""
+        """Return how many objects stay for which reason, one line each."""
         graph, planned = self._graph, self._planned
         why: dict[str, str] = {}
         for edge in (*graph.history, *graph.standalone):
@@ -351,7 +351,7 @@ def _objects(count: int, one: str = "is", more: str = "are") -> str:
 
 
 def _span(seconds: float) -> str:
-    """Seconds in their two largest units, such as ``2h 5m``, rounded up to the second."""
+    """Format seconds in their two largest units, such as ``2h 5m``, rounded up to the second."""
     left, parts = int(-(-seconds // 1)), []
     for size, unit in ((24 * 3600, "d"), (3600, "h"), (60, "m"), (1, "s")):
         if left >= size:

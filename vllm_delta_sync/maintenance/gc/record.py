@@ -1,4 +1,4 @@
-"""Helpers for retention.json, in which a collection announces what it will remove; ``lasting_plan`` heeds it."""
+"""Helpers for retention.json, which announces what a collection will remove; ``lasting_plan`` skips what it lists."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ Ranges = list[list[int]]
 
 
 def ranges(versions: Iterable[int]) -> Ranges:
-    """Closed ranges of the numbers, ascending and not adjacent."""
+    """Return closed ranges of the numbers, ascending and not adjacent."""
     found: Ranges = []
     for version in sorted(set(versions)):
         if found and found[-1][1] == version - 1:
@@ -25,19 +25,19 @@ def ranges(versions: Iterable[int]) -> Ranges:
 
 
 def spelled(versions: Iterable[int], most: int = 8) -> str:
-    """Versions as text, ``3, 5 to 9``; only the newest ``most`` ranges."""
+    """Return the versions as text, ``3, 5 to 9``; only the newest ``most`` ranges."""
     found = ranges(versions)
     words = [str(a) if a == b else f"{a} to {b}" for a, b in found[-most:]]
     return ", ".join(([f"… {len(found) - most} ranges"] if len(found) > most else []) + words)
 
 
 def empty_record(run: RunDocuments) -> Retention:
-    """The record of a run from which nothing was removed."""
+    """Return the record of a run from which nothing was removed."""
     return Retention(run=run.info.run, gone=[], created_at=timestamp())
 
 
 def lasting_plan(run: RunDocuments, target: Manifest) -> Plan:
-    """A plan to rebuild a version from objects that are all stored and that no collection is removing.
+    """Return a plan to rebuild a version from objects that are all stored and that no collection is removing.
 
     Raises:
         NotFoundError: there is no such plan. StoreError: the store failed.

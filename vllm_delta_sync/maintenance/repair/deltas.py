@@ -61,7 +61,7 @@ IN_FULL_RULES: tuple[InFullRule, ...] = (
 def difference(
     before: ModelState, after: ModelState, in_full: InFullRule = _if_smaller_than_packed, relative: bool = True
 ) -> Changes:
-    """The changes from one state to another. Leaves both unchanged, and copies one tensor at a time.
+    """Return the changes from one state to another. Leaves both unchanged, and copies one tensor at a time.
 
     Args:
         in_full: which tensors are sent in full. relative: whether the others carry distances or new bits.
@@ -83,7 +83,7 @@ def difference(
 
 
 def _pieces(before: ModelState, after: ModelState, fingerprints: dict[int, Fingerprint]) -> Iterator[Sparse | Full]:
-    """The same difference in pieces by dtype, for ``write_merged_delta``. Fills ``fingerprints`` with changes."""
+    """Yield the same difference in pieces by dtype, for ``write_merged_delta``. Fills ``fingerprints`` with changes."""
     table = before.table
     for tensor in sorted(range(len(table)), key=lambda tensor: (table[tensor].dtype, tensor)):
         found = _changed(before, after, tensor)
@@ -97,7 +97,7 @@ def _pieces(before: ModelState, after: ModelState, fingerprints: dict[int, Finge
 
 
 def _changed(before: ModelState, after: ModelState, tensor: int) -> tuple[Positions, Bits, Fingerprint] | None:
-    """Changed positions of a tensor, their distances, and the change of its fingerprint; None if it did not change."""
+    """Return a tensor's changed positions, their distances and the change of its fingerprint; None if unchanged."""
     if before.fingerprints[tensor] == after.fingerprints[tensor]:
         return None
     spec = before.table[tensor]
@@ -118,7 +118,7 @@ def _group(dtype: str, rows: list[_Row], relative: bool) -> Sparse:
 def lost_object(
     run: RunDocuments, manifest: Manifest, lost: ObjectRef, before: ModelState, after: ModelState
 ) -> bytes | None:
-    """The bytes of a delta's only lost object if encoding the change again gives its digest, else None.
+    """Return the bytes of a delta's only lost object if encoding the change again gives its digest, else None.
 
     Raises:
         DeltaSyncError: another object of the version is damaged too.
@@ -149,7 +149,7 @@ def _candidates(others: list[Changes], before: ModelState, after: ModelState, re
 
 
 def _without(changes: Changes, others: list[Changes], before: ModelState) -> Changes:
-    """The changes that the other objects of the version do not contain."""
+    """Return the changes that the other objects of the version do not contain."""
     if not others:
         return changes
     full = {item.id for other in others for item in other.full}

@@ -65,7 +65,10 @@ class Mirror:
         self._run, self._bucket, self._audit = run, bucket, audit
 
     def restore_head(self) -> str | None:
-        """Restore a missing HEAD.json, which no finding reports, or first a version up to it. See ``restore``."""
+        """Restore a missing HEAD.json, which the audit does not report. See ``restore``.
+
+        If the mirror's HEAD.json names a newer version, that version is restored first.
+        """
         return self._first([self._same_head])
 
     def restore(self, finding: Finding) -> str | None:
@@ -88,7 +91,7 @@ class Mirror:
         elif version is not None:
             attempts = [partial(self._manifest, version), *([partial(self._manifest, version - 1)] if version else [])]
         elif finding.key == HEAD_KEY:
-            # Only HEAD.json may have proven the newest manifest, so that one may be damaged without a finding.
+            # Only HEAD.json names the newest manifest, which may be damaged although the audit did not report it.
             attempts = [partial(self._manifest, self._audit.top), self._same_head]
         else:
             attempts = [partial(self._standalone, finding.key)]
@@ -118,7 +121,7 @@ class Mirror:
         return item.key
 
     def _retention(self, finding: Finding) -> str | None:
-        """An object that is in neither bucket may be one that retention removed, if only what says so is lost."""
+        """Restore a missing retention.json if the mirror's shows that the object was removed on purpose."""
         if self._stored(RETENTION_KEY) is not None or finding.document is None:
             return None
         data = self._bucket.get(RETENTION_KEY, max_bytes=limits.MAX_JSON_BYTES)
@@ -128,7 +131,7 @@ class Mirror:
         return self._standalone(RETENTION_KEY)
 
     def _missing_standalone_keys(self, version: int) -> list[str]:
-        """Keys of standalone documents that lead to a version and are only in the mirror."""
+        """Return the keys of standalone documents that lead to a version and are only in the mirror."""
         listed = [item.key for item in self._bucket.list(FOLDS_PREFIX)]
         folds = [key for key in listed if (pair := merged_delta_of_key(key)) is not None and pair[1] == version]
         return [key for key in (anchor_key(version), *folds) if self._stored(key) is None]
@@ -150,8 +153,8 @@ class Mirror:
         return key
 
     def _continues(self, manifest: Manifest) -> bool:
-        """Whether a manifest is the newest although its proof here is damaged: only HEAD.json here names the version,
-        the manifest follows the one before, and the mirror's HEAD.json names it."""
+        """Return whether a manifest is the newest although its proof here is damaged: only HEAD.json here names the
+        version, the manifest follows the one before, and the mirror's HEAD.json names it."""
         version = manifest.version
         if not self._audit.only_head_names(version) or version - 1 not in self._audit.digests:
             return False
@@ -207,7 +210,7 @@ class Mirror:
         return key
 
     def _names(self, data: bytes) -> tuple[int, str] | None:
-        """Version and manifest digest named by a valid HEAD.json of this run; None if it is of another run."""
+        """Return the version and manifest digest that a valid HEAD.json names; None if it is of another run."""
         head = Head.from_bytes(data, HEAD_KEY)
         self._run.verifier.check_head(head, HEAD_KEY)
         return (head.version, head.manifest) if head.run == self._run.info.run else None
@@ -226,7 +229,7 @@ class Mirror:
         return key
 
     def _fits(self, key: str, data: bytes) -> bool:
-        """Whether a standalone document belongs to this run and names the manifests that are here."""
+        """Return whether a standalone document belongs to this run and names the manifests that are here."""
         digests, fingerprints = self._audit.digests, self._audit.fingerprints
         document: Anchor | MergedDelta | Tag | Claim | Retention
         ends: list[tuple[int, str, str | None]]
@@ -340,7 +343,7 @@ def _parsed(bucket: Bucket, key: str) -> RunInfo | None:
 
 
 def _is_run(bucket: Bucket, info: RunInfo) -> bool:
-    """Whether the first readable manifest in a bucket belongs to this run."""
+    """Return whether the first readable manifest in a bucket belongs to this run."""
     for item in bucket.list(VERSIONS_PREFIX):
         try:
             manifest = Manifest.from_bytes(bucket.get(item.key, max_bytes=limits.MAX_JSON_BYTES), item.key)

@@ -17,7 +17,7 @@ from vllm_delta_sync.verify.simulate import first_mismatch, simulate_fingerprint
 
 
 def orphans(run: RunDocuments, audit: DocumentAudit) -> list[ObjectRef]:
-    """Objects that no document lists, judging by keys and sizes; their bytes are not read."""
+    """Return objects that no document lists, judging by keys and sizes; their bytes are not read."""
     listed: set[str] = set()
     for version in audit.digests:
         listed.update(ref.key for ref in run.manifest(version).objects)

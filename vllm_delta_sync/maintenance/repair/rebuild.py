@@ -100,7 +100,7 @@ class Rebuilder:
         return [finding for finding in self._report.findings if finding.document == key]
 
     def _versions_lacking_objects(self) -> Iterator[Manifest]:
-        """Good manifests of versions that lack objects."""
+        """Yield good manifests of versions that lack objects."""
         for version in sorted(
             {f.version for f in self._report.findings if f.ref is not None and f.version is not None}
         ):
@@ -109,8 +109,8 @@ class Rebuilder:
                 yield manifest
 
     def _unreadable_ranges(self) -> Iterator[tuple[int, int]]:
-        """Ranges of consecutive unreadable versions with good manifests, in which each but the first builds on the one
-        before."""
+        """Yield ranges of consecutive unreadable versions with good manifests, in which each but the first builds on
+        the one before."""
         begin: int | None = None
         for version in range(self._audit.top + 2):
             manifest = self._manifest(version) if version in self._unreadable else None

@@ -28,7 +28,7 @@ from vllm_delta_sync.verify.report import VerifyReport
 from vllm_delta_sync.verify.verify import Progress, examine
 
 ROUNDS = 16
-"""Most rounds of one call: repairs of a round may reveal further damage. Repeat the call if that is not enough."""
+"""Maximum rounds of one call: repairs of a round may reveal further damage. Repeat the call if that is not enough."""
 
 HELP = (
     "a mirror that has them can restore them (--mirror); without one, publisher.anchor() of a running publisher, or "
@@ -68,7 +68,7 @@ def repair(
         base: as ``Run.snapshot``.
         dry_run: write to a temporary directory, and only report what could be repaired.
         progress: as ``verify_run``; starts again in each round.
-        keyring: trusted keys, and the key that signs rebuilt documents; None: that of ``run``.
+        keyring: trusted keys, and the key that signs rebuilt documents; None means that of ``run``.
 
     Raises:
         NotFoundError: there is no run, or ``base`` does not exist. StoreError: a store failed.
