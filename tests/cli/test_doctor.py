@@ -415,7 +415,10 @@ LAGGING: dict[str, Callable[..., Any]] = {"list": lambda bucket, prefix="": iter
 FAILURES: dict[str, tuple[dict[str, Callable[..., Any]], str, str, str]] = {
     "unwritable": (UNWRITABLE, "put", "may not write", "access"),
     "on a read-only mount": (ON_READ_ONLY_MOUNT, "put", "Read-only", "store"),
-    "damaging": ({"get": lambda b, key, max_bytes=None: b.sound.get(key)[:-1] + b"?"}, "get", "wrong bytes", "store"),
+    "damaging": (
+        {"get": lambda b, key, max_bytes=None: bytes([b.sound.get(key)[0] ^ 1]) + b.sound.get(key)[1:]},
+        *("get", "wrong bytes", "store"),
+    ),
     "misjudging": ({"stat": _stat(1)}, "get", "reports 1001 bytes", "store"),
     "rangeless": ({"get_range": lambda b, key, start, length: b.sound.get(key)}, "range", "from 100", "store"),
     "endless": (
