@@ -18,6 +18,7 @@ import zmq
 
 from tests.support.notices import DIGEST, LOOPBACK, RUN, Keys, Process, hear, hears_nothing, port_of, process, public
 from tests.support.proxy import TcpProxy
+from tests.support.running import eventually
 from vllm_delta_sync.errors import NoticeError
 from vllm_delta_sync.notice import Notice, NoticePublisher, NoticeSubscriber
 from vllm_delta_sync.notice.sockets import HEARTBEAT_TIMEOUT_MS, MAX_FRAME_BYTES
@@ -123,8 +124,14 @@ def test_any_thread_may_send(silent: NoticePublisher, subscriber: NoticeSubscrib
     with ThreadPoolExecutor(4) as pool:
         for future in [pool.submit(send, number) for number in range(1, 5)]:
             future.result()
-    silent.send(notice(9999))
-    hear(subscriber, 9999)
+
+    def heard() -> bool:
+        # Sent again until it arrives: a subscriber whose queue is still full loses a notice.
+        silent.send(notice(9999))
+        found = subscriber.receive(0.05)
+        return found is not None and found.version == 9999
+
+    eventually(heard)
     assert subscriber.malformed == 0
 
 

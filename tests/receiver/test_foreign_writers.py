@@ -147,9 +147,9 @@ def test_sleeping_server_is_no_error_to_whoever_looks_after_it(world: World) -> 
     world.receiver.hold()
     for rank in world.port.ranks:
         rank.memory.asleep = False
-        rank.touch("wake_up")
+        rank.note_external_write("wake_up")
     world.receiver.check_served()
-    assert all(rank.touched is None for rank in world.port.ranks)
+    assert all(rank.external_writer is None for rank in world.port.ranks)
     world.receiver.release()
     world.receiver.advance()
     world.expect_exact()
@@ -421,9 +421,9 @@ def test_what_moves_weights_waits_for_a_read_and_then_keeps_others_out(
             rank.scan([0])
         worker.wake_up()
         assert not rank.describe()["asleep"]
-    assert rank.describe()["touched"] in ("wake_up", "reload_weights")
+    assert rank.describe()["external_writer"] in ("wake_up", "reload_weights")
     world.receiver.check_served()
-    assert rank.describe()["touched"] is None
+    assert rank.describe()["external_writer"] is None
     assert world.receiver.verify()["verdict"]
 
 
