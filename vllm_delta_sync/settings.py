@@ -353,7 +353,7 @@ class ClientSettings(Settings):
         Field(
             min_length=1,
             description="Private key file (`delta-sync keygen`) that signs what commands and publishers write. A "
-            "server refuses to start with it, because whoever has the signing key decides what is served.",
+            "server refuses to start with it, because anyone with the signing key decides what is served.",
         ),
     ] = None
 
@@ -396,7 +396,7 @@ def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mappi
     if "signing_key" in given.values:
         source = given.sources["signing_key"] or "an argument"
         raise SettingsError(
-            f"{source} sets signing_key, but whoever has the signing key decides what is served; remove it from this "
+            f"{source} sets signing_key, but anyone with the signing key decides what is served; remove it from this "
             "server, and set trusted_keys"
         )
     settings = given.validated(Settings)

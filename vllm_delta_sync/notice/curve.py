@@ -46,7 +46,7 @@ def generate(path: Path) -> str:
     _check_curve()
     public, secret = zmq.curve_keypair()
     head = f'metadata\ncurve\n    public-key = "{public.decode()}"\n'
-    hidden = f'# ZeroMQ CURVE secret certificate: show it to nobody\n\n{head}    secret-key = "{secret.decode()}"\n'
+    hidden = f'# ZeroMQ CURVE secret certificate: keep it secret\n\n{head}    secret-key = "{secret.decode()}"\n'
     shown = f"# ZeroMQ CURVE public certificate: for the allow-lists of others\n\n{head}"
     write_pair(path, hidden.encode(), shown.encode())
     return public.decode()

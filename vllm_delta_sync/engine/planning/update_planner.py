@@ -16,8 +16,7 @@ from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.format.documents import anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
-from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner, Step
-from vllm_delta_sync.run.read_plan import plan_read as plan_restore
+from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner, Step, plan_read
 
 STAGED_BYTES = 32
 """Upper bound of staging memory in bytes per changed element of a 16-bit dtype: 10 decoded, 10 more merged, 14 routed,
@@ -351,7 +350,7 @@ class UpdatePlanner:
             return None
         try:
             manifest = self._own.manifest(target)
-            plan_restore(self._run, manifest, avoid)
+            plan_read(self._run, manifest, avoid)
         except StoreError:
             raise
         except DeltaSyncError:
