@@ -117,6 +117,6 @@ def test_rank_that_hangs_in_a_commit_ends_the_server(follower: Follower) -> None
     server.wait_logged("fault: hang at rank.after_scatter")
     with no_process_left(server):
         server.process.send_signal(signal.SIGSTOP)
-        server.wait_logged("ending the engine: a pause was lost and could not be settled")
+        server.wait_logged("ending the engine: a pause was lost, and its ranks could not be brought to one version")
         server.process.send_signal(signal.SIGCONT)
         assert server.process.wait(300) == 1

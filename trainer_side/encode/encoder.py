@@ -63,7 +63,7 @@ class Encoder:
 class BaseCopies:
     """The base bits of changes that the baseline already holds: copies, one tensor at a time.
 
-    A codec that needs base bits calls it with a tensor id; see ``tensors.base_bits``.
+    A codec that needs base bits calls it with a tensor id; see ``tensors.bits``.
     """
 
     def __init__(self, baseline: Baseline, changes: Changes) -> None:

@@ -313,7 +313,7 @@ class RunDocuments:
         For an anchor, that is every tensor in full, with no declared changes of fingerprint.
 
         Args:
-            old: the base bits of the document, such as ``ModelState.old``; codec ``context`` needs them.
+            old: the base bits of the document, such as ``ModelState.base_tensor``; codec ``context`` needs them.
 
         Raises:
             UnsupportedError: the codec is ``context``, and ``old`` is None.

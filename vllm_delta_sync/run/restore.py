@@ -289,7 +289,7 @@ def step_changes(
 
     Args:
         fetch: reads an object and checks its digest; None for ``RunDocuments.fetch``.
-        old: the bits that the step is applied to, such as ``ModelState.old``. Objects of codec ``context`` need them.
+        old: the bits that the step is applied to, such as ``ModelState.base_tensor``. Codec ``context`` needs them.
 
     Raises:
         UnsupportedError: the codec is ``context``, and ``old`` is None or the step goes backwards.

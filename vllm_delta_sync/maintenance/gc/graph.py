@@ -295,7 +295,7 @@ def _edge_of_standalone(
 
 
 def _is_step(first: int, last: int) -> bool:
-    """Return whether readers look for a merged delta of this range: see ``run.plan``."""
+    """Return whether readers look for a merged delta of this range: see ``run.read_plan``."""
     size = last - first
     power = 1
     while power < size:
