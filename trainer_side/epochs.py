@@ -6,10 +6,10 @@ one whose check ran just before the claim; see ``RunWriter.commit``.
 
 Where create-if-absent is not atomic (``Bucket.supports_conditional_put`` is False), two writers may both believe that
 they were first. Users must then run one publisher at a time, and the checks here keep mistakes from doing harm: a claim
-and run.json count as ours only if they read back as ours after a settling time; before and after each commit a writer checks that
-claim, run.json and its manifests are still its own, and stops if not; no writer overwrites another's objects. What
-remains: a write that the network delays beyond the settling time, after its writer's last check, may replace another
-writer's object. That writer notices at its next commit at the latest, and stops.
+and run.json count as ours only if they read back as ours after a settling time; before and after each commit a writer
+checks that claim, run.json and its manifests are still its own, and stops if not; no writer overwrites another's
+objects. What remains: a write that the network delays beyond the settling time, after its writer's last check, may
+replace another writer's object. That writer notices at its next commit at the latest, and stops.
 """
 
 import secrets
