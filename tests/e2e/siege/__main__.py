@@ -16,12 +16,13 @@ HEADER = """# Attacks and network faults, tried
 Written by `python -m tests.e2e.siege --write docs/attacks.md`; `make test-full` runs the same rows, `make test` some
 of them (`tests/e2e/test_siege.py`). Each row runs against real processes over real sockets: a trainer that signs
 (`Publisher`), a broker with CURVE and allow-lists (`delta-sync broker`), TCP proxies on both of its sides, and a vLLM
-server (`delta-sync serve`) with `trusted_keys`. The server polls only every {poll:.0f} s: anything sooner came by notice.
+server (`delta-sync serve`) with `trusted_keys`. The server polls only every {poll:.0f} s: anything sooner came by
+notice.
 
 During each row the test compares the served version and the SHA-256 of every runtime parameter with those from
-before, and measures how long `publish` blocked the training loop ({blocked:.0f} s would fail). After each row the trainer
-publishes once more. The server must serve that version within {fresh:.0f} s, with the fingerprint that the trainer declares,
-and rescans all weights against it. [SECURITY.md](SECURITY.md) says what each attacker has access to.
+before, and measures how long `publish` blocked the training loop ({blocked:.0f} s would fail). After each row the
+trainer publishes once more. The server must serve that version within {fresh:.0f} s, with the fingerprint that the
+trainer declares, and rescans all weights against it. [SECURITY.md](SECURITY.md) says what each attacker has access to.
 
 Run on {machine}.
 
