@@ -13,16 +13,16 @@ from tests.e2e.siege.world import Attack, Seen, Siege, execute_plan
 
 HEADER = """# Attacks and network faults, tried
 
-Written by `python -m tests.e2e.siege --write docs/attacks.md`; `make test-full` carries out the same rows, `make test`
-some of them (`tests/e2e/test_siege.py`). Each meets real processes over real sockets: a trainer that signs
+Written by `python -m tests.e2e.siege --write docs/attacks.md`; `make test-full` runs the same rows, `make test` some
+of them (`tests/e2e/test_siege.py`). Each row runs against real processes over real sockets: a trainer that signs
 (`Publisher`), a broker with CURVE and allow-lists (`delta-sync broker`), TCP proxies on both of its sides, and a vLLM
-server (`delta-sync serve`) with `trusted_keys`, that polls every {poll:.0f} s only: what arrives sooner came by
+server (`delta-sync serve`) with `trusted_keys`. The server polls only every {poll:.0f} s: anything sooner came by
 notice.
 
-During each row the test compares the version served and SHA-256 of every runtime parameter with those of before, and
-how long `publish` kept the training loop ({blocked:.0f} s would fail). After each row the trainer publishes once more,
-the server must serve that within {fresh:.0f} s with the fingerprint that the trainer declares, and rescans all weights
-against it. What the attacker has: [SECURITY.md](SECURITY.md).
+During each row the test compares the served version and the SHA-256 of every runtime parameter with those from
+before, and measures how long `publish` blocked the training loop ({blocked:.0f} s would fail). After each row the
+trainer publishes once more. The server must serve that version within {fresh:.0f} s, with the fingerprint that the
+trainer declares, and rescans all weights against it. [SECURITY.md](SECURITY.md) says what each attacker has access to.
 
 Run on {machine}.
 

@@ -20,7 +20,7 @@ from vllm_delta_sync.format.canonical_json import dump_canonical
 
 PORT = "notice port"
 ALLOWED = "notice port, a stolen notice key"
-NOBODY = "nobody: a network that fails"
+NOBODY = "no attacker: a network that fails"
 STORM = 3000
 
 
@@ -258,7 +258,7 @@ def reordered(siege: Siege) -> None:
     siege.wait_for(answer)
 
 
-@attack("stopped subscriber", NOBODY, "nobody waits; newest on waking")
+@attack("stopped subscriber", NOBODY, "no one waits; newest on waking")
 def stopped_subscriber(siege: Siege) -> None:
     """SIGSTOP over five versions."""
     command = [

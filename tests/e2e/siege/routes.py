@@ -73,7 +73,7 @@ def giant_body(siege: Siege) -> None:
             assert len(answer.content) < 10_000
 
 
-@attack("flood of waiters", NETWORK, "bounded, versions go on")
+@attack("flood of waiters", NETWORK, "bounded, versions continue")
 def waiters(siege: Siege) -> None:
     """200 clients hold /delta_sync/wait."""
     stop = threading.Event()
