@@ -345,12 +345,12 @@ def test_ready_while_a_version_is_taken(served: Served, monkeypatch: pytest.Monk
     assert served.get("wait?version=1&timeout=120").status_code == 200
 
 
-@pytest.mark.parametrize(("policy", "mend"), [("follow", "wait"), ("manual", "POST /delta_sync/sync")])
-def test_not_ready_before_anything_is_proven(tmp_path: Path, policy: str, mend: str) -> None:
+@pytest.mark.parametrize(("policy", "remedy"), [("follow", "wait"), ("manual", "POST /delta_sync/sync")])
+def test_not_ready_before_anything_is_proven(tmp_path: Path, policy: str, remedy: str) -> None:
     site = Site(tmp_path, state_dir=tmp_path / "state", policy=policy)
     answer = site.client().get("/delta_sync/ready")
     assert answer.status_code == 503
-    assert answer.json()["reasons"] == [f"no version is served yet, the state is waiting_for_run; {mend}"]
+    assert answer.json()["reasons"] == [f"no version is served yet, the state is waiting_for_run; {remedy}"]
     site.end()
 
 

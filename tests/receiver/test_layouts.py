@@ -162,7 +162,7 @@ def test_every_rank_of_every_engine_follows(site: Site) -> None:
 def test_touch_of_one_engine_is_looked_into(site: Site) -> None:
     """Each engine's ranks are told of their own touches, not of those of the first."""
     site.receiver.advance()
-    site.cores[1].port.ranks[1].note_external_write("somebody")
+    site.cores[1].port.ranks[1].note_external_write("reload_weights")
     site.receiver.check_served()
     assert [rank.external_writer for core in site.cores for rank in core.port.ranks] == [None] * ENGINES * RANKS
     site.world.train(1)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.world import World
 from vllm_delta_sync.engine.commit.undo_log import ENTRIES, FINGERPRINT_BYTES, UndoEntry, UndoLog
@@ -153,6 +154,23 @@ def test_commits_that_change_nothing_take_room_too(world: World) -> None:
         world.train(step, scale=0.0)
         world.receiver.advance()
     assert world.receiver.status()["undo"] == [7, 6, 5]
+
+
+def test_a_pause_that_waits_for_requests_is_shown(world: World) -> None:
+    """Both a commit and a rollback from the undo log: draining until generation has stopped, then committing."""
+    world.follow(pause_mode="wait", undo_bytes=10**9)
+    call, states = world.port.call, []
+
+    def shown(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        if method in ("commit", "revert"):
+            states.append((method, world.receiver.status()["state"]))
+        return call(method, arguments)
+
+    world.port.call = shown  # type: ignore[method-assign]
+    seen = world.follow_each(2)
+    world.receiver.rollback(1)
+    assert all(map(torch.equal, world.bits(), seen[1]))
+    assert states == [("commit", "committing"), ("commit", "committing"), ("revert", "committing")]
 
 
 def push(log: UndoLog, version: int, fingerprints: int) -> None:

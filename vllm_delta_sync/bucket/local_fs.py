@@ -136,8 +136,8 @@ def is_nfs_leftover(name: str) -> bool:
 class StagedFile:
     """A file that waits for its final name: its temporary name and its identity.
 
-    If the reply to a link or rename is lost, the client repeats the request and is told that the name exists or the
-    file is missing. Then ``is_at`` tells whether the first request succeeded.
+    If the reply to a link or rename is lost, the client repeats the request, and the server answers that the name
+    exists or the file is missing. Then ``is_at`` tells whether the first request succeeded.
     """
 
     name: str

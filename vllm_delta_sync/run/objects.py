@@ -20,6 +20,7 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.verified import check_stored_size, damaged_object_error, time_hashing
 from vllm_delta_sync.codec.delta_reader import LazyDelta
 from vllm_delta_sync.errors import ChainError, FormatError, LimitError, StoreError
+from vllm_delta_sync.format.codecs import BASE_CODECS
 from vllm_delta_sync.format.documents import MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.limits import check_limit
@@ -40,7 +41,7 @@ LOCK_NAME = "lock"
 
 def needs_base_bits(document: Manifest | MergedDelta) -> bool:
     """Return whether decoding the document's objects needs their base bits."""
-    return "context" in document.requires
+    return not BASE_CODECS.isdisjoint(document.requires)
 
 
 def open_objects(

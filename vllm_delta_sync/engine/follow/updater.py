@@ -1,8 +1,6 @@
 """``WeightUpdater`` changes an engine's weights: stage, commit, roll back, repair. It also detects external writes."""
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 from vllm_delta_sync.engine.commit.transaction import (
     Answer,
@@ -232,7 +230,13 @@ class WeightUpdater:
         """Commit what is staged; returns all timings, or None if the commit was reverted."""
         self._board.set(state=self._pause_state)
         target, served = plan.target, self._board.served
-        transaction = self._transaction(target.version, matches=self._ranks.matches_declared)
+        transaction = Transaction(
+            self._port,
+            target.version,
+            self._served_version,
+            matches=self._ranks.matches_declared,
+            on_paused=self._show_paused,
+        )
         try:
             transaction.commit()
         except FingerprintMismatchError as error:
@@ -260,10 +264,9 @@ class WeightUpdater:
         line = log_lines.forward(plan, timings, elements) if left is None else log_lines.back(target, left, timings)
         logger.info("%s", line)
 
-    def _transaction(self, target: int, **options: Any) -> Transaction:
+    def _show_paused(self) -> None:
         if self._pause_state == "draining":
-            options["on_paused"] = functools.partial(self._board.set, state="committing")
-        return Transaction(self._port, target, self._served_version, **options)
+            self._board.set(state="committing")
 
     def _resume(self, transaction: Transaction, target: Manifest) -> dict[str, float]:
         """Resume generation with a new version; returns the timings."""
@@ -329,7 +332,9 @@ class WeightUpdater:
                 "merged into one commit, or that exceeded undo_bytes"
             )
         self._board.set(state=self._pause_state)
-        transaction = self._transaction(version, method="revert")
+        transaction = Transaction(
+            self._port, version, self._served_version, method="revert", on_paused=self._show_paused
+        )
         try:
             transaction.commit()
         except FingerprintError as error:

@@ -5,7 +5,6 @@ FAULT_FILE  file with one line "AT DO [RANK]". A fault happens once: the file is
             AT: one of POINTS. DO: hang (this thread, for ever), wait (until NAME.taken is removed), stop (SIGSTOP to
             this process), exit (at once), raise (RuntimeError), memory (MemoryError). RANK: of rank.* points, 0 if not
             given.
-FAULT_SET   comma-separated module:NAME=number, constants to replace: to wait for less long
 """
 
 import functools
@@ -117,11 +116,6 @@ def install() -> None:
         for point, (module, path, when) in POINTS.items():
             change = functools.partial(break_function, path=path, when=when, point=point)
             changes.setdefault(module, []).append(change)
-    for entry in filter(None, os.environ.get("FAULT_SET", "").split(",")):
-        module, _, assignment = entry.partition(":")
-        name, _, value = assignment.partition("=")
-        replace = functools.partial(lambda name, value, found: setattr(found, name, float(value)), name, value)
-        changes.setdefault(module, []).append(replace)
     if changes:
         sys.meta_path.insert(0, Saboteur(changes))
 
