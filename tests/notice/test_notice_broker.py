@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -67,11 +68,13 @@ def test_whoever_comes_late_is_told_what_a_publisher_that_is_gone_said(
     for run, version in ((RUN, 3), (OTHER, 8)):
         publisher.send(Notice(run, version, DIGEST))
     hear(subscriber, 3)
+    # The broker has seen a notice once somebody has heard it, and not before.
+    with closing(NoticeSubscriber(broker.subscribers, OTHER)) as other:
+        hear(other, 8)
     publisher.close()
     for run, version in ((RUN, 3), (OTHER, 8), (RUN, 3)):
-        late = NoticeSubscriber(broker.subscribers, run)
-        hear(late, version)
-        late.close()
+        with closing(NoticeSubscriber(broker.subscribers, run)) as late:
+            hear(late, version)
 
 
 def test_a_broker_that_was_killed_comes_back_on_the_same_ports(
