@@ -13,7 +13,8 @@ from vllm_delta_sync.engine.follow.run_session import RunSession
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore, apply_order, sibling_url
 from vllm_delta_sync.engine.follow.updater import WeightUpdater, mismatch_error
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.engine.observe.status import STATES, StatusBoard
+from vllm_delta_sync.engine.observe.states import ACTING, STATES
+from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.commit_plan import WeightPosition
 from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.engine.planning.update_planner import UpdatePlanner
@@ -364,7 +365,10 @@ class Receiver:
     def _start_with(self, other: RunSession) -> None:
         """Switch runs before any version is served: there is nothing to keep meanwhile."""
         self._session = other
-        self.board.set(run=other.history.run.info.run, head=None, goal=None, undo=[], invalidated=False)
+        # A refusal concerned the run before.
+        self.board.enter(
+            "waiting_for_run", run=other.history.run.info.run, head=None, goal=None, undo=[], invalidated=False
+        )
         self.board.set(holding=False, target=other.settings.target)
         self._pending_order = None
         self.advance()
@@ -405,7 +409,7 @@ class Receiver:
             if self.is_replaced():
                 self._open_run()
             if self.board.state == "waiting_for_run":
-                self.board.set(state="proving" if self.board.served is None else "idle")
+                self.board.enter("proving")
             stopped_by = self.history.poll(self.board.served)
         self._ranks.keys_sequence = self.history.keys_sequence
         self.planner.refresh()
@@ -420,10 +424,11 @@ class Receiver:
         if before is not None:
             logger.warning("run %s was replaced by run %s in the same place", before, run.info.run)
         known = self.board.served is not None
-        # Before the label is cleared, which may fail: the weights served are no version of this run.
-        self.board.set(run=run.info.run, served=None, head=None, goal=None, undo=[], invalidated=False)
-        # A refusal concerned the other run. This one may not be complete yet.
-        self.board.set(state="waiting_for_run")
+        # Before the label is cleared, which may fail: the weights served are no version of this run. A refusal
+        # concerned the other run. This one may not be complete yet.
+        self.board.enter(
+            "waiting_for_run", run=run.info.run, served=None, head=None, goal=None, undo=[], invalidated=False
+        )
         if known:
             self.port.label(None)
 
@@ -621,5 +626,5 @@ class _ErrorReporter:
         if isinstance(error, DeltaSyncError):
             receiver.fail(error)
         receiver.goal_version = None
-        if receiver.board.state in ("proving", "staging", "draining", "committing", "verifying", "repairing"):
+        if receiver.board.state in ACTING:
             receiver.board.settle()
