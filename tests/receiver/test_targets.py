@@ -380,6 +380,17 @@ def test_failure_on_the_way_to_another_run_leaves_the_old_one(long: Chain, at: s
     server.serves(3)
 
 
+def test_engine_that_is_lost_on_the_way_to_another_run_is_ended(long: Chain) -> None:
+    other = long.branch("other", 4, seed=1)
+    other.grow(1)
+    server = Server(long, long.bits[0], port=HookedPort)
+    server.receiver.advance(6)
+    server.port.before = failing("resume", 9)
+    server.receiver.target("head", other.url)
+    assert server.receiver.status()["last_error"]["kind"] == "weights_lost"
+    assert (server.receiver.status()["state"], len(server.port.ended)) == ("lost", 1)
+
+
 def test_damaged_branch_is_left_for_the_old_run(long: Chain) -> None:
     other = long.branch("other", 4, seed=1)
     other.grow(1)

@@ -344,7 +344,10 @@ class Receiver:
             except BaseException as error:
                 if self.board.served is None or self.board.served.run != run:
                     self._abort_switch(other, error)
-                    raise
+                else:
+                    # The new run's version is served, but generation may not resume.
+                    self._session, self._bound_to_other_run = other, False
+                raise
             self._session, self._bound_to_other_run = other, False
             logger.info("now following run %s instead of run %s", run, served.run)
             self._move_to(self._served_position(), target)
