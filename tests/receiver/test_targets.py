@@ -73,7 +73,7 @@ def test_fixed_version_is_served_and_not_left(chain: Chain) -> None:
 
 def test_version_that_is_not_there_yet_is_waited_for(chain: Chain) -> None:
     server = Server(chain, chain.bits[0], target="8")
-    with pytest.raises(NotFoundError, match="not published yet; the head is 6"):
+    with pytest.raises(NotFoundError, match="version 8 is not published; the head is 6"):
         server.receiver.advance()
     assert server.receiver.target_unavailable
     server.serves(0)

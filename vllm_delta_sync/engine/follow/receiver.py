@@ -160,9 +160,9 @@ class Receiver:
                 f"this server is held at version {self.served_version}; POST /delta_sync/release to follow again"
             )
         with self._reporting_errors():
-            self.goal_version = self._newest_allowed(stopped_by) if version is None else version
+            self.goal_version = self._newest_allowed() if version is None else version
             position = self._ensure_position()
-            target = self._session.resolve_followed_target(stopped_by) if version is None else version
+            target = self._session.resolve_followed_target() if version is None else version
             # A hold that came before any version was served keeps the first version that is.
             stays = self.board.holding and version is None
             self.goal_version = target
@@ -302,9 +302,11 @@ class Receiver:
 
     def _retarget(self, chosen: Settings) -> None:
         """Follow another target of the same run."""
-        stopped_by = self._poll()
+        self._poll()
         self._restore_served()
-        target = self._session.resolve_target(chosen.target, stopped_by, self.served_version or 0)
+        target = self.history.resolve_target(chosen.target)
+        if chosen.target == HEAD:
+            target = max(target, self.served_version or 0)
         before, served = self.settings, self.board.served
         with self._reporting_errors():
             self.goal_version = target
@@ -324,8 +326,8 @@ class Receiver:
         current, served = self._session, self.board.served
         other = RunSession(self.port, chosen, self.board, self._ranks)
         other.open()
-        stopped_by = other.history.poll()
-        target = other.resolve_target(chosen.target, stopped_by)
+        other.history.poll()
+        target = other.history.resolve_target(chosen.target)
         if served is None:
             self._start_with(other)
             return
@@ -416,7 +418,7 @@ class Receiver:
             stopped_by = self.history.poll(self.board.served)
         self._ranks.keys_sequence = self.history.keys_sequence
         self.planner.refresh()
-        self.board.set(head=self.history.head, goal=self._session.goal, polled_at=time.monotonic())
+        self.board.set(head=self.history.head, goal=self.history.goal, polled_at=time.monotonic())
         self._session.log_skipped()
         return stopped_by
 
@@ -435,12 +437,12 @@ class Receiver:
         if known:
             self.port.label(None)
 
-    def _newest_allowed(self, stopped_by: DeltaSyncError | None) -> int | None:
+    def _newest_allowed(self) -> int | None:
         """Return the newest version that may be served while none is served yet; None allows any."""
         if self.served_version is not None or self.settings.target == HEAD:
             return None
         try:
-            return self._session.resolve_followed_target(stopped_by)
+            return self._session.resolve_followed_target()
         except StoreError:
             raise
         except DeltaSyncError:
@@ -549,7 +551,7 @@ class Receiver:
 
     def _resume_pending_order(self, until: Callable[[], bool]) -> None:
         """Go to the version of an order from before the restart; nothing newer is served in between."""
-        order, head = self._pending_order, self.history.head
+        order = self._pending_order
         if order is None or order.version is None:
             return
         with self._reporting_errors():
@@ -559,7 +561,7 @@ class Receiver:
                     f"the standing order holds version {order.version} of run {order.run}, but the bucket now has run "
                     f"{self.history.run.info.run}: this server holds what it started with"
                 )
-            if head is None or order.version > head.version:
+            if self.history.unpublished(order.version) is not None:
                 raise NotFoundError(
                     f"the standing order from before the restart holds version {order.version}, which is not "
                     "published; POST /delta_sync/release to follow, or give another order"

@@ -288,7 +288,7 @@ class WeightUpdater:
             self._board.set(served=target, invalidated=False, error=None)
             return
         # In one call, so that no status mixes two runs.
-        goal = head.version if self._settings.quarantined == "serve" else head.sound
+        goal = self._history.goal
         self._board.set(run=target.run, served=target, head=head, goal=goal, invalidated=False, error=None)
 
     def _confirm(self) -> None:
