@@ -1,14 +1,16 @@
-"""Draw docs/architecture.svg from the tables of architecture.md: ``python docs/draw_architecture.py [--check]``."""
+"""Draw the pictures of architecture.md from its tables: ``python docs/draw_architecture.py [--check]``."""
 
 import argparse
 import html
+import math
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("architecture.md")
-TARGET = Path(__file__).with_name("architecture.svg")
+PACKAGES = Path(__file__).with_name("architecture.svg")
+STATES = Path(__file__).with_name("receiver-states.svg")
 COLUMNS = {"trainer_side": 0, "vllm_delta_sync": 1, "vllm_delta_sync/engine": 2}
 TITLES = ("trainer: trainer_side", "shared: vllm_delta_sync", "server: vllm_delta_sync.engine")
 WIDTH, BOX, GAP, TOP, LINE = 330, 46, 10, 56, 21
@@ -18,18 +20,43 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 rect { fill: #f6f8fa; stroke: #d1d9e0; rx: 6 } .ground { fill: #ffffff; stroke: none }
 .publish { fill: #0969da } .apply { fill: #1a7f37 } .badge { font: 600 11px system-ui, sans-serif; fill: #ffffff }
 """
+STATE_STYLE = ".group { fill: none; stroke-dasharray: 4 3 } .arrow { stroke: #59636e; marker-end: url(#head) }\n"
+
+Box = tuple[int, int, int, int]
+"""Left, top, width, height."""
+BOXES: dict[str, Box] = {
+    "waiting_for_run": (30, 45, 150, 40),
+    "proving": (410, 115, 150, 40),
+    "idle": (350, 260, 110, 40),
+    "held": (510, 260, 110, 40),
+    "staging": (790, 115, 110, 40),
+    "draining": (880, 230, 110, 40),
+    "committing": (790, 330, 110, 40),
+    "refused": (30, 345, 150, 40),
+    "repairing": (30, 440, 150, 40),
+    "verifying": (490, 440, 150, 40),
+    "lost": (790, 540, 130, 40),
+}
+GROUPS: dict[str, tuple[Box, tuple[str, ...]]] = {
+    "serving": ((330, 225, 310, 95), ("idle", "held")),
+    "updating": ((770, 35, 230, 365), ("staging", "draining", "committing")),
+    "any": ((10, 10, 1000, 490), ()),
+}
+"""Boxes around states: an arrow from or to all states of a group is drawn once. ``any`` has all but ``lost``."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the picture, or with ``--check`` say (exit status 1) that it is out of date."""
+    """Write the pictures, or with ``--check`` say (exit status 1) that one is out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the picture is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a picture is out of date")
     options = parser.parse_args(arguments)
-    picture = draw(SOURCE.read_text())
+    text = SOURCE.read_text()
+    pictures = {PACKAGES: draw_packages(text), STATES: draw_states(text)}
     if not options.check:
-        TARGET.write_text(picture)
+        for path, picture in pictures.items():
+            path.write_text(picture)
         return 0
-    return 0 if TARGET.exists() and TARGET.read_text() == picture else 1
+    return 0 if all(path.exists() and path.read_text() == picture for path, picture in pictures.items()) else 1
 
 
 def rows(text: str, heading: str) -> list[list[str]]:
@@ -39,7 +66,7 @@ def rows(text: str, heading: str) -> list[list[str]]:
     return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
 
 
-def draw(text: str) -> str:
+def draw_packages(text: str) -> str:
     """The picture as SVG: packages in three columns, imports pointing down, and a badge for each step of a path."""
     packages = rows(text, "Packages, from the ground up")
     paths = {"publish": rows(text, "The path of a publish"), "apply": rows(text, "The path of an apply")}
@@ -83,6 +110,78 @@ def draw(text: str) -> str:
             line = f"{step}. {what} · {module.rpartition('/')[2]}"
             out.append(f'<text class="step" x="{left + 4}" y="{y}">{html.escape(line)}</text>')
     return "\n".join([*out, "</svg>", ""])
+
+
+def draw_states(text: str) -> str:
+    """The states of a receiver as SVG: an arrow for each change, with the number of its row in the table."""
+    table = rows(text, "The states of a receiver")
+    width, legend = 1020, 620
+    height = legend + (len(table) + 1) // 2 * LINE + 20
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+        "<title>The states of a receiver and the changes between them</title>",
+        f"<style>{STYLE}{STATE_STYLE}</style>",
+        '<marker id="head" markerWidth="9" markerHeight="8" refX="8" refY="4" orient="auto">'
+        '<path d="M0,0 L9,4 L0,8 z" fill="#59636e"/></marker>',
+        f'<rect class="ground" width="{width}" height="{height}"/>',
+    ]
+    for name, ((left, top, wide, high), _) in sorted(GROUPS.items(), key=lambda item: -item[1][0][2]):
+        out.append(f'<rect class="group" x="{left}" y="{top}" width="{wide}" height="{high}"/>')
+        out.append(f'<text class="small" x="{left + 8}" y="{top + 16}">{name}</text>')
+    for name, (left, top, wide, high) in BOXES.items():
+        out.append(f'<rect x="{left}" y="{top}" width="{wide}" height="{high}"/>')
+        x, y = left + wide // 2, top + high // 2 + 5
+        out.append(f'<text class="title" x="{x}" y="{y}" text-anchor="middle">{name}</text>')
+    badges = []
+    for step, starts, ends, _ in table:
+        for start in _grouped(starts):
+            for end in _grouped(ends):
+                line, x, y = _arrow(_box(start), _box(end))
+                out.append(line)
+                badges.append(f'<circle class="publish" cx="{x}" cy="{y}" r="9"/>')
+                badges.append(f'<text class="badge" x="{x}" y="{y + 4}" text-anchor="middle">{step}</text>')
+    for number, (step, starts, ends, when) in enumerate(table):
+        column, line_number = divmod(number, (len(table) + 1) // 2)
+        names = f"{' · '.join(_grouped(starts))} → {' · '.join(_grouped(ends))}: {when}"
+        x, y = 14 + column * width // 2, legend + line_number * LINE
+        out.append(f'<text class="small" x="{x}" y="{y}">{html.escape(f"{step}. {names}")}</text>')
+    return "\n".join([*out, *badges, "</svg>", ""])
+
+
+def _grouped(cell: str) -> list[str]:
+    """Names of boxes for the states in a cell: a group's where the cell has all of its states."""
+    names = cell.split(", ")
+    for group, (_, members) in GROUPS.items():
+        if members and set(members) <= set(names):
+            names = [group, *(name for name in names if name not in members)]
+    return names
+
+
+def _box(name: str) -> Box:
+    return GROUPS[name][0] if name in GROUPS else BOXES[name]
+
+
+def _arrow(start: Box, end: Box) -> tuple[str, int, int]:
+    """An arrow from edge to edge of two boxes, beside the one that goes the other way; and where its number stands."""
+    (x1, y1), (x2, y2) = _nearest(start, end), _nearest(end, start)
+    length = max(1.0, math.hypot(x2 - x1, y2 - y1))
+    aside_x, aside_y = -7 * (y2 - y1) / length, 7 * (x2 - x1) / length
+    x1, y1, x2, y2 = (round(value) for value in (x1 + aside_x, y1 + aside_y, x2 + aside_x, y2 + aside_y))
+    line = f'<line class="arrow" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>'
+    return line, round(x1 + 0.25 * (x2 - x1)), round(y1 + 0.25 * (y2 - y1))
+
+
+def _nearest(box: Box, other: Box) -> tuple[float, float]:
+    """The point of a box's edge towards the middle of the part that lies opposite another box."""
+
+    def along(low: int, size: int, other_low: int, other_size: int) -> float:
+        if low + size < other_low:
+            return low + size
+        if other_low + other_size < low:
+            return low
+        return (max(low, other_low) + min(low + size, other_low + other_size)) / 2
+
+    return along(box[0], box[2], other[0], other[2]), along(box[1], box[3], other[1], other[3])
 
 
 def _short(package: str) -> str:

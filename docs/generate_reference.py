@@ -37,7 +37,7 @@ from vllm_delta_sync.engine.api import routes as http
 from vllm_delta_sync.engine.api.admission import LateError
 from vllm_delta_sync.engine.api.version_waiters import UnreachableError
 from vllm_delta_sync.engine.compat import patches
-from vllm_delta_sync.engine.observe import status as status_module
+from vllm_delta_sync.engine.observe.states import STATES
 
 TARGET = Path(__file__).with_name("REFERENCE.md")
 
@@ -275,7 +275,7 @@ def body_of(annotation: Any) -> type[BaseModel]:
 
 def states() -> Iterator[str]:
     yield "## States"
-    yield table(("state", "meaning"), [(code(name), text) for name, text in status_module.STATES.items()])
+    yield table(("state", "meaning"), [(code(name), text) for name, text in STATES.items()])
     yield "## Timings"
     yield "Milliseconds, in `timings_ms`. All up to `turn` pass beside generation, the others while it stands still."
     yield table(("key", "meaning"), [(code(name), text) for name, text in TIMINGS.items()])

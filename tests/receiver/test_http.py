@@ -315,7 +315,7 @@ def test_ready_follows_hold_and_loss(served: Served) -> None:
     served.tell("release")
     assert served.get("ready").status_code == 200
     board = served.site.service.receiver.board
-    board.set(state="lost", error={"kind": "weights_lost", "message": "gone"})
+    board.enter("lost", error={"kind": "weights_lost", "message": "gone"})
     lost = served.get("ready")
     assert lost.status_code == 503
     assert lost.json()["reasons"] == ["the state is lost (gone); restart the server"]

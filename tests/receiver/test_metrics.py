@@ -15,7 +15,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from tests.support.world import World
 from vllm_delta_sync.bucket.verified import hashing_seconds, time_hashing
 from vllm_delta_sync.engine.observe import log_lines, metrics
-from vllm_delta_sync.engine.observe.status import STATES
+from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.engine.staging.read_steps import PhaseTimer
 from vllm_delta_sync.errors import NotFoundError, error_kinds
 
@@ -137,7 +137,7 @@ def serve(role, versions=0, state=""):
         metrics.count_move("forward", {"fetch": 20.0, "pause": 5.0}, versions=versions)
         board = StatusBoard("follow")
         board.export_metrics()
-        board.set(undo=list(range(versions)), state=state)
+        board.enter(state, undo=list(range(versions)))
 
 for server in (("leader", 3, "committing"), ("follower",), ("successor", 2, "idle")):
     child = os.fork()

@@ -73,7 +73,7 @@ def test_fixed_version_is_served_and_not_left(chain: Chain) -> None:
 
 def test_version_that_is_not_there_yet_is_waited_for(chain: Chain) -> None:
     server = Server(chain, chain.bits[0], target="8")
-    with pytest.raises(NotFoundError, match="not published yet; the head is 6"):
+    with pytest.raises(NotFoundError, match="version 8 is not published; the head is 6"):
         server.receiver.advance()
     assert server.receiver.target_unavailable
     server.serves(0)
@@ -378,6 +378,17 @@ def test_failure_on_the_way_to_another_run_leaves_the_old_one(long: Chain, at: s
     server.receiver.target("head", other.url)
     server.chain = other
     server.serves(3)
+
+
+def test_engine_that_is_lost_on_the_way_to_another_run_is_ended(long: Chain) -> None:
+    other = long.branch("other", 4, seed=1)
+    other.grow(1)
+    server = Server(long, long.bits[0], port=HookedPort)
+    server.receiver.advance(6)
+    server.port.before = failing("resume", 9)
+    server.receiver.target("head", other.url)
+    assert server.receiver.status()["last_error"]["kind"] == "weights_lost"
+    assert (server.receiver.status()["state"], len(server.port.ended)) == ("lost", 1)
 
 
 def test_damaged_branch_is_left_for_the_old_run(long: Chain) -> None:

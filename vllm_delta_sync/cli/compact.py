@@ -82,7 +82,7 @@ def _compact(options: argparse.Namespace) -> Answer:
     # First check what the arguments name: NotFoundError after that means that the run is damaged.
     check_base(options.base)
     if anchor is not None:
-        anchor = run.resolve(None if anchor == "head" else anchor).version
+        anchor = run.resolve(anchor).version
     bar: list[ProgressBar] = []
 
     def show_progress(done: int, work: int, what: str) -> None:

@@ -312,7 +312,7 @@ def compact(
     check_base(base)
     head = run.head()
     report = CompactReport(head.version)
-    target = None if anchor is None else run.resolve(None if anchor == "head" else anchor)
+    target = None if anchor is None else run.resolve(anchor)
     planned = list(_missing_mergeable(run, head, report)) if folds else []
     if target is not None:
         report.anchor_present = existing_anchor(run, target) is not None

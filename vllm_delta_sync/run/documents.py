@@ -68,6 +68,7 @@ from vllm_delta_sync.run.checks import (
 from vllm_delta_sync.run.head import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, newest_good_before
 from vllm_delta_sync.run.prefetch import MAX_EXPECTED, Prefetcher, read_ahead
 from vllm_delta_sync.run.verifier import RunVerifier
+from vllm_delta_sync.settings import HEAD
 from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.trust import Keyring
@@ -75,6 +76,11 @@ from vllm_delta_sync.trust.precheck import PRECHECK_BYTES, precheck_signature
 
 TAG_PREFIX = "tag:"
 _Standalone = TypeVar("_Standalone", Anchor, Claim, MergedDelta, Lease, Retention, Tag)
+
+
+def parse_target(target: str) -> int | str:
+    """Return a setting ``target`` (a number, ``tag:NAME`` or ``head``) as ``RunDocuments.resolve`` takes it."""
+    return int(target) if target.isdecimal() else target
 
 
 class RunDocuments:
@@ -328,13 +334,13 @@ class RunDocuments:
         """Return the manifest of a version given by number or tag, or of the head.
 
         Args:
-            version: a number, ``tag:NAME``, or None for the head.
+            version: a number, ``tag:NAME``, or None or ``head`` for the head.
 
         Raises:
             NotFoundError: there is no such version or tag. UsageError: ``version`` is neither.
             ChainError: a tag names another manifest than the stored one. Otherwise as ``manifest``.
         """
-        if version is None:
+        if version is None or version == HEAD:
             return self.head()
         if isinstance(version, str):
             if not version.startswith(TAG_PREFIX):

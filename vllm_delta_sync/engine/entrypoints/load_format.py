@@ -25,7 +25,7 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
 )
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.run.documents import TAG_PREFIX
+from vllm_delta_sync.run.documents import parse_target
 from vllm_delta_sync.settings import HEAD, Settings, load_settings
 
 
@@ -174,7 +174,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             return run, head
         try:
             # Not the newest for the time being: the loaded version generates as soon as the server answers.
-            manifest = run.resolve(_target_reference(settings.target) if version is None else version)
+            manifest = run.resolve(parse_target(settings.target) if version is None else version)
             run.verifier.check_descends(head, manifest)
         except StoreError:
             raise
@@ -190,7 +190,3 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             raise TensorMismatchError(
                 f"run {self.run.info.run} lacks weights of this model; does config.json belong to the run? {error}"
             ) from error
-
-
-def _target_reference(target: str) -> int | str:
-    return target if target.startswith(TAG_PREFIX) else int(target)

@@ -13,7 +13,8 @@ from vllm_delta_sync.engine.follow.run_session import RunSession
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore, apply_order, sibling_url
 from vllm_delta_sync.engine.follow.updater import WeightUpdater, mismatch_error
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.engine.observe.status import STATES, StatusBoard
+from vllm_delta_sync.engine.observe.states import ACTING, STATES
+from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.commit_plan import WeightPosition
 from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.engine.planning.update_planner import UpdatePlanner
@@ -159,9 +160,9 @@ class Receiver:
                 f"this server is held at version {self.served_version}; POST /delta_sync/release to follow again"
             )
         with self._reporting_errors():
-            self.goal_version = self._newest_allowed(stopped_by) if version is None else version
+            self.goal_version = self._newest_allowed() if version is None else version
             position = self._ensure_position()
-            target = self._session.resolve_followed_target(stopped_by) if version is None else version
+            target = self._session.resolve_followed_target() if version is None else version
             # A hold that came before any version was served keeps the first version that is.
             stays = self.board.holding and version is None
             self.goal_version = target
@@ -301,9 +302,11 @@ class Receiver:
 
     def _retarget(self, chosen: Settings) -> None:
         """Follow another target of the same run."""
-        stopped_by = self._poll()
+        self._poll()
         self._restore_served()
-        target = self._session.resolve_target(chosen.target, stopped_by, self.served_version or 0)
+        target = self.history.resolve_target(chosen.target)
+        if chosen.target == HEAD:
+            target = max(target, self.served_version or 0)
         before, served = self.settings, self.board.served
         with self._reporting_errors():
             self.goal_version = target
@@ -323,8 +326,8 @@ class Receiver:
         current, served = self._session, self.board.served
         other = RunSession(self.port, chosen, self.board, self._ranks)
         other.open()
-        stopped_by = other.history.poll()
-        target = other.resolve_target(chosen.target, stopped_by)
+        other.history.poll()
+        target = other.history.resolve_target(chosen.target)
         if served is None:
             self._start_with(other)
             return
@@ -343,7 +346,10 @@ class Receiver:
             except BaseException as error:
                 if self.board.served is None or self.board.served.run != run:
                     self._abort_switch(other, error)
-                    raise
+                else:
+                    # The new run's version is served, but generation may not resume.
+                    self._session, self._bound_to_other_run = other, False
+                raise
             self._session, self._bound_to_other_run = other, False
             logger.info("now following run %s instead of run %s", run, served.run)
             self._move_to(self._served_position(), target)
@@ -364,7 +370,10 @@ class Receiver:
     def _start_with(self, other: RunSession) -> None:
         """Switch runs before any version is served: there is nothing to keep meanwhile."""
         self._session = other
-        self.board.set(run=other.history.run.info.run, head=None, goal=None, undo=[], invalidated=False)
+        # A refusal concerned the run before.
+        self.board.enter(
+            "waiting_for_run", run=other.history.run.info.run, head=None, goal=None, undo=[], invalidated=False
+        )
         self.board.set(holding=False, target=other.settings.target)
         self._pending_order = None
         self.advance()
@@ -405,11 +414,11 @@ class Receiver:
             if self.is_replaced():
                 self._open_run()
             if self.board.state == "waiting_for_run":
-                self.board.set(state="proving" if self.board.served is None else "idle")
+                self.board.enter("proving")
             stopped_by = self.history.poll(self.board.served)
         self._ranks.keys_sequence = self.history.keys_sequence
         self.planner.refresh()
-        self.board.set(head=self.history.head, goal=self._session.goal, polled_at=time.monotonic())
+        self.board.set(head=self.history.head, goal=self.history.goal, polled_at=time.monotonic())
         self._session.log_skipped()
         return stopped_by
 
@@ -420,19 +429,20 @@ class Receiver:
         if before is not None:
             logger.warning("run %s was replaced by run %s in the same place", before, run.info.run)
         known = self.board.served is not None
-        # Before the label is cleared, which may fail: the weights served are no version of this run.
-        self.board.set(run=run.info.run, served=None, head=None, goal=None, undo=[], invalidated=False)
-        # A refusal concerned the other run. This one may not be complete yet.
-        self.board.set(state="waiting_for_run")
+        # Before the label is cleared, which may fail: the weights served are no version of this run. A refusal
+        # concerned the other run. This one may not be complete yet.
+        self.board.enter(
+            "waiting_for_run", run=run.info.run, served=None, head=None, goal=None, undo=[], invalidated=False
+        )
         if known:
             self.port.label(None)
 
-    def _newest_allowed(self, stopped_by: DeltaSyncError | None) -> int | None:
+    def _newest_allowed(self) -> int | None:
         """Return the newest version that may be served while none is served yet; None allows any."""
         if self.served_version is not None or self.settings.target == HEAD:
             return None
         try:
-            return self._session.resolve_followed_target(stopped_by)
+            return self._session.resolve_followed_target()
         except StoreError:
             raise
         except DeltaSyncError:
@@ -541,7 +551,7 @@ class Receiver:
 
     def _resume_pending_order(self, until: Callable[[], bool]) -> None:
         """Go to the version of an order from before the restart; nothing newer is served in between."""
-        order, head = self._pending_order, self.history.head
+        order = self._pending_order
         if order is None or order.version is None:
             return
         with self._reporting_errors():
@@ -551,7 +561,7 @@ class Receiver:
                     f"the standing order holds version {order.version} of run {order.run}, but the bucket now has run "
                     f"{self.history.run.info.run}: this server holds what it started with"
                 )
-            if head is None or order.version > head.version:
+            if self.history.unpublished(order.version) is not None:
                 raise NotFoundError(
                     f"the standing order from before the restart holds version {order.version}, which is not "
                     "published; POST /delta_sync/release to follow, or give another order"
@@ -621,5 +631,5 @@ class _ErrorReporter:
         if isinstance(error, DeltaSyncError):
             receiver.fail(error)
         receiver.goal_version = None
-        if receiver.board.state in ("proving", "staging", "draining", "committing", "verifying", "repairing"):
+        if receiver.board.state in ACTING:
             receiver.board.settle()

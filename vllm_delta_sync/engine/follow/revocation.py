@@ -4,9 +4,8 @@ from vllm_delta_sync.engine.follow.updater import WeightUpdater
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.run_history import History
-from vllm_delta_sync.errors import BusyError, DeltaSyncError, NotFoundError, SignatureError, WeightsLostError
+from vllm_delta_sync.errors import BusyError, DeltaSyncError, SignatureError, WeightsLostError
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.run.documents import TAG_PREFIX
 from vllm_delta_sync.settings import HEAD, Settings
 
 REMEDY = (
@@ -90,14 +89,10 @@ class RevocationHandler:
         Raises:
             NotFoundError: every version is quarantined, or there is no such tag. Other errors as ``Run.resolve``.
         """
-        head, goal, target = self._history.head, self._board.goal, self._board.target
-        if target.startswith(TAG_PREFIX):
-            return self._history.run.resolve(target).version
-        if target != HEAD and head is not None and int(target) <= head.version:
-            return int(target)
-        if goal is None:
-            raise NotFoundError(f"every version of run {self._history.run.info.run} is quarantined")
-        return goal
+        target = self._board.target
+        if target.isdecimal() and self._history.unpublished(int(target)) is not None:
+            target = HEAD
+        return self._history.resolve_target(target)
 
     def _rollback(self, held: Manifest, goal: Manifest | DeltaSyncError) -> bool:
         """Roll back to the newest good version in the undo log; False if that is impossible."""

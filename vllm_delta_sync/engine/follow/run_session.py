@@ -11,13 +11,12 @@ from vllm_delta_sync.engine.planning.lineage import RunVersion, ancestry, connec
 from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.engine.planning.update_planner import UpdatePlanner
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError
-from vllm_delta_sync.run.documents import TAG_PREFIX
+from vllm_delta_sync.errors import ChainError, DeltaSyncError
 from vllm_delta_sync.settings import HEAD, Settings
 
 
 class RunSession:
-    """One run, followed by one engine; resolves targets to versions.
+    """One run, followed by one engine.
 
     Args:
         settings: with the bucket and the target in force.
@@ -35,22 +34,12 @@ class RunSession:
         self._board = board
         self.target_unavailable = False
         self._last_skipped = -1
-        self.history = History(settings.bucket, keyring, TrustedHead(settings, keyring), settings.store())
-        self.planner = UpdatePlanner(self.history, self.serves_any)
+        serves_any = settings.quarantined == "serve"
+        self.history = History(settings.bucket, keyring, TrustedHead(settings, keyring), settings.store(), serves_any)
+        self.planner = UpdatePlanner(self.history, serves_any)
         self.updater = WeightUpdater(port, settings, board, self.history, self.planner, ranks)
         self.revocation = RevocationHandler(settings, board, self.history, self.updater)
         self.identifier = WeightIdentifier(settings, board, self.history, ranks, self._refuse)
-
-    @property
-    def serves_any(self) -> bool:
-        """Whether quarantined versions are served like others."""
-        return self.settings.quarantined == "serve"
-
-    @property
-    def goal(self) -> int | None:
-        """The newest version that a receiver of the head serves; None if there is none."""
-        head = self.history.head
-        return None if head is None else head.version if self.serves_any else head.sound
 
     def open(self) -> None:
         """Open the run that is at the URL now. Errors as ``History.open``."""
@@ -59,29 +48,6 @@ class RunSession:
         self.updater.rescan_cursor = RescanCursor([spec.nbytes for spec in run.table], self.settings.rescan_bytes)
         self.updater.repair_target = None
         self._last_skipped = -1
-
-    def resolve_target(self, target: str, stopped_by: DeltaSyncError | None, served: int = 0) -> int:
-        """Return the version that a requested target names now; it may be older than the served one.
-
-        Args:
-            served: the version served of this run, 0 if none.
-
-        Raises:
-            NotFoundError: there is no such version. Other errors as ``Run.resolve``.
-        """
-        head, goal = self.history.head, self.goal
-        if head is None:
-            raise NotFoundError("no version of that run is published yet")
-        if target.startswith(TAG_PREFIX):
-            return self.history.run.resolve(target).version
-        if target != HEAD:
-            if int(target) > head.version:
-                raise stopped_by or NotFoundError(f"version {target} is not published; the head is {head.version}")
-            return int(target)
-        if goal is None:
-            raise NotFoundError("every version of that run is quarantined; ask for one by its number")
-        # The served version may be newer than the newest readable manifest, or quarantined.
-        return max(goal, served)
 
     def check_related(self, current: "RunSession", served: int) -> None:
         """Raise ChainError unless deltas can lead from the run followed so far to this one.
@@ -103,50 +69,27 @@ class RunSession:
 
     def check_requested(self, version: int, served: int | None) -> None:
         """Raise if a request names an invalid version; the status does not record this as the last error."""
-        head = self.history.head
-        if head is None or version > head.version:
-            newest = "nothing is published yet" if head is None else f"the head is {head.version}"
-            raise NotFoundError(f"version {version} is not published; {newest}")
+        unpublished = self.history.unpublished(version)
+        if unpublished is not None:
+            raise unpublished
         if served is not None and version < served:
             raise ChainError(f"version {version} precedes the served version {served}; use rollback")
 
-    def resolve_followed_target(self, stopped_by: DeltaSyncError | None) -> int:
+    def resolve_followed_target(self) -> int:
         """Return the version that the target in force names now.
 
         Raises:
             NotFoundError: it is not published yet. ChainError: it is older than the served version.
         """
-        head, target = self.history.head, self.settings.target
-        held = self._board.served
-        served = 0 if held is None else held.version
+        held, target = self._board.served, self.settings.target
         self._board.set(ahead_of_target=False)
-        self.target_unavailable = False
-        if head is None:
-            raise NotFoundError(f"no version is published at {self.settings.bucket!r} yet")
-        if target == HEAD:
-            goal = self._board.goal
-            if goal is None and held is None:
-                self.target_unavailable = True
-                raise NotFoundError(
-                    f"every version of the run at {self.settings.bucket!r} is quarantined; publish a sound one, or ask "
-                    "for one by its number"
-                )
-            # The served version may be newer than the newest readable manifest, or quarantined.
-            return max(served if goal is None else goal, served)
-        self.target_unavailable = True
-        if target.startswith(TAG_PREFIX):
-            version = self.history.run.resolve(target).version
-        else:
-            version = int(target)
-            if version > max(head.version, served):
-                raise stopped_by or NotFoundError(
-                    f"the target is version {version}, which is not published yet; the head is {head.version}"
-                )
-        if version < served:
+        self.target_unavailable = self.history.head is not None
+        version = self.history.resolve_target(target, None if held is None else held.version)
+        if held is not None and version < held.version:
             self._board.set(ahead_of_target=True)
             raise ChainError(
-                f"the target ({target}) is version {version}, and version {served} is served; a server does not roll "
-                f'back by itself: POST /delta_sync/rollback {{"version": {version}}}, or POST it as target'
+                f"the target ({target}) is version {version}, and version {held.version} is served; a server does not "
+                f'roll back by itself: POST /delta_sync/rollback {{"version": {version}}}, or POST it as target'
             )
         self.target_unavailable = False
         return version

@@ -14,7 +14,8 @@ from vllm_delta_sync.engine.follow.pause_slot_client import PauseSlotClient
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe import log_lines, metrics
-from vllm_delta_sync.engine.observe.status import State, StatusBoard
+from vllm_delta_sync.engine.observe.states import State
+from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan, WeightPosition
 from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.engine.planning.update_planner import UpdatePlanner
@@ -76,12 +77,12 @@ class WeightUpdater:
 
     def verify(self, served: Manifest) -> Answer:
         """Hash all weights and compare them with a version, per tensor and in total."""
-        before: State = self._board.state
-        self._board.set(state="verifying")
+        before = self._board.state
+        self._board.enter("verifying")
         try:
             measured, mismatched = self._ranks.scan(list(range(len(self._history.run.table))))
         finally:
-            self._board.set(state=before)
+            self._board.enter(before)
         found = "" if measured is None else measured.hex()
         return {
             "verdict": found == served.fingerprint and not mismatched,
@@ -106,7 +107,7 @@ class WeightUpdater:
 
     def repair(self, target: Manifest) -> None:
         """Restore the weights to a version after an external write, and verify them."""
-        self._board.set(state="repairing")
+        self._board.enter("repairing")
         timings = self._ranks.repair(target)["ms"]
         # Outputs must not carry the version's label before the weights are verified.
         transaction = Transaction(self._port, target.version, None, matches=self._ranks.matches_declared, label=None)
@@ -214,7 +215,7 @@ class WeightUpdater:
 
     def _stage(self, plan: UpdatePlan, position: WeightPosition | None) -> tuple[dict[str, float], int]:
         """Stage on all ranks; returns the slowest rank's timings, and the elements that all ranks will write."""
-        self._board.set(state="staging")
+        self._board.enter("staging")
         rescan = [] if position is None else self.rescan_cursor.next()
         staged, differing = self._ranks.stage(plan, self._served_version, rescan)
         self._board.set(rank_store_use=staged["store"])
@@ -228,7 +229,7 @@ class WeightUpdater:
         self, plan: UpdatePlan, position: WeightPosition | None, timings: dict[str, float]
     ) -> dict[str, float] | None:
         """Commit what is staged; returns all timings, or None if the commit was reverted."""
-        self._board.set(state=self._pause_state)
+        self._board.enter(self._pause_state)
         target, served = plan.target, self._board.served
         transaction = Transaction(
             self._port,
@@ -266,7 +267,7 @@ class WeightUpdater:
 
     def _show_paused(self) -> None:
         if self._pause_state == "draining":
-            self._board.set(state="committing")
+            self._board.enter("committing")
 
     def _resume(self, transaction: Transaction, target: Manifest) -> dict[str, float]:
         """Resume generation with a new version; returns the timings."""
@@ -287,7 +288,7 @@ class WeightUpdater:
             self._board.set(served=target, invalidated=False, error=None)
             return
         # In one call, so that no status mixes two runs.
-        goal = head.version if self._settings.quarantined == "serve" else head.sound
+        goal = self._history.goal
         self._board.set(run=target.run, served=target, head=head, goal=goal, invalidated=False, error=None)
 
     def _confirm(self) -> None:
@@ -331,7 +332,7 @@ class WeightUpdater:
                 f"version {version} is not in the undo log, which holds {known}. It does not hold versions that were "
                 "merged into one commit, or that exceeded undo_bytes"
             )
-        self._board.set(state=self._pause_state)
+        self._board.enter(self._pause_state)
         transaction = Transaction(
             self._port, version, self._served_version, method="revert", on_paused=self._show_paused
         )

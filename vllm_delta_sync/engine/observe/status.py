@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from vllm_delta_sync import __version__
 from vllm_delta_sync.bucket.middleware.metrics import PROCESS
@@ -18,39 +18,12 @@ from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.log_lines import ordered
 from vllm_delta_sync.engine.observe.readiness import readiness
+from vllm_delta_sync.engine.observe.states import STATES, State, check_transition
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.read_steps import store_usage
 from vllm_delta_sync.errors import DeltaSyncError, EngineError
 from vllm_delta_sync.format.manifest import Manifest
 
-State = Literal[
-    "waiting_for_run",
-    "proving",
-    "refused",
-    "idle",
-    "held",
-    "staging",
-    "draining",
-    "committing",
-    "verifying",
-    "repairing",
-    "lost",
-]
-STATES: dict[State, str] = {
-    "waiting_for_run": "the bucket holds no run yet, or cannot be read; see last_error",
-    "proving": "tracing the model's loader and comparing its weights with the run's",
-    "refused": "this model cannot follow this run, or its weights are no longer a version; see last_error",
-    "idle": "serving; no update in progress",
-    "held": "serving one version and not following, until POST /delta_sync/release; or serving a newer version than "
-    "the setting target names, see last_error",
-    "staging": "fetching, verifying, decoding and routing versions, beside generation",
-    "draining": "waiting for requests in flight to finish (setting pause_mode), while new ones wait for the commit",
-    "committing": "the engine is paused and weights are being patched",
-    "verifying": "rescanning all weights against what the history declares",
-    "repairing": "weights were changed from outside; the version served before is being rebuilt from the bucket",
-    "lost": "a commit could neither be finished nor reverted, or generation does not resume: the engine has ended, "
-    "restart the server",
-}
 RECENT_COMMITS = 64
 
 
@@ -80,7 +53,7 @@ class StatusBoard:
         self._max_lag = max_lag
         self._recent: deque[Answer] = deque(maxlen=RECENT_COMMITS)
         self.run: str | None = None
-        self.state: State = "waiting_for_run"
+        self._state: State = "waiting_for_run"
         self.error: dict[str, str] | None = None
         self.served: Manifest | None = None
         self.head: Manifest | None = None
@@ -104,6 +77,11 @@ class StatusBoard:
         self.trust: Callable[[], Answer | None] = lambda: None
         self._watchers: list[Callable[[], None]] = []
 
+    @property
+    def state(self) -> State:
+        """What the receiver is doing; ``enter`` changes it."""
+        return self._state
+
     def watch(self, changed: Callable[[], None]) -> None:
         """Call ``changed`` after every change, from any thread."""
         self._watchers.append(changed)
@@ -120,19 +98,24 @@ class StatusBoard:
         for changed in self._watchers:
             changed()
 
+    def enter(self, state: State, **values: Any) -> None:
+        """Change the state, and other attributes with it as ``set`` does; every change of state passes here."""
+        check_transition(self._state, state)
+        self.set(_state=state, **values)
+
     def settle(self, **values: Any) -> None:
-        """Set the state that the served version implies, after an action has ended; ``values`` as ``set``."""
+        """Enter the state that the served version implies, after an action has ended; ``values`` as ``set``."""
         state: State = "refused" if self.invalidated else "waiting_for_run"
         if self.served is not None:
             state = "held" if self.holding or self.ahead_of_target else "idle"
-        self.set(state=state, **values)
+        self.enter(state, **values)
 
     def report_error(self, error: DeltaSyncError, state: State | None = None) -> None:
         """Show an error until something succeeds. The states ``refused`` and ``lost`` stay."""
         metrics.count_failure(error.kind)
         shown = {"kind": error.kind, "message": error.message}
         if state is not None:
-            self.set(state=state, error=shown)
+            self.enter(state, error=shown)
         elif self.state in ("refused", "lost"):
             self.set(error=shown)
         else:

@@ -10,6 +10,8 @@ from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.errors import DeltaSyncError, ExpiredError, NotFoundError, SignatureError, StoreError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.run.documents import parse_target
+from vllm_delta_sync.settings import HEAD
 from vllm_delta_sync.trust import Keyring
 
 
@@ -19,6 +21,7 @@ class History:
     Args:
         keyring: keys that must have signed the run. trusted_head: refuses heads older than one seen before.
         store: options of the store; if None, from the environment.
+        serves_quarantined: whether quarantined versions are served like others.
 
     Attributes:
         head: manifest of the newest good version; None before the first poll.
@@ -27,9 +30,15 @@ class History:
     """
 
     def __init__(
-        self, url: str, keyring: Keyring, trusted_head: TrustedHead, store: StoreOptions | None = None
+        self,
+        url: str,
+        keyring: Keyring,
+        trusted_head: TrustedHead,
+        store: StoreOptions | None = None,
+        serves_quarantined: bool = False,
     ) -> None:
         self._url = url
+        self._serves_quarantined = serves_quarantined
         self.store = store
         self.keyring = keyring
         self.trusted_head = trusted_head
@@ -112,6 +121,48 @@ class History:
         """Sequence number of keys.json; 0 if the run has none."""
         file = self.run.verifier.keys.file
         return 0 if file is None else file.sequence
+
+    @property
+    def goal(self) -> int | None:
+        """The newest version that a receiver of the head serves; None if there is none."""
+        head = self.head
+        return None if head is None else head.version if self._serves_quarantined else head.sound
+
+    def unpublished(self, version: int) -> NotFoundError | None:
+        """Return the error for a version that was not published when last polled; None if it was."""
+        if self.head is not None and version <= self.head.version:
+            return None
+        newest = "nothing is published yet" if self.head is None else f"the head is {self.head.version}"
+        return NotFoundError(f"version {version} is not published; {newest}")
+
+    def resolve_target(self, target: str, served: int | None = None) -> int:
+        """Return the version that a target names as of the last poll: ``head``, a number, or ``tag:NAME``.
+
+        Args:
+            served: the version of this run that is served, if it may stay. It may be newer than the newest readable
+                manifest, or quarantined. A number or a tag may be older.
+
+        Raises:
+            NotFoundError: there is no such version. Otherwise as ``Run.resolve``, or what is wrong with the manifest
+                after the head.
+        """
+        if self.head is None:
+            raise NotFoundError(f"no version is published at {self._url!r} yet")
+        named = parse_target(target)
+        if isinstance(named, int):
+            missing = self.unpublished(named)
+            if missing is not None and (served is None or named > served):
+                raise self._stopped_by or missing
+            return named
+        if named != HEAD:
+            return self.run.resolve(named).version
+        found = [version for version in (self.goal, served) if version is not None]
+        if not found:
+            raise NotFoundError(
+                f"every version of the run at {self._url!r} is quarantined; publish a sound one, or ask for one by its "
+                "number"
+            )
+        return max(found)
 
     def manifest(self, version: int) -> Manifest:
         """Return a version's manifest. Errors as ``Run.manifest``."""
