@@ -107,8 +107,8 @@ def settings() -> Iterator[str]:
     )
     yield (
         "Of these, a server uses all but `signing_key`. A command uses `bucket`, `trusted_keys`, `signing_key` and "
-        "what says how to talk to the store (`mirror`, `store_…`), `doctor` also the cache; what maintains a bucket "
-        "leaves the mirror out. `open_run(url)` takes `trusted_keys` and the store's from here where it is not given "
+        "what says how to talk to the store (`mirror`, `store_…`); what maintains or tests a bucket leaves the mirror "
+        "out. `open_run(url)` takes `trusted_keys` and the store's from here where it is not given "
         "`keyring` or `store`, `Publisher` takes `signing_key`, `trusted_keys` and the store's, `open_bucket(url)` the "
         "store's. A setting that a program does not use is checked all the same. An empty variable is an error, save "
         "for those of the bucket, the store and the cache, where it counts as not set."

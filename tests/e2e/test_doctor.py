@@ -11,8 +11,6 @@ import pytest
 from tests.e2e.servers import plain_vllm_serve, serving
 from tests.e2e.siege.world import Siege
 from tests.support.tiny import make_model, save_checkpoint
-from vllm_delta_sync import __version__
-from vllm_delta_sync.engine.compat import patches
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("signed")]
 
@@ -38,19 +36,9 @@ def test_the_doctor_finds_nothing_wrong(siege: Siege) -> None:
     assert (code, bad(found)) == (0, {}), found
     assert found["server"]["figures"] == {"health": 200, "models": ["tiny"], "api_key": False}
     assert found["state"]["figures"]["state"] in ("idle", "verifying")
-    assert found["routes"]["figures"]["ranks"] == 1
-    assert found["routes"]["figures"]["tensors"] > 10
     assert found["same run"]["figures"]["run"] == siege.run_id
     assert found["lag"]["figures"] == {"served": head, "head": head, "lag": 0}
-    assert found["versions"]["figures"] == {
-        "vllm": patches.distribution_version()[1],
-        "torch": found["versions"]["figures"]["torch"],
-        "vllm_delta_sync": __version__,
-        "tested": True,
-        "here": __version__,
-    }
     assert found["notice"]["figures"]["heard_seconds"] is not None
-    assert found["admin"]["figures"] == {"status": 401, "token": True}
     assert siege.canaries.in_text(json.dumps(found)) == []
     # It has changed nothing there.
     status = siege.server.wait_idle()

@@ -14,23 +14,15 @@ from tests.support.samples import RunWriter, nudge, random_bits, state_of
 from tests.support.written import reference_run, save_base
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.errors import DeltaSyncError, DigestError, NotFoundError
+from vllm_delta_sync.errors import DeltaSyncError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
-from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.manifest import Head
-from vllm_delta_sync.format.safetensors_file import shard_tables
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
-from vllm_delta_sync.maintenance.repair.deltas import (
-    difference,
-    lost_object,
-    put_anchor,
-    put_lost_shard,
-    put_merged_delta,
-)
+from vllm_delta_sync.maintenance.repair.deltas import put_merged_delta
 from vllm_delta_sync.maintenance.repair.repair import RepairReport, repair
-from vllm_delta_sync.verify.simulate import simulate_fingerprints
 from vllm_delta_sync.verify.verify import verify_run
 
 SEEDS = st.integers(0, 2**32)
@@ -88,40 +80,24 @@ def test_head_that_proves_a_lost_version_is_left_alone(whole: Whole) -> None:
     assert contents(whole) == before
 
 
-@pytest.mark.parametrize(("kind", "shards"), [("packed", 0), ("raw", 1), ("packed", 2), ("context", 2)])
-def test_a_lost_object_is_encoded_again_with_the_same_bytes(kind: str, shards: int) -> None:
-    """From the version before, and from an anchor, or from the one after, taken back."""
-    whole = Whole(seed=5)
+@pytest.mark.parametrize("kind", ["packed", "raw", "full", "context"])
+def test_a_version_whose_object_is_lost_gets_a_merged_delta(kind: str) -> None:
+    whole = Whole(seed=9)
     whole.deltas("packed", "packed", kind, "packed")
-    if kind != "context":
+    whole.beside(3)
+    if kind == "packed":
         whole.folds()
-    if shards:
-        whole.beside(3, shards)
     key = whole.object_of(3)
     right = whole.bucket.get(key)
-    whole.bucket.delete(key)
-    report = repair(whole.run)
-    assert report.repaired == [f"{key}: encoded again from the weights on both sides of version 3"]
-    assert (report.lost, whole.bucket.get(key)) == ([], right)
-    assert_whole(whole)
-
-
-def test_a_version_whose_object_cannot_be_made_again_gets_a_folded_range() -> None:
-    """Which tensors are sent in full depends on more than what changed: the same change, other bytes."""
-    whole = Whole(seed=9)
-    whole.deltas("packed", "packed")
-    whole.writer.delta(nudge(whole.writer.bits[-1], whole.random, 0.2), full=(1,))
-    whole.deltas("packed")
-    whole.beside(3)
-    whole.folds()
-    whole.flip(whole.object_of(3))
-    damaged = whole.bucket.get(whole.object_of(3))
+    whole.flip(key)
+    damaged = whole.bucket.get(key)
     report = repair(whole.run)
     assert report.lost == []
     assert report.repaired == [f"{side.merged_delta_key(2, 3)}: replaces the objects of version 3"]
-    assert ["version 3: its own objects" in note for note in report.notes] == [True]
-    # The manifest cannot list other bytes: what is damaged is left for whoever finds a use for it.
-    assert whole.bucket.get(whole.object_of(3)) == damaged
+    # The merged delta of a packed version consists of the same object. Elsewhere the damaged one is left for whoever
+    # finds a use for it, because the manifest cannot list other bytes.
+    assert whole.bucket.get(key) == (right if kind == "packed" else damaged)
+    assert ["version 3: its own objects" in note for note in report.notes] == [True] * (kind != "packed")
     assert_whole(whole)
     assert repair(whole.run).repaired == []
 
@@ -142,8 +118,7 @@ def test_a_lost_version_0_is_rebuilt_from_an_anchor_after_it(whole: Whole) -> No
     right = whole.bucket.get(whole.object_of(0))
     whole.bucket.put(whole.object_of(0), right[: len(right) // 2])
     report = repair(whole.run)
-    assert report.repaired == [f"{whole.object_of(0)}: written again from the weights of version 0"]
-    assert whole.bucket.get(whole.object_of(0)) == right
+    assert report.repaired == [f"{side.anchor_key(0)}: replaces the objects of version 0"]
     assert_whole(whole)
 
 
@@ -151,11 +126,9 @@ def test_versions_that_build_on_an_older_one(whole: Whole) -> None:
     whole.delta(base=3)
     whole.deltas("packed", "packed")
     whole.beside(10)
-    key = whole.object_of(9)
-    right = whole.bucket.get(key)
-    whole.bucket.delete(key)
-    assert repair(whole.run).lost == []
-    assert whole.bucket.get(key) == right
+    whole.bucket.delete(whole.object_of(9))
+    report = repair(whole.run)
+    assert (report.repaired, report.lost) == ([f"{side.anchor_key(9)}: replaces the objects of version 9"], [])
     assert_whole(whole)
 
 
@@ -453,28 +426,17 @@ def test_what_was_removed_is_not_lost_and_what_is_needed_is_missed() -> None:
         assert whole.bucket.get(side.RETENTION_KEY) == mirror.get(side.RETENTION_KEY)
 
 
-# Writing a lost object again: with the digest that is recorded, or not at all
+# Writing a merged delta from weights
 
 
-@pytest.mark.parametrize(("codec", "rank"), [("packed", 0), ("packed", 1), ("raw", 1)])
-def test_the_object_of_one_rank_is_what_the_others_leave(codec: Codec, rank: int) -> None:
+def test_lost_objects_of_two_ranks_are_replaced_together() -> None:
     whole = Whole(seed=2)
     whole.delta()
-    manifest = whole.publish_by_ranks(2, codec, 0.5)
+    manifest = whole.publish_by_ranks(2, "packed", 0.5)
     whole.beside(manifest.version)
     assert verify_run(whole.run).replayed
-    lost = manifest.objects[rank]
-    right = whole.bucket.get(lost.key)
-    whole.bucket.delete(lost.key)
-    before, after = (state_of(TABLE, bits) for bits in whole.writer.bits[-2:])
-    assert lost_object(whole.run, manifest, lost, before, after) == right
-    report = repair(whole.run)
-    assert (report.lost, whole.bucket.get(lost.key)) == ([], right)
-    # With the other one damaged nobody can tell what belongs to which.
-    whole.bucket.delete(lost.key)
-    whole.flip(manifest.objects[1 - rank].key)
-    with pytest.raises(DigestError):
-        lost_object(whole.run, manifest, lost, before, after)
+    whole.bucket.delete(manifest.objects[0].key)
+    whole.flip(manifest.objects[1].key)
     report = repair(whole.run)
     assert report.lost == []
     assert ["replaces the objects of" in line for line in report.repaired] == [True]
@@ -486,17 +448,10 @@ def test_what_is_written_from_weights_is_as_that_of_the_history() -> None:
     whole.deltas("packed", "raw", "full", "packed")
     states = [state_of(TABLE, bits) for bits in whole.writer.bits]
     run, manifests = whole.run, whole.writer.manifests
-    put_anchor(run, manifests[3], states[3])
+    make_anchor(run, 3, state=states[3])
     put_merged_delta(run, manifests[1], manifests[4], states[1], states[4])
     report = verify_run(run)
     assert (report.anchors, report.folds) == (1, 1)
-    for relative in (True, False):
-        before, after = (state_of(TABLE, bits) for bits in whole.writer.bits[1:3])
-        changes = difference(before, after, relative=relative)
-        assert simulate_fingerprints(before, changes) == changes.fingerprints
-        before.apply(changes)
-        assert before.fingerprints == after.fingerprints
-        assert [bits.tobytes() for bits in before.bits] == [bits.tobytes() for bits in after.bits]
 
 
 WIDE = TensorTable(TensorSpec(f"layers.{layer}.weight", ["BF16", "F32"][layer % 2], (512, 512)) for layer in range(32))
@@ -525,27 +480,3 @@ def test_a_range_from_weights_takes_the_memory_of_a_few_tensors(
     before.apply(run.changes(folded))
     assert before.fingerprints == after.fingerprints
     assert before.fingerprint.hex() == folded.last_fingerprint
-
-
-def test_a_lost_shard_of_version_0_is_written_again() -> None:
-    whole = Whole(seed=6)
-    bucket = MemoryBucket()
-    bucket.held.update({key: whole.bucket.held[key] for key in (keys.RUN_KEY, keys.TABLE_KEY)})
-    assert len(shard_tables(TABLE, 1)) == len(TABLE)
-    whole.beside(0, shards=3)
-    shards = whole.run.anchor(0).objects
-    manifest = whole.writer.manifests[0].model_copy(
-        update={"objects": shards, "payload_bytes": sum(ref.bytes for ref in shards)}
-    )
-    state = state_of(TABLE, whole.writer.bits[0])
-    for ref in shards:
-        bucket.put(ref.key, whole.bucket.get(ref.key))
-    for ref in shards:
-        right = bucket.get(ref.key)
-        bucket.delete(ref.key)
-        assert put_lost_shard(Run(bucket), manifest, ref, state)
-        assert bucket.get(ref.key) == right
-    other = state_of(TABLE, nudge(whole.writer.bits[0], whole.random, 0.5))
-    bucket.delete(shards[0].key)
-    assert not put_lost_shard(Run(bucket), manifest, shards[0], other)
-    assert shards[0].key not in bucket.held

@@ -255,7 +255,8 @@ def test_what_is_made_again_is_signed(signed: Signed) -> None:
     assert report.lost == []
     assert_all_signed(signed)
     after = verify_run(signed.run)
-    assert (after.head, after.folds, after.replayed) == (whole.head, whole.folds, True)
+    # A merged delta replaces the lost object of version 3.
+    assert (after.head, after.folds, after.replayed) == (whole.head, whole.folds + 1, True)
 
 
 def test_nothing_unsigned_is_written_into_a_signed_run(signed: Signed) -> None:

@@ -19,6 +19,7 @@ from vllm_delta_sync.cli.arguments import (
     exit_codes,
     failed_check,
     opened,
+    version,
 )
 from vllm_delta_sync.errors import NotFoundError, UsageError
 from vllm_delta_sync.format.codecs import RELATIVE_CODECS
@@ -56,7 +57,9 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     add_bucket(parser)
     add_base(parser)
     add_trust(parser, signing=True)
-    parser.add_argument("--anchor", metavar="N|head|tag:NAME", help="also make the anchor of this version")
+    parser.add_argument(
+        "--anchor", type=_anchor_version, metavar="N|head|tag:NAME", help="also make the anchor of this version"
+    )
     parser.add_argument("--no-folds", action="store_true", help="make no merged deltas")
     parser.add_argument(
         "--codec",
@@ -75,7 +78,7 @@ def _compact(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.run.checks import check_base
     from vllm_delta_sync.run.roots import BaseUnavailableError
 
-    anchor = _anchor_version(options.anchor)
+    anchor = options.anchor
     if options.no_folds and anchor is None:
         raise UsageError("--no-folds without --anchor leaves nothing to do; name the version that gets an anchor")
     run = opened(options, writes=not options.dry_run)
@@ -83,14 +86,8 @@ def _compact(options: argparse.Namespace) -> Answer:
     check_base(options.base)
     if anchor is not None:
         anchor = run.resolve(anchor).version
-    bar: list[ProgressBar] = []
-
-    def show_progress(done: int, work: int, what: str) -> None:
-        bar[:] = bar or [ProgressBar(work, "documents")]
-        bar[0].update(done, what)
-
     try:
-        with _stop_on_interrupt() as stop:
+        with ProgressBar("documents") as bar, _stop_on_interrupt() as stop:
             report = compact(
                 run,
                 options.base,
@@ -98,7 +95,7 @@ def _compact(options: argparse.Namespace) -> Answer:
                 anchor=anchor,
                 dry_run=options.dry_run,
                 scratch=options.scratch,
-                progress=show_progress,
+                progress=bar.update,
                 stop=stop,
                 codec=options.codec,
             )
@@ -106,9 +103,6 @@ def _compact(options: argparse.Namespace) -> Answer:
         raise
     except NotFoundError as error:
         raise failed_check(error) from error
-    finally:
-        for drawn in bar:
-            drawn.close()
     document = {
         "head": report.head,
         "dry_run": options.dry_run,
@@ -157,12 +151,8 @@ def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _anchor_version(text: str | None) -> int | str | None:
-    if text is None or text == "head" or text.startswith("tag:"):
-        return text
-    if not (text.isascii() and text.isdecimal()):
-        raise UsageError(f"--anchor {text!r} is not a version; give a number, head, or tag:NAME")
-    return int(text)
+def _anchor_version(text: str) -> int | str:
+    return text if text == "head" else version(text)
 
 
 def _print(document: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import time
 from typing import Any
 
 from vllm_delta_sync.cli.arguments import (
@@ -17,18 +16,18 @@ from vllm_delta_sync.cli.arguments import (
     keyring_of,
     settings_of,
 )
-from vllm_delta_sync.cli.text import ProgressBar, clean, size
+from vllm_delta_sync.cli.text import clean
 from vllm_delta_sync.doctor.findings import DEFAULT_BYTES, CheckResult
 from vllm_delta_sync.errors import NotFoundError
 from vllm_delta_sync.redaction import public_url
 from vllm_delta_sync.settings import check_bucket
 
 EXAMPLES = """\
-Prints one line for each check, then what to do about failures and warnings. Checks of the bucket: URL, library and
-credentials; whether a small test object can be put, read, listed, created only once, overwritten and deleted; latency,
-throughput and the store's clock; the run, quickly (`delta-sync verify` reads all of it); the mirror (DELTA_SYNC_MIRROR)
-and the cache (DELTA_SYNC_CACHE_DIR). Checks of the server: whether it answers, has the plugin, and follows the run.
-Each side stops at its first failure, unless --keep-going is given.
+Prints one line for each check, then what to do about failures and warnings. Checks of the bucket: URL and credentials;
+whether a small test object can be put, overwritten, read, listed, created only once and deleted; latency, throughput
+and the store's clock; the run's documents (`delta-sync verify` also reads the objects). Checks of the server: whether
+it answers, has the plugin, follows the run, and receives notices. Each side stops at its first failure, unless
+--keep-going is given.
 
 Test objects are stored under doctor/ and removed at the end. If the doctor is killed, a run of it a day later removes
 them.
@@ -40,7 +39,6 @@ examples:
 """
 MARKS = {"ok": "✓", "warning": "!", "failed": "✗", "skipped": "·"}
 PLAIN_MARKS = {"ok": "+", "warning": "!", "failed": "x", "skipped": "-"}
-REDRAW_SECONDS = 0.1
 _WIDTH = 12
 """Length of the longest name of a check."""
 
@@ -78,7 +76,6 @@ def _doctor(options: argparse.Namespace) -> Answer:
     settings = settings_of(options)
     url = bucket_url(options)
     check_bucket(url)
-    cache = settings.cache_folder()
     request = DoctorRequest(
         url,
         settings.store(),
@@ -87,11 +84,8 @@ def _doctor(options: argparse.Namespace) -> Answer:
         size=options.bytes,
         reads_only=options.read_only,
         keep_going=options.keep_going,
-        # The cache that a receiver with these settings would use.
-        cache=None if cache is None else (cache, settings.cache_bytes),
     )
-    output = _DoctorOutput()
-    findings = examine(request, lambda finding: output.show(finding, options.json), output.update)
+    findings = examine(request, (lambda finding: None) if options.json else _print_finding)
     failed = [finding for finding in findings if finding.error is not None]
     document: dict[str, Any] = {
         "verdict": not failed,
@@ -108,28 +102,8 @@ def _doctor(options: argparse.Namespace) -> Answer:
     return document, lambda: _print_remedies(findings, options.keep_going)
 
 
-class _DoctorOutput:
-    """Shows a bar while a large object is transferred, and a line for each finding."""
-
-    def __init__(self) -> None:
-        self._direction = ""
-        self._bar: ProgressBar | None = None
-        self._drawn = 0.0
-
-    def update(self, direction: str, done: int, total: int) -> None:
-        if self._bar is None or direction != self._direction:
-            self._direction, self._bar = direction, ProgressBar(total, "bytes")
-        if done < total and time.monotonic() - self._drawn < REDRAW_SECONDS:
-            return
-        self._drawn = time.monotonic()
-        self._bar.update(min(done, total), f"{direction}, {size(total)}")
-
-    def show(self, finding: CheckResult, silent: bool) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-        if not silent:
-            print(clean(f"{_mark(finding)} {finding.check.ljust(_WIDTH)}  {finding.summary}"), flush=True)
+def _print_finding(finding: CheckResult) -> None:
+    print(clean(f"{_mark(finding)} {finding.check.ljust(_WIDTH)}  {finding.summary}"), flush=True)
 
 
 def _mark(finding: CheckResult) -> str:

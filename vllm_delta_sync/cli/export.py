@@ -67,22 +67,13 @@ def _export(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.maintenance.export import SHARD_BYTES, export
 
     run = opened(options)
-    bar: list[ProgressBar] = []
-
-    def show_progress(done: int, work: int) -> None:
-        bar[:] = bar or [ProgressBar(work, "bytes")]
-        bar[0].update(done)
-
     try:
-        report = export(
-            run, options.to, options.version, options.base, options.shard_bytes or SHARD_BYTES, show_progress
-        )
+        with ProgressBar("bytes") as bar:
+            shard_bytes = options.shard_bytes or SHARD_BYTES
+            report = export(run, options.to, options.version, options.base, shard_bytes, bar.update)
     except KeyboardInterrupt:
         print("\nstopped; the same command continues from here", file=sys.stderr)
         raise
-    finally:
-        for drawn in bar:
-            drawn.close()
     document = {
         "run": run.info.run,
         "version": report.version,

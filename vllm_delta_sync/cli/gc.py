@@ -106,17 +106,8 @@ def _gc(options: argparse.Namespace) -> Answer:
         longest_pin=options.longest_pin,
     )
     run = opened(options)
-    bar: list[ProgressBar] = []
-
-    def show_progress(done: int, total: int, count: int) -> None:
-        bar[:] = bar or [ProgressBar(total, "removed")]
-        bar[0].update(done, size(count))
-
-    try:
-        report = collect(run, policy, options.dry_run, show_progress)
-    finally:
-        for drawn in bar:
-            drawn.close()
+    with ProgressBar("removed") as bar:
+        report = collect(run, policy, options.dry_run, lambda done, total, count: bar.update(done, total, size(count)))
     document = {
         "run": run.info.run,
         "url": run.bucket.url,

@@ -15,12 +15,11 @@ from vllm_delta_sync.cli.arguments import (
     keyring_of,
     without_mirror,
 )
-from vllm_delta_sync.cli.text import ProgressBar, clean, print_fields
-from vllm_delta_sync.cli.verify import show
+from vllm_delta_sync.cli.text import ProgressBar, clean, print_fields, size
 
 EXAMPLES = """\
-Checks the run like `delta-sync verify --all` and repairs what it finds: from a mirror, from anchors and merged deltas,
-or from the weights on both sides of a gap. It writes only what digests and fingerprints of the history prove, and
+Checks the run like `delta-sync verify --all` and repairs what it finds: from a mirror, or by merged deltas and anchors
+of the weights on both sides of a gap. It writes only what digests and fingerprints of the history prove, and
 overwrites nothing that is intact. With trusted keys it uses only validly signed documents; in a signed run it signs
 what it writes with --signing-key. It is safe to interrupt (Ctrl-C): the next call continues.
 
@@ -58,18 +57,16 @@ def _repair(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.maintenance.repair.repair import repair
 
     bucket = options.closing.enter_context(open_bucket(bucket_url(options), without_mirror(options)))
-    bar = ProgressBar(sum(1 for _ in bucket.list(VERSIONS_PREFIX)), "versions")
-    try:
+    versions = sum(1 for _ in bucket.list(VERSIONS_PREFIX))
+    with ProgressBar("versions") as bar:
         report = repair(
             bucket,
             options.mirror,
             options.base,
             options.dry_run,
-            lambda so_far: show(bar, so_far),
+            lambda so_far: bar.update(so_far.versions, versions, size(so_far.bytes)),
             keyring=keyring_of(options),
         )
-    finally:
-        bar.close()
     # A dry run repairs nothing, so what it could repair is still damaged.
     intact = not report.lost and not (options.dry_run and report.repaired)
     document = {

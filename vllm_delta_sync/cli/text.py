@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Any, Self
 
 from vllm_delta_sync.bucket.middleware.progress import terminal_size
 
@@ -56,29 +57,36 @@ def print_fields(fields: Sequence[tuple[str, object]]) -> None:
 
 
 class ProgressBar:
-    """A progress bar on stderr; prints nothing unless stderr is a terminal.
+    """A progress bar on stderr, shown from the first update on; prints nothing unless stderr is a terminal.
 
     Args:
         unit: of the total, such as ``versions``; ``bytes`` are shown in kB, MB and so on.
     """
 
-    def __init__(self, total: int, unit: str) -> None:
-        # The same bars as those of the store's transfers, so that both can be shown at once.
-        from vllm_delta_sync.bucket.middleware.progress import bar_class
+    def __init__(self, unit: str) -> None:
+        self._unit = unit
+        self._bar: Any = None
 
-        columns, rows = terminal_size()
-        size = {"unit": "B", "unit_scale": True} if unit == "bytes" else {"unit": f" {unit}"}
-        shown = sys.stderr.isatty()
-        self._bar = bar_class()(
-            total=total, leave=False, disable=not shown, ncols=columns, nrows=rows, file=sys.stderr, **size
-        )
-
-    def update(self, done: int, note: str = "") -> None:
+    def update(self, done: int, total: int, note: str = "") -> None:
         """Show ``done`` of the total, and a note."""
+        if self._bar is None:
+            # The same bars as those of the store's transfers, so that both can be shown at once.
+            from vllm_delta_sync.bucket.middleware.progress import bar_class
+
+            columns, rows = terminal_size()
+            unit = {"unit": "B", "unit_scale": True} if self._unit == "bytes" else {"unit": f" {self._unit}"}
+            shown = sys.stderr.isatty()
+            self._bar = bar_class()(
+                total=total, leave=False, disable=not shown, ncols=columns, nrows=rows, file=sys.stderr, **unit
+            )
         if note:
             self._bar.set_postfix_str(note, refresh=False)
         self._bar.update(done - self._bar.n)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Remove the bar."""
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()

@@ -16,7 +16,7 @@ from vllm_delta_sync.cli.arguments import (
 )
 from vllm_delta_sync.cli.text import ProgressBar, clean, print_fields, size
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.verify.report import Finding, Findings, VerifyReport
+from vllm_delta_sync.verify.report import Finding, Findings
 
 EXAMPLES = """\
 Stops at the first problem, and names version, object and tensor; --all lists all problems. With trusted keys, each
@@ -52,22 +52,23 @@ def _verify(options: argparse.Namespace) -> Answer:
 
     run = opened(options)
     found = Findings(options.all)
-    bar = ProgressBar(max(run.versions(), default=0) + 1, "versions")
+    versions = max(run.versions(), default=0) + 1
     try:
-        report, census = examine(run, options.base, lambda so_far: show(bar, so_far), found)
+        with ProgressBar("versions") as bar:
+            report, audit = examine(
+                run, options.base, lambda so_far: bar.update(so_far.versions, versions, size(so_far.bytes)), found
+            )
     except DeltaSyncError as error:
         if found.contains(error):
             raise failed_check(error) from error
         raise
-    finally:
-        bar.close()
     document: dict[str, Any] = {
         "verdict": not report.findings,
         "run": run.info.run,
         "url": run.bucket.url,
         "versions": report.versions,
         "head": report.head,
-        "fingerprint": census.fingerprints.get(report.head),
+        "fingerprint": audit.fingerprints.get(report.head),
         "files": report.files,
         "objects": report.objects,
         "sidecars": report.sidecars,
@@ -90,11 +91,6 @@ def _verify(options: argparse.Namespace) -> Answer:
         document["error"] = {"kind": first.kind, "message": first.message}
         document["exit_code"] = 1
     return document, lambda: _print(document)
-
-
-def show(bar: ProgressBar, report: VerifyReport) -> None:
-    """Show the progress of the checks."""
-    bar.update(report.versions, size(report.bytes))
 
 
 def _problem(finding: Finding) -> dict[str, Any]:

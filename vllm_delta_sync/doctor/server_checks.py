@@ -1,12 +1,25 @@
 """``ServerProbe`` checks whether a vLLM server follows a run, from what the server reports."""
 
-from typing import Any
+import http.client
+import json
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
-from vllm_delta_sync import __version__
 from vllm_delta_sync.doctor.findings import CheckResult, Failure
-from vllm_delta_sync.doctor.server_client import Reply, ServerClient, field
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, EngineError, UsageError, error_kinds
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    EngineError,
+    FormatError,
+    UnavailableError,
+    UsageError,
+    error_kinds,
+)
+from vllm_delta_sync.redaction import public_url
 
+REQUEST_SECONDS = 10.0
+MAX_ANSWER_BYTES = 8 * 1024 * 1024
 WAIT_SECONDS = 5
 """Seconds that a server may take to catch up before it counts as lagging."""
 QUIET_SECONDS = 30.0
@@ -18,27 +31,41 @@ NOT_LOADED = (
     "delta_sync to VLLM_PLUGINS, set DELTA_SYNC_BUCKET, and pass --worker-extension-cls "
     "vllm_delta_sync.engine.WorkerExtension"
 )
-NO_PROXY = "Use the server's own address, without a proxy in between"
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An HTTP status code and the JSON object of the answer; an empty one if the body is not a JSON object."""
+
+    status: int
+    document: dict[str, Any]
+
+    def field(self, path: str, kind: type[_Value]) -> _Value | None:
+        """Return the member at ``a.b`` if it is of that type, else None; the server is not trusted."""
+        found: Any = self.document
+        for name in path.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        if isinstance(found, bool) and kind is not bool:
+            return None
+        return found if isinstance(found, kind) else None
 
 
 class ServerProbe:
     """The checks of one server. All but the first two read the status that ``plugin`` fetched.
 
-    Attributes:
+    Args:
         run, head: id and newest version of the run at the bucket's URL, if known.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._client: ServerClient | None = None
+    def __init__(self, url: str, run: str | None, head: int | None) -> None:
+        self._url, self._run, self._head = url, run, head
         self._status = Reply(0, {})
-        self.run: str | None = None
-        self.head: int | None = None
 
     def reach(self) -> CheckResult:
         """Check whether a vLLM API server answers and its engine is alive."""
-        self._client = ServerClient(self._url)
-        health = self._client.ask("/health").status
+        check_server_url(self._url)
+        health = ask(self._url, "/health").status
         figures: dict[str, Any] = {"health": health}
         if health == 503:
             summary = "the server answers, but /health returns 503: its engine is dead"
@@ -48,9 +75,9 @@ class ServerProbe:
             raise Failure(
                 UsageError(summary), figures, "Check host, port and path; a proxy must forward /delta_sync too"
             )
-        models = self._client.ask("/v1/models")
+        models = ask(self._url, "/v1/models")
         listed = models.field("data", list) or []
-        names = [name for entry in listed[:8] if (name := field(entry, "id", str)) is not None]
+        names = [entry["id"] for entry in listed[:8] if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
         figures |= {"models": names, "api_key": models.status == 401}
         serves = f", serves {', '.join(names)[:200]}" if names else ""
         return CheckResult(
@@ -62,12 +89,13 @@ class ServerProbe:
 
     def plugin(self) -> CheckResult:
         """Check whether the plugin's routes exist."""
-        self._status = status = self._connected().ask("/delta_sync/status")
+        self._status = status = ask(self._url, "/delta_sync/status")
         if status.status == 404:
             raise Failure(EngineError("the plugin is not loaded: there is no /delta_sync/status"), remedy=NOT_LOADED)
         if status.status != 200 or status.field("state", str) is None:
             summary = f"/delta_sync/status answers with {status.status} and not with the plugin's status"
-            raise Failure(EngineError(summary), {"status": status.status}, NO_PROXY)
+            remedy = "Use the server's own address, without a proxy in between"
+            raise Failure(EngineError(summary), {"status": status.status}, remedy)
         return CheckResult("plugin", "ok", "the plugin is loaded")
 
     def state(self) -> CheckResult:
@@ -85,50 +113,30 @@ class ServerProbe:
         remedy = "It applies nothing until it is restarted" if state == "lost" else ""
         raise Failure(type(error)(summary) if error else EngineError(summary), figures, remedy)
 
-    def routes(self) -> CheckResult:
-        """Check whether all routes were traced and the weights were verified to be those of a version."""
-        ranks = [entry for entry in self._status.field("ranks", list) or [] if isinstance(entry, dict)]
-        unloaded = sorted({str(name) for entry in ranks for name in field(entry, "unloaded", list) or []})
-        tensors = max((field(entry, "tensors", int) or 0 for entry in ranks), default=0)
-        figures = {"ranks": len(ranks), "tensors": tensors, "unloaded": unloaded[:100]}
-        if not ranks:
-            remedy = "See `state` and `last_error`: the model is traced once there is a run to compare its weights with"
-            return CheckResult("routes", "warning", "no rank has traced the model yet", figures, remedy)
-        counted = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''}, {tensors} tensors"
-        if unloaded:
-            counted += f", of which the model does not load {len(unloaded)} ({', '.join(unloaded[:3])[:200]})"
-        if self._served() is None:
-            remedy = (
-                "See `state` and `last_error`: the server's model must be the run's base, or the run needs an anchor"
-            )
-            return CheckResult(
-                "routes", "warning", f"traced, {counted}, but the weights match no version", figures, remedy
-            )
-        return CheckResult("routes", "ok", f"verified: {counted}", figures)
-
     def same_run(self) -> CheckResult:
         """Check whether the server follows the run at the bucket's URL."""
         run = self._status.field("run", str)
-        figures = {"run": run, "bucket": self.run}
+        figures = {"run": run, "bucket": self._run}
         if run is None:
             return CheckResult("same run", "warning", "the server has found no run yet", figures, "See `last_error`")
-        if self.run is None:
+        if self._run is None:
             summary = f"the server follows run {run[:64]}; the run at the bucket's URL is unknown"
             return CheckResult("same run", "warning", summary, figures)
-        if run != self.run:
-            summary = f"the server follows run {run[:64]}, but the run at the bucket's URL is {self.run}"
+        if run != self._run:
+            summary = f"the server follows run {run[:64]}, but the run at the bucket's URL is {self._run}"
             remedy = "Compare the server's DELTA_SYNC_BUCKET with this URL; a server notices a new run at its next poll"
             raise Failure(ChainError(summary), figures, remedy)
         return CheckResult("same run", "ok", "the server follows the run at the bucket's URL", figures)
 
     def lag(self) -> CheckResult:
         """Compare the served version with the head."""
-        head = self.head if self.head is not None else self._status.field("head.version", int)
+        head = self._head if self._head is not None else self._status.field("head.version", int)
         served = self._served()
         holding = self._status.field("holding", bool) or self._status.field("policy", str) == "manual"
         follows_head = self._status.field("target", str) in (None, "head")
         if served is not None and head is not None and served < head and follows_head and not holding:
-            self._wait_for(head)
+            ask(self._url, f"/delta_sync/wait?version={head}&timeout={WAIT_SECONDS}")
+            self._status = ask(self._url, "/delta_sync/status")
             served = self._served()
         figures = {"served": served, "head": head, "lag": self._status.field("lag", int)}
         if served is None or head is None:
@@ -143,11 +151,6 @@ class ServerProbe:
         remedy = "If this persists: see `last_error` and the server's log, and check that the server reaches the bucket"
         return CheckResult("lag", "warning", summary, figures, remedy)
 
-    def _wait_for(self, version: int) -> None:
-        client = self._connected()
-        client.ask(f"/delta_sync/wait?version={version}&timeout={WAIT_SECONDS}")
-        self._status = client.ask("/delta_sync/status")
-
     def last_error(self) -> CheckResult:
         """Check the receiver's last error, whose message names the remedy."""
         error = self._last_error()
@@ -158,29 +161,6 @@ class ServerProbe:
             raise Failure(error, figures)
         remedy = f"The server keeps serving version {self._served()} and retries by itself"
         return CheckResult("last error", "warning", error.message, figures, remedy)
-
-    def versions(self) -> CheckResult:
-        """Check the server's versions of vLLM, torch and the plugin."""
-        found = {name: self._status.field(f"versions.{name}", str) for name in ("vllm", "torch", "vllm_delta_sync")}
-        figures: dict[str, Any] = {**found, "tested": self._status.field("versions.tested", bool), "here": __version__}
-        summary = ", ".join(f"{name.replace('_', '-')} {str(value)[:40]}" for name, value in found.items() if value)
-        if not summary:
-            remedy = f"Install this machine's release, {__version__}, on the server"
-            summary = "an older plugin, which does not report its version"
-            return CheckResult("versions", "warning", summary, figures, remedy)
-        if not figures["tested"]:
-            remedy = "It may work; docs/REFERENCE.md lists the tested releases of vLLM"
-            return CheckResult(
-                "versions",
-                "warning",
-                f"{summary}: the plugin was not tested with this release of vLLM",
-                figures,
-                remedy,
-            )
-        if found["vllm_delta_sync"] != __version__:
-            remedy = "Install the same release on both sides"
-            return CheckResult("versions", "warning", f"{summary}; this machine has {__version__}", figures, remedy)
-        return CheckResult("versions", "ok", f"{summary}, tested", figures)
 
     def notice(self) -> CheckResult:
         """Check whether the server receives the publisher's notices."""
@@ -200,29 +180,6 @@ class ServerProbe:
         )
         return CheckResult("notice", "warning", f"the server receives no notices: {since}", figures, remedy)
 
-    def admin(self) -> CheckResult:
-        """Check who may call the state-changing routes. Sends a request that every server refuses unread."""
-        reply = self._connected().ask("/delta_sync/rollback", "POST", {"Content-Type": "text/plain"})
-        figures: dict[str, Any] = {"status": reply.status}
-        if reply.status == 401:
-            return CheckResult(
-                "admin", "ok", "state-changing routes require the admin token", {**figures, "token": True}
-            )
-        figures["token"] = False
-        if reply.status == 403:
-            summary = "no admin token is set: only clients on the server's machine may change state"
-            return CheckResult("admin", "ok", summary, figures)
-        if reply.status in (400, 415):
-            summary = "no admin token is set: any client on the server's machine may change state, including this one"
-            return CheckResult("admin", "ok", summary, figures)
-        summary = f"a state-changing route answers with {reply.status}, which the plugin never does"
-        return CheckResult("admin", "warning", summary, figures, NO_PROXY)
-
-    def _connected(self) -> ServerClient:
-        if self._client is None:
-            raise UsageError("the server was not reached by an earlier check")
-        return self._client
-
     def _served(self) -> int | None:
         return self._status.field("served.version", int)
 
@@ -232,3 +189,46 @@ class ServerProbe:
         if kind is None or message is None:
             return None
         return error_kinds().get(kind, EngineError)(message[:2000])
+
+
+def check_server_url(url: str) -> None:
+    """Raise UsageError unless ``url`` is an http or https URL without credentials."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise UsageError(f"server URL {url[:200]!r} is not valid: {error}") from error
+    if parts.scheme not in ("http", "https") or not host or not url.isascii() or " " in url:
+        raise UsageError(f"server URL {url[:200]!r} is not valid; write it like http://host:8000")
+    if public_url(url) != url or parts.username is not None:
+        raise UsageError(f"server URL {url[:200]!r} has a user, a password, a query or a fragment; leave them out")
+
+
+def ask(url: str, path: str) -> Reply:
+    """Send a GET request to a server. Uses no proxy and follows no redirect: the check is about the named server.
+
+    Raises:
+        UnavailableError: no server answers in time, or what answers is not an HTTP server.
+        FormatError: the answer is too large.
+    """
+    parts = urlsplit(url)
+    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = connect(parts.hostname or "", parts.port, timeout=REQUEST_SECONDS)
+    try:
+        connection.request("GET", parts.path.rstrip("/") + path)
+        answer = connection.getresponse()
+        data = answer.read(MAX_ANSWER_BYTES + 1)
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UnavailableError(
+            f"{url} does not answer: {reason}; check host and port, and whether the server has started"
+        ) from error
+    finally:
+        connection.close()
+    if len(data) > MAX_ANSWER_BYTES:
+        raise FormatError(f"{url} answers with more than {MAX_ANSWER_BYTES} bytes, so it is not a vLLM server")
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        document = None
+    return Reply(answer.status, document if isinstance(document, dict) else {})

@@ -118,9 +118,6 @@ class DocumentAudit:
     def _add(self, rank: int, finding: Finding) -> None:
         self._found.append((rank, finding))
 
-    def _try(self, key: str, read: Callable[[], _Found], version: int | None = None) -> _Found | None:
-        return self._taken(key, _outcome(read), version)
-
     def _taken(self, key: str, outcome: _Found | DeltaSyncError, version: int | None = None) -> _Found | None:
         """Return the document; None if it was removed after listing, or is bad, which becomes a finding."""
         if not isinstance(outcome, DeltaSyncError):
@@ -129,9 +126,18 @@ class DocumentAudit:
             self._add(_LAST, Finding(key, outcome, version))
         return None
 
-    def _all(self, read: Callable[[_Item], _Found], items: Sequence[_Item]) -> Iterator[_Found | DeltaSyncError]:
-        """Return the result or error of each read; reads in parallel."""
-        return read_ahead(lambda item: _outcome(lambda: read(item)), items)
+    def _all(
+        self,
+        items: Sequence[_Item],
+        key: Callable[[_Item], str],
+        read: Callable[[_Item], _Found],
+        version: Callable[[_Item], int | None],
+    ) -> Iterator[tuple[_Item, str, _Found]]:
+        """Yield each item with its key and its document, if that is good; reads in parallel."""
+        for item, outcome in zip(items, read_ahead(lambda item: _outcome(lambda: read(item)), items), strict=True):
+            found = self._taken(key(item), outcome, version(item))
+            if found is not None:
+                yield item, key(item), found
 
     def _read_keys(self) -> None:
         """Read keys.json again; if the new one is refused, the one accepted before stays in use."""
@@ -173,38 +179,31 @@ class DocumentAudit:
             self._references.append((key, version, digest, fingerprint))
 
     def _read_standalone(self) -> None:
-        anchors, folds = self._run.anchors(), self._run.merged_deltas()
-        for version, one in zip(anchors, self._all(self._run.anchor, anchors), strict=True):
-            key = anchor_key(version)
-            anchor = self._taken(key, one, version)
-            if anchor is not None:
-                self.anchors.add(version)
-                self._name(version, anchor.manifest, key, anchor.fingerprint)
-        for pair, other in zip(folds, self._all(lambda pair: self._run.merged_delta(*pair), folds), strict=True):
-            key = merged_delta_key(*pair)
-            merged = self._taken(key, other, pair[1])
-            if merged is not None:
-                self.folds.add(pair)
-                self._name(merged.first, merged.first_manifest, key, merged.first_fingerprint)
-                self._name(merged.last, merged.last_manifest, key, merged.last_fingerprint)
-        names = [name for item in self._run.bucket.list(TAGS_PREFIX) if (name := tag_of_key(item.key))]
-        for name, mark in zip(names, self._all(self._run.tag, names), strict=True):
-            tag = self._taken(tag_key(name), mark)
-            if tag is not None:
-                self.tags[name] = tag.version
-                self._name(tag.version, tag.manifest, tag_key(name))
+        run = self._run
+        anchors, pairs = run.anchors(), run.merged_deltas()
+        for version, key, anchor in self._all(anchors, anchor_key, run.anchor, lambda version: version):
+            self.anchors.add(version)
+            self._name(version, anchor.manifest, key, anchor.fingerprint)
+        for pair, key, merged in self._all(
+            pairs, lambda pair: merged_delta_key(*pair), lambda pair: run.merged_delta(*pair), lambda pair: pair[1]
+        ):
+            self.folds.add(pair)
+            self._name(merged.first, merged.first_manifest, key, merged.first_fingerprint)
+            self._name(merged.last, merged.last_manifest, key, merged.last_fingerprint)
+        names = [name for item in run.bucket.list(TAGS_PREFIX) if (name := tag_of_key(item.key))]
+        for name, key, tag in self._all(names, tag_key, run.tag, lambda _: None):
+            self.tags[name] = tag.version
+            self._name(tag.version, tag.manifest, key)
 
     def _read_claims(self) -> None:
-        for item in self._run.bucket.list(CLAIMS_PREFIX):
-            epoch = claim_of_key(item.key)
-            if epoch is None:
-                continue
-            claim = self._try(item.key, lambda epoch=epoch: self._run.claim(epoch))  # type: ignore[misc]
-            if claim is not None and claim.epoch != epoch:
-                self._add(_LAST, Finding(item.key, ChainError(f"{item.key} is a claim of epoch {claim.epoch}")))
-            elif claim is not None:
+        keys = [item.key for item in self._run.bucket.list(CLAIMS_PREFIX)]
+        epochs = [epoch for key in keys if (epoch := claim_of_key(key)) is not None]
+        for epoch, key, claim in self._all(epochs, claim_key, self._run.claim, lambda _: None):
+            if claim.epoch != epoch:
+                self._add(_LAST, Finding(key, ChainError(f"{key} is a claim of epoch {claim.epoch}")))
+            else:
                 self._claims[epoch] = claim
-                self._name(claim.version, claim.manifest, item.key)
+                self._name(claim.version, claim.manifest, key)
 
     def _read_retention(self) -> None:
         def read() -> None:
@@ -213,7 +212,7 @@ class DocumentAudit:
             if record.run != self._run.info.run:
                 raise ChainError(f"{RETENTION_KEY} belongs to run {record.run}, this is {self._run.info.run}")
 
-        self._try(RETENTION_KEY, read)
+        self._taken(RETENTION_KEY, _outcome(read))
 
     def _top(self, head: Head | None) -> int:
         newest = -1

@@ -21,7 +21,7 @@ from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.object_audit import ObjectAudit, wrong_tensor
 from vllm_delta_sync.verify.report import Finding, Findings, VerifyReport
-from vllm_delta_sync.verify.simulate import first_mismatch, simulate_fingerprints
+from vllm_delta_sync.verify.simulate import first_mismatch, first_wrong_tensor, simulate_fingerprints
 
 _Cause = Literal["bad", "gone", "base", "refused"]
 
@@ -137,7 +137,7 @@ class ReplayAudit:
         before = self._documents.fingerprints.get(base)
         error = self._objects.fingerprint_error(manifest, changes, before, manifest.fingerprint)
         if error is None and base_state is not None:
-            wrong = first_mismatch(self._run.table, changes.fingerprints, simulate_fingerprints(base_state, changes))
+            wrong = first_wrong_tensor(base_state, changes)
             if wrong is None:
                 base_state.apply(changes)
                 self.loaded = manifest.version
@@ -382,7 +382,7 @@ def apply_checked(step: Step, state: ModelState) -> None:
     """
     changes = step_changes(step, old=state.base_tensor)
     check_step(step, state.fingerprint, changes)
-    wrong = first_mismatch(state.table, changes.fingerprints, simulate_fingerprints(state, changes))
+    wrong = first_wrong_tensor(state, changes)
     if wrong is not None:
         raise wrong_tensor(step.key, wrong)
     state.apply(changes)

@@ -64,6 +64,11 @@ def first_mismatch(
     return table[min(wrong)].name if wrong else None
 
 
+def first_wrong_tensor(state: ModelState, changes: Changes) -> str | None:
+    """Return the first tensor that ``state.apply(changes)`` would not change as declared; None if there is none."""
+    return first_mismatch(state.table, changes.fingerprints, simulate_fingerprints(state, changes))
+
+
 def first_damaged_tensor(
     document: Manifest | MergedDelta | Anchor, data: bytes, table: TensorTable, state: ModelState | None
 ) -> str | None:
@@ -89,11 +94,7 @@ def first_damaged_tensor(
             part = LazyDelta(data, table, context, None if state is None else state.base_tensor)
         except UnsupportedError:
             changes = decode(data, table, context)
-            return (
-                None
-                if state is None
-                else first_mismatch(table, changes.fingerprints, simulate_fingerprints(state, changes))
-            )
+            return None if state is None else first_wrong_tensor(state, changes)
         if part.codec == "context" and state is None:
             return None
         return _first_damaged_in(part, table, state)

@@ -13,7 +13,7 @@ from vllm_delta_sync.run.objects import summarize_changes
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit
-from vllm_delta_sync.verify.simulate import first_mismatch, simulate_fingerprints
+from vllm_delta_sync.verify.simulate import first_wrong_tensor
 
 
 def orphans(run: RunDocuments, audit: DocumentAudit) -> list[ObjectRef]:
@@ -84,7 +84,7 @@ def bridge(
         raise
     except DeltaSyncError:
         return None
-    if first_mismatch(run.table, changes.fingerprints, simulate_fingerprints(before, changes)) is not None:
+    if first_wrong_tensor(before, changes) is not None:
         return None
     document = MergedDelta(
         requires=sorted({feature for codec in codecs for feature in required_features(codec, "zstd")}),

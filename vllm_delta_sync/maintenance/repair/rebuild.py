@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TypeVarTuple
 
 from vllm_delta_sync.errors import DeltaSyncError, SettingsError, StoreError
-from vllm_delta_sync.format.documents import anchor_of_key, merged_delta_of_key
+from vllm_delta_sync.format.documents import anchor_key, anchor_of_key, merged_delta_of_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
+from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.keys import check_signer
-from vllm_delta_sync.maintenance.repair.deltas import lost_object, put_anchor, put_lost_shard, put_merged_delta
+from vllm_delta_sync.maintenance.repair.deltas import put_merged_delta
 from vllm_delta_sync.maintenance.repair.orphans import bridge, orphans
 from vllm_delta_sync.run.checks import check_fingerprint
 from vllm_delta_sync.run.documents import RunDocuments
@@ -21,7 +22,7 @@ from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.replay_audit import apply_checked
-from vllm_delta_sync.verify.report import Finding, VerifyReport
+from vllm_delta_sync.verify.report import VerifyReport
 
 _Arguments = TypeVarTuple("_Arguments")
 
@@ -44,14 +45,15 @@ class Rebuilder:
         self.unsigned: list[str] = []
 
     def versions(self) -> None:
-        """Rebuild lost objects of versions, versions that no path reaches, and paths across lost manifests.
+        """Replace lost objects of versions, and rebuild versions that no path reaches and paths across lost manifests.
 
         Raises:
             StoreError: the store failed.
         """
-        for manifest in self._versions_lacking_objects():
-            if manifest.version not in self._unreadable:
-                self._attempt(self._rebuild_readable, manifest)
+        listing = {finding.document for finding in self._report.findings if finding.ref is not None}
+        for version in sorted(self._audit.digests.keys() - self._unreadable):
+            if version_key(version) in listing:
+                self._attempt(self._rebuild_readable, version)
         for first, last in self._unreadable_ranges():
             self._attempt(self._rebuild_from_above, first, last)
         lost = sorted(self._audit.unreadable & set(range(1, self._audit.top)))
@@ -65,8 +67,7 @@ class Rebuilder:
         Raises:
             StoreError: the store failed.
         """
-        found = {finding.document or finding.key for finding in self._report.findings}
-        for key in sorted(found):
+        for key in sorted(self._avoid):
             if (version := anchor_of_key(key)) is not None:
                 self._attempt(self._anchor, version, key)
             elif (pair := merged_delta_of_key(key)) is not None:
@@ -94,19 +95,6 @@ class Rebuilder:
         state = restore(self._run, manifest, self._base).state
         check_fingerprint(manifest, state.fingerprint)
         return state
-
-    def _lost(self, version: int) -> list[Finding]:
-        key = version_key(version)
-        return [finding for finding in self._report.findings if finding.document == key]
-
-    def _versions_lacking_objects(self) -> Iterator[Manifest]:
-        """Yield good manifests of versions that lack objects."""
-        for version in sorted(
-            {f.version for f in self._report.findings if f.ref is not None and f.version is not None}
-        ):
-            manifest = self._manifest(version) if self._lost(version) else None
-            if manifest is not None:
-                yield manifest
 
     def _unreadable_ranges(self) -> Iterator[tuple[int, int]]:
         """Yield ranges of consecutive unreadable versions with good manifests, in which each but the first builds on
@@ -140,38 +128,23 @@ class Rebuilder:
         reached = self._manifest(at)
         if at > last or reached is None or state.fingerprint != reached.model_fingerprint:
             return
-        self._make_readable(reached, state)
+        self._replace_objects(reached, state)
 
-    def _rebuild_readable(self, manifest: Manifest) -> None:
-        self._make_readable(manifest, self._state(manifest))
+    def _rebuild_readable(self, version: int) -> None:
+        manifest = self._run.manifest(version)
+        self._replace_objects(manifest, self._state(manifest))
 
-    def _make_readable(self, manifest: Manifest, state: ModelState) -> None:
-        """Make a version with known weights readable: rebuild its lost object, or write a replacement for it."""
+    def _replace_objects(self, manifest: Manifest, state: ModelState) -> None:
+        """Write what replaces the objects of a version with known weights: a merged delta, or a standalone anchor."""
+        check_signer(self._run)
         version = manifest.version
-        lost = [finding.ref for finding in self._lost(version) if finding.ref is not None]
-        base = self._manifest(manifest.base_version) if manifest.base_version is not None else None
-        if base is None or not self._readable(base.version):
-            if manifest.kind != "anchor" or not self._shard(manifest, lost, state):
-                self.done.append(f"{put_anchor(self._run, manifest, state)}: replaces the objects of version {version}")
-            return
-        before = self._state(base)
-        if len(lost) == 1:
-            data = lost_object(self._run, manifest, lost[0], before, state)
-            if data is not None:
-                self._run.bucket.put(lost[0].key, data)
-                self.done.append(f"{lost[0].key}: encoded again from the weights on both sides of version {version}")
-                return
-        if base.version == version - 1:
-            key = put_merged_delta(self._run, base, manifest, before, state)
+        before = self._manifest(version - 1) if manifest.base_version == version - 1 else None
+        if before is not None and self._readable(before.version):
+            key = put_merged_delta(self._run, before, manifest, self._state(before), state)
         else:
-            key = put_anchor(self._run, manifest, state)
+            make_anchor(self._run, version, replace=True, state=state)
+            key = anchor_key(version)
         self.done.append(f"{key}: replaces the objects of version {version}")
-
-    def _shard(self, manifest: Manifest, lost: list[ObjectRef], state: ModelState) -> bool:
-        if len(lost) != 1 or not put_lost_shard(self._run, manifest, lost[0], state):
-            return False
-        self.done.append(f"{lost[0].key}: written again from the weights of version {manifest.version}")
-        return True
 
     def _bridge(self, version: int, candidates: list[ObjectRef]) -> None:
         first, after = self._manifest(version - 1), self._manifest(version + 1)
@@ -184,8 +157,6 @@ class Rebuilder:
             self.done.append(f"{key}: leads across version {version}, whose manifest is lost")
 
     def _anchor(self, version: int, key: str) -> None:
-        from vllm_delta_sync.maintenance.compact import make_anchor
-
         if version in self._audit.refused:
             self._remove_revoked(key, version)
         if version not in self._audit.digests:
@@ -194,26 +165,17 @@ class Rebuilder:
         make_anchor(self._run, version, self._base, replace=True)
         self.done.append(f"{key}: rebuilt from the history")
 
-    def _remove_revoked(self, key: str, version: int) -> None:
-        """Remove a document of a version whose signature is revoked."""
-        self._run.bucket.delete(key)
-        self.done.append(f"{key}: removed, because the signature of version {version} is revoked")
-
     def _merged_delta(self, pair: tuple[int, int], key: str) -> None:
-        from vllm_delta_sync.maintenance.compact import make_merged_delta
-        from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
-
         first, last = (self._manifest(version) for version in pair)
         if pair[1] in self._audit.refused:
             self._remove_revoked(key, pair[1])
         if first is None or last is None:
             return
         check_signer(self._run)
-        try:
-            make_merged_delta(self._run, *pair, replace=True, weights=RollingWeights(self._run, self._base))
-        except StoreError:
-            raise
-        except DeltaSyncError:
-            # Versions of codec raw, or no path between both ends: use the weights at both ends.
-            put_merged_delta(self._run, first, last, self._state(first), self._state(last))
+        put_merged_delta(self._run, first, last, self._state(first), self._state(last))
         self.done.append(f"{key}: rebuilt from the history")
+
+    def _remove_revoked(self, key: str, version: int) -> None:
+        """Remove a document of a version whose signature is revoked."""
+        self._run.bucket.delete(key)
+        self.done.append(f"{key}: removed, because the signature of version {version} is revoked")

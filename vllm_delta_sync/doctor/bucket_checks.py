@@ -1,0 +1,447 @@
+"""``BucketProbe`` checks a bucket: access to it, the contract of ``Bucket``, its speed and clock, and the run in it.
+
+Test objects have keys ``doctor/<32 hex digits>-<name>``; readers of a run ignore unknown keys (docs/FORMAT.md).
+"""
+
+import os
+import re
+import secrets
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from errno import EROFS
+from pathlib import Path
+from typing import Any
+
+from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket, scheme_of
+from vllm_delta_sync.bucket.local import STAGING
+from vllm_delta_sync.bucket.threads import in_parallel
+from vllm_delta_sync.bucket.verified import has_object
+from vllm_delta_sync.doctor.findings import CheckResult, Failure
+from vllm_delta_sync.errors import (
+    AccessError,
+    ConflictError,
+    DeltaSyncError,
+    LimitError,
+    NotFoundError,
+    SignatureError,
+    StoreError,
+)
+from vllm_delta_sync.format.limits import MAX_JSON_BYTES
+from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, RUN_KEY, VERSIONS_PREFIX
+from vllm_delta_sync.run.documents import RunDocuments, read_info
+from vllm_delta_sync.run.objects import file_digest
+from vllm_delta_sync.settings import MIN_BYTES_PER_SECOND
+from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.urls import local_path
+from vllm_delta_sync.verify.document_audit import DocumentAudit
+
+PREFIX = "doctor/"
+STALE_SECONDS = 24 * 3600.0
+"""Age in seconds at which a test object must be from a doctor that was killed."""
+MOST_STALE = 1000
+SMALL_BYTES = 1000
+ROUNDS = 10
+CLOCK_SECONDS = 60.0
+SLOW_SECONDS = 2.0
+CHUNK_BYTES = 4 * 1024 * 1024
+MOST_READ_BYTES = 256 * 1024 * 1024
+READ_ONLY_REMEDY = "A receiver only needs to read: check it with --read-only. A publisher must be able to write"
+SINGLE_WRITER = (
+    "Run only one publisher at a time: if two writers create the same key at once, this store keeps the later "
+    "one. A publisher reads back what it wrote, and stops if another writer replaced it"
+)
+HUB_GATEWAY = (
+    ". With credentials for the Hub's S3 gateway (HF_S3_ACCESS_KEY_ID, HF_S3_SECRET_ACCESS_KEY) exactly one writer wins"
+)
+
+_OWN = re.compile(re.escape(PREFIX) + r"[0-9a-f]{32}-[a-z]+")
+
+
+class BucketProbe:
+    """The checks of one bucket in the order of their dependencies, and their test objects.
+
+    Args:
+        size: bytes of the throughput test's object.
+        reads_only: put and delete nothing; read run.json instead of a test object.
+
+    Attributes:
+        made: keys of test objects that may have been put.
+        run, head: id and newest version of the run, once known.
+    """
+
+    def __init__(self, url: str, options: StoreOptions, keyring: Keyring, size: int, reads_only: bool) -> None:
+        self._url = url
+        self._options = options.model_copy(update={"mirror": None})
+        self._keyring, self._size, self._reads_only = keyring, size, reads_only
+        self._opened: Bucket | None = None
+        self._folders: list[Path] = []
+        self._stem = f"{PREFIX}{secrets.token_hex(16)}-"
+        self._key = RUN_KEY if reads_only else self._stem + "small"
+        self._data = os.urandom(SMALL_BYTES)
+        self.made: list[str] = []
+        self.run: str | None = None
+        self.head: int | None = None
+
+    @property
+    def is_directory(self) -> bool:
+        return scheme_of(self._url) == "file"
+
+    @property
+    def _bucket(self) -> Bucket:
+        if self._opened is None:
+            raise StoreError("the bucket could not be opened")
+        return self._opened
+
+    def url(self) -> CheckResult:
+        """Check whether the URL is valid and its library installed; warn about a directory that does not exist yet."""
+        self._opened = bucket = open_bucket(self._url, self._options)
+        figures: dict[str, Any] = {"url": bucket.url, "scheme": scheme_of(self._url)}
+        if not self.is_directory:
+            return CheckResult("url", "ok", bucket.url, figures)
+        root = local_path(bucket.url)
+        figures["exists"] = root.exists()
+        self._folders = [root / PREFIX]
+        if root.exists():
+            return CheckResult("url", "ok", f"{bucket.url}, a directory", figures)
+        if self._reads_only:
+            raise Failure(NotFoundError(f"{root} does not exist"), figures, "Check the path and the mount")
+        self._folders += [root / STAGING, root, *(folder for folder in root.parents if not folder.exists())]
+        remedy = "The first publisher creates it; if a run should be there, check the path and the mount"
+        return CheckResult("url", "warning", f"{bucket.url} does not exist yet", figures, remedy)
+
+    def credentials(self) -> CheckResult:
+        """Check whether the store accepts the credentials for reading."""
+        next(iter(self._bucket.list(PREFIX)), None)
+        try:
+            self._bucket.stat(RUN_KEY)
+        except NotFoundError:
+            pass
+        if not self.is_directory:
+            return CheckResult("credentials", "ok", "accepted for reading")
+        root = local_path(self._bucket.url)
+        if not root.exists():
+            return CheckResult("credentials", "ok", "none needed")
+        free = shutil.disk_usage(root).free
+        figures = {"user": os.geteuid(), "owner": root.stat().st_uid, "free_bytes": free}
+        return CheckResult("credentials", "ok", f"none needed, this user may read; {free / 1e9:.3g} GB free", figures)
+
+    def put(self) -> CheckResult:
+        """Check whether a small object can be put, and overwritten after it was read."""
+        began = time.perf_counter()
+        try:
+            self._put("small", b"overwritten next")
+            seconds = time.perf_counter() - began
+            self._bucket.get(self._key)
+            self._put("small", self._data)
+        except StoreError as error:
+            raise Failure(error, remedy=READ_ONLY_REMEDY if is_refusal(error) else "") from error
+        summary = f"a small object was written in {seconds * 1000:.1f} ms, and overwritten"
+        return CheckResult("put", "ok", summary, {"ms": _milliseconds(seconds)})
+
+    def get(self) -> CheckResult:
+        """Check whether an object reads back as it was put last, whole and in part."""
+        if self._reads_only:
+            try:
+                self._data = self._bucket.get(self._key, max_bytes=MAX_JSON_BYTES)
+            except NotFoundError as error:
+                return CheckResult("get", "skipped", error.message)
+        else:
+            self._expect(self._bucket.get(self._key), self._data, "the put")
+        size = self._bucket.stat(self._key).bytes
+        if size != len(self._data):
+            raise StoreError(f"the store reports {size} bytes for an object of {len(self._data)} bytes")
+        start, length = size // 10, size // 20
+        part = self._bucket.get_range(self._key, start, length)
+        self._expect(part, self._data[start : start + length], f"a request for {length} of its bytes from {start}")
+        beyond = self._bucket.get_range(self._key, size, length)
+        self._expect(beyond, b"", "a request for a range beyond its end")
+        what = f"{RUN_KEY} can be read, {size} bytes" if self._reads_only else "it reads back unchanged"
+        return CheckResult("get", "ok", f"{what}, and in part", {"bytes": size})
+
+    def listing(self) -> CheckResult:
+        found = [info for info in self._bucket.list(self._key) if info.key == self._key]
+        if [info.bytes for info in found] != [len(self._data)]:
+            raise StoreError(
+                f"a listing does not show {self._key!r} as it was put, so listings of this store lag; use a store with "
+                "consistent listings"
+            )
+        return CheckResult("list", "ok", "listings show it at once")
+
+    def create(self) -> CheckResult:
+        """Check whether create-if-absent refuses the second writer of a key."""
+        self._put("once", self._data, if_absent=True)
+        try:
+            self._bucket.put(self._stem + "once", b"second", if_absent=True)
+        except ConflictError:
+            self._expect(self._bucket.get(self._stem + "once"), self._data, "the refusal of a second writer")
+        else:
+            raise StoreError(
+                "create-if-absent overwrites an existing key, so two publishers would overwrite each other's versions; "
+                "use a store that honours If-None-Match"
+            )
+        figures = {"exclusive": self._bucket.supports_conditional_put}
+        if self._bucket.supports_conditional_put:
+            return CheckResult("create", "ok", "an existing key is not created again", figures)
+        summary = "an existing key is not created again, but of two writers at once both may succeed"
+        remedy = SINGLE_WRITER + (HUB_GATEWAY if self._bucket.url.startswith("hf://") else "")
+        return CheckResult("create", "warning", summary, figures, remedy)
+
+    def delete(self) -> CheckResult:
+        """Check whether a deleted object disappears at once. Also removes the test objects of killed doctors."""
+        now = self._bucket.stat(self._key).modified
+        self._bucket.delete(self._key)
+        self._bucket.delete(self._key)
+        try:
+            self._bucket.get(self._key)
+        except NotFoundError:
+            pass
+        else:
+            raise StoreError(f"{self._key!r} can still be read after it was deleted: a cache or proxy keeps old copies")
+        if any(info.key == self._key for info in self._bucket.list(self._key)):
+            raise StoreError(
+                f"a listing still shows {self._key!r} after it was deleted, so listings of this store lag; use a store "
+                "with consistent listings"
+            )
+        removed = self._remove_stale(now)
+        more = f"; removed {removed} test objects of killed doctors" if removed else ""
+        return CheckResult("delete", "ok", f"a deleted object disappears at once{more}", {"stale_removed": removed})
+
+    def _remove_stale(self, now: float) -> int:
+        stale = [
+            info.key
+            for info in self._bucket.list(PREFIX)
+            if _OWN.fullmatch(info.key) and info.modified < now - STALE_SECONDS and not info.key.startswith(self._stem)
+        ][:MOST_STALE]
+        for key in stale:
+            self._bucket.delete(key)
+        return len(stale)
+
+    def latency(self) -> CheckResult:
+        """Time requests for a small object, until ``store_deadline`` at the latest."""
+        end = time.perf_counter() + self._options.store_deadline
+        puts: list[float] = []
+        gets: list[float] = []
+        while len(gets) < ROUNDS and (not gets or time.perf_counter() < end):
+            if not self._reads_only:
+                puts.append(_timed(lambda: self._put("small", self._data)))
+            gets.append(_timed(lambda: self._bucket.get_range(self._key, 0, SMALL_BYTES)))
+        figures: dict[str, float] = {"rounds": len(gets)}
+        parts = []
+        for name, seconds in (("get", gets), ("put", puts)) if puts else (("get", gets),):
+            middle, worst = _milliseconds(statistics.median(seconds)), _milliseconds(max(seconds))
+            figures |= {f"{name}_ms_p50": middle, f"{name}_ms_worst": worst}
+            parts.append(f"{name} {middle:.3g} ms (worst {worst:.3g})")
+        if statistics.median(gets + puts) <= SLOW_SECONDS:
+            return CheckResult("latency", "ok", ", ".join(parts), figures)
+        remedy = "Use a nearer store: each version costs a receiver about three requests in sequence"
+        return CheckResult("latency", "warning", ", ".join(parts), figures, remedy)
+
+    def throughput(self) -> CheckResult:
+        """Upload and download one large object, in bounded memory; with ``reads_only``, download one of the run's."""
+        if self._reads_only:
+            largest = max(self._bucket.list(OBJECTS_PREFIX), key=lambda info: info.bytes, default=None)
+            if largest is None or not largest.bytes:
+                return CheckResult("throughput", "skipped", "there is no object to read")
+            size = min(largest.bytes, self._size, MOST_READ_BYTES)
+            return _speeds(size, {"down": _timed(lambda: self._bucket.get_range(largest.key, 0, size))})
+        with tempfile.TemporaryDirectory(prefix="delta-sync-doctor-") as folder:
+            source, copy = Path(folder, "up"), Path(folder, "down")
+            try:
+                with source.open("wb") as file:
+                    for start in range(0, self._size, CHUNK_BYTES):
+                        file.write(os.urandom(min(CHUNK_BYTES, self._size - start)))
+            except OSError as error:
+                raise StoreError(
+                    f"no room for {self._size} bytes in {folder}: {error.strerror}; set TMPDIR, or lower --bytes"
+                ) from error
+            digest = file_digest(source)
+            up = _timed(lambda: self._put("large", source))
+            source.unlink()
+            down = _timed(lambda: self._bucket.get_file(self._stem + "large", copy))
+            if file_digest(copy) != digest:
+                raise StoreError(f"an object of {self._size} bytes does not read back unchanged")
+        return _speeds(self._size, {"up": up, "down": down})
+
+    def clock(self) -> CheckResult:
+        """Compare the store's clock with this machine's."""
+        before = time.time()
+        self._put("small", self._data)
+        after = time.time()
+        modified = self._bucket.stat(self._stem + "small").modified
+        off = modified - min(max(modified, before), after)
+        figures = {"off_seconds": round(off, 1)}
+        if abs(off) <= CLOCK_SECONDS:
+            summary = f"the store's clock and this machine's agree to {abs(off):.0f} s"
+            return CheckResult("clock", "ok", summary, figures)
+        return CheckResult(
+            "clock",
+            "warning",
+            f"the store's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} this machine's",
+            figures,
+            "Synchronize this machine's clock with NTP: a signed HEAD.json expires by the reading machine's clock, "
+            "while gc measures ages by the store's",
+        )
+
+    def check_run(self) -> CheckResult:
+        """Audit the run's documents, and check that the head's objects exist; objects are not read."""
+        remedy = (
+            f"Run delta-sync verify --bucket {self._bucket.url} --all for details, and delta-sync repair to repair it"
+        )
+        try:
+            try:
+                self.run = read_info(self._bucket).run
+            except NotFoundError as error:
+                return self._no_run(error)
+            return self._audit_run(RunDocuments(self._bucket, self._keyring))
+        except (StoreError, Failure):
+            raise
+        except DeltaSyncError as error:
+            raise Failure(error, {"run": self.run}, remedy) from error
+
+    def _no_run(self, error: NotFoundError) -> CheckResult:
+        if next(iter(self._bucket.list(VERSIONS_PREFIX)), None) is not None:
+            lost = NotFoundError(f"there are versions but no {RUN_KEY}, so part of a run was removed")
+            remedy = f"Restore {RUN_KEY} from a copy with delta-sync repair --mirror, or remove the rest"
+            raise Failure(lost, {"run": None}, remedy)
+        if self._reads_only:
+            remedy = "Check the URL, especially its last part; or start the publisher"
+            return CheckResult("run", "warning", f"there is no run at the URL: {error.message}", {"run": None}, remedy)
+        return CheckResult("run", "ok", "there is no run at the URL yet; a publisher can start one", {"run": None})
+
+    def _audit_run(self, documents: RunDocuments) -> CheckResult:
+        figures: dict[str, Any] = {"run": self.run, "signed": documents.info.signature is not None}
+        try:
+            audit = DocumentAudit(documents)
+        except NotFoundError:
+            return CheckResult("run", "ok", f"run {self.run}, nothing published yet", {**figures, "head": None})
+        if audit.findings:
+            raise audit.findings[0].error
+        if not audit.digests:
+            raise SignatureError("every version is signed by a key that was retired or revoked")
+        head = documents.manifest(max(audit.digests))
+        for ref, found in zip(
+            head.objects, in_parallel(lambda ref: has_object(self._bucket, ref), head.objects), strict=True
+        ):
+            if not found:
+                raise NotFoundError(f"{ref.key} of version {head.version} is missing, or has the wrong size")
+        self.head = head.version
+        age, checked = age_of(head.created_at), documents.keyring.checks_signatures
+        figures |= {"head": head.version, "step": head.step, "age_seconds": round(age), "signatures_checked": checked}
+        signed = "not signed"
+        if figures["signed"]:
+            signed = "signatures are valid" if checked else "signed, not checked without --trusted-keys"
+        summary = (
+            f"run {self.run}, head version {head.version}, published {ago(age)}, {signed}; `verify` also checks objects"
+        )
+        if audit.head is None:
+            remedy = "The publisher writes it with its next version; without a publisher run `delta-sync repair`"
+            return CheckResult("run", "warning", f"{summary}; HEAD.json is missing", figures, remedy)
+        expired = 0.0 if audit.head.expires_at is None else age_of(audit.head.expires_at)
+        if expired > 0:
+            figures["expired_seconds"] = round(expired)
+            remedy = (
+                "If a publisher should be running, check that it is and that clocks agree; otherwise this is normal"
+            )
+            return CheckResult("run", "warning", f"{summary}; HEAD.json expired {ago(expired)}", figures, remedy)
+        return CheckResult("run", "ok", summary, figures)
+
+    def clean_up(self) -> list[str]:
+        """Remove the test objects and the empty directories that the checks created, and close the bucket.
+
+        Returns:
+            the keys that could not be removed.
+        """
+        if self._opened is None:
+            return []
+        removed = in_parallel(self._remove, self.made)
+        left = [key for key, gone in zip(self.made, removed, strict=True) if not gone]
+        self._opened.close()
+        for folder in self._folders:
+            try:
+                folder.rmdir()
+            except FileNotFoundError:
+                continue  # never created
+            except OSError:
+                break  # another process has put something into it
+        return left
+
+    def _remove(self, key: str) -> bool:
+        try:
+            self._bucket.delete(key)
+        except DeltaSyncError:
+            # Without write access nothing can be deleted, and nothing was put.
+            try:
+                self._bucket.stat(key)
+            except DeltaSyncError as error:
+                return isinstance(error, NotFoundError)
+            return False
+        return True
+
+    def _put(self, name: str, data: bytes | Path, if_absent: bool = False) -> None:
+        if self._stem + name not in self.made:
+            self.made.append(self._stem + name)
+        self._bucket.put(self._stem + name, data, if_absent=if_absent)
+
+    def _expect(self, found: bytes, expected: bytes, after: str) -> None:
+        if found != expected:
+            raise StoreError(
+                f"after {after}, {self._key!r} reads as {len(found)} wrong bytes: a cache or proxy answers with an old "
+                "or damaged copy"
+            )
+
+
+def is_refusal(error: StoreError) -> bool:
+    """Return whether a write failed for lack of permission, rather than lack of space or network."""
+    cause = error.__cause__
+    return isinstance(error, AccessError) or isinstance(cause, PermissionError) or getattr(cause, "errno", 0) == EROFS
+
+
+def age_of(moment: str) -> float:
+    """Return the seconds since a document's timestamp, by this machine's clock; negative if it is in the future.
+
+    Raises:
+        LimitError: the timestamp is not a valid date and time.
+    """
+    try:
+        return (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()
+    except ValueError as error:
+        raise LimitError(f"{moment!r} is not a valid date and time: {error}") from error
+
+
+def ago(seconds: float) -> str:
+    """Return a time span in words."""
+    if seconds < 0:
+        return f"{-seconds:.0f} s in the future"
+    for size, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def _speeds(size: int, seconds: dict[str, float]) -> CheckResult:
+    speeds = {direction: size / max(taken, 1e-9) for direction, taken in seconds.items()}
+    figures = {"bytes": size, **{f"{name}_bytes_per_second": round(speed) for name, speed in speeds.items()}}
+    parts = [f"{speed / 1e6:.3g} MB/s {direction}" for direction, speed in speeds.items()]
+    summary = f"{', '.join(parts)} ({size / 1e6:.3g} MB)"
+    if size < MIN_BYTES_PER_SECOND or min(speeds.values()) >= MIN_BYTES_PER_SECOND:
+        return CheckResult("throughput", "ok", summary, figures)
+    remedy = (
+        "A transfer is aborted if it takes longer than store_deadline plus one second per MB: raise store_deadline, or "
+        "use a nearer store"
+    )
+    return CheckResult("throughput", "warning", summary, figures, remedy)
+
+
+def _timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _milliseconds(seconds: float) -> float:
+    """Convert to milliseconds, rounded to two decimals like all figures."""
+    return round(1000 * seconds, 2)
