@@ -1,4 +1,4 @@
-"""Write docs/REFERENCE.md from the code: ``python docs/generate_reference.py``; with ``--check`` only compare.
+"""Generate docs/REFERENCE.md from the code: ``python docs/generate_reference.py``; ``--check`` only compares.
 
 Names, types, defaults and numbers are read from the code. The meaning of fields of JSON documents stands in
 reference_tables.py, and tests/docs/test_docs.py compares their keys with documents that a real receiver made.
@@ -63,8 +63,9 @@ def reference() -> str:
     """The whole document."""
     parts = [
         "# Reference",
-        f"Made by `docs/{Path(__file__).name}` from the code; edit that, not this. What the bytes in a bucket mean is "
-        "in [FORMAT.md](FORMAT.md).",
+        f"Generated from the code by `docs/{Path(__file__).name}`; do not edit it. [FORMAT.md](FORMAT.md) specifies "
+        f"the "
+        "bytes in a bucket.",
         "Contents: [settings](#settings) · [commands](#commands) · [HTTP](#http) · [states](#states) · "
         "[timings](#timings) · [errors](#errors) · [Python](#python) · [vLLM versions](#vllm-versions) · "
         "[limits](#limits)",
@@ -100,18 +101,18 @@ def code(value: object) -> str:
 def settings() -> Iterator[str]:
     yield "## Settings"
     yield (
-        "Of every program: `delta-sync serve`, `vllm serve` with the plugin, `attach`, all other commands, and the "
-        "library. A flag or an argument wins over the environment, the environment over the TOML file that "
-        f"`{config.CONFIG_VARIABLE}` names (with the names of the first column). An unknown name is an error "
-        f"everywhere, any other variable that starts with `{config.ENV_PREFIX}` included. Servers read them at start."
+        "Every program reads them: `delta-sync serve`, `vllm serve` with the plugin, `attach`, all other commands, and "
+        "the library. A flag or an argument overrides the environment, which overrides the TOML file that "
+        f"`{config.CONFIG_VARIABLE}` names (keys as in the first column). An unknown name is an error, and so is an "
+        f"unknown variable that starts with `{config.ENV_PREFIX}`. Servers read the settings once, at start."
     )
     yield (
-        "Of these, a server uses all but `signing_key`. A command uses `bucket`, `trusted_keys`, `signing_key` and "
-        "what says how to talk to the store (`mirror`, `store_…`); what maintains or tests a bucket leaves the mirror "
-        "out. `open_run(url)` takes `trusted_keys` and the store's from here where it is not given "
-        "`keyring` or `store`, `Publisher` takes `signing_key`, `trusted_keys` and the store's, `open_bucket(url)` the "
-        "store's. A setting that a program does not use is checked all the same. An empty variable is an error, save "
-        "for those of the bucket, the store and the cache, where it counts as not set."
+        "A server uses all of them except `signing_key`. A command uses `bucket`, `trusted_keys`, `signing_key` and the "
+        "settings of the store's client (`mirror`, `store_…`); commands that maintain or test a bucket ignore the "
+        "mirror. `open_run(url)` uses `trusted_keys` and the store's settings unless it is given `keyring` or `store`; "
+        "`Publisher` uses `signing_key`, `trusted_keys` and the store's; `open_bucket(url)` the store's. Settings that a "
+        "program does not use are checked too. An empty variable is an error, except for the bucket, the store and the "
+        "cache, where it counts as unset."
     )
     required = config.Settings.model_json_schema()["required"]
     rows = []
@@ -123,8 +124,9 @@ def settings() -> Iterator[str]:
         rows.append((code(name), code(config.environment_name(name)), shape_of(entry), default, entry["description"]))
     yield table(("name", "environment", "value", "default", "meaning"), rows)
     yield (
-        "Also read, by numba: `NUMBA_CACHE_DIR`, a writable directory for compiled code. Needed only where neither the "
-        "installed package nor the user's cache directory can be written; without it, each process there compiles anew."
+        "numba reads `NUMBA_CACHE_DIR`, a writable directory for compiled code. Set it only where neither the "
+        "installed "
+        "package nor the user's cache directory is writable; otherwise each process there compiles again."
     )
 
 
@@ -155,12 +157,12 @@ def commands() -> Iterator[str]:
     yield "## Commands"
     parser = cli.build_parser()
     yield (
-        "Text for people, or with `--json` one JSON document on stdout; an error is then "
+        "Commands print text for people, or with `--json` one JSON document; an error is then "
         '`{"error": {"kind", "message"}}`. Exit codes: 0 done, 1 a check failed or data were refused, 2 usage, '
-        f"3 not found, 4 store or network, 5 another writer, {cli.INTERRUPTED} interrupted. They are those of the "
-        "error's [kind](#errors), but what a check finds is 1 whatever its kind: 3 is for a run, a version or a tag "
-        "that was asked for, 1 for an object or a manifest that a run lacks. "
-        "`--help` of a command says what it ends with 1 for."
+        f"3 not found, 4 store or network, 5 another writer, {cli.INTERRUPTED} interrupted. They follow from the "
+        "error's [kind](#errors), except that an error found by a check is always 1: a run, version or tag that you "
+        "named and that does not exist is 3; an object or manifest missing from a run is 1. "
+        "`--help` of a command lists what its exit code 1 means."
     )
     choices: dict[str, argparse.ArgumentParser] = next(
         dict(action.choices) for action in parser._actions if isinstance(action, argparse._SubParsersAction)
@@ -170,13 +172,18 @@ def commands() -> Iterator[str]:
         yield str(command.description)
         if name == "serve":
             yield (
-                "MODEL comes first. Arguments that are not listed go to `vllm serve` as they are, and so does all that "
-                "stands behind `--`. The server warns if its vLLM has a flag of ours too. Sets `VLLM_PLUGINS` and "
+                "MODEL comes first. Each [setting](#settings) is a flag: `poll_seconds` is `--poll-seconds`. All other "
+                "arguments, and everything after `--`, are passed to `vllm serve` unchanged. The server warns if its "
+                "vLLM has a flag with the name of one of ours. The command sets `VLLM_PLUGINS` and "
                 f"`--worker-extension-cls {WORKER_EXTENSION}`."
             )
         yield table(
             ("argument", "meaning"),
-            [(argument(action), str(action.help)) for action in command._actions if action.dest != "help"],
+            [
+                (argument(action), str(action.help))
+                for action in command._actions
+                if action.dest != "help" and not (name == "serve" and action.dest in config.Settings.model_fields)
+            ],
         )
 
 
@@ -193,15 +200,17 @@ def argument(action: argparse.Action) -> str:
 def routes() -> Iterator[str]:
     yield "## HTTP"
     yield (
-        "On vLLM's own port. Routes marked *admin* change state: with an admin token (`admin_token_file`, or the "
-        f"environment variable `{admin_token.VARIABLE}`) they want `Authorization: Bearer TOKEN`. Without one they "
-        "answer clients on the same machine only: a loopback address, a `Host` that is `localhost` or a loopback "
-        "address, HTTP/1.1, and none of the headers that a proxy adds. A proxy on this machine that adds none lets "
-        "everybody in: set a token where there is one. Either way a request with an `Origin` header, or that "
-        "`Sec-Fetch-Site` says is another site's, is refused, and bodies are JSON of at most "
-        f"{access.MAX_BODY_BYTES // 1024} KiB. Routes that only read ask for nothing, and show no credentials; "
-        f"at most {http.MAX_WAITING} clients `wait` at a time, those who may change state not counted. Wrong tokens "
-        "are not slowed down: no rate finds a random token, and a limit would lock the operator out. vLLM's "
+        "All routes are on vLLM's own port. Those marked *admin* change state. With an admin token "
+        "(`admin_token_file`, "
+        f"or the environment variable `{admin_token.VARIABLE}`) they require `Authorization: Bearer TOKEN`. Without "
+        f"one "
+        "they accept only clients on the same machine: a loopback address, a `Host` that is `localhost` or a loopback "
+        "address, HTTP/1.1, and none of the headers that a proxy adds. A proxy on this machine that adds no such "
+        "header would let everyone in, so set a token if there is one. Requests with an `Origin` header, or whose "
+        "`Sec-Fetch-Site` names another site, are always refused, and bodies are JSON of at most "
+        f"{access.MAX_BODY_BYTES // 1024} KiB. Routes that only read require nothing and show no credentials; "
+        f"at most {http.MAX_WAITING} clients `wait` at a time, not counting those who may change state. Wrong tokens "
+        "are not rate-limited: guessing a random token is hopeless, and a limit could lock the operator out. vLLM's "
         "`--api-key` does not cover these routes."
     )
     rows = []
@@ -219,9 +228,10 @@ def routes() -> Iterator[str]:
     yield "### Completions"
     yield (
         f"{' and '.join(code(path) for path in http.VERSIONED_PATHS)} carry the response header "
-        "`X-Delta-Sync-Version`, the version served when the request was admitted (no header before a version is "
-        "proven). With the request header `X-Delta-Sync-Min-Version: N` they wait until version N or a later one is "
-        "served, `min_version_seconds` at most ([freshness.md](freshness.md)). Bodies, and the last chunk before "
+        "`X-Delta-Sync-Version`, the version served when the request was admitted (no header before the weights "
+        "are identified). With the request header `X-Delta-Sync-Min-Version: N` they wait until version N or a later "
+        "one is "
+        "served, for at most `min_version_seconds` ([freshness.md](freshness.md)). Bodies, and the last chunk before "
         "`[DONE]` of streams, have a member `delta_sync`, `{run, spans}`; a choice during which the weights changed "
         "has several spans:"
     )
@@ -229,24 +239,28 @@ def routes() -> Iterator[str]:
     yield "Beam search and `/v1/responses` have no spans."
     yield "### Status codes"
     longest = f"A `timeout` is at most {http.LONGEST_WAIT_SECONDS:g} s."
-    yield 'Errors of ours are `{"error": {"kind", "message"}}`. ' + longest
+    yield 'Errors of this plugin are `{"error": {"kind", "message"}}`. ' + longest
     answers = [
         ("200", "done"),
         ("408", "`wait`: not served in time; the body is the status"),
-        ("400", "kind `usage`: a parameter or body that is not understood"),
-        ("408, 413, 415", "kind `usage`: a body that comes too slowly, is too large, or is not JSON"),
-        ("401, 403", f"`{access.AdminRefused.kind}`: no right to change state, or a page of another site asks"),
-        ("400", "kind `usage`: `X-Delta-Sync-Min-Version` is no version"),
-        ("409", f"`{UnreachableError.kind}`: what is waited for does not come unless somebody does something"),
-        ("503", f"`{LateError.kind}`: `X-Delta-Sync-Min-Version` is not served in time; ask again after `Retry-After`"),
-        ("503", "kind `busy`: too many wait; ask again after `Retry-After`"),
+        ("400", "kind `usage`: a parameter or the body is invalid"),
+        ("408, 413, 415", "kind `usage`: the body arrives too slowly, is too large, or is not JSON"),
+        (
+            "401, 403",
+            f"`{access.AdminRefused.kind}`: the client may not change state, or the request comes from a page of "
+            f"another site",
+        ),
+        ("400", "kind `usage`: `X-Delta-Sync-Min-Version` is not a version"),
+        ("409", f"`{UnreachableError.kind}`: the version will not be served without an operator's action"),
+        ("503", f"`{LateError.kind}`: `X-Delta-Sync-Min-Version` is not served in time; retry after `Retry-After`"),
+        ("503", "kind `busy`: too many clients wait; retry after `Retry-After`"),
         ("503", "`ready`: not ready"),
     ]
     by_code: dict[int, list[str]] = {}
     for cls, status in access.STATUS_CODES:
         by_code.setdefault(status, []).append(code(cls.kind))
     answers += [(str(status), "kind " + ", ".join(names)) for status, names in by_code.items()]
-    refused = "any other kind: the bucket's data was refused; weights are as before"
+    refused = "any other kind: the bucket's data was refused; the weights did not change"
     answers.append((str(access.REFUSED_DATA), refused))
     yield table(("code", "when"), answers)
 
@@ -277,7 +291,9 @@ def states() -> Iterator[str]:
     yield "## States"
     yield table(("state", "meaning"), [(code(name), text) for name, text in STATES.items()])
     yield "## Timings"
-    yield "Milliseconds, in `timings_ms`. All up to `turn` pass beside generation, the others while it stands still."
+    yield (
+        "Milliseconds, in `timings_ms`. Generation continues during all up to `turn`, and is paused during the others."
+    )
     yield table(("key", "meaning"), [(code(name), text) for name, text in TIMINGS.items()])
 
 
@@ -285,7 +301,7 @@ def kinds() -> Iterator[str]:
     yield "## Errors"
     yield (
         "All are `vllm_delta_sync.DeltaSyncError`; programs match on `kind`, which does not change between releases. "
-        "The message names field, value and mend. *Exit* is the exit code of `delta-sync`."
+        "The message names the field, the value and the remedy. *Exit* is the exit code of `delta-sync`."
     )
     rows = [
         (code(cls.kind), code(cls.__name__), str(cls.exit_code), " ".join((inspect.getdoc(cls) or "").split()))
@@ -296,7 +312,7 @@ def kinds() -> Iterator[str]:
 
 
 def declaring_kinds() -> Iterator[type[errors.DeltaSyncError]]:
-    """The classes that declare a kind of their own, rather than inherit one."""
+    """Yield the classes that declare their own kind."""
     pending = [errors.DeltaSyncError]
     while pending:
         cls = pending.pop()
@@ -397,12 +413,13 @@ def versions() -> Iterator[str]:
     yield "## vLLM versions"
     tested = ", ".join(patches.TESTED_VERSIONS)
     yield (
-        f"Tested with vLLM {tested} on CPUs, as [support.md](support.md) says. A server with another one warns and "
-        "starts. What depends on vLLM's internals is in `vllm_delta_sync/engine/compat/`, with cause, symptom, and "
-        "when it can go."
+        f"Tested with vLLM {tested} on CPUs ([support.md](support.md)). A server with another release logs a warning "
+        f"and "
+        "starts. Code that depends on vLLM's internals is in `vllm_delta_sync/engine/compat/`, with cause, symptom, "
+        "and when it can be removed."
     )
     yield "## Limits"
-    yield "Of what a reader accepts: [FORMAT.md, section 15](FORMAT.md#15-limits)."
+    yield "What a reader accepts: [FORMAT.md, section 15](FORMAT.md#15-limits)."
 
 
 if __name__ == "__main__":

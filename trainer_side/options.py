@@ -4,11 +4,11 @@ import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-import torch
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
 from trainer_side.diff.buffers import BaselineLocation
 from vllm_delta_sync.codec.zstd import Compression
@@ -81,28 +81,29 @@ RESCAN_BYTES = 64 * 1024**2
 SidecarData = bytes | bytearray | memoryview
 
 CodecOption = Literal["auto", "packed", "context", "raw"]
-CODEC_OPTIONS: tuple[CodecOption, ...] = get_args(CodecOption)
 
 
-@dataclass(frozen=True)
-class Options:
-    """The arguments of ``Publisher``, checked; see there."""
+class Options(BaseModel):
+    """The arguments of ``Publisher``, checked; see there. ``checked`` makes one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
     codec: CodecOption
     compression: Compression
-    every: int
+    every: Annotated[int, Field(ge=1, strict=True)]
     resume: bool
     read_back: bool
-    rescan_bytes: int
-    anchor_every: int | None
+    rescan_bytes: Annotated[int, Field(ge=0, strict=True)]
+    anchor_every: Annotated[int, Field(ge=1, strict=True)] | None
     fold: bool
-    shard_bytes: int
-    gate: Gate | None = None
-    keyring: Keyring = field(default_factory=Keyring)
-    head_seconds: int = HEAD_SECONDS
+    shard_bytes: Annotated[int, Field(ge=1, strict=True)]
+    # Without InstanceOf, pydantic would also make a Gate of a dictionary.
+    gate: InstanceOf[Gate] | None = None
+    keyring: InstanceOf[Keyring] = Field(default_factory=Keyring)
+    head_seconds: Annotated[int, Field(ge=1, le=MAX_HEAD_SECONDS, strict=True)] = HEAD_SECONDS
     baseline: BaselineLocation = "host"
-    diff_threads: int = 1
-    receiver_bytes_per_second: float | None = None
+    diff_threads: Annotated[int, Field(ge=1, strict=True)] | None = None
+    receiver_bytes_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
 
     @property
     def base_codec(self) -> Codec:
@@ -111,68 +112,27 @@ class Options:
 
 
 def checked(
-    codec: str,
-    compression: str,
-    *,
-    every: int,
-    resume: bool,
-    read_back: bool,
-    rescan_bytes: int,
-    anchor_every: int | None,
-    fold: bool,
-    shard_bytes: int,
-    gate: Gate | None = None,
-    signing_key: str | Path | None = None,
-    trusted_keys: str | Sequence[str | Path] | None = None,
-    head_seconds: int = HEAD_SECONDS,
-    baseline: str = "host",
-    diff_threads: int | None = None,
-    receiver_bytes_per_second: float | None = None,
+    signing_key: str | Path | None, trusted_keys: str | Sequence[str | Path] | None, **given: object
 ) -> Options:
-    """Return the options; raise UsageError for an invalid one, SettingsError for an invalid key file."""
-    chosen = next((name for name in CODEC_OPTIONS if name == codec), None)
-    if chosen is None:
-        raise UsageError(f"codec is {codec!r}; give one of {', '.join(map(repr, CODEC_OPTIONS))}")
-    if compression not in ("zstd", "none"):
-        raise UsageError(f"compression is {compression!r}; give 'zstd' or 'none'")
-    _check_number("every", every, 1, "a number of calls")
-    _check_number("rescan_bytes", rescan_bytes, 0, "a number of bytes for each version, 0 for none")
-    _check_number("shard_bytes", shard_bytes, 1, "a number of bytes")
-    _check_number("head_seconds", head_seconds, 1, "a number of seconds")
-    if head_seconds > MAX_HEAD_SECONDS:
-        raise UsageError(f"head_seconds is {head_seconds}; give at most {MAX_HEAD_SECONDS}")
+    """Return the options, with the keys read from their files.
+
+    Args:
+        given: fields of ``Options``.
+
+    Raises:
+        UsageError: an option is invalid; the message names the first. SettingsError: a key file cannot be used.
+    """
     if trusted_keys is not None and signing_key is None:
         raise UsageError(
             "trusted_keys is set without signing_key: readers that ask for signatures would refuse what this publisher "
             "writes; give both, or neither (by argument, environment or settings file)"
         )
-    if anchor_every is not None:
-        _check_number("anchor_every", anchor_every, 1, "a number of versions, or None")
-    if gate is not None and not isinstance(gate, Gate):
-        raise UsageError(f"gate is {gate!r}; give a trainer_side.Gate, or None")
-    if baseline not in ("host", "device"):
-        raise UsageError(f"baseline is {baseline!r}; give 'host' or 'device'")
-    if diff_threads is not None:
-        _check_number("diff_threads", diff_threads, 1, "a number of threads, or None")
-    if receiver_bytes_per_second is not None:
-        _check_rate("receiver_bytes_per_second", receiver_bytes_per_second)
-    return Options(
-        codec=chosen,
-        compression="zstd" if compression == "zstd" else "none",
-        every=every,
-        resume=bool(resume),
-        read_back=bool(read_back),
-        rescan_bytes=rescan_bytes,
-        anchor_every=anchor_every,
-        fold=bool(fold),
-        shard_bytes=shard_bytes,
-        gate=gate,
-        keyring=Keyring.load(trusted_keys, signing_key),
-        head_seconds=head_seconds,
-        baseline="device" if baseline == "device" else "host",
-        diff_threads=torch.get_num_threads() if diff_threads is None else diff_threads,
-        receiver_bytes_per_second=receiver_bytes_per_second,
-    )
+    try:
+        options = Options.model_validate(given)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False)[0]
+        raise UsageError(f"{problem['loc'][0]} is {repr(problem['input'])[:80]}: {problem['msg']}") from error
+    return options.model_copy(update={"keyring": Keyring.load(trusted_keys, signing_key)})
 
 
 def chosen_keys(
@@ -242,13 +202,3 @@ def _checked_bytes(name: str, data: SidecarData) -> bytes:
             "checkpoints of your own"
         )
     return bytes(data)
-
-
-def _check_number(name: str, value: int, minimum: int, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise UsageError(f"{name} is {value!r}; give {what}, at least {minimum}")
-
-
-def _check_rate(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UsageError(f"{name} is {value!r}; give a number of bytes per second above 0, or None")

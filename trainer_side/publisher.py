@@ -136,9 +136,8 @@ class Publisher:
                 check_folder(files)
             key, trusted = chosen_keys(signing_key, trusted_keys) if signs else (None, None)
             return checked(
-                codec, compression, every=every, resume=resume, read_back=read_back, rescan_bytes=rescan_bytes,
-                anchor_every=anchor_every, fold=fold, shard_bytes=shard_bytes, gate=gate,
-                signing_key=key, trusted_keys=trusted,
+                key, trusted, codec=codec, compression=compression, every=every, resume=resume, read_back=read_back,
+                rescan_bytes=rescan_bytes, anchor_every=anchor_every, fold=fold, shard_bytes=shard_bytes, gate=gate,
                 head_seconds=head_seconds, baseline=baseline, diff_threads=diff_threads,
                 receiver_bytes_per_second=receiver_bytes_per_second,
             )  # fmt: skip

@@ -232,7 +232,7 @@ def build_publisher(
     Args:
         undo: receives what must be closed if a later step fails.
     """
-    detector = Detector(options.diff_threads)
+    detector = Detector(options.diff_threads or torch.get_num_threads())
     undo.callback(detector.close)
     collected = partial(collect_files, model, files)
     if ranks is not None:

@@ -12,7 +12,7 @@ from tests.golden.regenerate import DIRECTORY
 from tests.support.commands import answer, delta_sync, shown
 from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
-from vllm_delta_sync.cli.serve import SERVE_FLAGS, split_serve
+from vllm_delta_sync.cli.serve import split_serve
 from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.trust import keys
 
@@ -68,7 +68,9 @@ def serve(
 
 
 def test_every_setting_is_a_flag() -> None:
-    assert {field for field, _, _ in SERVE_FLAGS} == set(Settings.model_fields)
+    flags = [f"--{field.replace('_', '-')}" for field in Settings.model_fields]
+    given = [part for flag in flags for part in (flag, "value")]
+    assert split_serve(["model", *given, "--port", "8000"]) == ([*given, "model"], ["--port", "8000"])
 
 
 def test_our_arguments_are_parted_from_those_of_vllm() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -60,7 +59,7 @@ def agree_on_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Opt
     ranks.work.all_or_raise("options", work, judge)
     trusted = ranks.work.from_rank0("keys", lambda: sorted(found[0].keyring.trusted))
     # A rank that signs nothing trusts the keys that rank 0 trusts.
-    return found[0] if ranks.is_rank0 else replace(found[0], keyring=Keyring(trusted))
+    return found[0] if ranks.is_rank0 else found[0].model_copy(update={"keyring": Keyring(trusted)})
 
 
 def _check_sharded(options: Options) -> Options:

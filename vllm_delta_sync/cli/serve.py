@@ -4,10 +4,12 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 from vllm_delta_sync.cli.arguments import Answer, Command, add_json
 from vllm_delta_sync.redaction import public_url
+from vllm_delta_sync.settings import Settings, StoreOptions
 
 SERVE_EXAMPLES = """\
 Without MODEL the server starts from the bucket alone: weights, configuration and tokenizer come from the run. The
@@ -24,42 +26,25 @@ examples:
   delta-sync serve /models/base --bucket /data/runs/a --policy manual --dry-run
   delta-sync serve /models/base --bucket /data/runs/a -- --port 8000 --enforce-eager
 """
-# Settings that `serve` takes as flags: field, metavar, help. `settings.py` checks the values.
-SERVE_FLAGS: tuple[tuple[str, str, str], ...] = (
-    ("bucket", "URL", "run to follow: hf://buckets/NAMESPACE/BUCKET/run, s3://bucket/run, … or a path"),
-    ("notice", "ADDRESS", "address of the publisher's notices, tcp://host:port; without it the bucket is polled"),
-    ("trusted_keys", "FILES", "public key files, separated by commas; refuse what none of these keys has signed"),
-    ("state_dir", "DIR", "where to remember the newest seen version across restarts; needs --trusted-keys"),
-    ("expired_head", "MODE", "if a signed HEAD.json has expired: warn, or refuse new versions"),
-    ("notice_key", "PATH", "this server's secret CURVE certificate for notices; needs --notice-server-key"),
-    ("notice_server_key", "PATH", "public CURVE certificate of the publisher or broker that sends the notices"),
-    ("poll_seconds", "SECONDS", "interval between polls of the bucket when no notice comes"),
-    ("pause_mode", "MODE", "requests in flight at a commit: keep (they continue), wait (they finish first) or abort"),
-    ("wait_seconds", "SECONDS", "with pause mode wait: longest time that a commit waits for requests in flight"),
-    ("prefix_cache", "MODE", "KV cache at a commit: reset, or keep entries of the older weights"),
-    ("pause_seconds", "SECONDS", "longest pause of generation; a commit that hangs longer ends the engine"),
-    ("stage_bytes", "BYTES", "memory of each rank for versions that are merged into one commit"),
-    ("undo_bytes", "BYTES", "memory of each rank for the undo log, from which a rollback reverts commits"),
-    ("rescan_bytes", "BYTES", "bytes of weights to verify beside each staging, in rotation; 0: none"),
-    ("cache_dir", "DIR", "directory in which the ranks of a node share fetched objects"),
-    ("cache_bytes", "BYTES", "size limit of the cache"),
-    ("mirror", "URL", "copy of the bucket, or HTTP cache, to read objects from first; damaged ones are ignored"),
-    ("store_endpoint", "URL", "address of an S3-compatible store, another Hub or an emulator"),
-    ("store_deadline", "SECONDS", "time limit of one attempt of a request to the store"),
-    ("store_connections", "N", "most requests to the store that one process has in flight"),
-    ("store_download_limit", "BYTES", "most bytes per second that one process downloads from the store"),
-    ("store_upload_limit", "BYTES", "most bytes per second that one process uploads to the store"),
-    ("store_progress", "MODE", "how to show long transfers: auto, bar, log or off"),
-    ("receiver_id", "NAME", "write a heartbeat of this name to the bucket; without it the server writes nothing"),
-    ("lease_seconds", "SECONDS", "how long a heartbeat is valid; it is renewed after a third of that"),
-    ("fleet_pauses", "N", "most servers of the run that may pause at once; needs --receiver-id"),
-    ("admin_token_file", "PATH", "file with the token that state-changing routes then require"),
-    ("max_lag", "N", "lag in versions beyond which GET /delta_sync/ready fails; default: any lag is ready"),
-    ("min_version_seconds", "SECONDS", "longest time that a request waits for its X-Delta-Sync-Min-Version"),
-    ("target", "VERSION", "version to serve: head, a number, or tag:NAME, which is followed as the tag moves forward"),
-    ("quarantined", "MODE", "versions that failed the publisher's update gate: skip, or serve"),
-    ("policy", "POLICY", "follow: apply every new version; manual: only on POST /delta_sync/sync"),
-)
+METAVARS = {
+    "bucket": "URL",
+    "mirror": "URL",
+    "store_endpoint": "URL",
+    "notice": "ADDRESS",
+    "target": "VERSION",
+    "trusted_keys": "FILES",
+    "receiver_id": "NAME",
+}
+METAVARS_BY_END = {"_dir": "DIR", "_bytes": "BYTES", "_limit": "BYTES", "_seconds": "SECONDS", "_deadline": "SECONDS"}
+
+
+def metavar(field: str) -> str:
+    """Return what stands for the value of a setting in the help: its choices if it has some."""
+    annotation = Settings.model_fields[field].annotation
+    if get_origin(annotation) is Literal:
+        return "{" + ",".join(get_args(annotation)) + "}"
+    by_end = next((name for end, name in METAVARS_BY_END.items() if field.endswith(end)), None)
+    return METAVARS.get(field) or by_end or ("PATH" if Path in (annotation, *get_args(annotation)) else "N")
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -77,8 +62,12 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         nargs="?",
         help="the run's base: a checkpoint directory or a model name; default: the files stored in the run",
     )
-    for field, metavar, text in SERVE_FLAGS:
-        serve.add_argument(_flag(field), metavar=metavar, help=text)
+    # Those of the store's client last: few need them.
+    for field, setting in sorted(Settings.model_fields.items(), key=lambda item: item[0] in StoreOptions.model_fields):
+        default = "" if setting.default is None or setting.is_required() else f" Default: {setting.default}."
+        serve.add_argument(
+            _flag(field), metavar=metavar(field), help=f"{setting.description}{default}".replace("%", "%%")
+        )
     serve.add_argument("--dry-run", action="store_true", help="print the environment and the command; start nothing")
     add_json(serve)
 
@@ -90,7 +79,7 @@ def _flag(field: str) -> str:
 def _serve(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.engine.entrypoints import serve_command
 
-    chosen = {field: getattr(options, field) for field, _, _ in SERVE_FLAGS}
+    chosen = {field: getattr(options, field) for field in Settings.model_fields}
     settings = {field: value for field, value in chosen.items() if value is not None}
     if not options.dry_run:
         sys.stdout.flush()
@@ -107,7 +96,7 @@ def split_serve(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     All arguments after ``--`` are vLLM's; before it, this command's are picked out at any position. The first remaining
     argument is MODEL, unless it is a flag.
     """
-    with_value = {_flag(field) for field, _, _ in SERVE_FLAGS}
+    with_value = {_flag(field) for field in Settings.model_fields}
     ours: list[str] = []
     rest: list[str] = []
     pending, behind = before_dashes(arguments)
