@@ -107,12 +107,12 @@ def settings() -> Iterator[str]:
         f"unknown variable that starts with `{config.ENV_PREFIX}`. Servers read the settings once, at start."
     )
     yield (
-        "A server uses all of them except `signing_key`. A command uses `bucket`, `trusted_keys`, `signing_key` and the "
-        "settings of the store's client (`mirror`, `store_…`); commands that maintain or test a bucket ignore the "
+        "A server uses all of them except `signing_key`. A command uses `bucket`, `trusted_keys`, `signing_key` and "
+        "the settings of the store's client (`mirror`, `store_…`); commands that maintain or test a bucket ignore the "
         "mirror. `open_run(url)` uses `trusted_keys` and the store's settings unless it is given `keyring` or `store`; "
-        "`Publisher` uses `signing_key`, `trusted_keys` and the store's; `open_bucket(url)` the store's. Settings that a "
-        "program does not use are checked too. An empty variable is an error, except for the bucket, the store and the "
-        "cache, where it counts as unset."
+        "`Publisher` uses `signing_key`, `trusted_keys` and the store's; `open_bucket(url)` the store's. Settings that "
+        "a program does not use are checked too. An empty variable is an error, except for the bucket, the store and "
+        "the cache, where it counts as unset."
     )
     required = config.Settings.model_json_schema()["required"]
     rows = []

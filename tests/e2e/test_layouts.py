@@ -40,10 +40,24 @@ def test_every_rank_follows_bit_for_bit(tmp_path: Path, family: str, flags: dict
         assert each["label"] == [str(version)] * engines
         assert [rank["rank"] for rank in each["status"]["ranks"]] == list(range(ranks))
     proven, last, back, alone = (seen[at]["outputs"] for at in (0, VERSIONS, -2, -1))
-    assert alone == back, "engines whose pause was lost do not go on with what they held"
+    assert alone == back, f"engines whose pause was lost do not go on with what they held: {apart(alone, back)}"
     assert proven == started["outputs"]
     assert last == json.loads((tmp_path / "fresh.json").read_text())
     assert last != proven, "the versions do not differ enough to tell"
+
+
+def apart(some: list[list[dict[str, Any]]], others: list[list[dict[str, Any]]]) -> list[list[tuple[bool, float]]]:
+    """Per engine and prompt: whether the tokens are the same, and by how much the log probabilities differ at most."""
+    return [
+        [
+            (
+                one["tokens"] == other["tokens"],
+                max(abs(a - b) for a, b in zip(one["logprobs"], other["logprobs"], strict=True)),
+            )
+            for one, other in zip(*of_engine, strict=True)
+        ]
+        for of_engine in zip(some, others, strict=True)
+    ]
 
 
 def run(folder: Path, family: str, flags: dict[str, Any]) -> None:
