@@ -47,7 +47,7 @@ _LARGEST = (1 << 63) - 1
 class ObjectReader(Bucket):
     """Reads objects whose keys are below ``root`` in a store.
 
-    An interrupted transfer resumes once or twice, if the object is unchanged; then it raises UnavailableError.
+    Each request is sent once; an interrupted transfer raises UnavailableError.
 
     Args:
         root: without slashes at its ends; may be empty.
@@ -244,15 +244,14 @@ class ObjectStoreBucket(ObjectReader):
     def _put_whole(self, key: str, path: str, data: bytes, if_absent: bool) -> None:
         self._probe(key)
         report_bytes(len(data))
-        client = self._clients.creating if if_absent else self._clients.writing
         with self._translate_errors(f"write key {key!r}", key, writing=True, overwriting=not if_absent):
-            client.put(path, data, mode="create" if if_absent else "overwrite", use_multipart=False)
+            self._clients.writing.put(path, data, mode="create" if if_absent else "overwrite", use_multipart=False)
 
     def _put_parts(self, key: str, path: str, source: "_PutSource") -> None:
         self._probe(key)
         size = max(PART_BYTES, -(-(source.size or 0) // MOST_PARTS))
         with self._translate_errors(f"write key {key!r}", key, writing=True, overwriting=True):
-            self._clients.writing.put(
+            self._clients.uploading.put(
                 path, source.pieces(), use_multipart=True, chunk_size=size, max_concurrency=self._parts_at_once
             )
 
