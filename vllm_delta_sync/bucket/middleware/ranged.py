@@ -5,13 +5,12 @@ import re
 import secrets
 import stat
 import threading
-from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 
-from vllm_delta_sync.bucket import transfer_observers
 from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.errors import DigestError, StoreError
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX
 from vllm_delta_sync.settings import StoreOptions
@@ -122,46 +121,31 @@ class _Download:
         self._file, self._journal = file, journal
         done: set[int] = set() if journal is None else journal.done
         self._piece = piece_bytes(size)
-        self._missing = deque(number for number in range(-(-size // self._piece)) if number not in done)
+        self._missing = [number for number in range(-(-size // self._piece)) if number not in done]
         # Held while a piece is written, so that nothing is written after the download has stopped. This costs no time,
         # because the kernel serializes writes to one file.
         self._lock = threading.Lock()
         self._stopped = False
-        self._error: BaseException | None = None
 
     def run(self, connections: int) -> None:
-        threads: list[threading.Thread] = []
         try:
-            for _ in range(min(connections, len(self._missing), BUFFER_BYTES // self._piece)):
-                # Daemons, so that an interrupted process ends without waiting for the last range.
-                thread = threading.Thread(
-                    target=transfer_observers.with_observers(self._work), name="delta-sync-download", daemon=True
-                )
-                thread.start()
-                threads.append(thread)
-            for thread in threads:
-                thread.join()
+            for _ in in_parallel(self._fetch, self._missing, workers=min(connections, BUFFER_BYTES // self._piece)):
+                pass
         finally:
-            with self._lock:
-                self._stopped = True
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+            self._stop()
 
-    def _work(self) -> None:
+    def _fetch(self, number: int) -> None:
+        start = number * self._piece
+        length = min(self._piece, self._size - start)
         try:
-            while (number := self._next()) is not None:
-                start = number * self._piece
-                length = min(self._piece, self._size - start)
-                self._store(number, start, length, self._bucket.get_range(self._key, start, length))
-        except BaseException as error:  # noqa: BLE001  raised in the waiting thread
-            with self._lock:
-                self._stopped = True
-                self._error = self._error or error
+            self._store(number, start, length, self._bucket.get_range(self._key, start, length))
+        except BaseException:  # whatever it is, the other ranges under way write nothing more
+            self._stop()
+            raise
 
-    def _next(self) -> int | None:
+    def _stop(self) -> None:
         with self._lock:
-            return None if self._stopped or not self._missing else self._missing.popleft()
+            self._stopped = True
 
     def _store(self, number: int, start: int, length: int, data: bytes) -> None:
         if len(data) != length:
