@@ -6,7 +6,6 @@ and a newer write of the key waits for it, so that a late put cannot undo a newe
 """
 
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, remove_quietly, replacing
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
 from vllm_delta_sync.bucket.threads import SLICE_SECONDS, DaemonPool, wait_interruptibly
 from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by, with_observers
-from vllm_delta_sync.errors import StoreError, UnavailableError
+from vllm_delta_sync.errors import UnavailableError
 from vllm_delta_sync.settings import StoreOptions
 
 _Result = TypeVar("_Result")
@@ -51,18 +50,10 @@ class DeadlineBucket(BucketMiddleware):
         return self._list_pages(prefix)
 
     def get_file(self, key: str, path: Path) -> None:
-        part = path.with_name(f".{secrets.token_hex(8)}.part")
-        call = _ThreadCall(lambda: self._inner.get_file(key, part), self._options)
-        call.cleanup = lambda: _unlink(part)
-        try:
-            self._run(f"read key {key!r}", call)
-            os.replace(part, path)
-        except OSError as error:
-            raise StoreError(
-                f"cannot copy key {key!r} of {self.url} to {path}: {error.strerror}; check the path"
-            ) from error
-        finally:
-            _unlink(part)
+        with replacing(self, key, path) as part:
+            call = _ThreadCall(lambda: self._inner.get_file(key, part), self._options)
+            call.cleanup = lambda: remove_quietly(part)
+            self._run(Call("get_file", key).action, call)
 
     def close(self) -> None:
         try:
@@ -212,10 +203,3 @@ def _content(data: bytes | Path | None) -> object:
     except OSError:
         return object()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _unlink(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        pass  # no such folder, or not writable: the call itself reports that

@@ -2,16 +2,15 @@
 
 import os
 import re
-import secrets
 import stat
 import threading
 from contextlib import ExitStack
 from pathlib import Path
 
-from vllm_delta_sync.bucket.base import Bucket
+from vllm_delta_sync.bucket.base import Bucket, replacing
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.threads import in_parallel
-from vllm_delta_sync.errors import DigestError, StoreError
+from vllm_delta_sync.errors import DigestError
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX
 from vllm_delta_sync.settings import StoreOptions
 
@@ -175,33 +174,12 @@ class RangedBucket(BucketMiddleware):
         if size < LARGE_BYTES:
             self._inner.get_file(key, path)
             return
-        part = path.with_name(f".{secrets.token_hex(8)}.part")
         try:
-            download(self._inner, key, size, part, connections=self._connections)
-            os.replace(part, path)
+            with replacing(self, key, path) as part:
+                download(self._inner, key, size, part, connections=self._connections)
         except DigestError:
             # The object was put again meanwhile, as a repair does.
             self._inner.get_file(key, path)
-        except OSError as error:
-            raise copy_error(self, key, path, error) from error
-        finally:
-            remove_quietly(part)
-
-
-def copy_error(bucket: Bucket, key: str, path: Path, error: OSError) -> StoreError:
-    """Return the error of ``get_file`` for a copy that cannot be written."""
-    return StoreError(
-        f"cannot copy key {key!r} of {bucket.url} to {path}: {error.strerror or error}; free space there, or give "
-        "another path"
-    )
-
-
-def remove_quietly(path: Path) -> None:
-    """Remove a file and ignore errors."""
-    try:
-        path.unlink()
-    except OSError:
-        pass  # renamed already, or the folder's own sweep removes it
 
 
 def _open_regular(path: Path, stack: ExitStack) -> int:
