@@ -1,5 +1,6 @@
 """What is tried again, for how long, and what then is said."""
 
+import itertools
 import logging
 import os
 import random
@@ -203,6 +204,22 @@ def test_a_listing_that_gets_on_may_take_its_time(local: Bucket) -> None:
         local.put(key, b"x")
     options = StoreOptions(store_deadline=0.05)
     assert [item.key for item in RetryingBucket(OneMore(local), options, Metrics()).list()] == keys
+
+
+def test_a_listing_that_is_given_up_is_closed_through_all_wrappers(local: Bucket) -> None:
+    closed = threading.Event()
+
+    class Endless(BucketMiddleware):
+        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+            try:
+                yield from (ObjectInfo(f"key/{number:09}", 1, 0.0) for number in itertools.count())
+            finally:
+                closed.set()
+
+    items = dressed(Endless(local), OPTIONS, Metrics()).list()
+    assert next(items).key == "key/000000000"
+    del items
+    assert closed.is_set()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 from pydantic import PrivateAttr
 
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions
-from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.middleware.limits import LimitedBucket
 from vllm_delta_sync.bucket.middleware.metrics import MeteredBucket, Metrics
@@ -42,36 +42,18 @@ class FlakyBucket(BucketMiddleware):
         self._most = most
         self._row = 0
 
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        self._around(lambda: self._inner.put(key, data, if_absent=if_absent), size_of(data))
-
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        return self._around(lambda: self._inner.get(key, max_bytes=max_bytes))
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._around(lambda: self._inner.get_range(key, start, length))
-
-    def get_file(self, key: str, path: Path) -> None:
-        self._around(lambda: self._inner.get_file(key, path))
-
-    def stat(self, key: str) -> ObjectInfo:
-        return self._around(lambda: self._inner.stat(key))
+    def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
+        self._fail_at_times()
+        report_bytes(size_of(call.data))
+        result = run()
+        self._fail_at_times()
+        return result
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         for item in self._inner.list(prefix):
             self._fail_at_times()
             yield item
         self._fail_at_times()
-
-    def delete(self, key: str) -> None:
-        self._around(lambda: self._inner.delete(key))
-
-    def _around(self, call: Callable[[], _Result], size: int = 0) -> _Result:
-        self._fail_at_times()
-        report_bytes(size)
-        result = call()
-        self._fail_at_times()
-        return result
 
     def _fail_at_times(self) -> None:
         if self._row + 1 < self._most and self._chance.random() < self._share:
@@ -89,17 +71,10 @@ class PlannedBucket(BucketMiddleware):
         self.plans = list(plans)
         self.tries = 0
 
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        self._next()
-        self._inner.put(key, data, if_absent=if_absent)
-
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        self._next()
-        return self._inner.get(key, max_bytes=max_bytes)
-
-    def delete(self, key: str) -> None:
-        self._next()
-        self._inner.delete(key)
+    def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
+        if call.method in ("put", "get", "delete"):
+            self._next()
+        return run()
 
     def _next(self) -> None:
         self.tries += 1
@@ -130,25 +105,11 @@ class GatedBucket(BucketMiddleware):
         self.before: Callable[[], None] = lambda: None
         self.after: Callable[[], None] = lambda: None
 
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        self._through("put", key, lambda: self._inner.put(key, data, if_absent=if_absent))
-
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        return self._through("get", key, lambda: self._inner.get(key, max_bytes=max_bytes))
-
-    def get_file(self, key: str, path: Path) -> None:
-        self._through("get_file", key, lambda: self._inner.get_file(key, path))
-
-    def stat(self, key: str) -> ObjectInfo:
-        return self._through("stat", key, lambda: self._inner.stat(key))
-
-    def delete(self, key: str) -> None:
-        self._through("delete", key, lambda: self._inner.delete(key))
-
-    def _through(self, name: str, key: str, call: Callable[[], _Result]) -> _Result:
-        self.log.append((name, key))
+    def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
+        name = call.method
+        self.log.append((name, call.key))
         if name not in self._fresh:
-            return call()
+            return run()
         self._fresh.remove(name)
         try:
             self.before()
@@ -156,7 +117,7 @@ class GatedBucket(BucketMiddleware):
             if not self.gates[name].wait(GATE_SECONDS):
                 raise UnavailableError("nobody opened the gate")
             self.after()
-            return call()
+            return run()
         finally:
             self.ended[name].set()
 
@@ -187,25 +148,14 @@ class SwallowingBucket(BucketMiddleware):
         return None
 
 
-def silently(call: Callable[[], _Result]) -> _Result:
-    """What a call says of its bytes goes to nobody."""
-    return Context().run(call)
+# END
 
 
 class SilentBucket(BucketMiddleware):
     """A store that says nothing of the bytes that move."""
 
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        silently(lambda: self._inner.put(key, data, if_absent=if_absent))
-
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        return silently(lambda: self._inner.get(key, max_bytes=max_bytes))
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        return silently(lambda: self._inner.get_range(key, start, length))
-
-    def get_file(self, key: str, path: Path) -> None:
-        silently(lambda: self._inner.get_file(key, path))
+    def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
+        return Context().run(run)
 
 
 class ReportingBucket(BucketMiddleware):
@@ -216,23 +166,13 @@ class ReportingBucket(BucketMiddleware):
         self._piece = piece
         self._pause = pause
 
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        self._report(size_of(data))
-        self._inner.put(key, data, if_absent=if_absent)
-
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        data = self._inner.get(key, max_bytes=max_bytes)
-        self._report(len(data))
-        return data
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        data = self._inner.get_range(key, start, length)
-        self._report(len(data))
-        return data
-
-    def get_file(self, key: str, path: Path) -> None:
-        self._inner.get_file(key, path)
-        self._report(size_of(path))
+    def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
+        if call.direction == "up":
+            self._report(size_of(call.data))
+        result = run()
+        if call.direction == "down":
+            self._report(call.transferred(result))
+        return result
 
     def _report(self, size: int) -> None:
         for start in range(0, size, self._piece):

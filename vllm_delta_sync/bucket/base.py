@@ -3,6 +3,8 @@
 Every implementation keeps the promises listed on :class:`Bucket`; ``tests/bucket/contract/`` tests each of them.
 """
 
+import os
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from vllm_delta_sync.errors import LimitError, UsageError
+from vllm_delta_sync.errors import LimitError, StoreError, UsageError
 from vllm_delta_sync.urls import MAX_KEY_BYTES as MAX_KEY_BYTES
 from vllm_delta_sync.urls import MAX_KEY_PART_BYTES as MAX_KEY_PART_BYTES
 from vllm_delta_sync.urls import check_key as check_key
@@ -172,3 +174,38 @@ def check_size(key: str, size: int, max_bytes: int | None) -> None:
     """
     if max_bytes is not None and size > max_bytes:
         raise LimitError(f"object {key!r} has {size} bytes, more than the {max_bytes} allowed here; not read")
+
+
+@contextmanager
+def replacing(bucket: Bucket, key: str, path: Path) -> Iterator[Path]:
+    """Yield a path beside ``path`` for a copy of an object. At the end of the block the copy replaces ``path``.
+
+    If the block raises, the copy is removed.
+
+    Raises:
+        StoreError: the block raises OSError, or ``path`` cannot be replaced.
+    """
+    part = path.with_name(f".{secrets.token_hex(8)}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    except OSError as error:
+        raise copy_error(bucket, key, path, error) from error
+    finally:
+        remove_quietly(part)
+
+
+def copy_error(bucket: Bucket, key: str, path: Path, error: OSError) -> StoreError:
+    """Return the error of ``get_file`` for a copy that cannot be written."""
+    return StoreError(
+        f"cannot copy key {key!r} of {bucket.url} to {path}: {error.strerror or error}; check that path and the space "
+        "on its disk"
+    )
+
+
+def remove_quietly(path: Path) -> None:
+    """Remove a file and ignore errors."""
+    try:
+        path.unlink()
+    except OSError:
+        pass  # renamed already, or the folder's own sweep removes it

@@ -28,6 +28,8 @@ from vllm_delta_sync.bucket.base import (
     check_prefix,
     check_range,
     check_size,
+    copy_error,
+    replacing,
 )
 from vllm_delta_sync.bucket.local_fs import (
     StagedFile,
@@ -109,8 +111,6 @@ class LocalBucket(Bucket):
         return self._read_object(key, read)
 
     def get_file(self, key: str, path: Path) -> None:
-        part = path.with_name(f".{secrets.token_hex(8)}.part")
-
         def read(file: BufferedIOBase, info: ObjectInfo) -> None:
             copy.seek(0)
             copy.truncate()
@@ -118,16 +118,10 @@ class LocalBucket(Bucket):
                 try:
                     copy.write(block)
                 except OSError as error:
-                    raise self._copy_error(key, path, error) from error
+                    raise copy_error(self, key, path, error) from error
 
-        try:
-            with open(part, "xb") as copy:
-                self._read_object(key, read)
-            os.replace(part, path)
-        except OSError as error:
-            raise self._copy_error(key, path, error) from error
-        finally:
-            _unlink(part)
+        with replacing(self, key, path) as part, open(part, "xb") as copy:
+            self._read_object(key, read)
 
     def stat(self, key: str) -> ObjectInfo:
         folders, name = _split(key)
@@ -325,9 +319,6 @@ class LocalBucket(Bucket):
 
     # Errors
 
-    def _copy_error(self, key: str, path: Path, error: OSError) -> StoreError:
-        return StoreError(describe_failure(f"copy key {key!r} of {self.url} to {path}", error))
-
     @contextmanager
     def _read_errors(self, action: str, key: str) -> Iterator[None]:
         try:
@@ -389,8 +380,8 @@ def _blocks(source: BufferedIOBase) -> Iterator[memoryview]:
         yield buffer[:count]
 
 
-def _unlink(path: str | Path, folder: int | None = None) -> None:
+def _unlink(name: str, folder: int) -> None:
     try:
-        os.unlink(path, dir_fd=folder)
+        os.unlink(name, dir_fd=folder)
     except OSError:
         pass  # renamed already, or a later writer's sweep removes it

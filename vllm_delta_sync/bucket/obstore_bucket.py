@@ -6,16 +6,23 @@
 
 import io
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_key, check_prefix, check_range, check_size
+from vllm_delta_sync.bucket.base import (
+    Bucket,
+    ObjectInfo,
+    check_key,
+    check_prefix,
+    check_range,
+    check_size,
+    copy_error,
+    replacing,
+)
 from vllm_delta_sync.bucket.factory import StoreLocation
-from vllm_delta_sync.bucket.middleware.ranged import remove_quietly
 from vllm_delta_sync.bucket.obstore_clients import (
     CREATE_BYTES,
     MOST_PARTS,
@@ -47,7 +54,7 @@ _LARGEST = (1 << 63) - 1
 class ObjectReader(Bucket):
     """Reads objects whose keys are below ``root`` in a store.
 
-    An interrupted transfer resumes once or twice, if the object is unchanged; then it raises UnavailableError.
+    Each request is sent once; an interrupted transfer raises UnavailableError.
 
     Args:
         root: without slashes at its ends; may be empty.
@@ -102,18 +109,11 @@ class ObjectReader(Bucket):
 
     def get_file(self, key: str, path: Path) -> None:
         source = self._path(key)
-        part = path.with_name(f".{secrets.token_hex(8)}.part")
         with self._translate_errors(f"read key {key!r}", key):
             found = self._clients.reading.get(source)
-        try:
-            with open(part, "xb") as copy:
-                size = self._copy(key, found, copy, path)
+        with replacing(self, key, path) as part, open(part, "xb") as copy:
+            size = self._copy(key, found, copy, path)
             self._check_whole(key, size, found.meta["size"])
-            os.replace(part, path)
-        except OSError as error:
-            raise self._copy_error(key, path, error) from error
-        finally:
-            remove_quietly(part)
 
     def stat(self, key: str) -> ObjectInfo:
         path = self._path(key)
@@ -128,14 +128,8 @@ class ObjectReader(Bucket):
                 try:
                     size += copy.write(piece)
                 except OSError as error:
-                    raise self._copy_error(key, path, error) from error
+                    raise copy_error(self, key, path, error) from error
         return size
-
-    def _copy_error(self, key: str, path: Path, error: OSError) -> StoreError:
-        return StoreError(
-            f"cannot copy key {key!r} of {self.url} to {path}: {error.strerror or error}; check that path and the "
-            "space on its disk"
-        )
 
     def _check_whole(self, key: str, received: int, size: int) -> None:
         if received != size:
@@ -244,15 +238,14 @@ class ObjectStoreBucket(ObjectReader):
     def _put_whole(self, key: str, path: str, data: bytes, if_absent: bool) -> None:
         self._probe(key)
         report_bytes(len(data))
-        client = self._clients.creating if if_absent else self._clients.writing
         with self._translate_errors(f"write key {key!r}", key, writing=True, overwriting=not if_absent):
-            client.put(path, data, mode="create" if if_absent else "overwrite", use_multipart=False)
+            self._clients.writing.put(path, data, mode="create" if if_absent else "overwrite", use_multipart=False)
 
     def _put_parts(self, key: str, path: str, source: "_PutSource") -> None:
         self._probe(key)
         size = max(PART_BYTES, -(-(source.size or 0) // MOST_PARTS))
         with self._translate_errors(f"write key {key!r}", key, writing=True, overwriting=True):
-            self._clients.writing.put(
+            self._clients.uploading.put(
                 path, source.pieces(), use_multipart=True, chunk_size=size, max_concurrency=self._parts_at_once
             )
 

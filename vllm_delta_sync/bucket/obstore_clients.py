@@ -20,6 +20,7 @@ PART_BYTES = 8 * 1024 * 1024
 MOST_PARTS = 9000
 """Maximum number of an upload's parts; S3 and GCS accept 10,000."""
 MOST_PARTS_AT_ONCE = 8
+_PART_RETRIES = 3
 CREATE_BYTES = 64 * 1024 * 1024
 """Objects up to this size are created by one request, which the store refuses if the key exists."""
 
@@ -52,11 +53,11 @@ _memory_lock = threading.Lock()
 
 
 class Clients:
-    """The clients of one bucket, which differ in timeouts and tries.
+    """The clients of one bucket. None retries a request, because RetryingBucket does.
 
-    ``reading`` has short timeouts: it drops a stalled connection and resumes. ``writing`` has long timeouts, because
-    the time to the first byte of the answer includes sending the object. ``creating`` is like ``writing``, but tries
-    once: after a lost answer, a second try would report its own object as a conflict.
+    ``reading`` has short timeouts, to give up a stalled connection soon. ``writing`` has long timeouts, because the
+    time to the first byte of the answer includes sending the object. ``uploading`` is like ``writing``, but retries
+    the parts of an upload: RetryingBucket could only send all of them again.
 
     Get the client again for each call: the properties raise StoreError after a fork (see ``check_process``) and return
     new clients after ``renew``.
@@ -68,25 +69,22 @@ class Clients:
     def __init__(self, url: str, build: Callable[[dict[str, Any], dict[str, Any]], Any], options: StoreOptions) -> None:
         self._url, self._build, self._options = url, build, options
         self._lock = threading.Lock()
-        self._writing: Any = None
-        self._creating: Any = None
-        self._reading: Any = None
-        self._built = -RENEW_SECONDS
+        self._clients: dict[str, Any] = {}
+        self._renewed = time.monotonic()
         # Now, so that a wrong environment raises here.
-        self._ensure_reading()
+        self._ensure("reading")
 
     @property
     def reading(self) -> Any:
-        check_process(self._url)
-        with self._lock:
-            return self._ensure_reading()
+        return self._checked("reading")
 
-    def _ensure_reading(self) -> Any:
-        if self._reading is None:
-            quick = max(1.0, self._options.store_deadline / 3)
-            self._reading = self._client(quick, retries=2, retry_seconds=quick)
-            self._built = time.monotonic()
-        return self._reading
+    @property
+    def writing(self) -> Any:
+        return self._checked("writing")
+
+    @property
+    def uploading(self) -> Any:
+        return self._checked("uploading")
 
     def renew(self) -> None:
         """Make the next calls read the credentials again, because they were refused.
@@ -94,43 +92,37 @@ class Clients:
         Has no effect within RENEW_SECONDS of the last time.
         """
         with self._lock:
-            if time.monotonic() - self._built >= RENEW_SECONDS:
-                self._reading = self._writing = self._creating = None
+            if time.monotonic() - self._renewed >= RENEW_SECONDS:
+                self._renewed = time.monotonic()
+                self._clients.clear()
 
-    @property
-    def writing(self) -> Any:
+    def _checked(self, name: str) -> Any:
         check_process(self._url)
         with self._lock:
-            if self._writing is None:
-                self._writing = self._client(self._send_seconds, retries=3, retry_seconds=self._options.store_deadline)
-            return self._writing
+            return self._ensure(name)
 
-    @property
-    def creating(self) -> Any:
-        check_process(self._url)
-        with self._lock:
-            if self._creating is None:
-                self._creating = self._client(self._send_seconds, retries=0, retry_seconds=0)
-            return self._creating
+    def _ensure(self, name: str) -> Any:
+        if name not in self._clients:
+            deadline = self._options.store_deadline
+            longest = self._options.allowance(max(CREATE_BYTES, MOST_PARTS_AT_ONCE * PART_BYTES))
+            seconds = max(1.0, deadline / 3) if name == "reading" else longest
+            self._clients[name] = self._client(seconds, _PART_RETRIES if name == "uploading" else 0)
+        return self._clients[name]
 
-    @property
-    def _send_seconds(self) -> float:
-        return self._options.allowance(max(CREATE_BYTES, MOST_PARTS_AT_ONCE * PART_BYTES))
-
-    def _client(self, read_seconds: float, retries: int, retry_seconds: float) -> Any:
+    def _client(self, read_seconds: float, retries: int) -> Any:
         client = {
             "connect_timeout": timedelta(seconds=min(5.0, max(1.0, self._options.store_deadline / 3))),
             "read_timeout": timedelta(seconds=read_seconds),
             # Limits the whole transfer; the default of 30 s is too short for large objects. DeadlineBucket has our
             # deadlines.
             "timeout": timedelta(days=365),
-            # Stores close idle connections after 20 s or more, and using a closed one costs a try.
+            # Stores close idle connections after 20 s or more, and a request over a closed one fails.
             "pool_idle_timeout": timedelta(seconds=15),
             "user_agent": f"vllm-delta-sync/{version('vllm-delta-sync')}",
         }
         retry = {
             "max_retries": retries,
-            "retry_timeout": timedelta(seconds=retry_seconds),
+            "retry_timeout": timedelta(seconds=self._options.store_deadline),
             "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2},
         }
         try:

@@ -9,6 +9,8 @@ from concurrent.futures import Future, wait
 from queue import Empty, SimpleQueue
 from typing import ParamSpec, TypeVar
 
+from vllm_delta_sync.bucket.transfer_observers import with_observers
+
 IDLE_SECONDS = 10.0
 MOST_IDLE = 8
 SLICE_SECONDS = 0.5
@@ -120,7 +122,7 @@ class _PoolThread:
 def start_call(
     call: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
 ) -> "Future[_Result]":
-    """Start a call in a new daemon thread.
+    """Start a call in a new daemon thread, with this thread's transfer observers.
 
     A ThreadPoolExecutor would not do: it accepts no calls once the main thread has ended, when a publisher may still be
     uploading its last version, and it delays the end of the process until all calls have ended.
@@ -136,12 +138,12 @@ def start_call(
         except BaseException as error:  # noqa: BLE001  raised by ``Future.result``
             future.set_exception(error)
 
-    threading.Thread(target=run, name="delta-sync-call", daemon=True).start()
+    threading.Thread(target=with_observers(run), name="delta-sync-call", daemon=True).start()
     return future
 
 
 def in_parallel(
-    call: Callable[[_Item], _Result], items: Iterable[_Item], ahead: int | None = None
+    call: Callable[[_Item], _Result], items: Iterable[_Item], ahead: int | None = None, workers: int = PARALLEL
 ) -> Iterator[_Result]:
     """Yield ``call(item)`` in the order of the items; raises what the first failing call raises.
 
@@ -150,13 +152,14 @@ def in_parallel(
 
     Args:
         ahead: how many calls may start before their results are taken; None means any number.
+        workers: how many calls may run at once.
     """
     slots = None if ahead is None else threading.Semaphore(ahead)
     queue: deque[tuple[_Item, Future[_Result]]] = deque((item, Future()) for item in items)
     answers = deque(future for _, future in queue)
     threads: list[Future[None]] = []
     try:
-        _start_workers(threads, call, queue, slots)
+        _start_workers(threads, call, queue, slots, workers)
         while answers:
             wait_for_call(answers[0])
             yield answers.popleft().result()
@@ -183,8 +186,9 @@ def _start_workers(
     call: Callable[[_Item], _Result],
     queue: "deque[tuple[_Item, Future[_Result]]]",
     slots: threading.Semaphore | None,
+    workers: int,
 ) -> None:
-    for _ in range(min(PARALLEL, len(queue))):
+    for _ in range(min(workers, len(queue))):
         try:
             threads.append(start_call(_work, call, queue, slots))
         except RuntimeError:  # too many threads

@@ -8,10 +8,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket
+from vllm_delta_sync.bucket.base import Bucket, remove_quietly
 from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.bucket.middleware import mirror
-from vllm_delta_sync.bucket.middleware.ranged import CONNECTIONS, download, remove_quietly
+from vllm_delta_sync.bucket.middleware.ranged import CONNECTIONS, download
 from vllm_delta_sync.errors import DigestError, NotFoundError
 from vllm_delta_sync.format.manifest import ObjectRef, Stored
 

@@ -1,7 +1,5 @@
 """``HubBucket``: a storage bucket of the Hugging Face Hub, ``hf://buckets/NAMESPACE/BUCKET/run``."""
 
-import os
-import secrets
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -14,6 +12,8 @@ from vllm_delta_sync.bucket.base import (
     check_prefix,
     check_range,
     check_size,
+    copy_error,
+    replacing,
 )
 from vllm_delta_sync.bucket.factory import StoreLocation
 from vllm_delta_sync.bucket.hub.api import HubApi, HubContent, HubFile
@@ -21,7 +21,7 @@ from vllm_delta_sync.bucket.hub.errors import HubLocation, RefusedError, transla
 from vllm_delta_sync.bucket.hub.s3_gateway import MAX_BYTES, open_gateway
 from vllm_delta_sync.bucket.hub.xet import Transfers
 from vllm_delta_sync.bucket.transfer_observers import report_bytes
-from vllm_delta_sync.errors import ConflictError, NotFoundError, StoreError, UnavailableError, UsageError
+from vllm_delta_sync.errors import ConflictError, NotFoundError, UnavailableError, UsageError
 from vllm_delta_sync.settings import StoreOptions
 
 _BLOCK_BYTES = 1 << 20
@@ -98,18 +98,15 @@ class HubBucket(Bucket):
                 return b""
 
     def get_file(self, key: str, path: Path) -> None:
-        part = path.with_name(f".{secrets.token_hex(8)}.part")
-        try:
-            # hf_xet's own download to a file would overwrite ``path`` from the first byte.
-            with open(part, "xb") as copy, self._translate_errors(f"read key {key!r}", missing=key):
-                file = self._file(key)
-                if file.bytes:
-                    self._copy(key, file, copy, path)
-            os.replace(part, path)
-        except OSError as error:
-            raise self._copy_error(key, path, error) from error
-        finally:
-            _unlink(part)
+        # hf_xet's own download to a file would overwrite ``path`` from the first byte.
+        with (
+            replacing(self, key, path) as part,
+            open(part, "xb") as copy,
+            self._translate_errors(f"read key {key!r}", missing=key),
+        ):
+            file = self._file(key)
+            if file.bytes:
+                self._copy(key, file, copy, path)
 
     def stat(self, key: str) -> ObjectInfo:
         with self._translate_errors(f"look up key {key!r}", missing=key):
@@ -195,11 +192,8 @@ class HubBucket(Bucket):
                     try:
                         count = copy.write(view[start : start + _BLOCK_BYTES])
                     except OSError as error:
-                        raise self._copy_error(key, path, error) from error
+                        raise copy_error(self, key, path, error) from error
                     report_bytes(count)
-
-    def _copy_error(self, key: str, path: Path, error: OSError) -> StoreError:
-        return StoreError(f"cannot copy key {key!r} of {self.url} to {path}: {error.strerror or error}; check the path")
 
     def _missing(self, key: str) -> NotFoundError:
         return NotFoundError(f"no object {key!r} in {self.url}")
@@ -280,10 +274,3 @@ def _is_key(key: str) -> bool:
     except UsageError:
         return False
     return True
-
-
-def _unlink(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        pass  # no such folder: the call itself reports that

@@ -1,5 +1,5 @@
 """Middleware around a bucket: deadlines, retries, limits, metrics, progress, ranged downloads, a mirror, a dry run.
 
-Each module wraps a bucket and forwards every call that it does not change. ``vllm_delta_sync.bucket.factory`` puts them
-in order. Start with ``base``.
+Each module wraps a bucket and overrides ``base.BucketMiddleware._around``, through which every call goes, or the
+methods that it changes. ``vllm_delta_sync.bucket.factory`` puts them in order. Start with ``base``.
 """

@@ -1,14 +1,65 @@
-"""``BucketMiddleware``: the base of all middleware; forwards every call unchanged."""
+"""``BucketMiddleware``: the base of all middleware, with one hook, ``_around``, through which every call goes."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Literal, TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
+from vllm_delta_sync.errors import DeltaSyncError
+
+PAGE = 1000
+"""Keys requested at once in a listing."""
+_ACTIONS = {
+    "put": "write key",
+    "get": "read key",
+    "get_range": "read key",
+    "get_file": "read key",
+    "stat": "look up key",
+    "list": "list keys",
+    "delete": "delete key",
+}
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a method of ``Bucket``; of ``list``, the read of one page.
+
+    Attributes:
+        key: the prefix, for ``list``. data: what ``put`` sends. path: the file that ``get_file`` writes.
+    """
+
+    method: Literal["put", "get", "get_range", "get_file", "stat", "list", "delete"]
+    key: str
+    data: bytes | Path | None = None
+    path: Path | None = None
+
+    @property
+    def action(self) -> str:
+        """What the call does, as in "cannot ACTION of URL"."""
+        return f"{_ACTIONS[self.method]} {self.key!r}"
+
+    @property
+    def direction(self) -> Literal["up", "down"] | None:
+        """The direction of the object's bytes; None if the call transfers none."""
+        return "up" if self.method == "put" else "down" if self.method.startswith("get") else None
+
+    def transferred(self, result: object) -> int:
+        """Return how many bytes the call has transferred, for a store that reports none."""
+        if isinstance(result, bytes):
+            return len(result)
+        return size_of(self.data if self.path is None else self.path)
 
 
 class BucketMiddleware(Bucket):
-    """A bucket that wraps another one and closes it with itself."""
+    """A bucket that wraps another one and closes it with itself.
+
+    A subclass overrides ``_around`` to do something around every call, and a method to change only that one.
+    """
 
     def __init__(self, inner: Bucket) -> None:
         self._inner = inner
@@ -16,26 +67,48 @@ class BucketMiddleware(Bucket):
         self.supports_conditional_put = inner.supports_conditional_put
         self.overwrite_seconds = inner.overwrite_seconds
 
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        self._inner.put(key, data, if_absent=if_absent)
+    def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
+        """Make a call and return its result.
 
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        return self._inner.get(key, max_bytes=max_bytes)
+        Args:
+            run: makes the call in the inner bucket; it may be called again.
+        """
+        return run()
 
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._inner.get_range(key, start, length)
-
-    def get_file(self, key: str, path: Path) -> None:
-        self._inner.get_file(key, path)
-
-    def stat(self, key: str) -> ObjectInfo:
-        return self._inner.stat(key)
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """List a valid prefix. Passes ``_around`` by, unless a subclass returns ``_list_pages``."""
         return self._inner.list(prefix)
 
+    def _list_pages(self, prefix: str) -> Iterator[ObjectInfo]:
+        """List a prefix in pages; the read of each page is a call."""
+        pages = _Pages(self._inner, prefix)
+        try:
+            while page := self._around(Call("list", prefix), pages.read):
+                yield from page
+        finally:
+            pages.close()
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        self._around(Call("put", key, data=data), lambda: self._inner.put(key, data, if_absent=if_absent))
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        return self._around(Call("get", key), lambda: self._inner.get(key, max_bytes=max_bytes))
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._around(Call("get_range", key), lambda: self._inner.get_range(key, start, length))
+
+    def get_file(self, key: str, path: Path) -> None:
+        self._around(Call("get_file", key, path=path), lambda: self._inner.get_file(key, path))
+
+    def stat(self, key: str) -> ObjectInfo:
+        return self._around(Call("stat", key), lambda: self._inner.stat(key))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        check_prefix(prefix)
+        return self._list(prefix)
+
     def delete(self, key: str) -> None:
-        self._inner.delete(key)
+        self._around(Call("delete", key), lambda: self._inner.delete(key))
 
     @contextmanager
     def transfer(self, key: str) -> Iterator[None]:
@@ -46,10 +119,56 @@ class BucketMiddleware(Bucket):
         self._inner.close()
 
 
-def size_of(data: bytes | Path) -> int:
-    """Return the size of a put's data; 0 for an unreadable file, which the put itself reports."""
-    if isinstance(data, bytes):
-        return len(data)
+class _Pages:
+    """A listing that is read in pages; an error is raised after the keys that were read before it."""
+
+    def __init__(self, bucket: Bucket, prefix: str) -> None:
+        self._bucket = bucket
+        self._prefix = prefix
+        self._items: Iterator[ObjectInfo] | None = None
+        self._error: DeltaSyncError | None = None
+        self._busy = threading.Lock()
+        self._closed = False
+
+    def read(self) -> Sequence[ObjectInfo]:
+        """Return the next page; empty at the end."""
+        try:
+            with self._busy:
+                return self._next_page()
+        finally:
+            if self._closed:
+                self.close()
+
+    def close(self) -> None:
+        """Release the listing's connection, unless a page is being read: then the reading thread does so."""
+        self._closed = True
+        if self._busy.acquire(blocking=False):
+            try:
+                close = getattr(self._items, "close", None)
+                if close is not None:
+                    close()
+            finally:
+                self._busy.release()
+
+    def _next_page(self) -> Sequence[ObjectInfo]:
+        if self._error is not None:
+            raise self._error
+        if self._items is None:
+            self._items = self._bucket.list(self._prefix)
+        page: list[ObjectInfo] = []
+        try:
+            page.extend(islice(self._items, PAGE))
+        except DeltaSyncError as error:
+            if not page:
+                raise
+            self._error = error
+        return page
+
+
+def size_of(data: bytes | Path | None) -> int:
+    """Return the size of a put's data or of a file; 0 for an unreadable file, which the call itself reports."""
+    if data is None or isinstance(data, bytes):
+        return len(data or b"")
     try:
         return data.stat().st_size
     except OSError:

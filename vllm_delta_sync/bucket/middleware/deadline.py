@@ -6,24 +6,20 @@ and a newer write of the key waits for it, so that a late put cannot undo a newe
 """
 
 import os
-import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
-from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, remove_quietly, replacing
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
 from vllm_delta_sync.bucket.threads import SLICE_SECONDS, DaemonPool, wait_interruptibly
 from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by, with_observers
-from vllm_delta_sync.errors import DeltaSyncError, StoreError, UnavailableError
+from vllm_delta_sync.errors import UnavailableError
 from vllm_delta_sync.settings import StoreOptions
 
-PAGE = 1000
-"""Keys requested at once in a listing."""
-_DELETED = "nothing"
 _Result = TypeVar("_Result")
 
 
@@ -38,73 +34,33 @@ class DeadlineBucket(BucketMiddleware):
         super().__init__(inner)
         self._options = options
         self._pool = DaemonPool()
-        self._abandoned_writes: dict[str, list[_ThreadCall[Any]]] = {}
-        self._lock = threading.Lock()
+        # List methods are atomic. A lock could be left locked by a fork.
+        self._abandoned_writes: list[_ThreadCall[Any]] = []
 
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        action, size = f"write key {key!r}", size_of(data)
-        content = _content(data)
-        self._wait_for_abandoned(key, action, content)
-        call = _ThreadCall(lambda: self._inner.put(key, data, if_absent=if_absent), self._options, size)
-        call.write = _WriteInProgress(self._abandoned_writes, self._lock, key, content)
-        self._run(action, call)
+    def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
+        if call.method not in ("put", "delete"):
+            return self._run(call.action, _ThreadCall(run, self._options))
+        content = _content(call.data)
+        self._wait_for_abandoned(call, content)
+        writing = _ThreadCall(run, self._options, size_of(call.data))
+        writing.write = _Write(call.key, content, self._abandoned_writes)
+        return self._run(call.action, writing)
 
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        return self._run(f"read key {key!r}", self._call(lambda: self._inner.get(key, max_bytes=max_bytes)))
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._run(f"read key {key!r}", self._call(lambda: self._inner.get_range(key, start, length)))
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return self._list_pages(prefix)
 
     def get_file(self, key: str, path: Path) -> None:
-        part = path.with_name(f".{secrets.token_hex(8)}.part")
-        call = self._call(lambda: self._inner.get_file(key, part))
-        call.cleanup = lambda: _unlink(part)
-        try:
-            self._run(f"read key {key!r}", call)
-            os.replace(part, path)
-        except OSError as error:
-            raise StoreError(
-                f"cannot copy key {key!r} of {self.url} to {path}: {error.strerror}; check the path"
-            ) from error
-        finally:
-            _unlink(part)
-
-    def stat(self, key: str) -> ObjectInfo:
-        return self._run(f"look up key {key!r}", self._call(lambda: self._inner.stat(key)))
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        check_prefix(prefix)
-        return self._list(prefix)
-
-    def delete(self, key: str) -> None:
-        action = f"delete key {key!r}"
-        self._wait_for_abandoned(key, action, _DELETED)
-        call = self._call(lambda: self._inner.delete(key))
-        call.write = _WriteInProgress(self._abandoned_writes, self._lock, key, _DELETED)
-        self._run(action, call)
+        with replacing(self, key, path) as part:
+            call = _ThreadCall(lambda: self._inner.get_file(key, part), self._options)
+            call.cleanup = lambda: remove_quietly(part)
+            self._run(Call("get_file", key).action, call)
 
     def close(self) -> None:
         try:
-            self._run("close", self._call(super().close))
+            self._run("close", _ThreadCall(super().close, self._options))
         except UnavailableError:
             pass  # the caller cannot act on it
         self._pool.close()
-
-    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
-        pages = Pages(self._inner, prefix)
-        try:
-            while page := self._page(pages, prefix):
-                yield from page
-        finally:
-            pages.close()
-
-    def _page(self, pages: "Pages", prefix: str) -> Sequence[ObjectInfo]:
-        call = self._call(pages.read_page)
-        call.cleanup = pages.close
-        return self._run(f"list keys {prefix!r}", call)
-
-    def _call(self, work: Callable[[], _Result]) -> "_ThreadCall[_Result]":
-        return _ThreadCall(work, self._options, 0)
 
     def _run(self, action: str, call: "_ThreadCall[_Result]") -> _Result:
         try:
@@ -121,92 +77,38 @@ class DeadlineBucket(BucketMiddleware):
             call.abandon()
             raise
 
-    def _wait_for_abandoned(self, key: str, action: str, content: object) -> None:
+    def _wait_for_abandoned(self, call: Call, content: object) -> None:
         """Wait for abandoned writes of the key, which may still take effect, unless they write the same content."""
-        if not self._abandoned_writes:
-            return
-        with self._lock:
-            calls = list(self._abandoned_writes.get(key, ()))
-        for call in calls:
-            if call.write is None or call.write.content == content:
+        for earlier in list(self._abandoned_writes):
+            if earlier.write is None or earlier.write.key != call.key or earlier.write.content == content:
                 continue
-            if not call.ends_within(self._options.allowance(call.size)):
+            if not earlier.ends_within(self._options.allowance(earlier.size)):
                 raise self._timeout_error(
-                    f"cannot {action} of {self.url}: an earlier write of it was abandoned and has not ended, so it "
-                    "could overwrite this one; restart this process if this error persists"
+                    f"cannot {call.action} of {self.url}: an earlier write of it was abandoned and has not ended, so "
+                    "it could overwrite this one; restart this process if this error persists"
                 )
 
     def _timeout_error(self, what: str) -> UnavailableError:
         return UnavailableError(f"{what}; check the network, or raise store_deadline")
 
 
-class Pages:
-    """A listing that is read in pages; an error is raised after the keys that were read before it."""
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """What a call writes, and the abandoned writes, to which it belongs from when it is abandoned until it ends."""
 
-    def __init__(self, bucket: Bucket, prefix: str) -> None:
-        self._bucket = bucket
-        self._prefix = prefix
-        self._items: Iterator[ObjectInfo] | None = None
-        self._error: DeltaSyncError | None = None
-        self._busy = threading.Lock()
-
-    def read_page(self) -> Sequence[ObjectInfo]:
-        """Return the next page; empty at the end."""
-        with self._busy:
-            if self._error is not None:
-                raise self._error
-            if self._items is None:
-                self._items = self._bucket.list(self._prefix)
-            page: list[ObjectInfo] = []
-            try:
-                page.extend(islice(self._items, PAGE))
-            except DeltaSyncError as error:
-                if not page:
-                    raise
-                self._error = error
-            return page
-
-    def close(self) -> None:
-        """Release the listing's connection, unless a page is being read: then the reading thread does so."""
-        if self._busy.acquire(blocking=False):
-            try:
-                close = getattr(self._items, "close", None)
-                if close is not None:
-                    close()
-            finally:
-                self._busy.release()
-
-
-class _WriteInProgress:
-    """Registers an abandoned write of a key until it has ended."""
-
-    def __init__(
-        self, calls: "dict[str, list[_ThreadCall[Any]]]", lock: threading.Lock, key: str, content: object
-    ) -> None:
-        self._calls = calls
-        self._lock = lock
-        self._key = key
-        self.content = content
-
-    def register(self, call: "_ThreadCall[Any]") -> None:
-        with self._lock:
-            self._calls.setdefault(self._key, []).append(call)
-
-    def unregister(self, call: "_ThreadCall[Any]") -> None:
-        with self._lock:
-            self._calls[self._key].remove(call)
-            if not self._calls[self._key]:
-                del self._calls[self._key]
+    key: str
+    content: object
+    abandoned: "list[_ThreadCall[Any]]"
 
 
 class _ThreadCall(TransferObserver, Generic[_Result]):
     """One call in another thread: its deadline, its result, and its cleanup if it is abandoned."""
 
-    def __init__(self, work: Callable[[], _Result], options: StoreOptions, size: int) -> None:
+    def __init__(self, work: Callable[[], _Result], options: StoreOptions, size: int = 0) -> None:
         self._work: Callable[[], _Result] | None = work
         self._options = options
         self.size = size
-        self.write: _WriteInProgress | None = None
+        self.write: _Write | None = None
         self.cleanup: Callable[[], None] | None = None
         self.finished = threading.Lock()
         """Locked until the call has ended."""
@@ -261,7 +163,7 @@ class _ThreadCall(TransferObserver, Generic[_Result]):
                 if self.cleanup is not None:
                     self.cleanup()
                 if self.write is not None:
-                    self.write.unregister(self)
+                    self.write.abandoned.remove(self)
         finally:
             self.finished.release()
 
@@ -272,7 +174,7 @@ class _ThreadCall(TransferObserver, Generic[_Result]):
                 return self._abandoned
             self._abandoned = True
             if self._running and self.write is not None:
-                self.write.register(self)
+                self.write.abandoned.append(self)
         return True
 
     def ends_within(self, seconds: float) -> bool:
@@ -292,19 +194,12 @@ class _ThreadCall(TransferObserver, Generic[_Result]):
         return result  # type: ignore[return-value]  # None only where the work gave None
 
 
-def _content(data: bytes | Path) -> object:
+def _content(data: bytes | Path | None) -> object:
     """Return a value that is equal only for equal data; a rewritten file is unequal to its former self."""
-    if isinstance(data, bytes):
+    if not isinstance(data, Path):
         return data
     try:
         found = os.stat(data)
     except OSError:
         return object()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _unlink(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        pass  # no such folder, or not writable: the call itself reports that

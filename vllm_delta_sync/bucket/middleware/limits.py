@@ -2,13 +2,12 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
-from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
-from vllm_delta_sync.bucket.middleware.deadline import Pages
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call
 from vllm_delta_sync.bucket.middleware.metrics import Tally
 from vllm_delta_sync.bucket.threads import SLICE_SECONDS
 from vllm_delta_sync.bucket.transfer_observers import observed_by, report_wait
@@ -18,6 +17,7 @@ BURST_SECONDS = 1.0
 """After an idle period, this many seconds' worth of bytes passes at full speed."""
 PIECE_SECONDS = 0.25
 """Long waits are reported in slices of this length, so that an outer deadline is extended while they last."""
+_Result = TypeVar("_Result")
 
 
 class LimitedBucket(BucketMiddleware):
@@ -31,62 +31,27 @@ class LimitedBucket(BucketMiddleware):
         super().__init__(inner)
         self._slots = threading.Semaphore(options.store_connections)
         self._closed = threading.Event()
-        self._up = _rate(options.store_upload_limit, self._closed)
-        self._down = _rate(options.store_download_limit, self._closed)
+        limits = {"up": options.store_upload_limit, "down": options.store_download_limit}
+        self._rates = {way: None if limit is None else _Rate(limit, self._closed) for way, limit in limits.items()}
 
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        with self._transfer(self._up) as throttle:
-            self._inner.put(key, data, if_absent=if_absent)
-        if throttle is not None and not throttle.bytes:
-            throttle.on_bytes(size_of(data))
-
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        with self._transfer(self._down) as throttle:
-            data = self._inner.get(key, max_bytes=max_bytes)
-        if throttle is not None and not throttle.bytes:
-            throttle.on_bytes(len(data))
-        return data
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        with self._transfer(self._down) as throttle:
-            data = self._inner.get_range(key, start, length)
-        if throttle is not None and not throttle.bytes:
-            throttle.on_bytes(len(data))
-        return data
-
-    def get_file(self, key: str, path: Path) -> None:
-        with self._transfer(self._down) as throttle:
-            self._inner.get_file(key, path)
-        if throttle is not None and not throttle.bytes:
-            throttle.on_bytes(size_of(path))
-
-    def stat(self, key: str) -> ObjectInfo:
+    def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
+        rate = None if call.direction is None else self._rates[call.direction]
         with self._slot():
-            return self._inner.stat(key)
+            if rate is None:
+                return run()
+            throttle = _Throttle(rate)
+            with observed_by(throttle):
+                result = run()
+        if not throttle.bytes:
+            throttle.on_bytes(call.transferred(result))
+        return result
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        check_prefix(prefix)
-        return self._list(prefix)
-
-    def delete(self, key: str) -> None:
-        with self._slot():
-            self._inner.delete(key)
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return self._list_pages(prefix)
 
     def close(self) -> None:
         self._closed.set()
         super().close()
-
-    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
-        pages = Pages(self._inner, prefix)
-        try:
-            while page := self._page(pages):
-                yield from page
-        finally:
-            pages.close()
-
-    def _page(self, pages: Pages) -> Sequence[ObjectInfo]:
-        with self._slot():
-            return pages.read_page()
 
     @contextmanager
     def _slot(self) -> Iterator[None]:
@@ -99,16 +64,6 @@ class LimitedBucket(BucketMiddleware):
             yield
         finally:
             self._slots.release()
-
-    @contextmanager
-    def _transfer(self, rate: "_Rate | None") -> "Iterator[_Throttle | None]":
-        with self._slot():
-            if rate is None:
-                yield None
-                return
-            throttle = _Throttle(rate)
-            with observed_by(throttle):
-                yield throttle
 
 
 class _Rate:
@@ -145,7 +100,3 @@ class _Throttle(Tally):
     def on_bytes(self, count: int) -> None:
         super().on_bytes(count)
         self._rate.consume(count)
-
-
-def _rate(limit: int | None, closed: threading.Event) -> _Rate | None:
-    return None if limit is None else _Rate(limit, closed)

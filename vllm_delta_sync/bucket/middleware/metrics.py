@@ -2,12 +2,12 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from typing import TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
-from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call
 from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by
 from vllm_delta_sync.errors import AccessError, DeadlineError, StoreError, UnavailableError
 
@@ -15,6 +15,8 @@ FAILURE_KINDS = tuple(error.kind for error in (StoreError, AccessError, Unavaila
 _COUNTS = ("calls", "failures", *(f"failures_{kind}" for kind in FAILURE_KINDS), "retries")
 _COUNTS_OF_BYTES = ("sent_bytes", "received_bytes")
 _SECONDS = ("send_seconds", "receive_seconds", "waited_seconds")
+_SUMS = {"up": ("sent_bytes", "send_seconds"), "down": ("received_bytes", "receive_seconds")}
+_Result = TypeVar("_Result")
 
 
 class Metrics:
@@ -102,47 +104,25 @@ class MeteredBucket(BucketMiddleware):
         super().__init__(inner)
         self.metrics = metrics
 
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        with self._transfer("sent_bytes", "send_seconds") as meter:
-            self._inner.put(key, data, if_absent=if_absent)
-            if not meter.bytes:
-                meter.on_bytes(size_of(data))
-
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        with self._transfer("received_bytes", "receive_seconds") as meter:
-            data = self._inner.get(key, max_bytes=max_bytes)
-            if not meter.bytes:
-                meter.on_bytes(len(data))
-        return data
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        with self._transfer("received_bytes", "receive_seconds") as meter:
-            data = self._inner.get_range(key, start, length)
-            if not meter.bytes:
-                meter.on_bytes(len(data))
-        return data
-
-    def get_file(self, key: str, path: Path) -> None:
-        with self._transfer("received_bytes", "receive_seconds") as meter:
-            self._inner.get_file(key, path)
-            if not meter.bytes:
-                meter.on_bytes(size_of(path))
-
-    def stat(self, key: str) -> ObjectInfo:
-        with self._counted():
-            return self._inner.stat(key)
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        check_prefix(prefix)
-        return self._list(prefix)
-
-    def delete(self, key: str) -> None:
-        with self._counted():
-            self._inner.delete(key)
+    def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
+        if call.direction is None:
+            with self._counted():
+                return run()
+        byte_sum, seconds = _SUMS[call.direction]
+        meter = _Meter(self.metrics, byte_sum)
+        began = time.monotonic()
+        try:
+            with self._counted(), observed_by(meter):
+                result = run()
+                if not meter.bytes:
+                    meter.on_bytes(call.transferred(result))
+                return result
+        finally:
+            self.metrics.add(**{seconds: max(0.0, time.monotonic() - began - meter.wait_seconds)})
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
-        with self._counted(), closing_items(self._inner.list(prefix)) as items:
-            yield from items
+        with self._counted():
+            yield from self._inner.list(prefix)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -152,24 +132,3 @@ class MeteredBucket(BucketMiddleware):
         except StoreError as error:
             self.metrics.count_failure(error)
             raise
-
-    @contextmanager
-    def _transfer(self, byte_sum: str, seconds: str) -> Iterator[_Meter]:
-        meter = _Meter(self.metrics, byte_sum)
-        began = time.monotonic()
-        try:
-            with self._counted(), observed_by(meter):
-                yield meter
-        finally:
-            self.metrics.add(**{seconds: max(0.0, time.monotonic() - began - meter.wait_seconds)})
-
-
-@contextmanager
-def closing_items(items: Iterator[ObjectInfo]) -> Iterator[Iterator[ObjectInfo]]:
-    """Close the listing at the end of the block, so that an abandoned one releases its connection at once."""
-    try:
-        yield items
-    finally:
-        close = getattr(items, "close", None)
-        if close is not None:
-            close()

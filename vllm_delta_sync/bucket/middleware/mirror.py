@@ -1,8 +1,6 @@
 """``MirrorBucket``: reads objects from a mirror, and verifies them by the digest in their key."""
 
 import logging
-import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,10 +10,10 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket
+from vllm_delta_sync.bucket.base import Bucket, replacing
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
-from vllm_delta_sync.bucket.middleware.ranged import CONNECTIONS, copy_error, digest_of, download, remove_quietly
+from vllm_delta_sync.bucket.middleware.ranged import CONNECTIONS, digest_of, download
 from vllm_delta_sync.errors import DeltaSyncError, DigestError
 from vllm_delta_sync.settings import StoreOptions
 
@@ -112,24 +110,19 @@ class MirrorBucket(BucketMiddleware):
             self._inner.get_file(key, path)
             return
         size = self._inner.stat(key).bytes
-        part = path.with_name(f".{secrets.token_hex(8)}.part")
         try:
-            with allow_mirrors() as used:
-                # By ranges up to the known size, so that a mirror cannot fill the disk.
-                download(self, key, size, part, connections=self._connections)
-            with part.open("rb") as file:
-                good = file_digest(file, "sha256").hexdigest() == digest
-            used.report_verified(good)
-            if good:
-                os.replace(part, path)
-                return
+            with replacing(self, key, path) as part:
+                with allow_mirrors() as used:
+                    # By ranges up to the known size, so that a mirror cannot fill the disk.
+                    download(self, key, size, part, connections=self._connections)
+                with part.open("rb") as file:
+                    good = file_digest(file, "sha256").hexdigest() == digest
+                used.report_verified(good)
+                if not good:
+                    raise DigestError(f"object {key} of {self.url} is damaged")
         except DigestError:
-            pass  # the origin's object was replaced meanwhile
-        except OSError as error:
-            raise copy_error(self, key, path, error) from error
-        finally:
-            remove_quietly(part)
-        self._inner.get_file(key, path)
+            # A mirror served wrong bytes, or the origin's object was replaced meanwhile.
+            self._inner.get_file(key, path)
 
     def close(self) -> None:
         try:

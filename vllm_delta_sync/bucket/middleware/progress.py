@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from vllm_delta_sync.bucket.base import Bucket
-from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
 from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.redaction import guarded_logger
 
 Mode = Literal["auto", "bar", "log", "off"]
+_Result = TypeVar("_Result")
 
 SHOWN_AFTER_SECONDS = 2.0
 LOG_SECONDS = 10.0
@@ -47,21 +47,16 @@ class ProgressBucket(BucketMiddleware):
         self._every = every
         self._board = _ProgressBoard(mode, after)
 
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        with self._show_progress(key, "up", lambda: size_of(data)):
-            self._inner.put(key, data, if_absent=if_absent)
-
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        with self._show_progress(key, "down", lambda: self._inner.stat(key).bytes):
-            return self._inner.get(key, max_bytes=max_bytes)
-
-    def get_file(self, key: str, path: Path) -> None:
-        with self._show_progress(key, "down", lambda: self._inner.stat(key).bytes):
-            self._inner.get_file(key, path)
+    def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
+        # ``transfer`` shows ranges.
+        if call.direction is None or call.method == "get_range":
+            return run()
+        with self._show_progress(call):
+            return run()
 
     @contextmanager
     def transfer(self, key: str) -> Iterator[None]:
-        with self._show_progress(key, "down", lambda: self._inner.stat(key).bytes), self._inner.transfer(key):
+        with self._show_progress(Call("get", key)), self._inner.transfer(key):
             yield
 
     def close(self) -> None:
@@ -69,13 +64,13 @@ class ProgressBucket(BucketMiddleware):
         super().close()
 
     @contextmanager
-    def _show_progress(self, key: str, direction: str, size: Callable[[], int]) -> Iterator[None]:
+    def _show_progress(self, call: Call) -> Iterator[None]:
         if self._mode == "off":
             yield
             return
         if self._board.pid != os.getpid():
             self._board = _ProgressBoard(self._mode, self._after)  # after a fork, the parent's thread is not here
-        board, transfer = self._board, _ShownTransfer(key, direction, size, self._every)
+        board, transfer = self._board, _ShownTransfer(call, lambda: self._size(call), self._every)
         board.add(transfer)
         try:
             with observed_by(transfer):
@@ -84,18 +79,21 @@ class ProgressBucket(BucketMiddleware):
         finally:
             board.remove(transfer)
 
+    def _size(self, call: Call) -> int:
+        return size_of(call.data) if call.direction == "up" else self._inner.stat(call.key).bytes
+
 
 class _ShownTransfer(TransferObserver):
     """The progress of one transfer."""
 
-    def __init__(self, key: str, direction: str, size: Callable[[], int], every: float) -> None:
-        self.key = key
+    def __init__(self, call: Call, size: Callable[[], int], every: float) -> None:
+        self.key = call.key
         self.began = time.monotonic()
         self.done = False
         self.shown = False
         self.bar: Any = None
         self.total: int | None = None
-        self._direction = direction
+        self._direction = call.direction
         self._size = size
         self._every = every
         self._lock = threading.Lock()

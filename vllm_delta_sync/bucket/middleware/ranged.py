@@ -2,17 +2,15 @@
 
 import os
 import re
-import secrets
 import stat
 import threading
-from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 
-from vllm_delta_sync.bucket import transfer_observers
-from vllm_delta_sync.bucket.base import Bucket
+from vllm_delta_sync.bucket.base import Bucket, replacing
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
-from vllm_delta_sync.errors import DigestError, StoreError
+from vllm_delta_sync.bucket.threads import in_parallel
+from vllm_delta_sync.errors import DigestError
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX
 from vllm_delta_sync.settings import StoreOptions
 
@@ -122,46 +120,31 @@ class _Download:
         self._file, self._journal = file, journal
         done: set[int] = set() if journal is None else journal.done
         self._piece = piece_bytes(size)
-        self._missing = deque(number for number in range(-(-size // self._piece)) if number not in done)
+        self._missing = [number for number in range(-(-size // self._piece)) if number not in done]
         # Held while a piece is written, so that nothing is written after the download has stopped. This costs no time,
         # because the kernel serializes writes to one file.
         self._lock = threading.Lock()
         self._stopped = False
-        self._error: BaseException | None = None
 
     def run(self, connections: int) -> None:
-        threads: list[threading.Thread] = []
         try:
-            for _ in range(min(connections, len(self._missing), BUFFER_BYTES // self._piece)):
-                # Daemons, so that an interrupted process ends without waiting for the last range.
-                thread = threading.Thread(
-                    target=transfer_observers.with_observers(self._work), name="delta-sync-download", daemon=True
-                )
-                thread.start()
-                threads.append(thread)
-            for thread in threads:
-                thread.join()
+            for _ in in_parallel(self._fetch, self._missing, workers=min(connections, BUFFER_BYTES // self._piece)):
+                pass
         finally:
-            with self._lock:
-                self._stopped = True
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+            self._stop()
 
-    def _work(self) -> None:
+    def _fetch(self, number: int) -> None:
+        start = number * self._piece
+        length = min(self._piece, self._size - start)
         try:
-            while (number := self._next()) is not None:
-                start = number * self._piece
-                length = min(self._piece, self._size - start)
-                self._store(number, start, length, self._bucket.get_range(self._key, start, length))
-        except BaseException as error:  # noqa: BLE001  raised in the waiting thread
-            with self._lock:
-                self._stopped = True
-                self._error = self._error or error
+            self._store(number, start, length, self._bucket.get_range(self._key, start, length))
+        except BaseException:  # whatever it is, the other ranges under way write nothing more
+            self._stop()
+            raise
 
-    def _next(self) -> int | None:
+    def _stop(self) -> None:
         with self._lock:
-            return None if self._stopped or not self._missing else self._missing.popleft()
+            self._stopped = True
 
     def _store(self, number: int, start: int, length: int, data: bytes) -> None:
         if len(data) != length:
@@ -191,33 +174,12 @@ class RangedBucket(BucketMiddleware):
         if size < LARGE_BYTES:
             self._inner.get_file(key, path)
             return
-        part = path.with_name(f".{secrets.token_hex(8)}.part")
         try:
-            download(self._inner, key, size, part, connections=self._connections)
-            os.replace(part, path)
+            with replacing(self, key, path) as part:
+                download(self._inner, key, size, part, connections=self._connections)
         except DigestError:
             # The object was put again meanwhile, as a repair does.
             self._inner.get_file(key, path)
-        except OSError as error:
-            raise copy_error(self, key, path, error) from error
-        finally:
-            remove_quietly(part)
-
-
-def copy_error(bucket: Bucket, key: str, path: Path, error: OSError) -> StoreError:
-    """Return the error of ``get_file`` for a copy that cannot be written."""
-    return StoreError(
-        f"cannot copy key {key!r} of {bucket.url} to {path}: {error.strerror or error}; free space there, or give "
-        "another path"
-    )
-
-
-def remove_quietly(path: Path) -> None:
-    """Remove a file and ignore errors."""
-    try:
-        path.unlink()
-    except OSError:
-        pass  # renamed already, or the folder's own sweep removes it
 
 
 def _open_regular(path: Path, stack: ExitStack) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, check_prefix
-from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, size_of
-from vllm_delta_sync.bucket.middleware.metrics import Metrics, Tally, closing_items
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
+from vllm_delta_sync.bucket.middleware.metrics import Metrics, Tally
 from vllm_delta_sync.bucket.threads import wait_interruptibly
 from vllm_delta_sync.bucket.transfer_observers import observed_by, report_bytes
 from vllm_delta_sync.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError, UsageError
@@ -53,6 +53,16 @@ class RetryingBucket(BucketMiddleware):
         self._log_interval = LOG_SECONDS
         self._suppressed = 0
 
+    def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
+        tries = _Tries()
+        while True:
+            try:
+                with observed_by(tries):
+                    return run()
+            except UnavailableError as error:
+                report_bytes(-tries.bytes)
+                self._pause(tries, call.action, error)
+
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         if isinstance(data, Path) and data.exists() and not data.is_file():
             self._inner.put(key, data, if_absent=if_absent)
@@ -70,26 +80,7 @@ class RetryingBucket(BucketMiddleware):
                 if not outcome_unknown or not self._is_stored(key, data):
                     raise
 
-        self._repeat(f"write key {key!r}", attempt)
-
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        return self._repeat(f"read key {key!r}", lambda: self._inner.get(key, max_bytes=max_bytes))
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._repeat(f"read key {key!r}", lambda: self._inner.get_range(key, start, length))
-
-    def get_file(self, key: str, path: Path) -> None:
-        self._repeat(f"read key {key!r}", lambda: self._inner.get_file(key, path))
-
-    def stat(self, key: str) -> ObjectInfo:
-        return self._repeat(f"look up key {key!r}", lambda: self._inner.stat(key))
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        check_prefix(prefix)
-        return self._list(prefix)
-
-    def delete(self, key: str) -> None:
-        self._repeat(f"delete key {key!r}", lambda: self._inner.delete(key))
+        self._around(Call("put", key, data=data), attempt)
 
     def close(self) -> None:
         self._closed.set()
@@ -100,26 +91,15 @@ class RetryingBucket(BucketMiddleware):
         while True:
             progressed = False
             try:
-                with closing_items(self._inner.list(prefix)) as items:
-                    for item in items:
-                        if item.key > last:
-                            last, progressed = item.key, True
-                            yield item
+                for item in self._inner.list(prefix):
+                    if item.key > last:
+                        last, progressed = item.key, True
+                        yield item
                 return
             except UnavailableError as error:
                 if progressed:
                     tries = _Tries()
-                self._pause(tries, f"list keys {prefix!r}", error)
-
-    def _repeat(self, action: str, call: Callable[[], _Result]) -> _Result:
-        tries = _Tries()
-        while True:
-            try:
-                with observed_by(tries):
-                    return call()
-            except UnavailableError as error:
-                report_bytes(-tries.bytes)
-                self._pause(tries, action, error)
+                self._pause(tries, Call("list", prefix).action, error)
 
     def _pause(self, tries: "_Tries", action: str, error: UnavailableError) -> None:
         """Wait for the next try; raises DeadlineError if time is up, UnavailableError if the bucket was closed."""
