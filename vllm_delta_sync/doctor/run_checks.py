@@ -11,14 +11,7 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.bucket.verified import check_object, has_object
 from vllm_delta_sync.doctor.findings import CheckResult, Failure
-from vllm_delta_sync.errors import (
-    ChainError,
-    DeltaSyncError,
-    LimitError,
-    NotFoundError,
-    SettingsError,
-    StoreError,
-)
+from vllm_delta_sync.errors import ChainError, DataError, LimitError, NotFoundError, SettingsError
 from vllm_delta_sync.format.limits import MAX_JSON_BYTES
 from vllm_delta_sync.format.manifest import RUN_KEY, VERSIONS_PREFIX, Manifest, ObjectRef, version_key
 from vllm_delta_sync.run.documents import RunDocuments
@@ -60,9 +53,7 @@ class RunProbe:
             documents = RunDocuments(self._bucket, self._keyring)
             self._documents, self.run = documents, documents.info.run
             return self._examine(documents)
-        except (StoreError, Failure):
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             raise Failure(error, {"run": self.run}, remedy) from error
 
     def _no_run(self, error: NotFoundError) -> CheckResult:
@@ -144,9 +135,7 @@ class RunProbe:
                 "Readers take it from the bucket instead; check the mirror's URL if the mirror should have it by now"
             )
             return CheckResult("mirror", "warning", f"{mirror.url} does not have {ref.key}", figures, remedy)
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             remedy = "Readers fetch it from the mirror and then from the bucket; delete it from the mirror"
             raise Failure(error, figures, remedy) from error
         return CheckResult("mirror", "ok", f"serves an object of {ref.bytes} bytes with the right digest", figures)
