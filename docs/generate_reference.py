@@ -303,12 +303,21 @@ def kinds() -> Iterator[str]:
         "All are `vllm_delta_sync.DeltaSyncError`; programs match on `kind`, which does not change between releases. "
         "The message names the field, the value and the remedy. *Exit* is the exit code of `delta-sync`."
     )
+    yield (
+        f"Two bases tell a handler what to do. `vllm_delta_sync.errors.DataError` ({kinds_below(errors.DataError)}): "
+        "trying again does not help, other data may. `vllm_delta_sync.errors.StoreError` "
+        f"({kinds_below(errors.StoreError)}): this says nothing about the data, try again later."
+    )
     rows = [
         (code(cls.kind), code(cls.__name__), str(cls.exit_code), " ".join((inspect.getdoc(cls) or "").split()))
         for cls in sorted(declaring_kinds(), key=lambda cls: cls.kind)
         if cls is not errors.DeltaSyncError
     ]
     yield table(("kind", "class", "exit", "meaning"), rows)
+
+
+def kinds_below(base: type[errors.DeltaSyncError]) -> str:
+    return ", ".join(sorted(code(cls.kind) for cls in declaring_kinds() if issubclass(cls, base)))
 
 
 def declaring_kinds() -> Iterator[type[errors.DeltaSyncError]]:

@@ -19,12 +19,13 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.errors import (
     ConflictError,
+    DataError,
     DeltaSyncError,
     FingerprintError,
     GateError,
     NotFoundError,
     PublishError,
-    StoreError,
+    UsageError,
 )
 from vllm_delta_sync.format.documents import anchor_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
@@ -360,9 +361,7 @@ class Committer:
                     return None
                 manifest = self.run.manifest(version)
             return manifest.version, restore(self.run, manifest, self._base).state.bits
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except (DataError, UsageError) as error:
             logger.warning("the sound version before version %d cannot be rebuilt: %s", current.version, error)
             return None
 

@@ -22,6 +22,7 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
+    DataError,
     DeltaSyncError,
     ForkError,
     FormatError,
@@ -86,9 +87,7 @@ def _find_tail(run: Run) -> HistoryTail:
     manifest: Manifest | None = None
     try:
         manifest, problem = run.reachable_head()
-    except (StoreError, UnsupportedError):
-        raise
-    except DeltaSyncError as error:
+    except DataError as error:
         problem = error
     if manifest is not None and problem is None:
         return HistoryTail(manifest.version, manifest.digest, manifest, None)
@@ -131,9 +130,7 @@ def _verified(run: Run, version: int) -> Manifest | None:
         if version:
             _check_link(run, manifest)
         return manifest
-    except StoreError:
-        raise
-    except DeltaSyncError:
+    except DataError:
         return None
 
 

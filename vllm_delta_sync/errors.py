@@ -38,7 +38,15 @@ class SettingsError(UsageError):
     kind = "settings"
 
 
-class NotFoundError(DeltaSyncError):
+class DataError(DeltaSyncError):
+    """What was read or given is missing, damaged, contradictory, unsupported or not trusted: retrying does not help.
+
+    A handler may use something else instead: another document, path or version. It must not conclude that from a
+    ``StoreError``, which says nothing about the data. Raise a subclass; this class has no kind of its own.
+    """
+
+
+class NotFoundError(DataError):
     """A requested object, version or run is not in the bucket."""
 
     kind = "not_found"
@@ -84,7 +92,7 @@ class ConflictError(DeltaSyncError):
     exit_code = 5
 
 
-class FormatError(DeltaSyncError):
+class FormatError(DataError):
     """Bytes do not follow docs/FORMAT.md: truncated, corrupt, or hostile."""
 
     kind = "format"
@@ -102,19 +110,19 @@ class DigestError(FormatError):
     kind = "digest"
 
 
-class UnsupportedError(DeltaSyncError):
+class UnsupportedError(DataError):
     """The data requires a feature that this release does not know."""
 
     kind = "unsupported"
 
 
-class ChainError(DeltaSyncError):
+class ChainError(DataError):
     """A version does not continue the known history: wrong run, base version or parent digest."""
 
     kind = "chain"
 
 
-class SignatureError(DeltaSyncError):
+class SignatureError(DataError):
     """A document is not signed by a key that is trusted for it; it was not used."""
 
     kind = "signature"
@@ -132,19 +140,19 @@ class ReplayError(ChainError):
     kind = "replay"
 
 
-class ExpiredError(DeltaSyncError):
+class ExpiredError(DataError):
     """HEAD.json has expired: its publisher has ended, or newer versions are hidden."""
 
     kind = "expired"
 
 
-class FingerprintError(DeltaSyncError):
+class FingerprintError(DataError):
     """Weights would not have the fingerprint that their version declares; they were not changed."""
 
     kind = "fingerprint"
 
 
-class TensorMismatchError(DeltaSyncError):
+class TensorMismatchError(DataError):
     """A tensor is not in the run's tensor table, or has another dtype or shape than the table says."""
 
     kind = "tensor"

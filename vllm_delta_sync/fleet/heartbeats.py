@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.threads import in_parallel
-from vllm_delta_sync.errors import DeltaSyncError, FormatError, NotFoundError, StoreError, UsageError
+from vllm_delta_sync.errors import DataError, FormatError, NotFoundError, UsageError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import LEASES_PREFIX, Lease, lease_key
 from vllm_delta_sync.format.manifest import timestamp
@@ -92,9 +92,7 @@ def _read(run: RunDocuments, item: ObjectInfo) -> StoredHeartbeat | str | None:
             raise FormatError(f"{item.key} is not the key of receiver {lease.receiver!r}")
     except NotFoundError:
         return None
-    except StoreError:
-        raise
-    except DeltaSyncError as error:
+    except DataError as error:
         return error.message
     return StoredHeartbeat(lease, item)
 

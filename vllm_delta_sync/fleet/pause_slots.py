@@ -18,14 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_delta_sync.bucket import ObjectInfo
-from vllm_delta_sync.errors import (
-    AccessError,
-    ConflictError,
-    DeltaSyncError,
-    LimitError,
-    NotFoundError,
-    StoreError,
-)
+from vllm_delta_sync.errors import AccessError, ConflictError, DataError, DeltaSyncError, LimitError, NotFoundError
 from vllm_delta_sync.fleet.store_clock import StoreClock
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
@@ -216,9 +209,7 @@ class PauseSlots:
                 )
             except NotFoundError:
                 return None, first  # removed meanwhile, so there are newer claims
-            except StoreError:
-                raise
-            except DeltaSyncError:
+            except DataError:
                 claim = None
             self._claims[key] = claim, first
         return self._claims[key]

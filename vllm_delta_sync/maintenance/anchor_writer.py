@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from vllm_delta_sync.bucket.verified import has_object
-from vllm_delta_sync.errors import ConflictError, DeltaSyncError, StoreError, UnsupportedError
+from vllm_delta_sync.errors import ConflictError, DataError, UnsupportedError
 from vllm_delta_sync.format.documents import Anchor, anchor_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, object_key
 from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
@@ -79,9 +79,9 @@ def existing_anchor(run: RunDocuments, target: Manifest) -> Anchor | None:
     """Return the anchor in the bucket if it is valid and of this version, else None."""
     try:
         found = run.anchor(target.version)
-    except (StoreError, UnsupportedError):
+    except UnsupportedError:
         raise
-    except DeltaSyncError:
+    except DataError:
         return None
     return found if (found.manifest, found.fingerprint) == (target.digest, target.fingerprint) else None
 

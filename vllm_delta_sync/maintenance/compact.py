@@ -14,7 +14,7 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from vllm_delta_sync.bucket.threads import in_parallel
-from vllm_delta_sync.errors import DeltaSyncError, SignatureError, StoreError, UnsupportedError
+from vllm_delta_sync.errors import DataError, SignatureError, UnsupportedError, UsageError
 from vllm_delta_sync.format.codecs import RelativeCodec
 from vllm_delta_sync.format.documents import (
     FOLDS_PREFIX,
@@ -137,12 +137,10 @@ def maintain(
 def _try_to_make(failure: str, make: Callable[[], object]) -> bool:
     try:
         make()
-    except StoreError:
-        raise
     except UnsupportedError as error:
         logger.debug("%s: %s", failure, error)
         return False
-    except DeltaSyncError as error:
+    except (DataError, UsageError) as error:
         logger.warning("%s: %s", failure, error)
         return False
     return True
@@ -212,9 +210,7 @@ def _newest_sound(run: RunDocuments, newest: Manifest, version: int) -> int:
     """Return the newest version up to ``version`` that is not quarantined; 0 if there is none."""
     try:
         manifest = newest if version == newest.version else run.manifest(version)
-    except StoreError:
-        raise
-    except DeltaSyncError:
+    except DataError:
         # Making its anchor will report the error.
         return version
     return manifest.sound or 0
@@ -226,9 +222,7 @@ def _milestone(run: RunDocuments, version: int, anchors: list[int]) -> int | Non
     for name in (tag_of_key(item.key) for item in run.bucket.list(TAGS_PREFIX)):
         try:
             tag = None if name is None else run.tag(name)
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             # Removed meanwhile, or damaged; gc reports damaged tags.
             logger.debug("skipped tag %s: %s", name, error)
             continue
@@ -246,9 +240,7 @@ def _replay_costs_more(run: RunDocuments, manifest: Manifest, anchors: list[int]
     root = max((anchor for anchor in anchors if bottom <= anchor <= manifest.version), default=bottom)
     try:
         steps = planner.path(root, manifest.version)
-    except StoreError:
-        raise
-    except DeltaSyncError as error:
+    except DataError as error:
         logger.warning("cannot tell whether version %d needs an anchor: %s", manifest.version, error)
         return False
     return sum(step.payload_bytes for step in steps) > ANCHOR_RATIO * run.table.full_bytes
@@ -343,9 +335,7 @@ def _make_or_skip(make: Callable[[], MergedDelta], pair: VersionRange, report: C
         return
     try:
         merged = make()
-    except StoreError:
-        raise
-    except DeltaSyncError as error:
+    except (DataError, UsageError) as error:
         report.skipped.append((*pair, error.message))
         report.damaged |= not isinstance(error, RawCodecError)
         return
@@ -418,9 +408,7 @@ def _is_trusted(read: Callable[[], object]) -> bool:
         read()
     except SignatureError:
         return False
-    except StoreError:
-        raise
-    except DeltaSyncError:
+    except DataError:
         # Damaged, or removed meanwhile: readers plan around it, and repair fixes it.
         pass
     return True

@@ -23,6 +23,7 @@ from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, Version
 from vllm_delta_sync.errors import (
     ConflictError,
+    DataError,
     DeltaSyncError,
     DigestError,
     LimitError,
@@ -189,9 +190,7 @@ def _refuse_base(run: RunDocuments, target: Path, base: str | Path | None) -> No
     """Raise UsageError if the folder is the checkpoint that version 0 refers to, which would be overwritten."""
     try:
         recorded = run.manifest(0).base
-    except StoreError:
-        raise
-    except DeltaSyncError:
+    except DataError:
         recorded = None  # version 0 is lost or damaged, but an anchor may still lead to the version
     for checkpoint in (base, None if recorded is None or recorded.run is not None else recorded.location):
         if checkpoint is not None and target.is_dir() and Path(checkpoint).is_dir() and target.samefile(checkpoint):

@@ -10,15 +10,7 @@ from typing import Literal, TypeVar
 
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.threads import in_parallel
-from vllm_delta_sync.errors import (
-    ConflictError,
-    DeltaSyncError,
-    NotFoundError,
-    SettingsError,
-    SignatureError,
-    StoreError,
-    UsageError,
-)
+from vllm_delta_sync.errors import ConflictError, DataError, NotFoundError, SettingsError, SignatureError, UsageError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
     KEYS_KEY,
@@ -139,9 +131,7 @@ def newest_file(bucket: Bucket, keyring: Keyring, run: str) -> KeyFile | None:
         try:
             file = KeyFile.from_bytes(bucket.get(name, max_bytes=limits.MAX_SIDE_BYTES), name)
             RunKeys(keyring, run).accept(file)
-        except StoreError:
-            raise
-        except DeltaSyncError:
+        except DataError:
             continue  # not signed by a trusted key, or damaged
         if name in (KEYS_KEY, change_key(file.sequence)) and (best is None or file.sequence > best.sequence):
             best = file
@@ -298,9 +288,7 @@ def _last_valid_version(run: RunDocuments, version: LastVersion, revoked: bool, 
             or run.verifier.ancestor_digest(head.version, head.digest, version) != manifest.digest
         ):
             raise NotFoundError(f"version {version} is not in the history of the head, version {head.version}")
-    except StoreError:
-        raise
-    except DeltaSyncError as error:
+    except DataError as error:
         if not revoked:
             raise
         # The thief of a key may have damaged the later history; that must not prevent the revocation.
@@ -380,9 +368,7 @@ def _standalone_documents(run: RunDocuments) -> Iterable[tuple[str, Document, in
 def _read(bucket: Bucket, kind: type[_Doc], key: str, most: int) -> _Doc | None:
     try:
         return kind.from_bytes(bucket.get(key, max_bytes=most), key)
-    except StoreError:
-        raise
-    except DeltaSyncError:
+    except DataError:
         return None
 
 
@@ -420,9 +406,7 @@ def _change_conflict(newest: KeyFile) -> ConflictError:
 def _sign_head(run: RunDocuments, change: KeyChange) -> None:
     try:
         newest, _ = run.reachable_head()
-    except StoreError:
-        raise
-    except DeltaSyncError as error:
+    except DataError as error:
         change.notes.append(f"no version of the run has a valid signature any more: {error.message}")
         return
     run.bucket.put(HEAD_KEY, make_head(newest, run.keyring).to_bytes())

@@ -21,9 +21,9 @@ from vllm_delta_sync.codec.merge_spool import DeltaSpool
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
+    DataError,
     DeltaSyncError,
     FingerprintError,
-    StoreError,
     UnsupportedError,
     UsageError,
 )
@@ -125,9 +125,9 @@ def existing_merged_delta(run: RunDocuments, first: Manifest, last: Manifest) ->
     """Return the merged delta in the bucket if it is valid and of these two versions, else None."""
     try:
         found = run.merged_delta(first.version, last.version)
-    except (StoreError, UnsupportedError):
+    except UnsupportedError:
         raise
-    except DeltaSyncError:
+    except DataError:
         return None
     return found if (found.first_manifest, found.last_manifest) == (first.digest, last.digest) else None
 
@@ -157,8 +157,6 @@ class _MergeBuilder:
         while True:
             try:
                 steps = self._steps()
-            except StoreError:
-                raise
             except ChainError as error:
                 raise first_error or error from error
             payload = sum(step.payload_bytes for step in steps)
@@ -222,9 +220,9 @@ class _MergeBuilder:
                         f"{step.key}: objects lead to fingerprint {reached.hex()}, but the document declares "
                         f"{step.high_fingerprint.hex()}"
                     )
-            except (StoreError, UnsupportedError):
+            except UnsupportedError:
                 raise
-            except DeltaSyncError as error:
+            except DataError as error:
                 self.avoid.add(step.key)
                 return error
             deltas += opened

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_delta_sync.errors import DeltaSyncError, StoreError
+from vllm_delta_sync.errors import DataError
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.read_plan import ReadPlanner
@@ -89,8 +89,6 @@ class RollingWeights:
             for step in planner.path(current.version, target.version):
                 check_stop(self._stop)
                 apply_step_bounded(step, state, self._scratch)
-        except StoreError:
-            raise
-        except DeltaSyncError:
+        except DataError:
             return None
         return state if state.fingerprint == target.model_fingerprint else None

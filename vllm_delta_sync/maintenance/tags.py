@@ -7,7 +7,7 @@ retention.json announces. So one of the two sees the other: the version is kept,
 
 import re
 
-from vllm_delta_sync.errors import ConflictError, DeltaSyncError, NotFoundError, StoreError
+from vllm_delta_sync.errors import ConflictError, DataError, DeltaSyncError, NotFoundError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import Tag, tag_key
 from vllm_delta_sync.format.manifest import timestamp
@@ -92,9 +92,7 @@ def _stored(run: RunDocuments, key: str) -> bytes | None:
         return run.bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES)
     except NotFoundError:
         return None
-    except StoreError:
-        raise
-    except DeltaSyncError:
+    except DataError:
         return b""
 
 

@@ -12,13 +12,13 @@ from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.errors import (
     ChainError,
+    DataError,
     DeltaSyncError,
     DigestError,
     FormatError,
     LimitError,
     NotFoundError,
     SignatureError,
-    StoreError,
     UsageError,
 )
 from vllm_delta_sync.format import limits
@@ -210,9 +210,7 @@ class RunDocuments:
             if head is not None:
                 end = head.version
             manifest = self._pointed_at(head)
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             last = self.verifier.keys.last_signed()
             before = newest_good_before(self._manifest_sizes(), self.document_limit, self.manifest, end, error, last)
             # A publisher may have continued after a damaged manifest, and ended before it wrote HEAD.json.
@@ -417,9 +415,7 @@ class RunDocuments:
         """Read the record of what garbage collection removed, if any. A damaged one, only a hint, counts as none."""
         try:
             return self._read_standalone(Retention, RETENTION_KEY, limits.MAX_JSON_BYTES)
-        except StoreError:
-            raise
-        except DeltaSyncError:
+        except DataError:
             return None
 
     def newest_epoch(self) -> int:
@@ -516,9 +512,7 @@ def revoked_manifest(run: RunDocuments, version: int) -> Manifest | None:
     key = version_key(version)
     try:
         manifest = run.verifier.signed_by_ended_key(run.raw_manifest(version, run.document_limit), key)
-    except StoreError:
-        raise
-    except DeltaSyncError:
+    except DataError:
         return None
     if manifest is None:
         return None
@@ -528,8 +522,6 @@ def revoked_manifest(run: RunDocuments, version: int) -> Manifest | None:
         run.verifier.check_manifest(manifest, key)
     except SignatureError:
         return manifest
-    except StoreError:
-        raise
-    except DeltaSyncError:
+    except DataError:
         return None
     return None

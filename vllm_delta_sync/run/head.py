@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container, Iterable, Mapping
 
-from vllm_delta_sync.errors import DeltaSyncError, StoreError
+from vllm_delta_sync.errors import DataError, DeltaSyncError
 from vllm_delta_sync.format.documents import KeyValidity
 from vllm_delta_sync.format.manifest import Manifest
 
@@ -49,16 +49,12 @@ def newest_good_before(
                 continue
             try:
                 return read(version)
-            except StoreError:
-                raise
-            except DeltaSyncError:
+            except DataError:
                 left -= sizes[version]
     for last in last_signed:
         try:
             manifest = read(last.version) if last.version < end else None
-        except StoreError:
-            raise
-        except DeltaSyncError:
+        except DataError:
             continue
         if manifest is not None and manifest.digest == last.manifest:
             return manifest

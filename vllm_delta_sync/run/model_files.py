@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from vllm_delta_sync.bucket.verified import fetch_object
-from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
+from vllm_delta_sync.errors import DataError, NotFoundError, StoreError
 from vllm_delta_sync.format.manifest import RUN_KEY, Manifest, RunFile
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.documents import RunDocuments
@@ -35,9 +35,7 @@ def fetch_run_file(run: RunDocuments, item: RunFile) -> bytes:
     """Return the bytes of a file that run.json lists; raises as ``read_file``."""
     try:
         return fetch_object(run.bucket, item)
-    except StoreError:
-        raise
-    except DeltaSyncError as error:
+    except DataError as error:
         raise type(error)(f"{error.message} (file {item.name!r} of the run)") from error
 
 

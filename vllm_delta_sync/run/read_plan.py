@@ -9,7 +9,7 @@ O(log n) steps: merged deltas across 4, 16, 64 … versions begin and end at mul
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, StoreError
+from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, NotFoundError
 from vllm_delta_sync.format.documents import MergedDelta, Retention, anchor_key, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
@@ -175,9 +175,7 @@ class ReadPlanner:
         for version in (mismatch.low, mismatch.high):
             try:
                 self.manifest(version)
-            except StoreError:
-                raise
-            except DeltaSyncError:
+            except DataError:
                 continue
         return len(self._manifests) > known
 
@@ -266,9 +264,7 @@ class ReadPlanner:
         if (first, last) not in self._merged:
             try:
                 self._merged[first, last] = self._run.merged_delta(first, last)
-            except StoreError:
-                raise
-            except DeltaSyncError:
+            except DataError:
                 # Missing or damaged: the deltas of its versions may lead there too.
                 self._merged[first, last] = None
         return self._merged[first, last]
@@ -288,9 +284,7 @@ class ReadPlanner:
                 if manifest.kind == "delta":
                     return Step(self._run, manifest)
                 reason = f"is of kind {manifest.kind!r}"
-            except StoreError:
-                raise
-            except DeltaSyncError as error:
+            except DataError as error:
                 reason, problem = f"cannot be read ({error.message})", error
         # No merged delta ends at a version that does not build on the one before.
         repaired = None if version in self._breaks else self._merged_delta(version - 1, version)
@@ -386,9 +380,7 @@ def plan_read(run: RunDocuments, target: Manifest, avoid: Collection[str] = (), 
             continue
         try:
             found = _from_root(run, planner, version, standalone, target, avoid)
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             failure = error
             continue
         if best is None or found.bytes < best.bytes:

@@ -18,12 +18,14 @@ import numpy as np
 from vllm_delta_sync.codec.delta_reader import pieces_of
 from vllm_delta_sync.errors import (
     ChainError,
+    DataError,
     DeltaSyncError,
     FingerprintError,
     NotFoundError,
     StoreError,
     TensorMismatchError,
     UnsupportedError,
+    UsageError,
 )
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint
@@ -115,7 +117,8 @@ def restore(
         BaseUnavailableError: version 0 refers to a checkpoint or run that is needed and not there.
         FingerprintError, TensorMismatchError: the base is another checkpoint.
         NotFoundError: the version is no longer kept, or an object is missing.
-        DeltaSyncError: the first error, if no other path leads to the version.
+        UsageError: the URL or the model name of the base is invalid, or a library for it is not installed.
+        DataError: the first error, if no other path leads to the version.
         StoreError: the store failed, or there is no room for the weights.
     """
 
@@ -151,9 +154,7 @@ def execute_plan(
     while True:
         try:
             found = plan_read(run, target, avoid)
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             explained = _explain_failure(run, target, first or error)
             if explained is error:
                 # ``raise error from error`` would hide its cause.
@@ -162,9 +163,7 @@ def execute_plan(
         attempt = _PlanExecution(found, load, progress, scratch)
         try:
             return found, attempt.build()
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except (DataError, UsageError) as error:
             first = first or error
             if attempt.key in avoid:
                 raise first from error

@@ -10,11 +10,11 @@ from typing import TypeVar
 
 from vllm_delta_sync.errors import (
     ChainError,
+    DataError,
     DeltaSyncError,
     FingerprintError,
     NotFoundError,
     SignatureError,
-    StoreError,
 )
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
@@ -145,9 +145,7 @@ class DocumentAudit:
         for key, check in ((KEYS_KEY, run.verifier.refresh), (RUN_KEY, self._check_info)):
             try:
                 check()
-            except StoreError:
-                raise
-            except DeltaSyncError as error:
+            except DataError as error:
                 self._add(_FIRST, Finding(key, error))
 
     def _check_info(self) -> None:
@@ -162,11 +160,9 @@ class DocumentAudit:
             if head.run != self._run.info.run:
                 raise ChainError(f"{HEAD_KEY} points into run {head.run}, this is {self._run.info.run}")
             self._run.verifier.check_head(head, HEAD_KEY)
-        except (StoreError, NotFoundError) as error:
-            if isinstance(error, StoreError):
-                raise
+        except NotFoundError:
             return None
-        except DeltaSyncError as error:
+        except DataError as error:
             self._add(_FIRST, Finding(HEAD_KEY, error))
             return None
         self.pointed = head.version
@@ -367,9 +363,7 @@ def _outcome(read: Callable[[], _Found]) -> _Found | DeltaSyncError:
     """Return the result of a read, or the error that it raises, except StoreError."""
     try:
         return read()
-    except StoreError:
-        raise
-    except DeltaSyncError as error:
+    except DataError as error:
         return error
 
 

@@ -8,12 +8,12 @@ import numpy as np
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.errors import (
     ChainError,
+    DataError,
     DeltaSyncError,
     DigestError,
     FingerprintError,
     FormatError,
     NotFoundError,
-    StoreError,
 )
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
@@ -81,8 +81,6 @@ class ObjectAudit:
         ref = next(item for item in document.objects if item.key == object_key)
         try:
             data = self._run.fetch(ref)
-        except StoreError:
-            raise
         except DigestError as error:
             data = self._run.bucket.get(ref.key)
             tensor = None
@@ -92,7 +90,7 @@ class ObjectAudit:
                 f" ({describe_document(document)}" + ("" if tensor is None else f"; first bad tensor {tensor!r}") + ")"
             )
             return Finding(ref.key, type(error)(f"{error.message}{shown}"), version, key, ref, tensor)
-        except DeltaSyncError as error:
+        except DataError as error:
             return Finding(ref.key, type(error)(f"{error.message} ({describe_document(document)})"), version, key, ref)
         self._report.objects += 1
         self._report.bytes += len(data)
@@ -163,9 +161,7 @@ def check_files(run: RunDocuments, report: VerifyReport) -> list[Finding]:
     for item in run.info.files:
         try:
             data = fetch_run_file(run, item)
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             findings.append(Finding(item.key, error, run_file=item))
             continue
         report.files += 1
@@ -188,9 +184,7 @@ def check_sidecars(run: RunDocuments, manifest: Manifest, report: VerifyReport, 
             continue
         try:
             data = fetch_object(run.bucket, item)
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             if not isinstance(error, NotFoundError) or not _was_collected(run, manifest.version):
                 findings.append(_sidecar_finding(item, manifest.version, error))
             continue

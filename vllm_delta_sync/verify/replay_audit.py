@@ -3,13 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from vllm_delta_sync.errors import (
-    DeltaSyncError,
-    FingerprintError,
-    NotFoundError,
-    SignatureError,
-    StoreError,
-)
+from vllm_delta_sync.errors import DataError, FingerprintError, NotFoundError, SignatureError, UsageError
 from vllm_delta_sync.format.documents import Retention, anchor_key, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, version_key
@@ -156,8 +150,6 @@ class ReplayAudit:
         try:
             self.state = load_root(self._run, manifest, base=self._base)
             self.loaded = manifest.version
-        except StoreError:
-            raise
         except BaseUnavailableError as error:
             # A caller who gives a base wants the weights rebuilt; only the recorded base may be missing.
             if self._base is not None:
@@ -165,7 +157,7 @@ class ReplayAudit:
             else:
                 self._note(f"weights were not rebuilt: {error}")
             self.causes[manifest.version] = "base"
-        except DeltaSyncError as error:
+        except (DataError, UsageError) as error:
             return [Finding(key, error, manifest.version)]
         return []
 
@@ -246,9 +238,7 @@ class ReplayAudit:
         while self.loaded is not None and self.loaded != target:
             try:
                 steps = ReadPlanner(self._run, self._avoid).path(self.loaded, target)
-            except StoreError:
-                raise
-            except DeltaSyncError:
+            except DataError:
                 return False
             for step in steps:
                 if not self._apply(step):
@@ -261,9 +251,7 @@ class ReplayAudit:
             return False
         try:
             apply_checked(step, state)
-        except StoreError:
-            raise
-        except DeltaSyncError:
+        except DataError:
             # It is a finding already, or becomes one when its version is audited.
             self._avoid.add(step.key)
             return False
@@ -273,9 +261,7 @@ class ReplayAudit:
     def _apply_merged_delta(self, first: int, last: int) -> bool:
         try:
             return self._apply(Step(self._run, self._run.merged_delta(first, last)))
-        except StoreError:
-            raise
-        except DeltaSyncError:
+        except DataError:
             return False
 
     def _restart(self, manifest: Manifest) -> bool:
@@ -285,9 +271,7 @@ class ReplayAudit:
             # Released only when a plan exists, and before loading: one model is in memory at a time.
             self.loaded = self.state = None
             self.state = restore(self._run, manifest, self._base).state
-        except StoreError:
-            raise
-        except DeltaSyncError:
+        except (DataError, UsageError):
             return False
         self.loaded = manifest.version
         return True

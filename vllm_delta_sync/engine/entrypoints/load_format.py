@@ -18,10 +18,10 @@ from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.engine.staging.reconstruct import drain_tensors, newest_good_manifest, rebuild
 from vllm_delta_sync.errors import (
     ChainError,
+    DataError,
     DeltaSyncError,
     EngineError,
     SettingsError,
-    StoreError,
     TensorMismatchError,
 )
 from vllm_delta_sync.format.manifest import Manifest
@@ -176,9 +176,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             # Not the newest for the time being: the loaded version generates as soon as the server answers.
             manifest = run.resolve(parse_target(settings.target) if version is None else version)
             run.verifier.check_descends(head, manifest)
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             logger.warning("starting with version %d of run %s: %s", head.version, run.info.run, error)
             return run, head
         return run, manifest

@@ -10,10 +10,10 @@ from vllm_delta_sync.engine.planning.lineage import RunVersion, ancestry, connec
 from vllm_delta_sync.engine.planning.run_history import History, version_0_of
 from vllm_delta_sync.errors import (
     ChainError,
+    DataError,
     DeltaSyncError,
     ModelError,
     NotFoundError,
-    StoreError,
     TensorMismatchError,
     UnsupportedError,
 )
@@ -150,9 +150,7 @@ class WeightIdentifier:
                 ahead = [RunVersion(run, 0), *self._history.origins()]
                 if known is None and connect_runs(ancestry(source, position.version), ahead) is None:
                     return None
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             logger.warning(
                 "ranks claim to hold version %d of run %s, which cannot be checked: %s",
                 claimed.version,

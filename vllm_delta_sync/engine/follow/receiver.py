@@ -21,11 +21,12 @@ from vllm_delta_sync.engine.planning.update_planner import UpdatePlanner
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
+    DataError,
     DeltaSyncError,
     EngineError,
     FingerprintError,
     NotFoundError,
-    StoreError,
+    UsageError,
     WeightsLostError,
 )
 from vllm_delta_sync.format.manifest import Manifest
@@ -443,9 +444,7 @@ class Receiver:
             return None
         try:
             return self._session.resolve_followed_target()
-        except StoreError:
-            raise
-        except DeltaSyncError:
+        except DataError:
             # Raised again by ``advance``, once the weights are identified.
             return None
 
@@ -536,9 +535,9 @@ class Receiver:
         goal = self.board.goal
         try:
             self._updater.repair(changed)
-        except (StoreError, EngineError, FingerprintError):
+        except FingerprintError:
             raise
-        except DeltaSyncError:
+        except (DataError, UsageError):
             follows = self.settings.target == HEAD and not self.board.holding
             if not follows or goal is None or goal <= changed.version:
                 raise

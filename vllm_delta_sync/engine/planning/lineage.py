@@ -5,7 +5,7 @@ from typing import NamedTuple
 from vllm_delta_sync.bucket import StoreOptions, store_of
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, StoreError
+from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, UsageError
 from vllm_delta_sync.trust import Keyring
 
 MAX_DEPTH = 64
@@ -45,9 +45,7 @@ def ancestry(run: Run, version: int) -> list[RunVersion]:
         try:
             _check_store(run, first.base.location)
             source = run.open_source(first)
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except (DataError, UsageError) as error:
             logger.warning("cannot use the run that run %s branches from: %s", run.info.run, error.message)
             break
         if source.table.digest != run.table.digest or any(source.info.run == known.run.info.run for known in found):
@@ -92,9 +90,7 @@ def _have_same_start(one: Run, other: Run) -> bool:
         return False
     try:
         return one.manifest(0).fingerprint == other.manifest(0).fingerprint
-    except StoreError:
-        raise
-    except DeltaSyncError:
+    except DataError:
         return False
 
 

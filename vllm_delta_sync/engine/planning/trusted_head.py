@@ -9,6 +9,7 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import (
     ChainError,
+    DataError,
     DeltaSyncError,
     ExpiredError,
     ForkError,
@@ -329,9 +330,7 @@ def _is_revoked(run: Run, version: int, digest: str, key: str) -> bool:
         return True
     try:
         return run.verifier.ancestor_digest(entry.last.version, entry.last.manifest, version) != digest
-    except StoreError:
-        raise
-    except DeltaSyncError:
+    except DataError:
         return False
 
 

@@ -13,7 +13,7 @@ from vllm_delta_sync.engine.planning.commit_plan import REBUILD, UpdatePlan, Wei
 from vllm_delta_sync.engine.planning.feedback import PlanFeedback
 from vllm_delta_sync.engine.planning.lineage import RunSegment, RunVersion, ancestry, connect_runs
 from vllm_delta_sync.engine.planning.run_history import History
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, StoreError
+from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, NotFoundError
 from vllm_delta_sync.format.documents import anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner, Step, plan_read
@@ -93,9 +93,7 @@ class UpdatePlanner:
                     if self.feedback.contains_rejected(step for step, _ in path)
                     else self._plan_prefix(position, path, memory_bytes)
                 )
-            except StoreError:
-                raise
-            except DeltaSyncError as error:
+            except DataError as error:
                 known = len(self.feedback.bad)
                 plan = self._plan_around(position, target, memory_bytes)
                 if plan is not None:
@@ -133,9 +131,7 @@ class UpdatePlanner:
             unsuitable = unsuitable or STAGED_BYTES * sum(step.changed for step in steps) > memory_bytes
             if steps and (whole is None or not unsuitable):
                 return UpdatePlan(manifest, steps)
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             problem = error
         if whole is not None:
             return whole
@@ -151,9 +147,7 @@ class UpdatePlanner:
         for version, standalone in self._snapshots(manifest.version - 1, manifest.version):
             try:
                 return self._plan_snapshot(version, standalone)
-            except StoreError:
-                raise
-            except DeltaSyncError:
+            except DataError:
                 continue
         return self._plan_rebuild(manifest.version)
 
@@ -241,9 +235,7 @@ class UpdatePlanner:
             step, end = path[number - 1]
             try:
                 target = self._own.manifest(-1 if end is None else end)
-            except StoreError:
-                raise
-            except DeltaSyncError:
+            except DataError:
                 continue
             if not self._may_serve(target):
                 continue
@@ -306,9 +298,7 @@ class UpdatePlanner:
         for stop in [*stops[-1:], *stops[:1]]:
             try:
                 return self._plan_prefix(position, self._find_path(position, stop), memory_bytes)
-            except StoreError:
-                raise
-            except DeltaSyncError:
+            except DataError:
                 continue
         return None
 
@@ -316,9 +306,7 @@ class UpdatePlanner:
         """Raise ChainError unless the version held is part of the bucket's history."""
         try:
             there = self._run.manifest(position.version)
-        except StoreError:
-            raise
-        except DeltaSyncError:
+        except DataError:
             return
         if there.digest != position.manifest.digest:
             raise ChainError(
@@ -338,9 +326,7 @@ class UpdatePlanner:
                 anew = True
                 steps = [*self._own.path(position.version, first), *onward]
                 return self._plan_prefix(position, [(step, step.end) for step in steps], memory_bytes)
-            except StoreError:
-                raise
-            except DeltaSyncError:
+            except DataError:
                 continue
         return self._plan_rebuild(target) if anew else None
 
@@ -351,9 +337,7 @@ class UpdatePlanner:
         try:
             manifest = self._own.manifest(target)
             plan_read(self._run, manifest, avoid)
-        except StoreError:
-            raise
-        except DeltaSyncError:
+        except DataError:
             return None
         return UpdatePlan(manifest, rebuild=True) if self._may_serve(manifest) else None
 
@@ -367,9 +351,7 @@ class UpdatePlanner:
             try:
                 plan = self._plan_snapshot(version, standalone)
                 steps = self._own.path(version, target) if complete else []
-            except StoreError:
-                raise
-            except DeltaSyncError:
+            except DataError:
                 continue
             if not self._may_serve(plan.target):
                 continue
@@ -427,9 +409,7 @@ def reachable_stops(planner: ReadPlanner, start: int, target: int) -> list[int]:
         tried = min(target, at + span)
         try:
             planner.path(at, tried)
-        except StoreError:
-            raise
-        except DeltaSyncError:
+        except DataError:
             span = (tried - at) // 2
             continue
         stops.append(tried)

@@ -14,7 +14,7 @@ from vllm_delta_sync.engine.commit.transaction import set_failed_step
 from vllm_delta_sync.engine.model.patch import keep_local
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.staging.live_base import with_changes
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, StoreError
+from vllm_delta_sync.errors import ChainError, DataError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import ObjectRef
 from vllm_delta_sync.format.safetensors_file import Buffer
@@ -116,9 +116,7 @@ def _in_order(objects: list[Buffer]) -> Callable[[ObjectRef], Buffer]:
 def _attribute_errors(step: int) -> Iterator[None]:
     try:
         yield
-    except StoreError:
-        raise
-    except DeltaSyncError as error:
+    except DataError as error:
         set_failed_step(error, step)
         raise
 

@@ -11,7 +11,14 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.engine.planning.update_planner import reachable_stops
-from vllm_delta_sync.errors import DeltaSyncError, FingerprintError, NotFoundError, StoreError, TensorMismatchError
+from vllm_delta_sync.errors import (
+    DataError,
+    DeltaSyncError,
+    FingerprintError,
+    NotFoundError,
+    TensorMismatchError,
+    UsageError,
+)
 from vllm_delta_sync.format.documents import anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.read_plan import ReadPlanner
@@ -79,9 +86,7 @@ def rebuild(run: Run, head: Manifest, folder: str, quarantined: bool = False) ->
     while True:
         try:
             return target, restore_version(run, target, folder, avoid)
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except (DataError, UsageError) as error:
             if isinstance(error.__cause__, BaseUnavailableError):
                 raise
             first, failed = first or error, error
@@ -158,9 +163,7 @@ def _newest_before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | No
             continue
         try:
             manifest = planner.manifest([version, *reachable_stops(planner, version, target.version - 1)][-1])
-        except StoreError:
-            raise
-        except DeltaSyncError:
+        except DataError:
             continue
         if found is None or manifest.version > found.version:
             found = manifest

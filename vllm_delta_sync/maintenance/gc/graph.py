@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.threads import in_parallel
-from vllm_delta_sync.errors import ChainError, ConflictError, DeltaSyncError, NotFoundError, SignatureError, StoreError
+from vllm_delta_sync.errors import ChainError, ConflictError, DataError, DeltaSyncError, NotFoundError, SignatureError
 from vllm_delta_sync.fleet.heartbeats import Heartbeats, read_heartbeats
 from vllm_delta_sync.format.documents import (
     ANCHORS_PREFIX,
@@ -189,9 +189,7 @@ def _read_history(run: RunDocuments, known_edges: dict[ObjectInfo, Edge]) -> lis
             return known_edges[info]
         try:
             return _edge_of_manifest(run.manifest(version), info)
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             revoked = revoked_manifest(run, version) if isinstance(error, SignatureError) else None
             if revoked is not None:
                 return replace(_edge_of_manifest(revoked, info), used=False, revoked=True)
@@ -259,9 +257,7 @@ def _read_standalone(run: RunDocuments, found: RunGraph, known_edges: dict[Objec
             return _edge_of_standalone(run, item, found.history, breaks)
         except NotFoundError:
             return None
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             return error.message
 
     fresh = [item for item in listed if item not in known_edges]
@@ -315,9 +311,7 @@ def _tags(run: RunDocuments, notes: list[str]) -> dict[str, Tag]:
             continue  # deleted meanwhile
         except ChainError as error:
             notes.append(f"tag ignored: {error.message}")
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             raise _unreadable(tag_key(name), error) from error
     return found
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.conditional_put import confirm_created, create_if_absent
-from vllm_delta_sync.errors import ConflictError, DeltaSyncError, LimitError, StoreError
+from vllm_delta_sync.errors import ConflictError, DataError, DeltaSyncError, LimitError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
     COLLECTION_END,
@@ -122,9 +122,7 @@ class CollectionLock:
         try:
             data = bucket.get(info.key, max_bytes=limits.MAX_SIDE_BYTES)
             seconds = Collection.from_bytes(data, info.key).seconds
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             logger.debug("%s cannot be read: %s", info.key, error)
         bucket.put(COLLECTIONS_CLOCK, COLLECTION_END)
         # The store's times are cut to whole seconds.

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.bucket.verified import has_object
-from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
+from vllm_delta_sync.errors import DataError, NotFoundError
 from vllm_delta_sync.format.documents import Retention
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, timestamp, version_of_key
 from vllm_delta_sync.run.documents import RunDocuments
@@ -48,9 +48,7 @@ def lasting_plan(run: RunDocuments, target: Manifest) -> Plan:
         try:
             found = plan_read(run, target, avoid)
             bad = next((key for key, objects in _documents(run, found) if not _stays(run, record, key, objects)), None)
-        except StoreError:
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             raise _lost(target, error.message) from error
         if bad is None:
             return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.verified import fetch_object
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, StoreError
+from vllm_delta_sync.errors import ChainError, ConflictError, DataError, NotFoundError, UsageError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
     FOLDS_PREFIX,
@@ -102,9 +102,8 @@ class Mirror:
         for attempt in attempts:
             try:
                 key = attempt()
-            except StoreError:
-                raise
-            except DeltaSyncError:
+            except (DataError, UsageError, ConflictError):
+                # The copy is damaged or cannot be listed, there is no key to sign with, or a publisher was first.
                 continue
             if key is not None:
                 return key
@@ -173,9 +172,7 @@ class Mirror:
             if self._names(data) == (manifest.version, manifest.digest):
                 self._run.bucket.put(HEAD_KEY, data)
                 return HEAD_KEY
-        except StoreError:
-            raise
-        except DeltaSyncError:
+        except DataError:
             pass  # the mirror's HEAD.json is damaged, or its signature is not valid
         check_signer(self._run)
         self._run.bucket.put(HEAD_KEY, make_head(manifest, self._run.keyring).to_bytes())
@@ -288,9 +285,7 @@ def restore_keys(bucket: Bucket, mirror: Bucket | None, keyring: Keyring) -> lis
         newest, source = there, "from the mirror"
     try:
         stored = bucket.get(KEYS_KEY, max_bytes=limits.MAX_SIDE_BYTES)
-    except StoreError:
-        raise
-    except DeltaSyncError:
+    except DataError:
         stored = b""
     if newest is None or newest.to_bytes() == stored:
         return []
@@ -326,9 +321,7 @@ def restore_identity(bucket: Bucket, mirror: Bucket, keyring: Keyring) -> list[s
 def _has_valid_signature(bucket: Bucket, keyring: Keyring, info: RunInfo) -> bool:
     try:
         RunVerifier(bucket, keyring, info)
-    except StoreError:
-        raise
-    except DeltaSyncError:
+    except DataError:
         return False
     return True
 
@@ -336,9 +329,7 @@ def _has_valid_signature(bucket: Bucket, keyring: Keyring, info: RunInfo) -> boo
 def _parsed(bucket: Bucket, key: str) -> RunInfo | None:
     try:
         return RunInfo.from_bytes(bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), key)
-    except StoreError:
-        raise
-    except DeltaSyncError:
+    except DataError:
         return None
 
 
@@ -347,9 +338,7 @@ def _is_run(bucket: Bucket, info: RunInfo) -> bool:
     for item in bucket.list(VERSIONS_PREFIX):
         try:
             manifest = Manifest.from_bytes(bucket.get(item.key, max_bytes=limits.MAX_JSON_BYTES), item.key)
-        except StoreError:
-            raise
-        except DeltaSyncError:
+        except DataError:
             continue
         return (manifest.run, manifest.total, manifest.full_bytes) == (info.run, info.total, info.full_bytes)
     return False
@@ -359,7 +348,5 @@ def _table(bucket: Bucket, info: RunInfo) -> bytes | None:
     try:
         data = bucket.get(TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES)
         return data if TensorTable.from_bytes(data).digest == info.tensors else None
-    except StoreError:
-        raise
-    except DeltaSyncError:
+    except DataError:
         return None

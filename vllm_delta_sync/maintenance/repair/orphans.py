@@ -2,7 +2,7 @@
 
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
 from vllm_delta_sync.codec.delta_reader import codec_of, decode
-from vllm_delta_sync.errors import DeltaSyncError, LimitError, NotFoundError, StoreError
+from vllm_delta_sync.errors import DataError
 from vllm_delta_sync.format.codecs import BASE_CODECS, Codec
 from vllm_delta_sync.format.documents import MergedDelta, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
@@ -65,9 +65,7 @@ def bridge(
             data = run.fetch(ref)
             part = decode(data, run.table, context, before.base_tensor)
             codec = codec_of(data, context)
-        except StoreError:
-            raise
-        except (DeltaSyncError, LimitError, NotFoundError):
+        except DataError:
             continue  # of another version, or damaged
         refs.append(ref)
         codecs.add(codec)
@@ -80,9 +78,7 @@ def bridge(
         declared = summarize_changes(after, run.table, [run.fetch(ref) for ref in after.objects]).changes
         if reached + declared.fingerprint != after.model_fingerprint:
             return None
-    except StoreError:
-        raise
-    except DeltaSyncError:
+    except DataError:
         return None
     if first_wrong_tensor(before, changes) is not None:
         return None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVarTuple
 
-from vllm_delta_sync.errors import DeltaSyncError, SettingsError, StoreError
+from vllm_delta_sync.errors import DataError, SettingsError, UsageError
 from vllm_delta_sync.format.documents import anchor_key, anchor_of_key, merged_delta_of_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
@@ -76,13 +76,11 @@ class Rebuilder:
     def _attempt(self, rebuild: Callable[[*_Arguments], None], *arguments: *_Arguments) -> None:
         try:
             rebuild(*arguments)
-        except StoreError:
-            raise
         except SettingsError as error:
             line = f"a repair was not written: {error.message}"
             if line not in self.unsigned:
                 self.unsigned.append(line)
-        except DeltaSyncError:
+        except (DataError, UsageError):
             return  # stays among the findings
 
     def _readable(self, version: int) -> bool:
@@ -120,9 +118,7 @@ class Rebuilder:
             try:
                 for step in ReadPlanner(self._run, self._avoid).path(at, at - 1):
                     apply_checked(step, state)
-            except StoreError:
-                raise
-            except DeltaSyncError:
+            except DataError:
                 break
             at -= 1
         reached = self._manifest(at)

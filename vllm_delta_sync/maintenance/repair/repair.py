@@ -13,7 +13,7 @@ from pathlib import Path
 from vllm_delta_sync.bucket import Bucket, open_beside
 from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.bucket.middleware.dry_run import DryRunBucket
-from vllm_delta_sync.errors import DeltaSyncError, SettingsError, StoreError
+from vllm_delta_sync.errors import DataError, SettingsError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.manifest import HEAD_KEY, Head
 from vllm_delta_sync.maintenance.gc.record import spelled
@@ -163,9 +163,7 @@ def _repair_head(run: RunDocuments, report: VerifyReport, audit: DocumentAudit) 
         run.verifier.check_head(there, HEAD_KEY)
         if (there.run, there.version, there.manifest) == (head.run, head.version, head.manifest):
             return []  # a publisher wrote it meanwhile
-    except StoreError:
-        raise
-    except DeltaSyncError:
+    except DataError:
         pass  # missing, damaged, or without a valid signature
     run.bucket.put(HEAD_KEY, head.to_bytes())
     return [f"{HEAD_KEY}: points at version {report.head}, the newest good one"]
