@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
@@ -15,7 +17,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from tests.support.world import World
 from vllm_delta_sync.bucket.verified import hashing_seconds, time_hashing
 from vllm_delta_sync.engine.observe import log_lines, metrics
-from vllm_delta_sync.engine.observe.status import STATES
+from vllm_delta_sync.engine.observe.status import STATES, StatusBoard
 from vllm_delta_sync.engine.staging.read_steps import PhaseTimer
 from vllm_delta_sync.errors import NotFoundError, error_kinds
 
@@ -78,6 +80,24 @@ def test_gauges_follow_the_status(tmp_path: Path) -> None:
     world.receiver.rollback(0)
     assert {state: sample("state", state=state) for state in STATES} == {s: float(s == "held") for s in STATES}
     assert (sample("lag_versions"), sample("served_version"), sample("ready")) == (1, 0, 0)
+
+
+def test_gauges_of_an_older_status_are_never_written_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of notices changes the status too: its change comes while another's is being written."""
+    board = StatusBoard("follow")
+    board.export_metrics()
+    show, newer = metrics.show, threading.Thread(target=board.set, kwargs={"undo": [0, 1]})
+
+    def slow(*shown: Any) -> None:
+        if threading.current_thread() is not newer and newer.ident is None:
+            newer.start()
+            newer.join(0.5)
+        show(*shown)
+
+    monkeypatch.setattr(metrics, "show", slow)
+    board.set(undo=[0])
+    newer.join()
+    assert sample("undo_versions") == 2
 
 
 def test_failures_are_counted_by_kind_and_nothing_names_a_place(tmp_path: Path) -> None:
