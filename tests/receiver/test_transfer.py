@@ -171,6 +171,22 @@ def test_update_that_takes_too_long_says_that_it_goes_on(site: Site) -> None:
     assert service.request("sync").result(WAIT)["served"]["version"] == 1
 
 
+def test_update_that_takes_too_long_says_whether_its_version_is_published(site: Site) -> None:
+    _, service = forwarding(site)
+    service.request("sync").result(WAIT)
+    client = make_client()
+
+    async def stall(action: str, argument: Any) -> Any:
+        await asyncio.Event().wait()
+
+    checks = weight_transfer.TransferChecks(site.world.url, service.receiver.status)
+    weight_transfer.AsyncTransfer(checks, stall).install(client)
+    calls = [update(client, version=version, timeout_s=0.01) for version in (0, 1)]
+    published, unpublished, newest = run(*calls, update(client, timeout_s=0.01))
+    assert [type(error) for error in (published, unpublished, newest)] == [OverdueError, NotFoundError, OverdueError]
+    assert "version 1 was not seen in the bucket within timeout_s = 0.01" in unpublished.message
+
+
 def test_labels_of_others_are_refused_without_a_backend_and_left_alone_with_another(site: Site) -> None:
     service = site.serve(policy="manual")
     service.start()
