@@ -23,7 +23,7 @@ from vllm_delta_sync.redaction import guarded_logger
 
 logger = guarded_logger(__name__)
 
-THREAD_NAME = "delta-sync-upkeep"
+THREAD_NAME = "delta-sync-maintenance"
 _POLL_SECONDS = 1.0
 _NICE = 10
 
