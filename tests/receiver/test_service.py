@@ -177,6 +177,16 @@ def test_server_that_follows_nothing_still_looks_for_other_writers(site: Site, p
         world.expect_exact()
 
 
+def test_idle_poll_asks_the_ranks_once(site: Site) -> None:
+    """For external writes and sleep, which no API server sees all of."""
+    site.world.receiver.advance()
+    calls: list[str] = []
+    site.port.before = lambda method, arguments: calls.append(method)
+    for _ in range(3):
+        site.world.receiver.advance()
+    assert calls == ["describe"] * 3
+
+
 def test_listening_outlives_an_unexpected_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
