@@ -64,8 +64,8 @@ CLAIMS = (
         "Catching up over 1,000 versions by merged deltas; by each delta",
         "{} objects, {} s; {} objects, {} s",
         (
-            ("1000 versions, folded ranges", "objects"),
-            ("1000 versions, folded ranges", "time"),
+            ("1000 versions, merged deltas", "objects"),
+            ("1000 versions, merged deltas", "time"),
             ("1000 versions, each delta", "objects"),
             ("1000 versions, each delta", "time"),
         ),

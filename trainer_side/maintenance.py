@@ -23,7 +23,7 @@ from vllm_delta_sync.redaction import guarded_logger
 
 logger = guarded_logger(__name__)
 
-THREAD_NAME = "delta-sync-upkeep"
+THREAD_NAME = "delta-sync-maintenance"
 _POLL_SECONDS = 1.0
 _NICE = 10
 
@@ -41,9 +41,14 @@ class BackgroundMaintenance:
         self._queue: SimpleQueue[Manifest | int | None] = SimpleQueue()
         self._closing = False
         self._run: Run | None = None
-        self._thread = threading.Thread(target=self._serve, name=THREAD_NAME)
-        self._thread.start()
         self._renewal = HeadRenewal(writer, options.keyring.has_signing_key)
+        self._thread = threading.Thread(target=self._serve, name=THREAD_NAME)
+        try:
+            self._thread.start()
+        except BaseException:  # an interrupt too: nobody gets an object to close, and the other thread would go on
+            self._closing = True
+            self._renewal.close()
+            raise
 
     def offer(self, manifest: Manifest) -> None:
         """Maintain a version that became durable; returns at once."""

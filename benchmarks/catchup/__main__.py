@@ -1,4 +1,4 @@
-"""Catch up over n versions: folded ranges, against reading each delta and against a fresh anchor.
+"""Catch up over n versions: merged deltas, against reading each delta and against a fresh anchor.
 
 A real run in a local directory, written by ``Publisher`` and completed by ``compact``: bfloat16 weights rounded from
 float32 masters that Adam moves, about 1 % changed a version. A reader that holds version head − n reads, verifies,
@@ -83,10 +83,10 @@ class Counting(Bucket):
 
 
 class EachDelta(Run):
-    """A reader that knows of no folded ranges."""
+    """A reader that knows of no merged deltas."""
 
     def merged_delta(self, first: int, last: int) -> MergedDelta:
-        raise NotFoundError(f"folded range {first} to {last} is not looked for")
+        raise NotFoundError(f"merged delta {first} to {last} is not looked for")
 
 
 class Adam:
@@ -129,9 +129,9 @@ def publish(url: str, versions: int, tensors: int, shape: tuple[int, int]) -> No
 def measure(url: str, span: int) -> list[Row]:
     """Rows of one distance from the head."""
     bucket = Counting(open_bucket(url))
-    runs = {"folded_ranges": Run(bucket), "each_delta": EachDelta(bucket), "fresh_anchor": Run(bucket)}
-    head = runs["folded_ranges"].head()
-    held = runs["folded_ranges"].manifest(head.version - span)
+    runs = {"merged_deltas": Run(bucket), "each_delta": EachDelta(bucket), "fresh_anchor": Run(bucket)}
+    head = runs["merged_deltas"].head()
+    held = runs["merged_deltas"].manifest(head.version - span)
 
     def counted(ways: str) -> list[float]:
         run = runs[ways]
@@ -162,7 +162,7 @@ def measure(url: str, span: int) -> list[Row]:
             rows.append(row(BENCH, case, name, value / divisor, unit))
     for peer in ("each_delta", "fresh_anchor"):
         for place, name in ((0, "objects"), (1, "requests"), (2, "bytes"), (3, "time")):
-            ratio = found[peer][place] / found["folded_ranges"][place]
+            ratio = found[peer][place] / found["merged_deltas"][place]
             rows.append(row(BENCH, f"{span} versions, {name}", "ratio", ratio, "x", peer))
     return rows
 
@@ -197,8 +197,8 @@ def main(arguments: list[str] | None = None) -> None:
             row(BENCH, case, "model", run.table.full_bytes / 1e6, "MB"),
             row(BENCH, case, "deltas", payload / 1e6, "MB"),
         ]
-        folded = sum(run.merged_delta(*pair).payload_bytes for pair in run.merged_deltas())
-        rows.append(row(BENCH, case, "folded ranges", folded / 1e6, "MB"))
+        merged = sum(run.merged_delta(*pair).payload_bytes for pair in run.merged_deltas())
+        rows.append(row(BENCH, case, "merged deltas", merged / 1e6, "MB"))
         rows.append(row(BENCH, case, "making them", report.seconds, "s"))
         for span in spans:
             rows += measure(url, span)

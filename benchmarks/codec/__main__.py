@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from benchmarks.codec import charts
 from benchmarks.codec.bounds import Bounds, bounds, histogram
-from benchmarks.codec.folding import folding
+from benchmarks.codec.merging import merging
 from benchmarks.codec.peers import PUBLISHED, peer_formats
 from benchmarks.codec.speed import check, own_speeds, single_speed
 from benchmarks.codec.tables import tables
@@ -38,7 +38,7 @@ BENCH = "codec"
 CHARTS = {
     "codec_sizes.png": ("Bytes per changed element over the changed share, for each format", charts.sizes),
     "codec_exponents.png": ("Weights by magnitude, and the share of them that changed", charts.exponents),
-    "codec_folding.png": ("Size and time of folded deltas over their number", charts.folding),
+    "codec_merging.png": ("Size and time of merged deltas over their number", charts.merging),
 }
 REAL, SYNTHETIC, QWEN = "real", "synthetic", "Qwen3-0.6B"
 QWEN_SHARES = (0.005, 0.01)
@@ -171,7 +171,7 @@ def main(arguments: list[str] | None = None) -> None:
     warm_up()
     real = [(pair.asked, pair) for pair in real_pairs(options.quick, say=print)]
     rows = compare_formats(REAL, real, timed=False, repeats=0)
-    rows += folding(BENCH, real_sequence(options.quick), own_codecs())
+    rows += merging(BENCH, real_sequence(options.quick), own_codecs())
     shapes, shares = (synthetic.QUICK_SHAPES, SHARES[1:2]) if options.quick else (synthetic.SHAPES, SHARES)
     made = zip(shares, synthetic.pairs(shapes, shares), strict=True)
     rows += compare_formats(SYNTHETIC, list(made), timed=True, repeats=2 if options.quick else 12)

@@ -1,4 +1,4 @@
-"""Charts of the codec benchmark: sizes, changed exponents, folding."""
+"""Charts of the codec benchmark: sizes, changed exponents, merging."""
 
 from pathlib import Path
 from typing import Any
@@ -47,20 +47,20 @@ def exponents(rows: list[Row], path: Path) -> None:
     save(figure, path)
 
 
-def folding(rows: list[Row], path: Path) -> None:
-    """Size of one folded delta beside the sum of the single ones, and what folding takes."""
+def merging(rows: list[Row], path: Path) -> None:
+    """Size of one merged delta beside the sum of the single ones, and what merging takes."""
     figure, (left, right) = panels(1, 2, (9, 3.8))
-    start = r"real dense 1%, (?P<x>\d+) folded"
+    start = r"real dense 1%, (?P<x>\d+) merged"
     for name, points in series(rows, start + ", (?P<name>.+)", "object").items():
         ratios = dict(series(rows, start + ", (?P<name>.+)", "ratio", "sum of single deltas")[name])
-        left.plot(*zip(*points, strict=True), "o-", color=OURS.get(name), label=f"{name}, folded")
+        left.plot(*zip(*points, strict=True), "o-", color=OURS.get(name), label=f"{name}, merged")
         apart = [(count, size * ratios[count]) for count, size in points]
         left.plot(*zip(*apart, strict=True), "--", color=OURS.get(name), label=f"{name}, sum of single deltas")
     left.set(xscale="log", yscale="log", xlabel="deltas", ylabel="kB")
     left.legend(frameon=False, fontsize=8)
-    for points in series(rows, start, "fold per change").values():
+    for points in series(rows, start, "merge per change").values():
         right.plot(*zip(*points, strict=True), "o-", color="C1")
-    right.set(xscale="log", xlabel="deltas", ylabel="ns to fold, per changed element", ylim=(0, None))
+    right.set(xscale="log", xlabel="deltas", ylabel="ns to merge, per changed element", ylim=(0, None))
     for axis in (left, right):
         plain_ticks(axis.xaxis, (1, 2, 4, 8, 16, 32, 64))
     save(figure, path)

@@ -1,4 +1,4 @@
-"""The rows of the codec benchmark as tables: sizes (others' own figures beside them), speeds, folding."""
+"""The rows of the codec benchmark as tables: sizes (others' own figures beside them), speeds, merging."""
 
 import re
 
@@ -15,7 +15,7 @@ def tables(rows: list[Row]) -> list[str]:
     """Markdown lines."""
     lines = [*pivot("B/changed", rows, _size), ""]
     lines += [*pivot("synthetic weights", rows, _speed, lambda column: column.startswith("decode")), ""]
-    lines += [*pivot("deltas folded into one (real weights, 1 %)", rows, _folded), ""]
+    lines += [*pivot("deltas merged into one (real weights, 1 %)", rows, _merged), ""]
     return [*lines, *pivot("shape of Qwen3-0.6B", rows, _qwen)]
 
 
@@ -37,8 +37,8 @@ def _speed(item: Row) -> Place:
     return match[2] or item["metric"], f"{metric}, {match[1]} [{item['unit']}]"
 
 
-def _folded(item: Row) -> Place:
-    match = re.fullmatch(r"real dense 1%, (\d+) folded(?:, (.+))?", item["case"])
+def _merged(item: Row) -> Place:
+    match = re.fullmatch(r"real dense 1%, (\d+) merged(?:, (.+))?", item["case"])
     if match is None:
         return None
     metric = f"/ {item['peer']}" if "peer" in item else item["metric"]

@@ -14,11 +14,13 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader
 
 from tests.golden.regenerate import DIRECTORY, table, versions
+from tests.support.modules import FusedModel, ModulePort
 from tests.support.samples import RunWriter
+from tests.support.world import World, expect_equal
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.entrypoints import load_format
-from vllm_delta_sync.engine.entrypoints.load_format import DeltaSyncLoader
+from vllm_delta_sync.engine.entrypoints.load_format import DeltaSyncLoader, LoadedVersion
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
 from vllm_delta_sync.engine.staging.reconstruct import drain_tensors, newest_good_manifest, rebuild
 from vllm_delta_sync.errors import DigestError, FingerprintError, NotFoundError, SettingsError
@@ -214,3 +216,42 @@ def test_the_run_of_a_standing_order_is_loaded(path: Path, tmp_path: Path, monke
     monkeypatch.setenv("DELTA_SYNC_STATE_DIR", str(settings.state_dir))
     run, _ = DeltaSyncLoader(LoadConfig(load_format="delta_sync")).choose_version()
     assert run.bucket.url == open_run(str(beside)).bucket.url
+
+
+# Data parallel engines
+
+
+def load(model: Any, url: str, version: int) -> Any:
+    """Load a version as this load format does in one engine."""
+    run = open_run(url)
+    manifest, state = run.manifest(version), run.snapshot(version)
+    fingerprints = tuple(value.hex() for value in state.fingerprints)
+    model.load_weights(drain_tensors(run, state))
+    model.delta_sync_loaded = LoadedVersion(manifest.run, url, version, manifest.digest, fingerprints)
+    return model
+
+
+@pytest.mark.parametrize("versions", [(1, 2), (2, 1), (0, 1)])
+def test_engines_that_loaded_different_versions_come_to_the_newest(tmp_path: Path, versions: tuple[int, int]) -> None:
+    """Engines of a dense model load independently, and a version may be published meanwhile."""
+    world = World(tmp_path)
+    world.train(1, 2)
+    models = [load(FusedModel(), world.url, version) for version in versions]
+    world.use(ModulePort(*models))
+    world.receiver.advance()
+    assert (world.receiver.served_version, world.receiver.status()["last_error"]) == (2, None)
+    (right,) = world.fresh()
+    for model in models:
+        expect_equal(model, right)
+    assert world.receiver.verify()["verdict"]
+
+
+def test_engine_that_holds_something_else_than_it_loaded_is_refused(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.train(1, 2)
+    models = [load(FusedModel(), world.url, version) for version in (1, 2)]
+    models[1].norm.data.mul_(2)
+    world.models = models
+    world.use(ModulePort(*models))
+    world.expect_fails("chain")
+    assert world.receiver.status()["state"] == "refused"

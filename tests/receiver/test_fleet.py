@@ -295,6 +295,27 @@ def test_a_heartbeat_outlives_an_unexpected_error(
     assert [lease.state for lease in leases(chain)] in ([], ["left"])
 
 
+def test_heartbeat_whose_only_write_seemed_to_fail_is_ended(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may have kept what it did not answer."""
+    server = Server(chain, chain.bits[0])
+    server.receiver.advance()
+    keeper, stop = Heartbeat(server.receiver, "one"), threading.Event()
+    write, lost = keeper._write, [True]
+
+    def unanswered(*content: Any) -> None:
+        write(*content)
+        if lost:
+            lost.pop()
+            raise StoreError("the connection was closed")
+
+    monkeypatch.setattr(keeper, "_write", unanswered)
+    assert not keeper.write_if_due()
+    assert [lease.state for lease in leases(chain)] == ["idle"]
+    stop.set()
+    keeper.run(stop)
+    assert [lease.state for lease in leases(chain)] == ["left"]
+
+
 @pytest.mark.parametrize(("policy", "name"), [("follow", "one"), ("manual", "one"), ("follow", None)])
 def test_service_writes_a_lease_only_under_a_name(chain: Chain, policy: str, name: str | None) -> None:
     server = Server(chain, chain.bits[0])

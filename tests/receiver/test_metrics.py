@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
@@ -16,6 +18,7 @@ from tests.support.world import World
 from vllm_delta_sync.bucket.verified import hashing_seconds, time_hashing
 from vllm_delta_sync.engine.observe import log_lines, metrics
 from vllm_delta_sync.engine.observe.states import STATES
+from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.staging.read_steps import PhaseTimer
 from vllm_delta_sync.errors import NotFoundError, error_kinds
 
@@ -78,6 +81,24 @@ def test_gauges_follow_the_status(tmp_path: Path) -> None:
     world.receiver.rollback(0)
     assert {state: sample("state", state=state) for state in STATES} == {s: float(s == "held") for s in STATES}
     assert (sample("lag_versions"), sample("served_version"), sample("ready")) == (1, 0, 0)
+
+
+def test_gauges_of_an_older_status_are_never_written_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of notices changes the status too: its change comes while another's is being written."""
+    board = StatusBoard("follow")
+    board.export_metrics()
+    show, newer = metrics.show, threading.Thread(target=board.set, kwargs={"undo": [0, 1]})
+
+    def slow(*shown: Any) -> None:
+        if threading.current_thread() is not newer and newer.ident is None:
+            newer.start()
+            newer.join(0.5)
+        show(*shown)
+
+    monkeypatch.setattr(metrics, "show", slow)
+    board.set(undo=[0])
+    newer.join()
+    assert sample("undo_versions") == 2
 
 
 def test_failures_are_counted_by_kind_and_nothing_names_a_place(tmp_path: Path) -> None:
@@ -237,7 +258,13 @@ def test_anchor_is_told_as_such_and_its_reading_apart(tmp_path: Path, caplog: py
     (line,) = lines(caplog)
     timings = world.receiver.status()["timings_ms"]
     assert re.match(r"version 0 \(step \d+\) served: taken whole, [\d.]+ kB; ", line)
-    assert line.endswith(log_lines.durations(timings))
+    # The line has one decimal below 10 ms, and no phase below 0.05 ms; the status has three decimals of each.
+    shown = {word: float(number) for word, number in re.findall(r"(\w+) ([\d.]+)", line.partition("; ")[2])}
+    words = {**log_lines._WORDS, "commit": "committed", "resume": "resumed", "pause": "paused"}
+    assert shown.keys() <= set(words.values())
+    for phase, word in words.items():
+        expected = timings.get(phase, 0)
+        assert shown.get(word, 0) == pytest.approx(expected, rel=0, abs=0.06 if expected < 9.9 else 0.51), word
     assert list(timings) == [phase for phase in log_lines.PHASE_ORDER if phase in timings]
     assert {"fetch", "verify", "decode", "route", "turn"} <= timings.keys()
     assert min(timings["verify"], timings["fetch"], timings["decode"]) > 0

@@ -45,15 +45,22 @@ def read(rank: Rank, seconds: float | None) -> Any:
     return rank_rpc._read_answer(rank.queue, 0, NUMBER, deadline)
 
 
-def test_what_was_left_of_earlier_calls_is_dropped(rank: Rank) -> None:
+def test_what_was_left_of_earlier_calls_is_dropped(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
     rank.answers(NUMBER - 2, version=1)
     rank.fails("an earlier call")
     rank.answers(NUMBER - 1, version=2)
     rank.answers(NUMBER, version=3)
     assert read(rank, None) == {"call": NUMBER, "version": 3}
+    assert [record.getMessage() for record in caplog.records] == [
+        "dropped an answer of rank 0 to an earlier call, which had failed on another rank",
+        "rank 0 reported a failure, of this call or an earlier one: an earlier call",
+        "dropped an answer of rank 0 to an earlier call, which had failed on another rank",
+    ]
 
 
-def test_a_failure_of_the_call_itself_ends_the_wait(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_call_itself_ends_the_wait(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Before, it was dropped as an earlier call's, and the answer waited for without an end."""
     monkeypatch.setattr(rank_rpc, "FAILURE_SECONDS", 0.05)
     rank.fails("AttributeError: no delta_sync_call")
@@ -61,6 +68,7 @@ def test_a_failure_of_the_call_itself_ends_the_wait(rank: Rank, monkeypatch: pyt
         EngineError, match="rank 0 failed outside of its rank worker: AttributeError: no delta_sync_call"
     ):
         read(rank, 30)
+    assert not [record for record in caplog.records if "dropped" in record.getMessage()]
 
 
 def test_no_answer_at_all_is_a_timeout(rank: Rank) -> None:

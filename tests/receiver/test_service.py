@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,6 +177,16 @@ def test_server_that_follows_nothing_still_looks_for_other_writers(site: Site, p
         world.expect_exact()
 
 
+def test_idle_poll_asks_the_ranks_once(site: Site) -> None:
+    """For external writes and sleep, which no API server sees all of."""
+    site.world.receiver.advance()
+    calls: list[str] = []
+    site.port.before = lambda method, arguments: calls.append(method)
+    for _ in range(3):
+        site.world.receiver.advance()
+    assert calls == ["describe"] * 3
+
+
 def test_listening_outlives_an_unexpected_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,6 +214,29 @@ def test_listening_outlives_an_unexpected_error(
     finally:
         service.stop()
         service.join(WAIT)
+
+
+def test_notice_that_comes_while_an_older_one_is_dropped_is_heard(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would cost a poll interval."""
+    service = site.serve(poll_seconds=3600)
+    service.receiver.advance()
+    old, new = (SimpleNamespace(version=version, manifest="") for version in (0, 1))
+    service._announced = old  # type: ignore[assignment]
+
+    def is_new(notice: Any) -> bool:
+        if notice is old:
+            service._announced = new  # type: ignore[assignment]
+            service._wake.set()
+        return notice is new
+
+    monkeypatch.setattr(service, "_is_new", is_new)
+    waiting = threading.Thread(target=service._wait_for_work, args=(time.monotonic(),), daemon=True)
+    waiting.start()
+    waiting.join(5)
+    ended = not waiting.is_alive()
+    service.stop()
+    waiting.join(WAIT)
+    assert ended
 
 
 # Policy manual: a server looks, shows what waits, and moves when it is told to

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.services import WAIT, Site
 from tests.support.world import World
-from vllm_delta_sync.engine.api import weight_transfer
+from vllm_delta_sync.engine.api import embedded, weight_transfer
 from vllm_delta_sync.engine.api.embedded import OfflineSync, attach
 from vllm_delta_sync.engine.api.weight_transfer import OverdueError
 from vllm_delta_sync.engine.commit.transaction import DrainError
@@ -169,6 +170,22 @@ def test_update_that_takes_too_long_says_that_it_goes_on(site: Site) -> None:
     assert isinstance(error, OverdueError)
     assert "version 1 was not served within timeout_s = 0.2" in error.message
     assert service.request("sync").result(WAIT)["served"]["version"] == 1
+
+
+def test_update_that_takes_too_long_says_whether_its_version_is_published(site: Site) -> None:
+    _, service = forwarding(site)
+    service.request("sync").result(WAIT)
+    client = make_client()
+
+    async def stall(action: str, argument: Any) -> Any:
+        await asyncio.Event().wait()
+
+    checks = weight_transfer.TransferChecks(site.world.url, service.receiver.status)
+    weight_transfer.AsyncTransfer(checks, stall).install(client)
+    calls = [update(client, version=version, timeout_s=0.01) for version in (0, 1)]
+    published, unpublished, newest = run(*calls, update(client, timeout_s=0.01))
+    assert [type(error) for error in (published, unpublished, newest)] == [OverdueError, NotFoundError, OverdueError]
+    assert "version 1 was not seen in the bucket within timeout_s = 0.01" in unpublished.message
 
 
 def test_labels_of_others_are_refused_without_a_backend_and_left_alone_with_another(site: Site) -> None:
@@ -344,3 +361,47 @@ def test_wait_for_requests_in_flight_is_bounded(caplog: pytest.LogCaptureFixture
         thread.join()
         loop.close()
     assert caplog.records == []
+
+
+def test_call_that_ends_after_close_raises_where_it_was_made_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit may outlast the time that ``close`` waits for it."""
+    asked: Future[Any] = Future()
+    service = SimpleNamespace(request=lambda *_: asked, stop=lambda: None, join=lambda seconds: None)
+    monkeypatch.setattr(embedded, "ServerEnginePort", lambda *_: None)
+    monkeypatch.setattr(embedded, "ReceiverService", lambda *_: service)
+    raised: list[dict[str, Any]] = []
+
+    async def close_first() -> Any:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
+        sync = embedded.AsyncSync(SimpleNamespace(), Settings(bucket="/x"))
+        call = asyncio.create_task(sync.to(1))
+        await asyncio.sleep(0)
+        assert asked.set_running_or_notify_cancel()
+        await sync.close()
+        (outcome,) = await asyncio.gather(call, return_exceptions=True)
+        asked.set_result({})
+        await asyncio.sleep(0.01)
+        return outcome
+
+    outcome = asyncio.run(close_first())
+    assert (type(outcome), str(outcome)) == (EngineError, "this was closed before the call finished")
+    assert raised == []
+
+
+def test_call_that_its_caller_cancels_stays_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = SimpleNamespace(request=lambda *_: Future(), stop=lambda: None, join=lambda seconds: None)
+    monkeypatch.setattr(embedded, "ServerEnginePort", lambda *_: None)
+    monkeypatch.setattr(embedded, "ReceiverService", lambda *_: service)
+
+    async def cancel() -> None:
+        sync = embedded.AsyncSync(SimpleNamespace(), Settings(bucket="/x"))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sync.to(1), 0.01)
+        call = asyncio.create_task(sync.to(1))
+        await asyncio.sleep(0)
+        call.cancel()
+        await sync.close()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(cancel())

@@ -26,7 +26,7 @@ from tests.support.signed import (
     unsign,
 )
 from trainer_side import Publisher
-from trainer_side.maintenance import HEAD_THREAD_NAME
+from trainer_side.maintenance import HEAD_THREAD_NAME, THREAD_NAME
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
@@ -314,6 +314,23 @@ def renewed_in_time(folder: Path, keys: Keys, trainer: Trainer, head_seconds: in
     assert HEAD_THREAD_NAME not in {thread.name for thread in threading.enumerate()}
     starts = [head.created_at or "" for _, head in bucket.written]
     return all(start < end for start, end in zip(starts[1:], ends, strict=False))
+
+
+@pytest.mark.parametrize("name", [THREAD_NAME, HEAD_THREAD_NAME])
+def test_no_thread_is_left_where_one_cannot_be_started(
+    folder: Path, keys: Keys, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        Publisher(trainer.live, str(folder), signing_key=keys.private("a"))
+    assert not {thread.name for thread in threading.enumerate()} & {THREAD_NAME, HEAD_THREAD_NAME}
 
 
 def test_close_leaves_a_head_that_holds_for_all_its_time(folder: Path, keys: Keys, trainer: Trainer) -> None:

@@ -81,7 +81,7 @@ class RankCoordinator:
             command = self.group.broadcast(what)
             if "error" in command:
                 raise error_from_rank(command["error"], 0)
-            if "do" not in command:
+            if "command" not in command:
                 return command["value"]
             try:
                 self._execute(command)
@@ -98,12 +98,12 @@ class RankCoordinator:
         Raises:
             ModelError: they do not own each element once. Other errors as ``Baseline.of_run``.
         """
-        self._command({"do": "fit", "tensors": self.run.table.digest})
+        self._command({"command": "find_parts", "tensors": self.run.table.digest})
         return self._find_parts(self.run.table.digest)
 
     def capture(self, fallback: Checkpoint | None) -> None:
         """Copy the current live parts; tensors that the model lacks come from ``fallback``."""
-        self._command({"do": "capture"})
+        self._command({"command": "capture"})
         self._capture(fallback)
 
     def checkout(self, manifest: Manifest) -> None:
@@ -113,26 +113,26 @@ class RankCoordinator:
             FingerprintError: the parts of all ranks do not have the manifest's fingerprint; nothing was replaced.
             PublishError: only another rank cannot rebuild its parts. Other errors as ``restore``.
         """
-        self._command({"do": "hold", "manifest": manifest.to_bytes().decode()})
+        self._command({"command": "checkout", "manifest": manifest.to_bytes().decode()})
         self._checkout(manifest)
 
     def put_shards(self, put: Put) -> tuple[GatheredState, list[ObjectRef]]:
         """Store the baseline as an anchor's objects; return state and objects. Raises as ``check_parts``, ``put``."""
-        self._command({"do": "anchor"})
+        self._command({"command": "put_shards"})
         return self._put_shards(put)
 
     def _command(self, command: Json) -> None:
         self.group.broadcast(self._name, command)
 
     def _execute(self, command: Json) -> None:
-        match command["do"]:
-            case "fit":
+        match command["command"]:
+            case "find_parts":
                 self._find_parts(command["tensors"])
             case "capture":
                 self._capture(None)
-            case "hold":
+            case "checkout":
                 self._checkout(Manifest.from_bytes(command["manifest"].encode()))
-            case "anchor":
+            case "put_shards":
                 self._put_shards(self._store)
 
     # What every rank executes

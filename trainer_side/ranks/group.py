@@ -80,7 +80,7 @@ class ProcessGroup:
         """
         self.check()
         self._sequence += 1
-        mine = {"what": what, "turn": self._sequence, "value": document}
+        mine = {"what": what, "sequence": self._sequence, "value": document}
         if not self.is_rank0:
             self._send_document(0, mine)
             return None
@@ -103,7 +103,7 @@ class ProcessGroup:
         """Return rank 0's document on every rank, ignoring those of others. Raises LostRankError as ``gather``."""
         self.check()
         self._sequence += 1
-        mine = {"what": what, "turn": self._sequence, "value": document}
+        mine = {"what": what, "sequence": self._sequence, "value": document}
         if self.is_rank0:
             problem: LostRankError | None = None
             for rank in range(1, self.size):
@@ -242,11 +242,12 @@ class ProcessGroup:
     # Messages
 
     def _check_place(self, rank: int, theirs: Json, mine: Json) -> None:
-        if theirs["what"] == mine["what"] and theirs["turn"] == mine["turn"]:
+        if theirs["what"] == mine["what"] and theirs["sequence"] == mine["sequence"]:
             return
         raise self._break(
-            f"rank {rank} is at {theirs['what']!r} ({theirs['turn']}) while rank {self.rank} is at {mine['what']!r} "
-            f"({mine['turn']}): every rank has to call the publisher's methods, at the same places; start the job again"
+            f"rank {rank} is at {theirs['what']!r} ({theirs['sequence']}) while rank {self.rank} is at "
+            f"{mine['what']!r} ({mine['sequence']}): every rank has to call the publisher's methods, at the same "
+            "places; start the job again"
         )
 
     def _break(self, reason: str) -> LostRankError:

@@ -302,7 +302,7 @@ class RankCommitter(Committer):
 
         def report() -> Json:
             value = work()
-            return {"value": value, "held": _text(self.current), "newest": _text(self.newest)}
+            return {"value": value, "current": _text(self.current), "newest": _text(self.newest)}
 
         try:
             answer = self._coordinator.run_on_rank0(what, report)
@@ -314,7 +314,7 @@ class RankCommitter(Committer):
             raise
         if not self._group.is_rank0:
             self.writer.set_newest(Manifest.from_bytes(answer["newest"].encode()))
-            self.current = Manifest.from_bytes(answer["held"].encode())
+            self.current = Manifest.from_bytes(answer["current"].encode())
         return answer["value"]
 
     def _checkout(self, manifest: Manifest) -> None:

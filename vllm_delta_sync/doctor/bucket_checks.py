@@ -24,6 +24,7 @@ from vllm_delta_sync.doctor.findings import CheckResult, Failure
 from vllm_delta_sync.errors import (
     AccessError,
     ConflictError,
+    DataError,
     DeltaSyncError,
     LimitError,
     NotFoundError,
@@ -297,9 +298,7 @@ class BucketProbe:
             except NotFoundError as error:
                 return self._no_run(error)
             return self._audit_run(RunDocuments(self._bucket, self._keyring))
-        except (StoreError, Failure):
-            raise
-        except DeltaSyncError as error:
+        except DataError as error:
             raise Failure(error, {"run": self.run}, remedy) from error
 
     def _no_run(self, error: NotFoundError) -> CheckResult:

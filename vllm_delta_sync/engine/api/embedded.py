@@ -146,7 +146,14 @@ class AsyncSync:
         future = asyncio.wrap_future(self._service.request(action, argument))
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Not the caller but ``close`` cancelled it.
+            raise EngineError("this was closed before the call finished") from None
 
     async def to(self, version: int | None = None) -> Answer:
         """Bring the weights to a version (None: the one that the setting ``target`` names); returns ``status()``.
@@ -219,8 +226,8 @@ class AsyncSync:
         # In a thread: a running commit needs the loop to finish.
         await asyncio.to_thread(self._service.join, CLOSE_SECONDS)
         for future in [*self._pending]:
-            if not future.done():
-                future.set_exception(EngineError("this was closed before the call finished"))
+            # Unlike an error set here, this lets the thread's answer come later, and be dropped.
+            future.cancel()
         setattr(self._engine, ATTACHED, None)
 
 

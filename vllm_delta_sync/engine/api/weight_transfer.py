@@ -106,6 +106,14 @@ class TransferChecks:
             )
         return _parsed(UpdateInfo, "update_info", update_info)
 
+    def late(self, asked: UpdateInfo) -> DeltaSyncError:
+        """Return the error for an update that did not end in time: its version is not published, or not served yet."""
+        head, limit = self._status()["head"], f"within timeout_s = {asked.timeout_s:g}"
+        what = "the newest version" if asked.version is None else f"version {asked.version}"
+        if head is None or (asked.version is not None and head["version"] < asked.version):
+            return NotFoundError(f"{what} was not seen in the bucket {limit}; see /delta_sync/status")
+        return OverdueError(f"{what} was not served {limit}; a running update continues, see /delta_sync/status")
+
     def record_reached(self, status: Answer) -> None:
         """Remember the version that an update reached."""
         served = status["served"]
@@ -198,7 +206,7 @@ class AsyncTransfer:
                     self._checks.record_reached(await self._ask("sync", asked.version))
                 return
             except TimeoutError:
-                raise _overdue(asked) from None
+                raise self._checks.late(asked) from None
             except NotFoundError:
                 if deadline is None or time.monotonic() + PUBLISH_STEP_SECONDS >= deadline:
                     raise
@@ -295,11 +303,3 @@ def _parsed(model: type[Document], name: str, value: Any) -> Document:
         field = ".".join([name, *(str(part)[:40] for part in problem["loc"])])
         known = ", ".join(model.model_fields)
         raise TransferError(f"{field}: {problem['msg']}; backend {BACKEND} knows {known}") from error
-
-
-def _overdue(asked: UpdateInfo) -> OverdueError:
-    what = "the newest version" if asked.version is None else f"version {asked.version}"
-    return OverdueError(
-        f"{what} was not served within timeout_s = {asked.timeout_s:g}; a running update continues, see "
-        "/delta_sync/status"
-    )

@@ -1,4 +1,4 @@
-"""What runs in the engine core's process, and how the controller calls it: rank calls and the pause watchdog.
+"""Calls from the API server to the ranks: ports and clients there; hooks, watchdog and rank calls in the engine core.
 
 May import ``engine.worker`` and what is below. Begin with ``ports``.
 """

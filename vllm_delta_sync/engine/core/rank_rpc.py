@@ -79,6 +79,8 @@ def _read_answer(queue: Any, rank: int, number: int, deadline: float | None) -> 
             failure = str(result)
             until = time.monotonic() + FAILURE_SECONDS
             deadline = until if deadline is None else min(deadline, until)
+            logger.warning("rank %d reported a failure, of this call or an earlier one: %s", rank, failure)
+            continue
         logger.warning("dropped an answer of rank %d to an earlier call, which had failed on another rank", rank)
 
 

@@ -79,11 +79,13 @@ class Heartbeat:
             return False
         try:
             content = self._content()
-            if content == self._last_content and time.monotonic() < self._due:
+            if content == self._last_content and not self._failed and time.monotonic() < self._due:
                 return False
             self._due = time.monotonic() + self._seconds / 3
             if self._last_content is not None and self._last_content[0] is not content[0]:
                 self._write_ended()
+            # Before the write: one that fails may have reached the bucket, and must be ended too.
+            self._last_content = content
             self._write(*content, self._seconds)
         except DeltaSyncError as error:
             self._due = time.monotonic() + self._seconds / 3
@@ -91,7 +93,7 @@ class Heartbeat:
                 self._failed = True
                 logger.warning("could not write the heartbeat of %r: %s", self._id, error.message)
             return False
-        self._last_content, self._failed = content, False
+        self._failed = False
         return True
 
     def _write_ended(self) -> None:

@@ -55,7 +55,7 @@ class WeightIdentifier:
                 version of another run.
 
         Returns:
-            the position; None if an anchor has to replace the weights.
+            the position; None if an anchor, or a rebuild, has to replace the weights.
 
         Raises:
             ModelError: the model cannot be patched exactly.
@@ -83,8 +83,13 @@ class WeightIdentifier:
             version_0, of_source = version_0_of(source)
             if not held.mismatches(of_source):
                 return self._accept(WeightPosition(source, version_0), of_source, may_serve)
-        self._require_anchor_start(first, mismatches)
-        logger.info("%d tensors differ from version 0; taking an anchor", len(mismatches))
+        if self._engines_differ(held):
+            logger.info(
+                "the engines loaded different versions, because the head moved meanwhile; replacing all weights"
+            )
+        else:
+            self._require_anchor_start(first, mismatches)
+            logger.info("%d tensors differ from version 0; taking an anchor", len(mismatches))
         self._ranks.set_baseline(None, base)
         return None
 
@@ -163,6 +168,23 @@ class WeightIdentifier:
         if not right or len(claimed.fingerprints) != len(run.table) or held.mismatches(claimed.fingerprints):
             return None
         return position
+
+    def _engines_differ(self, held: GatheredWeights) -> bool:
+        """Return whether each data parallel engine holds a version of this run, proven, but not all the same one.
+
+        Engines of a dense model load independently, each the head of its moment (``--load-format delta_sync``).
+        """
+        try:
+            engines = held.by_claim(self._history.run.table)
+        except ModelError:
+            return False
+        run = self._history.run.info.run
+        return len(engines) > 1 and all(
+            engine.claimed is not None
+            and engine.claimed.run == run
+            and self._claimed_position(engine.claimed, engine) is not None
+            for engine in engines
+        )
 
     def _accept(
         self, position: WeightPosition, fingerprints: list[Fingerprint], may_serve: Callable[[WeightPosition], bool]

@@ -52,6 +52,14 @@ class GatheredWeights:
             if tensor in self.conflicting or (found is not None and found != right)
         ]
 
+    def by_claim(self, table: TensorTable) -> list["GatheredWeights"]:
+        """Return the weights of each set of ranks that claim one version. ModelError: a set holds tensors in part."""
+        ranks: dict[tuple[str, int] | None, list[Answer]] = {}
+        for answer in self.answers:
+            claim = answer["claimed"]
+            ranks.setdefault(None if claim is None else (claim["run"], claim["version"]), []).append(answer)
+        return [_combine_ranks(table, answers)[1] for answers in ranks.values()]
+
 
 class RankGroup:
     """The ranks behind an engine port.
@@ -76,19 +84,9 @@ class RankGroup:
             ModelError: a tensor cannot be routed, or is held in part.
         """
         answers = self.run_operation("identify", arguments)
-        ownership = prove_ownership(
-            table,
-            [[[region_from_plain(region) for region in of] for of in answer["regions"]] for answer in answers],
-        )
-        self.ownership, self._table = ownership, table
-        found: list[Fingerprint | None] = []
-        conflicting = set()
-        for tensor in range(len(table)):
-            value = ownership.combine(tensor, [_parse_fingerprints(answer["measured"][tensor]) for answer in answers])
-            if value is None:
-                conflicting.add(tensor)
-            found.append(value if ownership.is_loaded(tensor) else None)
-        return GatheredWeights(found, conflicting, _claimed_version(answers), answers)
+        self.ownership, held = _combine_ranks(table, answers)
+        self._table = table
+        return held
 
     def set_baseline(
         self, version: int | None, fingerprints: list[Fingerprint], position: WeightPosition | None = None
@@ -239,6 +237,22 @@ class RankGroup:
         for answer in answers:
             raise_if_error(answer)
         return answers
+
+
+def _combine_ranks(table: TensorTable, answers: list[Answer]) -> tuple[Ownership, GatheredWeights]:
+    """Prove that ranks together hold whole tensors, and combine what they measured. Raises ModelError."""
+    ownership = prove_ownership(
+        table,
+        [[[region_from_plain(region) for region in of] for of in answer["regions"]] for answer in answers],
+    )
+    found: list[Fingerprint | None] = []
+    conflicting = set()
+    for tensor in range(len(table)):
+        value = ownership.combine(tensor, [_parse_fingerprints(answer["measured"][tensor]) for answer in answers])
+        if value is None:
+            conflicting.add(tensor)
+        found.append(value if ownership.is_loaded(tensor) else None)
+    return ownership, GatheredWeights(found, conflicting, _claimed_version(answers), answers)
 
 
 def _parse_fingerprints(values: list[str]) -> list[Fingerprint]:

@@ -335,11 +335,12 @@ class Receiver:
         other.check_related(current, served.version)
         run = other.history.run.info.run
         with self._reporting_errors():
+            other.history.check_fresh()
             self._updater.check_external_writes()
+            # From here an error costs another identification of all weights.
             self._bound_to_other_run, self._ranks.keys_sequence = True, other.history.keys_sequence
             self.goal_version = target
             try:
-                other.history.check_fresh()
                 position = self._identify(other)
                 while self.board.served is not None and self.board.served.run != run:
                     other.planner.requested_version = target

@@ -47,7 +47,9 @@ class ReceiverService:
         self._requests: queue.SimpleQueue[tuple[str, Any, Future[Any]]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._stop = threading.Event()
+        # Written by one thread each: the newest notice by ``_listen``, the newest one handled by ``_follow``.
         self._announced: Notice | None = None
+        self._handled: Notice | None = None
         self._notice_delay = MIN_POLL_SECONDS
         self._failures = 0
         self._throttle = RepeatedErrors()
@@ -109,7 +111,8 @@ class ReceiverService:
         while not self._stop.is_set():
             polled = time.monotonic()
             self._serve_requests()
-            announced, self._announced = self._announced, None
+            announced = self._pending_notice()
+            self._handled = announced or self._handled
             self.receiver.announced_version = None if announced is None else announced.version
             self._run_once()
             self._adjust_notice_delay(announced)
@@ -122,14 +125,21 @@ class ReceiverService:
         """Wait for the next poll, for a request, or for a notice and its delay."""
         due = time.monotonic() + self._delay()
         while not self._stop.is_set() and self._requests.empty():
-            if self._announced is not None and not self._is_new(self._announced):
-                self._announced = None
-            until = due if self._announced is None else min(due, polled + self._notice_delay)
+            notice = self._pending_notice()
+            if notice is not None and not self._is_new(notice):
+                self._handled = notice
+                continue
+            until = due if notice is None else min(due, polled + self._notice_delay)
             left = until - time.monotonic()
             if left <= 0:
                 return
             self._wake.wait(left)
             self._wake.clear()
+
+    def _pending_notice(self) -> Notice | None:
+        """Return the newest notice if no poll has followed it."""
+        notice = self._announced
+        return None if notice is self._handled else notice
 
     def _adjust_notice_delay(self, announced: Notice | None) -> None:
         """Double the delay of polls after a false notice, because anyone may send one; reset it after a true one."""

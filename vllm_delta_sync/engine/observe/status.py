@@ -196,8 +196,8 @@ class StatusBoard:
                     "look_timestamp_seconds": None if polled is None else _wall_clock(polled),
                     "served_timestamp_seconds": None if served is None else _wall_clock(self._served_since[1]),
                 }
-                state = self.state
-            metrics.show({**values, "ready": float(ready)}, state, STATES)
+                # Within the lock, or another thread's older values could be written last, and stay.
+                metrics.show({**values, "ready": float(ready)}, self.state, STATES)
 
         metrics.register()
         self.watch(show)

@@ -257,7 +257,7 @@ class UpdatePlanner:
         """Return whether a commit may end at a version, which then generates."""
         return manifest.quarantine is None or self._quarantined or manifest.version == self.requested_version
 
-    # Around missing or bad documents
+    # Snapshots and rebuilds instead of steps
 
     def _cheaper_anchor(self, position: WeightPosition, target: int, path: StepPath) -> UpdatePlan | None:
         """Plan an anchor, if it is smaller than the steps of a path; else None."""
@@ -273,6 +273,8 @@ class UpdatePlanner:
         if plan is None:
             raise next(iter(self.feedback.bad.values()), ChainError(f"no update leads to version {target}"))
         return plan
+
+    # Around missing or bad documents
 
     def _plan_around(self, position: WeightPosition, target: int, memory_bytes: int) -> UpdatePlan | None:
         """Plan where no steps lead to the target; None if that is impossible or a document was just marked bad."""

@@ -1,4 +1,4 @@
-"""What it brings to fold k consecutive deltas into one: an element that changed twice is sent once."""
+"""What it brings to merge k consecutive deltas into one: an element that changed twice is sent once."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ def powers(most: int) -> list[int]:
     return [1 << exponent for exponent in range(most.bit_length())]
 
 
-def folding(bench: str, sequence: Sequence, codecs: list[Own]) -> list[Row]:
+def merging(bench: str, sequence: Sequence, codecs: list[Own]) -> list[Row]:
     """Rows for the first 1, 2, 4 … versions of a real run: bytes beside the sum of the single deltas, and seconds."""
     table = table_of(sequence.base)
     codecs = [codec for codec in codecs if codec.name != "raw"]
@@ -31,21 +31,21 @@ def folding(bench: str, sequence: Sequence, codecs: list[Own]) -> list[Row]:
             single[codec.name].append(single[codec.name][-1] + len(codec.write(changes, table, before)))
         before = version
     if not _leads_to(parts, sequence.base, before):
-        raise SystemExit("the folded delta did not give the last version bit for bit")
+        raise SystemExit("the merged delta did not give the last version bit for bit")
     rows = []
     for count in powers(len(parts)):
-        case = f"real dense 1%, {count} folded"
-        folded = merge_changes(parts[:count], table)
+        case = f"real dense 1%, {count} merged"
+        merged = merge_changes(parts[:count], table)
         taken = best_seconds(lambda count=count: merge_changes(parts[:count], table), REPEATS)  # type: ignore[misc]
         rows += [
-            row(bench, case, "changed share", 100 * folded.changed / table.total, "%"),
-            row(bench, case, "fold", 1e3 * taken, "ms"),
+            row(bench, case, "changed share", 100 * merged.changed / table.total, "%"),
+            row(bench, case, "merge", 1e3 * taken, "ms"),
             row(
-                bench, case, "fold per change", 1e9 * taken / sum(part.changed for part in parts[:count]), "ns/changed"
+                bench, case, "merge per change", 1e9 * taken / sum(part.changed for part in parts[:count]), "ns/changed"
             ),
         ]
         for codec in codecs:
-            size, apart = len(codec.write(folded, table, sequence.base)), single[codec.name][count]
+            size, apart = len(codec.write(merged, table, sequence.base)), single[codec.name][count]
             rows.append(row(bench, f"{case}, {codec.name}", "object", size / 1e3, "kB"))
             rows.append(row(bench, f"{case}, {codec.name}", "ratio", apart / size, "x", "sum of single deltas"))
     return rows
