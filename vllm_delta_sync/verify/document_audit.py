@@ -118,8 +118,8 @@ class DocumentAudit:
     def _add(self, rank: int, finding: Finding) -> None:
         self._found.append((rank, finding))
 
-    def _try(self, key: str, read: Callable[[], _Found], version: int | None = None) -> _Found | None:
-        return self._taken(key, _outcome(read), version)
+    def _try(self, key: str, read: Callable[[], _Found]) -> _Found | None:
+        return self._taken(key, _outcome(read))
 
     def _taken(self, key: str, outcome: _Found | DeltaSyncError, version: int | None = None) -> _Found | None:
         """Return the document; None if it was removed after listing, or is bad, which becomes a finding."""
