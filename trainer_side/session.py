@@ -172,9 +172,8 @@ class PublishSession:
 class SkipLog:
     """Logs that calls of ``publish`` are skipped, and why: once until a version is published again."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._since = clock()
+    def __init__(self) -> None:
+        self._since = time.monotonic()
         self._last_published: PublishResult | None = None
         self._count = 0
 
@@ -188,7 +187,7 @@ class SkipLog:
         count, self._count = self._count, 0
         if count:
             logger.info("step %d: published again, after %d that were skipped", result.step, count)
-        self._last_published, self._since = result, self._clock()
+        self._last_published, self._since = result, time.monotonic()
 
     def _log_skip(self, step: int, last: PublishResult) -> None:
         logger.warning(
@@ -198,7 +197,7 @@ class SkipLog:
             step,
             last.version,
             last.step,
-            self._clock() - self._since,
+            time.monotonic() - self._since,
         )
 
 

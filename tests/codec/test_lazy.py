@@ -14,7 +14,7 @@ from tests.support.written import TABLE
 from vllm_delta_sync.codec import delta_reader as reading
 from vllm_delta_sync.codec import merge_spool as spooling
 from vllm_delta_sync.codec.delta_object import DeltaContext
-from vllm_delta_sync.codec.delta_reader import LazyDelta, decode
+from vllm_delta_sync.codec.delta_reader import LazyDelta, decode, pieces_of
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.merge import merge_changes, merge_lazily
 from vllm_delta_sync.codec.merge_spool import DeltaSpool
@@ -90,7 +90,7 @@ def test_pieces_of_an_object_are_the_object(compression: str, monkeypatch: pytes
     lazy = LazyDelta(np.frombuffer(data, np.uint8), table, CONTEXT)
     assert (lazy.changed, lazy.fingerprints) == (changes.changed, changes.fingerprints)
     state = state_of(table, old)
-    pieces = list(lazy.pieces())
+    pieces = list(pieces_of([lazy]))
     assert len(pieces) > 10
     for piece in pieces:
         state.apply(piece)
@@ -108,7 +108,7 @@ def test_damaged_planes_are_refused() -> None:
         damaged = bytearray(data)
         damaged[place] ^= 1 << int(random.integers(8))
         try:
-            pieces = list(LazyDelta(bytes(damaged), table, CONTEXT).pieces())
+            pieces = list(pieces_of([LazyDelta(bytes(damaged), table, CONTEXT)]))
         except (FormatError, ChainError, UnsupportedError, TensorMismatchError):
             refused += 1
             continue
@@ -118,7 +118,7 @@ def test_damaged_planes_are_refused() -> None:
     assert refused > 60
     for cut in (0, 7, 8, 100, len(data) - 1):
         with pytest.raises(FormatError):
-            list(LazyDelta(data[:cut], table, CONTEXT).pieces())
+            list(pieces_of([LazyDelta(data[:cut], table, CONTEXT)]))
 
 
 def test_codec_raw_and_other_versions_are_refused() -> None:

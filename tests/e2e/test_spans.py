@@ -90,7 +90,6 @@ def check_stream(path: str, admitted: int, chunks: list[dict[str, Any]]) -> int:
 
 def test_which_policy_answered(follower: Follower) -> None:
     world, server = follower.world, follower.server
-    gaps = server.metrics()["delta_sync_output_gap_seconds_count"]
     answers: Answers = []
     with streaming(server, answers):
         # A commit may fall between two streams of a kind.
@@ -101,7 +100,6 @@ def test_which_policy_answered(follower: Follower) -> None:
             assert server.get("/delta_sync/ready").status_code == 200
     crossed = crossings(answers)
     assert all(crossed.values()), f"none of {len(answers)} streams met a commit: {crossed}"
-    assert server.metrics()["delta_sync_output_gap_seconds_count"] > gaps
 
 
 def crossings(answers: Answers) -> Counter[str]:

@@ -195,7 +195,7 @@ def test_shadows_come_from_the_version_that_a_server_was_started_from(tmp_path: 
     world.train(1, 2)
     run = open_run(world.url)
     fingerprints = [fingerprint_tensor(spec.name, bits_of(world.served(spec.name))).hex() for spec in run.table]
-    loaded = LoadedVersion(run.info.run, world.url, 2, run.manifest(2).digest, tuple(fingerprints))
+    loaded = LoadedVersion(run.info.run, world.url, 2, tuple(fingerprints))
     world.models = world.fresh()
     for model in world.models:
         model.delta_sync_loaded = loaded

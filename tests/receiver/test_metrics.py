@@ -153,7 +153,7 @@ from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.status import StatusBoard
 
 def serve(role, versions=0, state=""):
-    metrics.observe_output_gap(0.01)
+    metrics.observe_admission("served", 0.01)
     if role != "follower":
         metrics.count_move("forward", {"fetch": 20.0, "pause": 5.0}, versions=versions)
         board = StatusBoard("follow")
@@ -175,7 +175,7 @@ def test_several_api_servers_add_up_and_the_newest_leader_is_shown(tmp_path: Pat
     command = [sys.executable, "-c", SERVERS]
     done = subprocess.run(command, env=environment, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     shown = dict(re.findall(r"^(delta_sync_\S+) (\S+)$", done.stdout, re.MULTILINE))
-    assert shown["delta_sync_output_gap_seconds_count"] == "3.0"
+    assert shown['delta_sync_admission_seconds_count{outcome="served"}'] == "3.0"
     assert shown["delta_sync_versions_total"] == "5.0"
     assert shown['delta_sync_phase_seconds_count{phase="fetch"}'] == "2.0"
     assert shown["delta_sync_undo_versions"] == "2.0"

@@ -566,7 +566,7 @@ def test_cold_start_on_a_branch_and_on_to_its_head(source: Chain, ranks: int) ->
     models = models_of(branch.bits[3], ranks)
     for model in models:
         fingerprints = tuple(value.hex() for value in state.fingerprints)
-        model.delta_sync_loaded = LoadedVersion(branch.run, branch.url, 3, manifest.digest, fingerprints)
+        model.delta_sync_loaded = LoadedVersion(branch.run, branch.url, 3, fingerprints)
     server = Server(branch, branch.bits[3], ranks)
     for model, loaded in zip(server.models, models, strict=True):
         model.delta_sync_loaded = loaded.delta_sync_loaded

@@ -17,7 +17,7 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.utils.async_utils import merge_async_iterators
 
-from vllm_delta_sync.engine.observe import metrics, spans
+from vllm_delta_sync.engine.observe import spans
 from vllm_delta_sync.engine.observe.spans import add_spans
 
 DONE = "data: [DONE]\n\n"
@@ -237,23 +237,6 @@ def test_client_that_goes_away_ends_its_requests(prompts: int, closed: bool) -> 
 async def consume(stream: Any) -> None:
     async for _ in stream:
         pass
-
-
-def test_gaps_are_those_before_the_first_token_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[float] = []
-    now = 100.0
-    monkeypatch.setattr(metrics, "observe_output_gap", seen.append)
-
-    def clock() -> float:
-        nonlocal now
-        now *= 2
-        return now
-
-    monkeypatch.setattr(spans, "time", SimpleNamespace(monotonic=clock))
-    script = [(0, "a", None), (0, "", None), (0, "bc", None), (0, "", [("1", 0, 1), ("2", 1, 2), ("3", 2, 3)])]
-    read(lambda: Api(Engine(script)).complete(1))
-    # Tokens 1 and 2 came at once, at 800, and token 0 at 200.
-    assert seen == [600.0, 600.0]
 
 
 # Streams as text

@@ -41,9 +41,8 @@ class Life:
         if loaded:
             bits = self.chain.bits[loaded]
             sums = tuple(fingerprint_tensor(spec.name, bits[at]).hex() for at, spec in enumerate(self.chain.table))
-            digest = self.chain.manifests[loaded].digest
             for rank in self.port.ranks:
-                rank.model.delta_sync_loaded = LoadedVersion(self.chain.run, self.chain.url, loaded, digest, sums)  # type: ignore[attr-defined]
+                rank.model.delta_sync_loaded = LoadedVersion(self.chain.run, self.chain.url, loaded, sums)  # type: ignore[attr-defined]
         service = ReceiverService(self.port, Settings(**{**self.settings, **settings}))
         self.services.append(service)
         service.start()

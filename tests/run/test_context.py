@@ -62,7 +62,7 @@ def test_pieces_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encode(changes_between(TABLE, old, new, full=[2]), TABLE, "context", "zstd", context, state.base_tensor)
     lazy = reading.LazyDelta(data, TABLE, context, state.base_tensor)
     pieces = []
-    for piece in lazy.pieces():
+    for piece in reading.pieces_of([lazy]):
         pieces.append(sorted(piece.fingerprints))
         state.apply(piece)
     assert sorted(pieces) == [[tensor] for tensor in range(len(TABLE))]

@@ -173,10 +173,11 @@ def test_cheapest_root_is_taken(tree: Written) -> None:
     best = plan_read(tree.run, head)
     assert (best.root.version, best.standalone, spans(best.steps)) == (11, True, [(11, 12)])
     assert plan_read(tree.run, head, avoid={side.anchor_key(11)}).root.version == 3
-    assert plan_read(tree.run, head, anchors=False).root.version == 0
+    anchors = {side.anchor_key(3), side.anchor_key(11)}
+    assert plan_read(tree.run, head, avoid=anchors).root.version == 0
     assert plan_read(tree.run, tree.run.manifest(2)).root.version == 0
     with pytest.raises(NotFoundError, match="version 0"):
-        plan_read(tree.run, head, avoid={keys.version_key(0)}, anchors=False)
+        plan_read(tree.run, head, avoid={keys.version_key(0), *anchors})
 
 
 @given(st.data())

@@ -133,12 +133,13 @@ def _changes(url: str, version: int) -> int:
 def _pieces(url: str, version: int, scratch: str) -> int:
     """As ``_changes``, as large objects are read: from scratch files, piece by piece."""
     from vllm_delta_sync.client import open_run
+    from vllm_delta_sync.codec.delta_reader import pieces_of
     from vllm_delta_sync.run.objects import open_step_objects
     from vllm_delta_sync.run.read_plan import Step
 
     run = open_run(url)
     parts = open_step_objects(Step(run, run.manifest(version)), Path(scratch))
-    return sum(piece.changed for part in parts for piece in part.pieces())
+    return sum(piece.changed for piece in pieces_of(parts))
 
 
 def _folded(url: str, first: int, last: int) -> int:

@@ -229,7 +229,7 @@ def test_fault_that_is_over_does_not_refuse_what_was_loaded(tmp_path: Path) -> N
     weights = ((spec.name, chain.bits[2][tensor].copy()) for tensor, spec in enumerate(chain.table))
     state = ModelState(chain.table, weights)
     fingerprints = tuple(value.hex() for value in state.fingerprints)
-    loaded = LoadedVersion(chain.run, chain.url, 2, chain.manifests[2].digest, fingerprints)
+    loaded = LoadedVersion(chain.run, chain.url, 2, fingerprints)
     world.server.models[0].delta_sync_loaded = loaded
     path = world.folder / keys.version_key(2)
     true = path.read_bytes()

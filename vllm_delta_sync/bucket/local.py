@@ -70,7 +70,7 @@ class LocalBucket(Bucket):
         folders, name = _split(key)
         with ExitStack() as stack:
             source = data if isinstance(data, bytes) else stack.enter_context(_open_source(key, data))
-            stack.enter_context(self._write_errors("write", key))
+            stack.enter_context(self._write_errors(key))
             # Refuse a conflict before any byte is written.
             retry_stale(
                 lambda: self._in_folder(folders, lambda folder: self._check_target(key, folder, name, if_absent))
@@ -333,11 +333,11 @@ class LocalBucket(Bucket):
             raise StoreError(describe_failure(f"{action} key {key!r} of {self.url}", error)) from error
 
     @contextmanager
-    def _write_errors(self, action: str, key: str) -> Iterator[None]:
+    def _write_errors(self, key: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise StoreError(describe_failure(f"{action} key {key!r} of {self.url}", error)) from error
+            raise StoreError(describe_failure(f"write key {key!r} of {self.url}", error)) from error
 
 
 def _names(folder: int, start: str) -> list[str]:

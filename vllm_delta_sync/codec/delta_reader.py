@@ -213,7 +213,7 @@ class LazyDelta:
 
     def __init__(self, data: Buffer, table: TensorTable, context: DeltaContext, old: BaseLookup | None = None) -> None:
         self.version = context.version
-        what = self._what = f"delta object of version {context.version}"
+        what = f"delta object of version {context.version}"
         container = Container(data, what)
         metadata = _metadata(container, context, what)
         self.codec = metadata["codec"]
@@ -273,10 +273,6 @@ class LazyDelta:
         for reader in self._readers:
             if isinstance(reader, _ContextReader):
                 reader.open()
-
-    def pieces(self) -> Iterator[Changes]:
-        """Return all changes of the object, piece by piece; see ``pieces_of``."""
-        return pieces_of([self])
 
 
 class _ContextReader:

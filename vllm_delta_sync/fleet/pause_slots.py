@@ -150,7 +150,7 @@ class PauseSlots:
         free = []
         for slot in range(self._slots):
             newest = found.get(slot, _SlotClaims())
-            if self._has_ended(slot, newest):
+            if self._has_ended(newest):
                 free.append((slot, newest.number))
             elif newest.info is not None and self._is_mine(newest.info.key):
                 # Created by an earlier call whose answer was lost.
@@ -184,7 +184,7 @@ class PauseSlots:
                 slot.info = slot.info if is_end else info
         return found
 
-    def _has_ended(self, slot: int, newest: _SlotClaims) -> bool:
+    def _has_ended(self, newest: _SlotClaims) -> bool:
         """Return whether the newest claim on a slot has ended."""
         if newest.number == 0 or newest.ended:
             return True

@@ -26,11 +26,10 @@ KEYGEN = "make one with delta-sync keygen PATH --notice"
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A key pair in Z85. ``path``: the file it was read from."""
+    """A key pair in Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
-    path: Path
 
 
 def generate(path: Path) -> str:
@@ -65,7 +64,7 @@ def load_secret(path: Path, what: str = "notice_key") -> KeyPair:
         raise SettingsError(f"{what} {str(path)!r} is a public certificate; give the secret one, or {KEYGEN}")
     if zmq.curve_public(secret) != public:
         raise SettingsError(f"{what} {str(path)!r} has a public key that does not belong to its secret key; {KEYGEN}")
-    return KeyPair(public, secret, path)
+    return KeyPair(public, secret)
 
 
 def load_public(path: Path, what: str = "notice_server_key") -> bytes:

@@ -351,14 +351,14 @@ def find_steps(run: RunDocuments, start: int, target: int, avoid: Collection[str
     return ReadPlanner(run, avoid).path(start, target)
 
 
-def plan_read(run: RunDocuments, target: Manifest, avoid: Collection[str] = (), anchors: bool = True) -> Plan:
+def plan_read(run: RunDocuments, target: Manifest, avoid: Collection[str] = ()) -> Plan:
     """Plan the cheapest way to rebuild a version from the bucket and, if the run refers to one, its base.
 
     Compares the version that all others build on with the newest usable standalone anchor, by bytes to read. A local
     checkpoint costs nothing.
 
     Args:
-        avoid: keys of documents that turned out to be bad. anchors: whether to consider standalone anchors.
+        avoid: keys of documents that turned out to be bad.
 
     Raises:
         GapError, or another error of the last root tried. StoreError: the store failed.
@@ -369,13 +369,10 @@ def plan_read(run: RunDocuments, target: Manifest, avoid: Collection[str] = (), 
     failure: DeltaSyncError = GapError(f"version {target.version} cannot be rebuilt: no usable root is left")
     breaks = {item.version: item.base_version for item in target.breaks}
     ancestors = _lineage(target.version, breaks)
-    roots = [(ancestors[-1][0], False)]
-    if anchors:
-        usable = (version for version in run.anchors() if any(first <= version <= last for first, last in ancestors))
-        # Newest first: from there the path is the shortest.
-        anchored = [(version, True) for version in usable if anchor_key(version) not in avoid]
-        roots = anchored[::-1] + roots
-    for version, standalone in roots:
+    usable = (version for version in run.anchors() if any(first <= version <= last for first, last in ancestors))
+    anchored = [(version, True) for version in usable if anchor_key(version) not in avoid]
+    # Newest anchor first: from there the path is the shortest.
+    for version, standalone in [*anchored[::-1], (ancestors[-1][0], False)]:
         if best is not None and standalone:
             continue
         try:

@@ -85,10 +85,9 @@ class Restored:
     """Weights of a version.
 
     Attributes:
-        manifest: of the version. state: its weights. plan: the plan that they were rebuilt by.
+        state: the weights. plan: the plan that they were rebuilt by.
     """
 
-    manifest: Manifest
     state: ModelState
     plan: Plan
 
@@ -130,7 +129,7 @@ def restore(
         return load_root(run, found.root, found.standalone, base, in_memory, scratch, room, filled)
 
     found, state = execute_plan(run, target, load, progress, avoid, scratch)
-    return Restored(target, state, found)
+    return Restored(state, found)
 
 
 def execute_plan(

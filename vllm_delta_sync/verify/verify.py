@@ -97,14 +97,14 @@ def _examine(
             "without their base bits, which are not available: digests, tables and declared fingerprints were checked, "
             "the changes themselves were not"
         )
-    report.notes += _signature_notes(run, documents, report)
+    report.notes += _signature_notes(documents, report)
     if not any(finding.key == "HEAD.json" for finding in found.items) and documents.pointed != report.head:
         behind = "is missing" if documents.pointed is None else f"is behind: it names version {documents.pointed}"
         report.notes.append(f"HEAD.json {behind}, the newest is {report.head}; readers still find the newest")
     return report, documents
 
 
-def _signature_notes(run: RunDocuments, documents: DocumentAudit, report: VerifyReport) -> list[str]:
+def _signature_notes(documents: DocumentAudit, report: VerifyReport) -> list[str]:
     notes: list[str] = []
     if not report.checked:
         if report.signed is not None:

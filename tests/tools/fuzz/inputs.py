@@ -92,7 +92,7 @@ def read_all(data: bytes, seconds: int = WARM_UP_SECONDS) -> set[str]:
     ways: list[Callable[[], Iterable[Changes]]] = [
         lambda: [decode(data, TABLE, context(20_000), old)],
         lambda: [decode(data, TABLE, context(20_000), part)],
-        lambda: delta_reader.LazyDelta(data, TABLE, context(20_000), old).pieces(),
+        lambda: delta_reader.pieces_of([delta_reader.LazyDelta(data, TABLE, context(20_000), old)]),
     ]
     refused = set()
     for way in ways:

@@ -34,14 +34,13 @@ class LoadedVersion:
     """What was passed to a model's ``load_weights``; stored on the model as ``delta_sync_loaded``.
 
     Attributes:
-        run: run id. url: the run's URL. version: version number. digest: SHA-256 of its manifest.
+        run: run id. url: the run's URL. version: version number.
         fingerprints: hex, one per tensor of the run's table, in its order.
     """
 
     run: str
     url: str
     version: int
-    digest: str
     fingerprints: tuple[str, ...]
 
 
@@ -132,7 +131,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         names = model.load_weights(drain_tensors(run, state))
         if names is not None and model_config.quantization is None:
             self._check_all_set(model, set(names))
-        model.delta_sync_loaded = LoadedVersion(held.run, run.bucket.url, held.version, held.digest, fingerprints)
+        model.delta_sync_loaded = LoadedVersion(held.run, run.bucket.url, held.version, fingerprints)
         del state
         gc.collect()
         logger.info("loaded version %d of run %s in %.2f s", held.version, held.run, time.perf_counter() - began)

@@ -62,7 +62,6 @@ class SparsePatch:
 class DensePatch:
     """One tensor in full: per route, the bits to exchange, shaped like the route's region, in host memory."""
 
-    tensor: int
     exchanges: list[tuple[Route, torch.Tensor]]
 
     @property
@@ -201,7 +200,6 @@ def _route_dense(full: Full, routes: RouteMap) -> DensePatch:
     bits = np.require(full.bits, requirements=["W"])
     flat = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
     return DensePatch(
-        full.id,
         [
             (route, region_view(flat, route.source).clone(memory_format=torch.contiguous_format))
             for route in routes.routes[full.id]

@@ -280,8 +280,6 @@ def find_owners(model: Any) -> dict[int, list[tuple[torch.nn.Module, str]]]:
 
 LoadTimeReader = Callable[[list[int]], dict[int, Bits]]
 """Tensor ids → (numel,) bits that the model was loaded with, each an array that the caller may keep."""
-NO_TENSOR = -1
-"""Stands for the tensor id in patches of memory that belongs to no single tensor."""
 
 
 @dataclass
@@ -384,7 +382,7 @@ class ReloadUnits:
                 for tensor, value in after.items():
                     bits[tensor] = _input_bits(routes, unit.inputs[tensor]) if value is None else value
         found = self._exchanges_of(affected, bits, routes)
-        patch.dense += [DensePatch(NO_TENSOR, exchanges) for exchanges in found if exchanges]
+        patch.dense += [DensePatch(exchanges) for exchanges in found if exchanges]
 
     def up_to_date(self, tensors: Iterable[int], routes: RouteMap) -> set[int]:
         """Return the given tensors whose units match the model: reloading gives what it holds."""

@@ -30,7 +30,6 @@ MOVES = ("forward", "rollback", "repair")
 HISTOGRAMS = {
     "phase_seconds": "what the parts of a commit take, on the slowest rank, as in timings_ms of the status",
     "pause_seconds": "how long generation stands still for a commit, at most: wait, commit and resume",
-    "output_gap_seconds": "time between two output tokens of a request that different versions sampled",
     "admission_seconds": "how long requests with X-Delta-Sync-Min-Version were kept waiting",
 }
 COUNTERS = {
@@ -113,11 +112,6 @@ def register() -> None:
     """Register histograms and counters, at zero."""
     for name in (*HISTOGRAMS, *COUNTERS):
         _metric(name)
-
-
-def observe_output_gap(seconds: float) -> None:
-    """Record the time between a request's last token of one version and its first token of the next."""
-    _observe("output_gap_seconds", seconds)
 
 
 def observe_slot_wait(seconds: float) -> None:

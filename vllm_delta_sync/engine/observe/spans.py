@@ -6,9 +6,6 @@ of its choices, a stream gets them in its last chunk (``add_spans``).
 """
 
 import json
-import time
-from array import array
-from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -16,30 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_delta_sync.engine.compat import patches
-from vllm_delta_sync.engine.observe import metrics
 
 _current: "ContextVar[SpanRecord | None]" = ContextVar("delta_sync_spans", default=None)
-
-
-class TokenTimes:
-    """Arrival times of the output tokens of one choice."""
-
-    __slots__ = ("_ends", "_times")
-
-    def __init__(self) -> None:
-        self._ends = array("Q")
-        self._times = array("d")
-
-    def record(self, tokens: int, now: float) -> None:
-        """Record that ``tokens`` more tokens came at ``now``, in seconds of any clock."""
-        if tokens:
-            self._ends.append(tokens + (self._ends[-1] if self._ends else 0))
-            self._times.append(now)
-
-    def seconds_before(self, token: int) -> float | None:
-        """Return the seconds between a token, by its index, and the output before it; None if there is none."""
-        at = bisect_right(self._ends, token)
-        return self._times[at] - self._times[at - 1] if 0 < at < len(self._times) else None
 
 
 @dataclass
@@ -47,11 +22,9 @@ class SpanRecord:
     """Spans of one HTTP request, collected as its outputs finish.
 
     Attributes:
-        streams: whether the response is streamed. started, finished: prompts handed to the engine, and prompts whose
-            last output came.
+        started, finished: prompts handed to the engine, and prompts whose last output came.
     """
 
-    streams: bool = False
     started: int = 0
     finished: int = 0
     spans: list[dict[str, int | None]] = field(default_factory=list)
@@ -67,25 +40,19 @@ class SpanRecord:
 
     async def watch(self, prompt: int, choices: int, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         """Pass outputs through and record the spans of finished ones."""
-        times = [TokenTimes() for _ in range(choices)] if self.streams else []
         # Closed with this generator, not at garbage collection: the close tells the engine that the client left.
         async with aclosing(outputs):
             async for output in outputs:
                 for completion in output.outputs:
-                    if times:
-                        times[completion.index].record(len(completion.token_ids), time.monotonic())
-                    self._record_spans(prompt * choices, completion, times)
+                    self._record_spans(prompt * choices, completion)
                 self.finished += output.finished
                 yield output
 
-    def _record_spans(self, first: int, completion: Any, times: list[TokenTimes]) -> None:
+    def _record_spans(self, first: int, completion: Any) -> None:
         for span in completion.weight_versions or ():
             version = int(span.version) if span.version.isdecimal() else None
             index = first + completion.index
             self.spans.append({"index": index, "version": version, "start": span.start, "end": span.end})
-            gap = times[completion.index].seconds_before(span.start) if times and span.start else None
-            if gap is not None:
-                metrics.observe_output_gap(gap)
 
 
 def install(engine_client: Any, state: Any, run_id: Callable[[], str | None]) -> None:
@@ -119,8 +86,9 @@ def _generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _respond(run_id: Callable[[], str | None]) -> Callable[..., Any]:
     async def respond(original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(request, "use_beam_search", False):
+            # vLLM searches in generations of one token each, which no span could place.
             return await original(request, *args, **kwargs)
-        record = SpanRecord(streams=bool(getattr(request, "stream", False)))
+        record = SpanRecord()
         began = run_id()
 
         def run() -> str | None:

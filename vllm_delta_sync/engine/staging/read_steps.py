@@ -49,11 +49,11 @@ class PhaseTimer:
         self.ms[phase] = self.ms.get(phase, 0.0) + 1e3 * (now - self._last - verified)
         self._last, self._hashed = now, hashed
 
-    def fetching(self, read: Callable[[ObjectRef], Buffer], within: str) -> Callable[[ObjectRef], Buffer]:
-        """Wrap ``read`` so that its time counts as ``fetch`` in the middle of phase ``within``."""
+    def fetching(self, read: Callable[[ObjectRef], Buffer]) -> Callable[[ObjectRef], Buffer]:
+        """Wrap ``read`` so that its time counts as ``fetch``, and the time before it as ``decode``."""
 
         def fetch(ref: ObjectRef) -> Buffer:
-            self.tick(within)
+            self.tick("decode")
             data = read(ref)
             self.tick("fetch")
             return data

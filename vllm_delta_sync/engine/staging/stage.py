@@ -55,7 +55,7 @@ def stage_update(
         timer.tick("fetch")
         timer.tick("decode")
     else:
-        patch = stage_anchor(plan.anchor or target, timer.fetching(object_reader(run), "decode"), routes)
+        patch = stage_anchor(plan.anchor or target, timer.fetching(object_reader(run)), routes)
         timer.tick("decode")
     _check_total(target, patch)
     if routes.reload_units is not None:
@@ -120,7 +120,7 @@ def _dense_patches(tensor: int, bits: Bits, routes: RouteMap) -> Iterable[DenseP
     parts = [
         part for route in routes.routes[tensor] if (part := _exchange_if_different(bits, route, routes)) is not None
     ]
-    return [DensePatch(tensor, parts)] if parts else []
+    return [DensePatch(parts)] if parts else []
 
 
 def _exchange_if_different(bits: Bits, route: Route, routes: RouteMap) -> tuple[Route, torch.Tensor] | None:

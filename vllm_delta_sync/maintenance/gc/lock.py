@@ -58,7 +58,7 @@ class CollectionLock:
         """
         number, info, over = self._newest()
         if info is not None and not over:
-            self._check_over(number, info)
+            self._check_over(info)
         if not self._claim(number + 1):
             raise ConflictError(
                 f"another collection of {self._run.bucket.url} started at the same time; start this one again when "
@@ -115,7 +115,7 @@ class CollectionLock:
             info = info if found[1] else item
         return number, info, over
 
-    def _check_over(self, number: int, info: ObjectInfo) -> None:
+    def _check_over(self, info: ObjectInfo) -> None:
         bucket = self._run.bucket
         # A claim that cannot be read states no duration; assume the usual one.
         seconds = CLAIM_SECONDS

@@ -138,7 +138,7 @@ def _round(
         return done
     try:
         check_signer(run)
-        done += _repair_head(run, report, audit)
+        done += _repair_head(run, report)
     except SettingsError as error:
         if any(finding.key == HEAD_KEY for finding in report.findings):
             unsigned.append(f"{HEAD_KEY} was not written: {error.message}")
@@ -150,7 +150,7 @@ def _round(
     return done + rebuilder.done
 
 
-def _repair_head(run: RunDocuments, report: VerifyReport, audit: DocumentAudit) -> list[str]:
+def _repair_head(run: RunDocuments, report: VerifyReport) -> list[str]:
     """Point HEAD.json at the newest good manifest if HEAD.json is damaged, missing or behind."""
     damaged = any(finding.key == HEAD_KEY for finding in report.findings)
     behind = report.pointed is None or report.pointed < report.head
