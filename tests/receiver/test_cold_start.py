@@ -227,7 +227,7 @@ def load(model: Any, url: str, version: int) -> Any:
     manifest, state = run.manifest(version), run.snapshot(version)
     fingerprints = tuple(value.hex() for value in state.fingerprints)
     model.load_weights(drain_tensors(run, state))
-    model.delta_sync_loaded = LoadedVersion(manifest.run, url, version, manifest.digest, fingerprints)
+    model.delta_sync_loaded = LoadedVersion(manifest.run, url, version, fingerprints)
     return model
 
 
