@@ -94,8 +94,19 @@ class Committer:
         self._encoder.compile()
         self._start_gate(self.current, self._reference(self.current))
 
-    def commit_version(self, pending: PendingDelta, step: int, progress: PublishProgress, watch: Stopwatch) -> None:
-        """Make the pending delta the next version, or revert it and raise the reason."""
+    def commit_version(
+        self,
+        pending: PendingDelta,
+        step: int,
+        progress: PublishProgress,
+        watch: Stopwatch,
+        failure: BaseException | None = None,
+    ) -> None:
+        """Make the pending delta the next version, or revert it and raise the reason.
+
+        Args:
+            failure: why this rank has nothing to publish; the caller raises it.
+        """
         version = self.newest.version + 1
         try:
             self._check_scrub_slice(pending, version)

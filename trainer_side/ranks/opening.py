@@ -1,8 +1,6 @@
 """``build_sharded``: open a run from all ranks; rank 0 writes and decides, each rank holds its own parts."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -17,9 +15,8 @@ from trainer_side.options import Options
 from trainer_side.ranks.coordinator import RankCoordinator
 from trainer_side.ranks.group import Json, ProcessGroup, RankGroups, check_same
 from trainer_side.ranks.rank_committer import RankCommitter
-from trainer_side.ranks.rank_session import RankPublishSession
 from trainer_side.ranks.shard_parts import ModuleParts
-from trainer_side.session import PublisherParts, on_every_rank, skip_maintenance
+from trainer_side.session import PublisherParts, PublishSession, on_every_rank, skip_maintenance
 from trainer_side.takeover import (
     CollectFiles,
     OpenedRun,
@@ -38,43 +35,6 @@ from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve_base
-from vllm_delta_sync.trust import Keyring
-
-# With other values ranks would encode or split differently, or reach their calls at other steps. For all other options
-# rank 0's values count, or each rank's own.
-_SAME_ON_ALL_RANKS = ("codec", "compression", "every", "shard_bytes")
-
-
-def agree_on_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Options:
-    """See ``session.agreed_options``; also raise UsageError for options that need the whole model."""
-    found: list[Options] = []
-
-    def work() -> Json:
-        found.append(_check_sharded(check(ranks.is_rank0)))
-        return [getattr(found[0], name) for name in _SAME_ON_ALL_RANKS]
-
-    def judge(reports: list[Json]) -> None:
-        for name, values in zip(_SAME_ON_ALL_RANKS, zip(*reports, strict=True), strict=True):
-            check_same(name, values)
-
-    ranks.work.all_or_raise("options", work, judge)
-    trusted = ranks.work.from_rank0("keys", lambda: sorted(found[0].keyring.trusted))
-    # A rank that signs nothing trusts the keys that rank 0 trusts.
-    return found[0] if ranks.is_rank0 else replace(found[0], keyring=Keyring(trusted))
-
-
-def _check_sharded(options: Options) -> Options:
-    if options.gate is not None:
-        raise UsageError(
-            "gate is set, and a gate needs whole tensors, of which each rank has a part; leave it out, or publish "
-            "from one rank through a function that yields (checkpoint name, whole tensor)"
-        )
-    if options.codec == "context":
-        raise UsageError(
-            "codec is 'context', which encodes changes with the whole tensor, of which each rank has a part; give "
-            "'packed' or 'auto'"
-        )
-    return options
 
 
 def build_sharded(
@@ -101,7 +61,7 @@ def build_sharded(
         opened, coordinator, bucket, options, skip_maintenance if maintenance is None else maintenance.offer
     )
     background.call(committer.begin)
-    session = RankPublishSession(live, coordinator.baseline.whole, options, committer, detector, background, ranks)
+    session = PublishSession(live, coordinator.baseline.whole, options, committer, detector, background, ranks.caller)
     return PublisherParts(opened, committer, session, detector, maintenance)
 
 
