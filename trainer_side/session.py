@@ -347,17 +347,25 @@ def build_publisher(
     detector = Detector(options.diff_threads)
     undo.callback(detector.close)
     collected = partial(collect_files, model, files)
-    if not ranks.alone:
-        from trainer_side.ranks.opening import build_sharded
+    live: LiveTensors
+    if ranks.alone:
+        live = live_tensors(model)
+        opened = open_or_begin(bucket, live, base, collected, options, background.call)
+    else:
+        from trainer_side.ranks import opening
 
-        return build_sharded(model, bucket, base, collected, options, background, detector, ranks, undo)
-    live = live_tensors(model)
-    opened, base_location = open_or_begin(bucket, live, base, collected, options, background.call)
-    maintenance = BackgroundMaintenance(bucket, base_location, options, opened.writer)
-    undo.callback(maintenance.close)
-    committer = Committer(bucket, opened, base_location, options, maintenance.offer)
+        live = parts = on_every_rank(ranks, "model", lambda: opening.module_parts(model))
+        done: list[OpenedRun] = []
+        background.call(lambda: done.append(opening.open_or_begin(bucket, parts, base, collected, options, ranks.work)))
+        opened = done[0]
+    maintenance: BackgroundMaintenance | None = None
+    if ranks.is_rank0:
+        maintenance = BackgroundMaintenance(bucket, opened.base, options, opened.writer)
+        undo.callback(maintenance.close)
+    on_durable = _skip_maintenance if maintenance is None else maintenance.offer
+    committer = Committer(bucket, opened, options, ranks.work, on_durable)
     background.call(committer.begin)
-    session = PublishSession(live, opened.baseline.table, options, committer, detector, background, ranks.caller)
+    session = PublishSession(live, opened.weights.table, options, committer, detector, background, ranks.caller)
     return PublisherParts(opened, committer, session, detector, maintenance)
 
 
@@ -410,8 +418,11 @@ def agreed_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Optio
 
     ranks.work.all_or_raise("options", work, judge)
     trusted = ranks.work.from_rank0("keys", lambda: sorted(found[0].keyring.trusted))
-    # A rank that signs nothing trusts the keys that rank 0 trusts.
-    return found[0] if ranks.is_rank0 else replace(found[0], keyring=Keyring(trusted))
+    if ranks.alone:
+        return found[0]
+    # ``auto`` would choose ``context`` for some versions. A rank that signs nothing trusts the keys that rank 0 trusts.
+    keyring = found[0].keyring if ranks.is_rank0 else Keyring(trusted)
+    return replace(found[0], codec=found[0].base_codec, keyring=keyring)
 
 
 def _check_sharded(options: Options) -> None:
@@ -427,5 +438,5 @@ def _check_sharded(options: Options) -> None:
         )
 
 
-def skip_maintenance(manifest: Manifest) -> None:
+def _skip_maintenance(manifest: Manifest) -> None:
     """Do nothing: rank 0 maintains the run."""

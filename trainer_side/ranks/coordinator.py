@@ -3,14 +3,15 @@
 Where rank 0's code reads or writes weights it sends a command, which every rank executes on its own parts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.manifests import Put
 from trainer_side.options import Options
 from trainer_side.ranks.gather import put_shards
 from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, error_from_rank
-from trainer_side.ranks.shard_baseline import GatheredState, ShardBaseline, check_same_tables
+from trainer_side.ranks.shard_baseline import GatheredState, ShardBaseline, changes_of_tensors, check_same_tables
 from trainer_side.ranks.shard_parts import ModuleParts, boxes_document, check_coverage
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
@@ -22,29 +23,28 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.partial import restore_boxes
 from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 logger = guarded_logger(__name__)
 
 
 class RankCoordinator:
-    """One rank among those that publish a run together.
+    """One rank among those that publish a run together: ``run_weights.RunWeights``, of which it holds its parts.
 
     Attributes:
         baseline: this rank's parts, once they are known.
-        base: location of version 0, for reading versions back.
-        check_parts: called before parts are written as a snapshot; raises if they differ from what was published.
 
     Args:
         group: of the thread that publishes. live: this rank's parts.
+        base: location of version 0, for reading versions back.
     """
 
     def __init__(
         self, group: ProcessGroup, live: ModuleParts, bucket: Bucket, options: Options, base: str | Path | None
     ) -> None:
-        self.group, self.base = group, base
-        self.check_parts: Callable[[], None] = _nothing
-        self._live, self._bucket, self._options = live, bucket, options
+        self.group = group
+        self._live, self._bucket, self._options, self._base = live, bucket, options, base
         self._baseline: ShardBaseline | None = None
         self._run: Run | None = None
         self._name = ""
@@ -54,6 +54,10 @@ class RankCoordinator:
         if self._baseline is None:
             raise UsageError("the weights of this rank are not known yet")
         return self._baseline
+
+    @property
+    def table(self) -> TensorTable:
+        return self.baseline.whole
 
     @property
     def run(self) -> Run:
@@ -92,14 +96,15 @@ class RankCoordinator:
 
     # Commands, for the work of ``run_on_rank0``
 
-    def find_parts(self) -> ShardBaseline:
+    def fit(self, run: Run) -> None:
         """Find out which parts of the run's tensors the ranks own.
 
         Raises:
             ModelError: they do not own each element once. Other errors as ``Baseline.of_run``.
         """
-        self._command({"do": "fit", "tensors": self.run.table.digest})
-        return self._find_parts(self.run.table.digest)
+        self._run = run
+        self._command({"do": "fit", "tensors": run.table.digest})
+        self._find_parts(run.table.digest)
 
     def capture(self, fallback: Checkpoint | None) -> None:
         """Copy the current live parts; tensors that the model lacks come from ``fallback``."""
@@ -117,7 +122,7 @@ class RankCoordinator:
         self._checkout(manifest)
 
     def put_shards(self, put: Put) -> tuple[GatheredState, list[ObjectRef]]:
-        """Store the baseline as an anchor's objects; return state and objects. Raises as ``check_parts``, ``put``."""
+        """Store the baseline as an anchor's objects; return state and objects. Raises as ``put``."""
         self._command({"do": "anchor"})
         return self._put_shards(put)
 
@@ -169,12 +174,24 @@ class RankCoordinator:
         difference = next((item["difference"] for item in reports if item["difference"] is not None), None)
         return _gathered_state(self.baseline.whole, reports), difference
 
-    def restore_parts(self, manifest: Manifest) -> list[Bits]:
+    def restore(self, manifest: Manifest) -> list[Bits]:
         """Return (numel,) bits of this rank's parts at a version, from the bucket; raises as ``restore``."""
         baseline = self.baseline
-        return baseline.in_part_order(restore_boxes(self.run, manifest, baseline.wanted(), self.base))
+        return baseline.in_part_order(restore_boxes(self.run, manifest, baseline.wanted(), self._base))
 
-    def _find_parts(self, tensors: str) -> ShardBaseline:
+    def changes(self, pending: PendingDelta) -> Changes:
+        """Return this rank's changes in terms of whole tensors; valid as ``PendingDelta.changes``."""
+        return changes_of_tensors(self.baseline, pending)
+
+    def keep(self, changes: Mapping[int, Fingerprint]) -> None:
+        """Add durable changes to this rank's shares: tensor id → what was added to its fingerprint."""
+        known = self.baseline.shares
+        # In one assignment, so that a failure in the middle changes nothing.
+        self.baseline.shares = known | {
+            tensor: known.get(tensor, Fingerprint()) + change for tensor, change in changes.items()
+        }
+
+    def _find_parts(self, tensors: str) -> None:
         def work() -> Json:
             if self.run.table.digest != tensors:
                 raise UsageError(
@@ -185,7 +202,6 @@ class RankCoordinator:
             return boxes_document(self._baseline.boxes)
 
         self.group.all_or_raise("parts", work, lambda reports: check_coverage(self.run.table, reports))
-        return self.baseline
 
     def _capture(self, fallback: Checkpoint | None) -> None:
         def work() -> None:
@@ -198,7 +214,7 @@ class RankCoordinator:
         restored: list[tuple[list[Bits], dict[int, Fingerprint]]] = []
 
         def work() -> str:
-            bits = self.restore_parts(manifest)
+            bits = self.restore(manifest)
             restored.append((bits, self.baseline.shares_of(bits)))
             return sum(restored[0][1].values(), Fingerprint()).hex()
 
@@ -221,20 +237,12 @@ class RankCoordinator:
         self.baseline.replace_bits(*restored[0])
 
     def _put_shards(self, put: Put) -> tuple[GatheredState, list[ObjectRef]]:
-        def work() -> Json:
-            self.check_parts()
-            return _shares_document(self.baseline)
-
-        reports = self.group.all_or_raise("fingerprints", work)
+        reports = self.group.all_or_raise("fingerprints", lambda: _shares_document(self.baseline))
         refs = put_shards(self.group, self.baseline, self._options.shard_bytes, put)
         return _gathered_state(self.baseline.whole, reports or []), refs or []
 
     def _store(self, ref: ObjectRef, path: Path) -> None:
         RunWriter(self._bucket, self.run.info, 0, self._options).put_file(ref, path)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _shares_document(baseline: ShardBaseline) -> Json:

@@ -1,22 +1,15 @@
-"""``build_sharded``: open a run from all ranks; rank 0 writes and decides, each rank holds its own parts."""
+"""``open_or_begin``: open a run from all ranks; rank 0 writes and decides, each rank holds its own parts."""
 
-from contextlib import ExitStack
 from pathlib import Path
 
 from torch import nn
 
-from trainer_side import manifests
-from trainer_side.background_thread import BackgroundThread
-from trainer_side.diff.baseline import Baseline
-from trainer_side.diff.engine import Detector, compile_kernels
-from trainer_side.maintenance import BackgroundMaintenance
+from trainer_side.diff.engine import compile_kernels
 from trainer_side.model.sources import ModelLike
 from trainer_side.options import Options
 from trainer_side.ranks.coordinator import RankCoordinator
-from trainer_side.ranks.group import Json, ProcessGroup, RankGroups, check_same
-from trainer_side.ranks.rank_committer import RankCommitter
+from trainer_side.ranks.group import Json, ProcessGroup, check_same
 from trainer_side.ranks.shard_parts import ModuleParts
-from trainer_side.session import PublisherParts, PublishSession, on_every_rank, skip_maintenance
 from trainer_side.takeover import (
     CollectFiles,
     OpenedRun,
@@ -32,40 +25,13 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import UsageError
-from vllm_delta_sync.format.manifest import Manifest, ObjectRef
+from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.tensors.changes import Changes
-from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve_base
+from vllm_delta_sync.tensors.checkpoint import ResolvedBase, resolve_base
 
 
-def build_sharded(
-    model: ModelLike,
-    bucket: Bucket,
-    base: str | Path | None,
-    files: CollectFiles,
-    options: Options,
-    background: BackgroundThread,
-    detector: Detector,
-    ranks: RankGroups,
-    undo: ExitStack,
-) -> PublisherParts:
-    """As ``session.build_publisher``, called by every rank."""
-    live = on_every_rank(ranks, "model", lambda: _module_parts(model))
-    found: list[tuple[OpenedRun, RankCoordinator]] = []
-    background.call(lambda: found.append(open_or_begin(bucket, live, base, files, options, ranks.work)))
-    opened, coordinator = found[0]
-    maintenance: BackgroundMaintenance | None = None
-    if ranks.is_rank0:
-        maintenance = BackgroundMaintenance(bucket, coordinator.base, options, opened.writer)
-        undo.callback(maintenance.close)
-    committer = RankCommitter(
-        opened, coordinator, bucket, options, skip_maintenance if maintenance is None else maintenance.offer
-    )
-    background.call(committer.begin)
-    session = PublishSession(live, coordinator.baseline.whole, options, committer, detector, background, ranks.caller)
-    return PublisherParts(opened, committer, session, detector, maintenance)
-
-
-def _module_parts(model: ModelLike) -> ModuleParts:
+def module_parts(model: ModelLike) -> ModuleParts:
+    """Return this rank's parts of a module; raise UsageError if the model is none, or as ``ModuleParts``."""
     if not isinstance(model, nn.Module):
         raise UsageError("only a module can be published by several ranks together")
     return ModuleParts(model)
@@ -78,11 +44,10 @@ def open_or_begin(
     files: CollectFiles,
     options: Options,
     group: ProcessGroup,
-) -> tuple[OpenedRun, RankCoordinator]:
+) -> OpenedRun:
     """As ``takeover.open_or_begin``, called by all ranks where no interrupt hits. Every rank raises the same error.
 
-    Returns:
-        The run (on ranks other than 0 its writer stores objects only), and this rank's coordinator.
+    On ranks other than 0 the writer of the run stores objects only.
     """
     found: list[UrlContents] = []
 
@@ -109,7 +74,7 @@ def open_or_begin(
     writers: list[RunWriter] = []
     if exists:
         text = coordinator.run_on_rank0(
-            "taking over", lambda: _take_over_together(coordinator, live, options, bucket, writers)
+            "taking over", lambda: _take_over_together(coordinator, live, base_location, options, bucket, writers)
         )
     else:
         state, difference = coordinator.begin(None if resolved is None else resolved.path)
@@ -127,7 +92,7 @@ def open_or_begin(
     current = Manifest.from_bytes(text.encode())
     group.all_or_raise("ready", lambda: _prepare(coordinator, current, options))
     writer = writers[0] if writers else coordinator.follower_writer(current)
-    return OpenedRun(coordinator.baseline, writer, current), coordinator
+    return OpenedRun(coordinator, writer, current, base_location)
 
 
 def _check_based(reports: list[Json]) -> None:
@@ -147,29 +112,14 @@ def _prepare(coordinator: RankCoordinator, current: Manifest, options: Options) 
         )
 
 
-class _RanksTakeover(Takeover):
-    """A takeover by rank 0 for all ranks."""
-
-    def __init__(self, coordinator: RankCoordinator, live: ModuleParts, bucket: Bucket, options: Options) -> None:
-        self._coordinator = coordinator
-        super().__init__(bucket, live, coordinator.base, options, lambda work: work())
-
-    def _matching_baseline(self) -> Baseline:
-        return self._coordinator.find_parts()
-
-    def _checkout(self, head: Manifest) -> None:
-        self._coordinator.checkout(head)
-
-    def _capture_live(self, fallback: Checkpoint | None) -> None:
-        self._coordinator.capture(fallback)
-
-    def _store_anchor(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
-        return self._coordinator.put_shards(put)
-
-
 def _take_over_together(
-    coordinator: RankCoordinator, live: ModuleParts, options: Options, bucket: Bucket, writers: list[RunWriter]
+    coordinator: RankCoordinator,
+    live: ModuleParts,
+    base: str | Path | None,
+    options: Options,
+    bucket: Bucket,
+    writers: list[RunWriter],
 ) -> str:
-    opened = _RanksTakeover(coordinator, live, bucket, options).take_over()
+    opened = Takeover(bucket, live, coordinator, base, options, lambda work: work()).take_over()
     writers.append(opened.writer)
     return opened.current.to_bytes().decode()
