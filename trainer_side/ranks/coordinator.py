@@ -6,6 +6,7 @@ Where rank 0's code reads or writes weights it sends a command, which every rank
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.manifests import Put
 from trainer_side.options import Options
@@ -50,14 +51,18 @@ class RankCoordinator:
         self._name = ""
 
     @property
-    def baseline(self) -> ShardBaseline:
-        if self._baseline is None:
-            raise UsageError("the weights of this rank are not known yet")
-        return self._baseline
+    def baseline(self) -> Baseline:
+        return self._shards.parts
 
     @property
     def table(self) -> TensorTable:
-        return self.baseline.whole
+        return self._shards.whole
+
+    @property
+    def _shards(self) -> ShardBaseline:
+        if self._baseline is None:
+            raise UsageError("the weights of this rank are not known yet")
+        return self._baseline
 
     @property
     def run(self) -> Run:
@@ -160,34 +165,34 @@ class RankCoordinator:
             return {
                 "tensors": baseline.whole.digest,
                 "boxes": boxes_document(baseline.boxes),
-                "difference": baseline.first_difference,
+                "difference": baseline.parts.first_difference,
                 **_shares_document(baseline),
             }
 
         def judge(reports: list[Json]) -> None:
             check_same_tables(reports)
-            check_coverage(self.baseline.whole, [item["boxes"] for item in reports])
+            check_coverage(self.table, [item["boxes"] for item in reports])
 
         reports = self.group.all_or_raise("weights", work, judge)
         if reports is None:
             return None, None
         difference = next((item["difference"] for item in reports if item["difference"] is not None), None)
-        return _gathered_state(self.baseline.whole, reports), difference
+        return _gathered_state(self.table, reports), difference
 
     def restore(self, manifest: Manifest) -> list[Bits]:
         """Return (numel,) bits of this rank's parts at a version, from the bucket; raises as ``restore``."""
-        baseline = self.baseline
+        baseline = self._shards
         return baseline.in_part_order(restore_boxes(self.run, manifest, baseline.wanted(), self._base))
 
     def changes(self, pending: PendingDelta) -> Changes:
         """Return this rank's changes in terms of whole tensors; valid as ``PendingDelta.changes``."""
-        return changes_of_tensors(self.baseline, pending)
+        return changes_of_tensors(self._shards, pending)
 
     def keep(self, changes: Mapping[int, Fingerprint]) -> None:
         """Add durable changes to this rank's shares: tensor id → what was added to its fingerprint."""
-        known = self.baseline.shares
+        known = self._shards.shares
         # In one assignment, so that a failure in the middle changes nothing.
-        self.baseline.shares = known | {
+        self._shards.shares = known | {
             tensor: known.get(tensor, Fingerprint()) + change for tensor, change in changes.items()
         }
 
@@ -206,7 +211,7 @@ class RankCoordinator:
     def _capture(self, fallback: Checkpoint | None) -> None:
         def work() -> None:
             self.baseline.capture(self._live, fallback)
-            self.baseline.scan()
+            self._shards.scan()
 
         self.group.all_or_raise("capture", work)
 
@@ -215,7 +220,7 @@ class RankCoordinator:
 
         def work() -> str:
             bits = self.restore(manifest)
-            restored.append((bits, self.baseline.shares_of(bits)))
+            restored.append((bits, self._shards.shares_of(bits)))
             return sum(restored[0][1].values(), Fingerprint()).hex()
 
         def judge(reports: list[Json]) -> None:
@@ -234,12 +239,12 @@ class RankCoordinator:
                 raise
             # The version exists, because this rank was able to read it: do not start over.
             raise PublishError(f"version {manifest.version} cannot be restored: {error.message}") from error
-        self.baseline.replace_bits(*restored[0])
+        self._shards.replace_bits(*restored[0])
 
     def _put_shards(self, put: Put) -> tuple[GatheredState, list[ObjectRef]]:
-        reports = self.group.all_or_raise("fingerprints", lambda: _shares_document(self.baseline))
-        refs = put_shards(self.group, self.baseline, self._options.shard_bytes, put)
-        return _gathered_state(self.baseline.whole, reports or []), refs or []
+        reports = self.group.all_or_raise("fingerprints", lambda: _shares_document(self._shards))
+        refs = put_shards(self.group, self._shards, self._options.shard_bytes, put)
+        return _gathered_state(self.table, reports or []), refs or []
 
     def _store(self, ref: ObjectRef, path: Path) -> None:
         RunWriter(self._bucket, self.run.info, 0, self._options).put_file(ref, path)

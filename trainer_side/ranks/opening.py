@@ -104,7 +104,7 @@ def _prepare(coordinator: RankCoordinator, current: Manifest, options: Options) 
     baseline.location = options.baseline
     compile_kernels(baseline.table)
     # Run the codec's check of the table now rather than at the first version.
-    encode(Changes(), baseline.whole, options.base_codec, options.compression, DeltaContext("", 1, 0))
+    encode(Changes(), coordinator.table, options.base_codec, options.compression, DeltaContext("", 1, 0))
     if coordinator.run.info.run != current.run:
         raise UsageError(
             f"rank {coordinator.group.rank} finds another run in the bucket than rank 0 has written: give every rank "
