@@ -1,7 +1,12 @@
-"""``Committer``: the publisher's background work, which an interrupt must not leave half done."""
+"""``Committer``: the publisher's background work, which an interrupt must not leave half done.
 
-from collections.abc import Callable
-from pathlib import Path
+For a version, each rank stores its objects; rank 0 commits it once all have reported that theirs are stored. Readers
+see nothing before that. Whatever the outcome, all ranks do the same to their baselines.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from trainer_side import manifests
 from trainer_side.diff.pending_delta import PendingDelta
@@ -9,6 +14,7 @@ from trainer_side.encode.encoder import Encoder
 from trainer_side.encode.update_gate import UpdateGate
 from trainer_side.maintenance import RebaseTag
 from trainer_side.options import Options
+from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, error_document, error_from_rank, first_error
 from trainer_side.result import PublishProgress, Stopwatch
 from trainer_side.takeover import OpenedRun
 from trainer_side.writer import FormerVersionError, UncertainError
@@ -27,18 +33,72 @@ from vllm_delta_sync.errors import (
     PublishError,
     UsageError,
 )
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.documents import anchor_key
-from vllm_delta_sync.format.manifest import Manifest, ObjectRef
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.manifest import Manifest, ObjectRef, Sidecar
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_document_size, document_limit
-from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.tensors.bits import Bits
 
 logger = guarded_logger(__name__)
 
+_Result = TypeVar("_Result")
+
+
+@dataclass
+class _RankContents:
+    """What this rank contributes to a version.
+
+    Attributes:
+        codec: of the objects. changes: tensor id → what it adds to the fingerprint.
+        found: elements that changed. changed: elements in the objects. sidecars: rank 0's. error: why there is nothing.
+    """
+
+    codec: Codec
+    refs: list[ObjectRef] = field(default_factory=list)
+    data: list[bytes] = field(default_factory=list)
+    changes: Mapping[int, Fingerprint] = field(default_factory=dict)
+    found: int = 0
+    changed: int = 0
+    reversible: bool = True
+    sidecars: list[tuple[Sidecar, bytes]] = field(default_factory=list)
+    error: BaseException | None = None
+
+    @property
+    def document(self) -> Json:
+        if self.error is not None:
+            return {"error": error_document(self.error)}
+        return {
+            "objects": [ref.model_dump() for ref in self.refs],
+            "found": self.found,
+            "changed": self.changed,
+            "fingerprint": sum(self.changes.values(), Fingerprint()).hex(),
+            "reversible": self.reversible,
+        }
+
+
+@dataclass(frozen=True)
+class _AllContents:
+    """What all ranks contribute to a version; see ``manifests.DeltaContents``."""
+
+    changed: int
+    fingerprint: Fingerprint
+    reversible: bool
+
+
+@dataclass(frozen=True)
+class _Uncertain:
+    """A version of which it is unknown whether it is durable. ``changes``: as in ``_RankContents``."""
+
+    manifest: Manifest
+    changes: Mapping[int, Fingerprint]
+
 
 class Committer:
     """Makes versions durable, and keeps the baseline consistent with them. One thread at a time.
+
+    Every rank of the group makes the same calls in the same order.
 
     Attributes:
         baseline: holds the bits of ``current``, plus those of an open pending delta.
@@ -47,7 +107,7 @@ class Committer:
         suspect: the baseline may be damaged; ``recover`` repairs it before anything is compared with it.
 
     Args:
-        base: location of version 0, for reading versions back.
+        group: the ranks, for the thread that makes the calls.
         on_durable: called with each version that became durable.
     """
 
@@ -55,23 +115,21 @@ class Committer:
         self,
         bucket: Bucket,
         opened: OpenedRun,
-        base: str | Path | None,
         options: Options,
+        group: ProcessGroup,
         on_durable: Callable[[Manifest], None],
     ) -> None:
-        self._bucket = bucket
-        self._base = base
-        self._options = options
+        self._bucket, self._options, self._group = bucket, options, group
         self._on_durable = on_durable
-        self._run: Run | None = None
-        self._uncertain: Manifest | None = None
-        self.baseline = opened.baseline
+        self._weights = weights = opened.weights
+        self._uncertain: _Uncertain | None = None
+        self.baseline = weights.baseline
         self.writer = opened.writer
         self.current = opened.current
         self.stopped: DeltaSyncError | None = None
         self.suspect = False
-        self._encoder = Encoder(opened.baseline, options, opened.writer.bandwidth)
-        self._gate = None if options.gate is None else UpdateGate(options.gate, opened.baseline)
+        self._encoder = Encoder(self.baseline, weights.table, options, opened.writer.bandwidth, group.size)
+        self._gate = None if options.gate is None else UpdateGate(options.gate, self.baseline)
         self._rebase_tag = RebaseTag(lambda: self.run, opened.writer.epoch)
 
     @property
@@ -82,9 +140,7 @@ class Committer:
     @property
     def run(self) -> Run:
         """The run, for reading."""
-        if self._run is None:
-            self._run = Run(self._bucket, self._options.keyring)
-        return self._run
+        return self._weights.run
 
     def begin(self) -> None:
         """Compile kernels and, if there is a gate, measure the current version. Call before any delta is pending.
@@ -95,18 +151,36 @@ class Committer:
         self._encoder.compile()
         self._start_gate(self.current, self._reference(self.current))
 
-    def commit_version(self, pending: PendingDelta, step: int, progress: PublishProgress, watch: Stopwatch) -> None:
-        """Make the pending delta the next version, or revert it and raise the reason."""
+    def commit_version(
+        self,
+        pending: PendingDelta,
+        step: int,
+        progress: PublishProgress,
+        watch: Stopwatch,
+        failure: BaseException | None = None,
+    ) -> None:
+        """Make the pending delta the next version, or revert it and raise the reason.
+
+        Args:
+            failure: why this rank has nothing to publish; the caller raises it.
+        """
         version = self.newest.version + 1
         try:
-            self._check_scrub_slice(pending, version)
-            self._judge(pending, version, step, progress)
-            self._make_durable(pending, version, step, progress, watch)
-            self.writer.update_head()
+            own = self._store_own(pending, version, step, progress, watch, failure)
+            reports = self._group.gather(f"version {version}", own.document)
+            outcome = None if reports is None else self._outcome(reports, step, own, progress)
+            answer = self._group.broadcast(f"version {version}: outcome", outcome)
+            self._apply_outcome(answer, pending, own, version, step)
+            progress.payload_bytes, progress.codec = self.current.payload_bytes, self.current.codec
+            progress.changed = answer["found"]
+            self._announce(own)
             progress.seconds["upload"] = watch.lap()
             progress.seconds["total"] = watch.total
         except DeltaSyncError as error:
-            logger.error("version %d: %s", version, error)
+            if isinstance(error, LostRankError):
+                self.stopped = error
+            if failure is None:
+                logger.error("version %d: %s", version, error)
             raise
         finally:
             if pending.open and self._uncertain is None:
@@ -119,15 +193,17 @@ class Committer:
         Raises:
             PublishError: whether the manifest was written is still unknown, or the baseline cannot be repaired yet.
         """
-        # The delta may still be open because an interrupt hit the caller before it could finish.
-        if pending is not None and pending.open:
-            manifest = self._uncertain
-            if manifest is not None and self.writer.is_stored(manifest):
-                self.writer.set_newest(manifest)
-                self._mark_durable(pending, manifest)
-            else:
-                pending.revert()
+        uncertain = self._uncertain
+        if uncertain is not None:
+            manifest = uncertain.manifest
+            stored: bool = self._group.from_rank0("uncertain", lambda: self.writer.is_stored(manifest))
             self._uncertain = None
+            if stored and pending is not None and pending.open:
+                self.writer.set_newest(manifest)
+                self._mark_durable(pending, manifest, uncertain.changes)
+        # It may still be open because an interrupt hit the caller before it could finish.
+        if pending is not None and pending.open:
+            pending.revert()
         if self.suspect:
             self.repair_baseline()
 
@@ -138,30 +214,25 @@ class Committer:
             NotFoundError: there is no such version. LimitError: the run has too many breaks.
             DeltaSyncError: it cannot be rebuilt; nothing has changed.
         """
-        if version == self.current.version:
-            return
-        newest = self.newest
-        if version > newest.version:
-            raise NotFoundError(f"version {version} is not published; the newest is {newest.version}")
-        if version == newest.version:
-            self._checkout(newest)
-            self._rebase_tag.release()
-            return
-        manifests.check_breaks(newest.breaks)
-        with self._rebase_tag.keeping(version):
-            self._checkout(self.run.manifest(version))
+        self._run_on_rank0("rebase", lambda: self._rebase(version))
 
     def close(self) -> None:
         """Release the rebase tag and write HEAD for the last time."""
+        if not self._group.is_rank0:
+            return
         self._rebase_tag.release()
         self.writer.finalize_head()
 
     def rescan(self) -> list[str]:
-        """See ``Publisher.rescan``; raises as ``repair_baseline``."""
-        return self.repair_baseline()
+        """See ``Publisher.rescan``; raises as ``repair_baseline``. Returns names of all ranks."""
+        reports = self._group.all_or_raise("rescan", self.repair_baseline)
+        names: list[str] = self._group.from_rank0(
+            "rescanned", lambda: sorted({name for names in reports or [] for name in names})
+        )
+        return names
 
     def repair_baseline(self) -> list[str]:
-        """Compare the whole baseline with what was published, and repair differences from the bucket.
+        """Compare this rank's whole baseline with what was published, and repair differences from the bucket.
 
         No delta may be pending.
 
@@ -176,7 +247,7 @@ class Committer:
         names = self._names(damaged)
         if damaged:
             try:
-                self.baseline.repair(damaged, self._bits_of(self.current))
+                self.baseline.repair(damaged, self._weights.restore(self.current))
                 if self.baseline.damaged(damaged, {}):
                     raise FingerprintError("the tensors were damaged again immediately after the repair")
             except DeltaSyncError as error:
@@ -195,35 +266,45 @@ class Committer:
             PublishError: the baseline is damaged. FingerprintError: the base on disk is. StoreError: the store failed.
             ConflictError: another writer has taken over the run, or it was removed.
         """
-        self.repair_baseline()
-        overwritten = self.baseline.overwritten()
-        if overwritten:
-            raise FingerprintError(
-                f"tensor {overwritten[0]!r} is read from the base, which was overwritten since: no anchor is written"
-            )
-        state, objects = self._put_shards()
-        key = anchor_key(self.current.version)
-        document = self._options.keyring.signed(manifests.standalone_anchor(self.current, state, objects))
-        check_document_size(document, document_limit(state.table), key)
-        # Another run may be at the URL by now, and its anchor must not be overwritten.
+        self._group.all_or_raise("anchor: baseline", self._check_undamaged)
         try:
-            self.writer.check_not_fenced()
+            return self._run_on_rank0("anchor", self._write_anchor)
         except ConflictError as error:
             self.stopped = error
             raise
-        self._bucket.put(key, document.to_bytes())
-        if not all(has_object(self._bucket, ref) for ref in objects):
-            # Garbage collection removed objects that no document named yet.
-            self._put_shards()
-        return self.current.version
 
-    def _put_shards(self) -> tuple[manifests.FullState, list[ObjectRef]]:
-        """Store the baseline as an anchor's objects; return its state and the objects."""
-        return self.baseline, manifests.put_shards(self.baseline, self._options.shard_bytes, self.writer.put_file)
+    # One version
 
-    def _bits_of(self, manifest: Manifest) -> list[Bits]:
-        """Return the bits of the version per tensor id, read back from the bucket; raises as ``restore``."""
-        return restore(self.run, manifest, self._base).state.bits
+    def _store_own(
+        self,
+        pending: PendingDelta,
+        version: int,
+        step: int,
+        progress: PublishProgress,
+        watch: Stopwatch,
+        failure: BaseException | None,
+    ) -> _RankContents:
+        """Store this rank's objects; an error is recorded, since other ranks wait for an answer in any case."""
+        own = _RankContents(self._options.base_codec, found=pending.changed, error=failure)
+        if failure is not None:
+            return own
+        try:
+            self._check_scrub_slice(pending, version)
+            self._judge(pending, version, step, progress)
+            watch.lap()
+            changes = self._weights.changes(pending)
+            own.changed, own.reversible, own.changes = changes.changed, changes.reversible, changes.fingerprints
+            context = DeltaContext(self.writer.run, version, self.current.version)
+            own.codec, own.data = self._encoder.encode(changes, context)
+            progress.seconds["encode"] = watch.lap()
+            store_all = in_parallel if len(own.data) > 1 else map
+            refs = list(store_all(self.writer.put_object, own.data))
+            own.refs = [ref.model_copy(update={"rank": self._group.rank}) for ref in refs]
+            if self._group.is_rank0:
+                own.sidecars = self.writer.put_sidecars(progress.sidecars)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported, and ``_apply_outcome`` raises it
+            own.error = error
+        return own
 
     def _check_scrub_slice(self, pending: PendingDelta, version: int) -> None:
         """Compare a slice of the baseline with what was published, taking the pending delta into account.
@@ -259,56 +340,76 @@ class Committer:
             )
         progress.quarantined = tuple(reasons)
 
-    def _make_durable(
-        self, pending: PendingDelta, version: int, step: int, progress: PublishProgress, watch: Stopwatch
-    ) -> None:
+    def _outcome(self, reports: list[Json], step: int, own: _RankContents, progress: PublishProgress) -> Json:
+        """Commit on rank 0 what all ranks have stored; return the outcome, for all ranks."""
+        failed = first_error(reports)
+        if failed is not None:
+            return {"outcome": "failed", **failed}
         try:
-            watch.lap()
-            changes = pending.changes()
-            context = DeltaContext(self.writer.run, version, self.current.version)
-            codec, encoded = self._encoder.encode(changes, context)
-            coding = (codec, self._options.compression)
-            progress.seconds["encode"] = watch.lap()
-            store_all = in_parallel if len(encoded) > 1 else map
-            objects = list(store_all(self.writer.put_object, encoded))
-            sidecars = self.writer.put_sidecars(progress.sidecars)
-            manifest = manifests.delta(
-                self.newest, self.current, step, coding, objects, changes, self.writer.epoch, progress.quarantined,
-                [item for item, _ in sidecars],
-            )  # fmt: skip
-            progress.payload_bytes, progress.codec = manifest.payload_bytes, manifest.codec
-            self._commit(self._options.keyring.signed(manifest), pending)
-            # First the notice: the remaining work takes as many round trips as receivers need to see the version.
-            self.writer.notify()
-            for ref, data in (*zip(objects, encoded, strict=True), *sidecars):
-                self.writer.restore_if_collected(ref, data)
-        except (ConflictError, UncertainError):
-            raise
-        except FormerVersionError as error:
-            pending.revert()
-            self._continue_from_former(error)
-            raise PublishError(
-                f"{error.message}; this publisher continues from that version, and the next publish carries the "
-                f"changes of step {step}"
-            ) from error
-        except DeltaSyncError as error:
-            raise PublishError(
-                f"version {version} (step {step}) could not be made durable: {error}; the next publish "
-                "carries its changes"
-            ) from error
-
-    def _commit(self, manifest: Manifest, pending: PendingDelta) -> None:
-        try:
+            manifest = self._options.keyring.signed(self._manifest(reports, step, own, progress))
+            text = _text(manifest)
             self.writer.commit(manifest)
-        except ConflictError as error:
-            self.stopped = error
-            raise
-        except UncertainError:
-            self._uncertain = manifest
-            raise
-        self._mark_durable(pending, manifest)
+        except Exception as error:  # noqa: BLE001 - other ranks wait for an answer; ``_apply_outcome`` raises it here
+            own.error = error
+            match error:
+                case ConflictError():
+                    return {"outcome": "conflict", "message": error.message}
+                case UncertainError():
+                    return {"outcome": "uncertain", "message": error.message, "manifest": text}
+                case FormerVersionError():
+                    return {"outcome": "former", "message": error.message, "manifest": _text(error.manifest)}
+                case _:
+                    return {"outcome": "failed", "rank": 0, "error": error_document(error)}
+        return {"outcome": "committed", "manifest": text, "found": sum(item["found"] for item in reports)}
 
-    def _mark_durable(self, pending: PendingDelta, manifest: Manifest) -> None:
+    def _manifest(self, reports: list[Json], step: int, own: _RankContents, progress: PublishProgress) -> Manifest:
+        objects = [ObjectRef(**ref) for item in reports for ref in item["objects"]]
+        contents = _AllContents(
+            sum(item["changed"] for item in reports),
+            sum((Fingerprint.from_hex(item["fingerprint"]) for item in reports), Fingerprint()),
+            all(item["reversible"] for item in reports),
+        )
+        return manifests.delta(
+            self.newest, self.current, step, (own.codec, self._options.compression), objects, contents,
+            self.writer.epoch, progress.quarantined, [item for item, _ in own.sidecars],
+        )  # fmt: skip
+
+    def _apply_outcome(self, answer: Json, pending: PendingDelta, own: _RankContents, version: int, step: int) -> None:
+        """Apply the outcome of a commit on this rank; raise unless it succeeded."""
+        message = answer.get("message", "")
+        # ``own`` must not keep the error: its frames hold ``own``, so neither would be freed.
+        cause, own.error = own.error, None
+        match answer["outcome"]:
+            case "committed":
+                manifest = _parsed(answer["manifest"])
+                self.writer.set_newest(manifest)
+                self._mark_durable(pending, manifest, own.changes)
+            case "conflict":
+                self.stopped = ConflictError(message)
+                raise ConflictError(message) from cause
+            case "uncertain":
+                self._uncertain = _Uncertain(_parsed(answer["manifest"]), own.changes)
+                raise UncertainError(message) from cause
+            case "former":
+                pending.revert()
+                former = FormerVersionError(_parsed(answer["manifest"]))
+                self._run_on_rank0("former version", lambda: self._continue_from_former(former))
+                raise PublishError(
+                    f"{message}; this publisher continues from that version, and the next publish carries the changes "
+                    f"of step {step}"
+                ) from former
+            case _:
+                if cause is not None and (not isinstance(cause, DeltaSyncError) or isinstance(cause, PublishError)):
+                    raise cause
+                reason = cause or error_from_rank(answer["error"], answer["rank"])
+                raise PublishError(
+                    f"version {version} (step {step}) could not be made durable: {reason}; the next publish carries "
+                    "its changes"
+                ) from reason
+
+    def _mark_durable(self, pending: PendingDelta, manifest: Manifest, changes: Mapping[int, Fingerprint]) -> None:
+        if pending.open:
+            self._weights.keep(changes)
         pending.keep()
         self.current = manifest
         if self._gate is not None:
@@ -318,6 +419,63 @@ class Committer:
             logger.warning("version %d is published as quarantined: %s", manifest.version, reasons)
         self._rebase_tag.release()
         self._rebase_tag.sweep()
+
+    def _announce(self, own: _RankContents) -> None:
+        """Do the remaining work for a committed version."""
+        # First the notice: the rest takes as many round trips as receivers need to see the version.
+        if self._group.is_rank0:
+            self.writer.notify()
+        for ref, data in (*zip(own.refs, own.data, strict=True), *own.sidecars):
+            self.writer.restore_if_collected(ref, data)
+        if self._group.is_rank0:
+            self.writer.update_head()
+
+    # Done by rank 0 for all ranks
+
+    def _run_on_rank0(self, what: str, work: Callable[[], _Result]) -> _Result:
+        """Do ``work`` on rank 0, and set its ``current`` and ``newest`` on all ranks."""
+
+        def report() -> Json:
+            value = work()
+            return {"value": value, "current": _text(self.current), "newest": _text(self.newest)}
+
+        try:
+            answer = self._weights.run_on_rank0(what, report)
+        except LostRankError as error:
+            self.stopped = error
+            raise
+        if not self._group.is_rank0:
+            self.writer.set_newest(_parsed(answer["newest"]))
+            self.current = _parsed(answer["current"])
+        value: _Result = answer["value"]
+        return value
+
+    def _rebase(self, version: int) -> None:
+        if version == self.current.version:
+            return
+        newest = self.newest
+        if version > newest.version:
+            raise NotFoundError(f"version {version} is not published; the newest is {newest.version}")
+        if version == newest.version:
+            self._checkout(newest)
+            self._rebase_tag.release()
+            return
+        manifests.check_breaks(newest.breaks)
+        with self._rebase_tag.keeping(version):
+            self._checkout(self.run.manifest(version))
+
+    def _write_anchor(self) -> int:
+        state, objects = self._weights.put_shards(self.writer.put_file)
+        key = anchor_key(self.current.version)
+        document = self._options.keyring.signed(manifests.standalone_anchor(self.current, state, objects))
+        check_document_size(document, document_limit(state.table), key)
+        # Another run may be at the URL by now, and its anchor must not be overwritten.
+        self.writer.check_not_fenced()
+        self._bucket.put(key, document.to_bytes())
+        if not all(has_object(self._bucket, ref) for ref in objects):
+            # Garbage collection removed objects that no document named yet.
+            self._weights.put_shards(self.writer.put_file)
+        return self.current.version
 
     def _continue_from_former(self, former: FormerVersionError) -> None:
         """Continue from the last version of the former writer."""
@@ -333,9 +491,8 @@ class Committer:
         self.writer.update_head()
 
     def _checkout(self, manifest: Manifest) -> None:
-        bits = self._bits_of(manifest)
         reference = self._reference(manifest)
-        self.baseline.replace(bits, manifest.model_fingerprint)
+        self._weights.checkout(manifest)
         self.current = manifest
         self._start_gate(manifest, reference)
 
@@ -360,7 +517,7 @@ class Committer:
                 if version is None:
                     return None
                 manifest = self.run.manifest(version)
-            return manifest.version, restore(self.run, manifest, self._base).state.bits
+            return manifest.version, self._weights.restore(manifest)
         except (DataError, UsageError) as error:
             logger.warning("the sound version before version %d cannot be rebuilt: %s", current.version, error)
             return None
@@ -369,8 +526,25 @@ class Committer:
         if self._gate is not None:
             self._gate.start(manifest.version, manifest.quarantine is not None, reference)
 
+    def _check_undamaged(self) -> None:
+        """Raise unless this rank's baseline can be written as an anchor; raises as ``write_anchor``."""
+        self.repair_baseline()
+        overwritten = self.baseline.overwritten()
+        if overwritten:
+            raise FingerprintError(
+                f"tensor {overwritten[0]!r} is read from the base, which was overwritten since: no anchor is written"
+            )
+
     def _names(self, tensors: list[int]) -> list[str]:
         return [self.baseline.table[tensor].name for tensor in tensors]
+
+
+def _parsed(text: str) -> Manifest:
+    return Manifest.from_bytes(text.encode())
+
+
+def _text(manifest: Manifest) -> str:
+    return manifest.to_bytes().decode()
 
 
 def _listed_tensors(names: list[str]) -> str:

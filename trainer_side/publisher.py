@@ -146,8 +146,7 @@ class Publisher:
         self._closed = False
         with ExitStack() as undo:
             ranks = self._ranks = ranks_of(model)
-            if ranks is not None:
-                undo.callback(ranks.close)
+            undo.callback(ranks.close)
             options = agreed_options(ranks, check)
             # Only in the main thread can a signal handler interrupt work that must not be left half done.
             self._background = BackgroundThread("delta-sync-publisher")
@@ -160,7 +159,7 @@ class Publisher:
                 undo.callback(self._bucket.close)
 
             def notice_publisher() -> NoticePublisher | None:
-                if notice is None or (ranks is not None and not ranks.is_rank0):
+                if notice is None or not ranks.is_rank0:
                     return None
                 return open_notices(notice, notice_key, notice_allowed, options.keyring)
 
@@ -365,8 +364,7 @@ class Publisher:
                     last.callback(self._bucket.close)
                 if self._notice is not None:
                     last.callback(self._notice.close)
-                if self._ranks is not None:
-                    last.callback(self._ranks.close)
+                last.callback(self._ranks.close)
                 last.callback(self._committer.close)
                 if self._maintenance is not None:
                     last.callback(self._maintenance.close)

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import distributed
@@ -18,17 +18,16 @@ from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.maintenance import BackgroundMaintenance
 from trainer_side.model.sources import LiveTensors, ModelLike, live_tensors
 from trainer_side.options import Options, SidecarData, check_step, checked_sidecars
+from trainer_side.ranks.group import Json, ProcessGroup, RankGroups, check_same
 from trainer_side.result import PublishProgress, PublishResult, Stopwatch
 from trainer_side.run_files import collect_files
 from trainer_side.takeover import OpenedRun, open_or_begin
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.errors import DeltaSyncError, PublishError, UsageError
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
-
-if TYPE_CHECKING:
-    from trainer_side.ranks.group import RankGroups
+from vllm_delta_sync.trust import Keyring
 
 logger = guarded_logger(__name__)
 
@@ -41,9 +40,14 @@ _Result = TypeVar("_Result")
 class PublishSession:
     """Publishes one version after another, on the caller's side. One caller at a time.
 
+    Every rank of a group calls each method at the same point of the program. If an error made one of them issue other
+    collective calls than the rest, they would deadlock: before each collective step the ranks ask each other which of
+    them are busy and which have an error to raise, so that all compare or none.
+
     Args:
         live: tensors to publish. table: tensors of the run.
         detector: compares. background: thread in which ``committer`` makes versions durable.
+        group: the ranks, for the caller's thread.
     """
 
     def __init__(
@@ -54,9 +58,11 @@ class PublishSession:
         committer: Committer,
         detector: Detector,
         background: BackgroundThread,
+        group: ProcessGroup,
     ) -> None:
         self._live, self._table, self._options = live, table, options
         self._committer, self._detector, self._background = committer, detector, background
+        self._group = group
         self._calls = 0
         self._pending: PendingDelta | None = None
         self._progress: PublishProgress | None = None
@@ -67,39 +73,62 @@ class PublishSession:
         self, step: int, wait: bool, weights: Weights | None, watch: Stopwatch, sidecars: Sidecars
     ) -> PublishResult:
         """See ``Publisher.publish``."""
-        step, sidecar_bytes = check_step(step), checked_sidecars(sidecars)
-        if weights is None and not self._live.has_values:
-            raise UsageError("this publisher gets its weights with each version: give weights=")
-        if not self._busy:
-            self.finish()
+        # Count before any check can raise, so that the counts of all ranks stay equal.
         self._calls += 1
-        if self._calls % self._options.every:
-            return self._skipped_result(step, watch)
-        if self._busy and not wait:
-            return self._skip_while_busy(step, watch)
-        self.finish()
-        watch.lap()
-        return self._hand_over(step, self._diff(weights), watch, sidecar_bytes)
+        sidecar_bytes: dict[str, bytes] = {}
 
-    def wait_durable(self) -> None:
-        """Wait until everything published is durable; raises as ``finish``."""
-        self.finish()
+        def checked() -> int:
+            self._check_source(weights)
+            sidecar_bytes.update(checked_sidecars(sidecars))
+            return check_step(step)
+
+        if self._calls % self._options.every:
+            return self._skip_not_due(checked(), watch)
+        what = f"publish, call {self._calls}"
+        if wait:
+            self._wait_under_way()
+        busy = self._group.reduce_on_rank0(what, lambda: [checked(), self._busy], _busy_at_one_step)
+        step = check_step(step)
+        if busy:
+            return self._skip_while_busy(step, watch)
+        failed = self._recover_together(what)
+        if failed:
+            logger.warning("step %d is not published: rank %s raises an error first", step, _listed(failed))
+            return self._skipped_result(step, watch)
+        watch.lap()
+        try:
+            pending = self._diff(weights)
+        except BaseException as error:  # including interrupts: other ranks would wait for this one
+            if not self._group.alone:
+                self._withdraw(error, step, watch)
+            raise
+        return self._hand_over(step, pending, watch, sidecar_bytes)
 
     def finish(self) -> None:
-        """Wait for the version under way; bring the baseline to a durable version.
+        """Wait for the version under way, without the other ranks; if there are none, as ``wait_durable``.
 
         Raises:
-            PublishError, ConflictError: the error of the background thread, unless it was raised before.
+            PublishError, ConflictError: its error, unless it was raised before.
         """
-        if self._progress is not None and not self._progress.error_raised:
-            self._progress.wait()
-        committer, pending = self._committer, self._pending
-        if committer.stopped is not None:
-            raise type(committer.stopped)(committer.stopped.message)
-        if (pending is not None and pending.open) or committer.suspect or self._call_interrupted:
-            # Also waits for a background call that an interrupted caller left running.
-            self._background.call(lambda: committer.recover(pending))
-            self._call_interrupted = False
+        if self._group.alone:
+            self.wait_durable()
+            return
+        self._wait_under_way()
+        problem = self._unraised_error()
+        if problem is not None:
+            raise problem
+
+    def wait_durable(self) -> None:
+        """Wait until everything published is durable; bring the baseline to a durable version.
+
+        Raises:
+            PublishError, ConflictError: the error of the background thread, unless it was raised before; or another
+                rank raises its error first, see its log.
+        """
+        self._wait_under_way()
+        failed = self._recover_together("settle")
+        if failed:
+            raise PublishError(f"rank {_listed(failed)} could not continue, and raises its error; call this again")
 
     def call(self, work: Callable[[], None]) -> None:
         """Run ``work`` on the baseline in the background thread; nothing else touches the baseline until it ends.
@@ -113,20 +142,77 @@ class PublishSession:
         self._call_interrupted = False
 
     def check_same_arguments(self, what: str, check: Callable[[], _Value]) -> _Value:
-        """Return the arguments as ``check`` returns them; of a sharded model, all ranks must return the same.
+        """Return the arguments as ``check`` returns them; all ranks must return the same.
 
         Raises:
-            UsageError: ``check`` raised it, on any rank.
+            UsageError: on every rank: ``check`` raised it on any of them, or their arguments differ.
         """
-        return check()
+        found: list[_Value] = []
+
+        def work() -> Json:
+            found.append(check())
+            return found[0]
+
+        self._group.reduce_on_rank0(f"{what}: arguments", work, lambda reports: check_same(what, reports))
+        return found[0]
 
     def run_once(self, what: str, work: Callable[[], str]) -> str:
-        """Return the result of ``work``, which runs once for all ranks."""
-        return work()
+        """Return the result of ``work`` on rank 0, on every rank."""
+        found: str = self._group.from_rank0(what, work)
+        return found
 
     @property
     def _busy(self) -> bool:
         return self._progress is not None and not self._progress.done
+
+    def _check_source(self, weights: Weights | None) -> None:
+        """Raise UsageError unless the weights come from where this publisher can take them."""
+        if weights is None and not self._live.has_values:
+            raise UsageError("this publisher gets its weights with each version: give weights=")
+        if weights is not None and not self._group.alone:
+            raise UsageError(
+                "weights= is given, and this publisher's model is sharded over ranks: publish the model, or make a "
+                "publisher from a function that yields (checkpoint name, whole tensor), on one rank"
+            )
+
+    def _wait_under_way(self) -> None:
+        if self._progress is not None:
+            self._progress.join()
+
+    def _recover_together(self, what: str) -> list[int]:
+        """Have each rank raise its error, and bring all baselines to a durable version.
+
+        Returns:
+            On ranks without an error: the list of ranks that raise one.
+        """
+        problem = self._unraised_error()
+        pending, committer = self._pending, self._committer
+        dirty = (pending is not None and pending.open) or committer.suspect or self._call_interrupted
+        failed, dirty_ranks = self._group.ranks_where(f"{what}: before", [problem is not None, dirty])
+        if problem is not None:
+            raise problem
+        if failed or not dirty_ranks:
+            return failed
+        try:
+            # Also waits for a background call that an interrupted caller left running.
+            self._background.call(lambda: committer.recover(pending))
+            self._call_interrupted = False
+        except DeltaSyncError as error:
+            problem = error
+        (failed,) = self._group.ranks_where(f"{what}: tidied", [problem is not None])
+        if problem is not None:
+            raise problem
+        return failed
+
+    def _unraised_error(self) -> DeltaSyncError | None:
+        """Return the error of the background thread, unless it was raised before."""
+        stopped = self._committer.stopped
+        try:
+            if self._progress is not None and not self._progress.error_raised:
+                self._progress.wait()
+        except DeltaSyncError as error:
+            return error
+        return None if stopped is None else type(stopped)(stopped.message)
 
     def _diff(self, weights: Weights | None) -> PendingDelta:
         options = self._options
@@ -151,6 +237,22 @@ class PublishSession:
         self._skip_log.record(result)
         return result
 
+    def _withdraw(self, error: BaseException, step: int, watch: Stopwatch) -> None:
+        """Report to the other ranks, which continue publishing, that this one has nothing to publish."""
+        pending = self._pending
+        if pending is None:
+            return
+        progress = PublishProgress()
+        progress.error_raised = True
+        self._background.submit(progress, lambda: self._committer.commit_version(pending, step, progress, watch, error))
+        self._progress = progress
+
+    def _skip_not_due(self, step: int, watch: Stopwatch) -> PublishResult:
+        """Skip because not every call publishes. Without other ranks an error known by now is raised at once."""
+        if self._group.alone and not self._busy:
+            self.finish()
+        return self._skipped_result(step, watch)
+
     def _skip_while_busy(self, step: int, watch: Stopwatch) -> PublishResult:
         """Skip because the previous version is still under way: the store is slower than training."""
         result = self._skipped_result(step, watch)
@@ -167,6 +269,16 @@ class PublishSession:
             version=version, step=step, changed=changed, total=self._table.total, full_bytes=self._table.full_bytes,
             diff_seconds=diff_seconds, progress=progress,
         )  # fmt: skip
+
+
+def _busy_at_one_step(reports: list[Json]) -> bool:
+    """Return whether a version is under way on any rank; raise UsageError if the ranks publish different steps."""
+    check_same("step", [step for step, _ in reports])
+    return any(busy for _, busy in reports)
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
 
 
 class SkipLog:
@@ -223,7 +335,7 @@ def build_publisher(
     files: str | Path | None,
     options: Options,
     background: BackgroundThread,
-    ranks: "RankGroups | None",
+    ranks: RankGroups,
     undo: ExitStack,
 ) -> PublisherParts:
     """Begin or take over the run, and start background maintenance; errors as ``Publisher``.
@@ -234,61 +346,96 @@ def build_publisher(
     detector = Detector(options.diff_threads or torch.get_num_threads())
     undo.callback(detector.close)
     collected = partial(collect_files, model, files)
-    if ranks is not None:
-        from trainer_side.ranks.opening import build_sharded
+    live: LiveTensors
+    if ranks.alone:
+        live = live_tensors(model)
+        opened = open_or_begin(bucket, live, base, collected, options, background.call)
+    else:
+        from trainer_side.ranks import opening
 
-        return build_sharded(model, bucket, base, collected, options, background, detector, ranks, undo)
-    live = live_tensors(model)
-    opened, base_location = open_or_begin(bucket, live, base, collected, options, background.call)
-    maintenance = BackgroundMaintenance(bucket, base_location, options, opened.writer)
-    undo.callback(maintenance.close)
-    committer = Committer(bucket, opened, base_location, options, maintenance.offer)
+        live = parts = on_every_rank(ranks, "model", lambda: opening.module_parts(model))
+        done: list[OpenedRun] = []
+        background.call(lambda: done.append(opening.open_or_begin(bucket, parts, base, collected, options, ranks.work)))
+        opened = done[0]
+    maintenance: BackgroundMaintenance | None = None
+    if ranks.is_rank0:
+        maintenance = BackgroundMaintenance(bucket, opened.base, options, opened.writer)
+        undo.callback(maintenance.close)
+    on_durable = _skip_maintenance if maintenance is None else maintenance.offer
+    committer = Committer(bucket, opened, options, ranks.work, on_durable)
     background.call(committer.begin)
-    session = PublishSession(live, opened.baseline.table, options, committer, detector, background)
+    session = PublishSession(live, opened.weights.table, options, committer, detector, background, ranks.caller)
     return PublisherParts(opened, committer, session, detector, maintenance)
 
 
-def ranks_of(model: ModelLike) -> "RankGroups | None":
-    """Return the ranks that publish a model together; None if this process publishes it alone.
+def ranks_of(model: ModelLike) -> RankGroups:
+    """Return the ranks that publish a model together: those of the world, or this process alone.
 
     Raises:
         PublishError: a rank does not take part.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
-        return None
+        return RankGroups(alone=True)
     from trainer_side.ranks.shard_parts import needs_ranks
 
-    if not needs_ranks(model):
-        return None
-    from trainer_side.ranks.group import RankGroups
-
-    return RankGroups()
+    return RankGroups(alone=not needs_ranks(model))
 
 
-def on_every_rank(ranks: "RankGroups | None", what: str, work: Callable[[], _Result]) -> _Result:
+def on_every_rank(ranks: RankGroups, what: str, work: Callable[[], _Result]) -> _Result:
     """Return what ``work`` returns here, after it succeeded on every rank; raise what it raised on any."""
-    if ranks is None:
-        return work()
     found: list[_Result] = []
     ranks.work.all_or_raise(what, lambda: found.append(work()))
     return found[0]
 
 
-def agreed_options(ranks: "RankGroups | None", check: Callable[[bool], Options]) -> Options:
+# With other values ranks would encode or split differently, or reach their calls at other steps. For all other options
+# rank 0's values count, or each rank's own.
+_SAME_ON_ALL_RANKS = ("codec", "compression", "every", "shard_bytes")
+
+
+def agreed_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Options:
     """Return the options of a publisher.
 
     Args:
         check: makes them. Its argument says whether to load signing keys, which only rank 0 needs.
 
     Raises:
-        UsageError, SettingsError: ``check`` raised it on any rank; or the ranks have different options.
+        UsageError, SettingsError: ``check`` raised it on any rank; or the ranks have different options; or options
+            need whole tensors, and the model is sharded.
     """
-    if ranks is None:
-        return check(True)
-    from trainer_side.ranks.opening import agree_on_options
+    found: list[Options] = []
 
-    return agree_on_options(ranks, check)
+    def work() -> Json:
+        found.append(check(ranks.is_rank0))
+        if not ranks.alone:
+            _check_sharded(found[0])
+        return [getattr(found[0], name) for name in _SAME_ON_ALL_RANKS]
+
+    def judge(reports: list[Json]) -> None:
+        for name, values in zip(_SAME_ON_ALL_RANKS, zip(*reports, strict=True), strict=True):
+            check_same(name, values)
+
+    ranks.work.all_or_raise("options", work, judge)
+    trusted = ranks.work.from_rank0("keys", lambda: sorted(found[0].keyring.trusted))
+    if ranks.alone:
+        return found[0]
+    # ``auto`` would choose ``context`` for some versions. A rank that signs nothing trusts the keys that rank 0 trusts.
+    keyring = found[0].keyring if ranks.is_rank0 else Keyring(trusted)
+    return found[0].model_copy(update={"codec": found[0].base_codec, "keyring": keyring})
 
 
-def skip_maintenance(manifest: Manifest) -> None:
+def _check_sharded(options: Options) -> None:
+    if options.gate is not None:
+        raise UsageError(
+            "gate is set, and a gate needs whole tensors, of which each rank has a part; leave it out, or publish "
+            "from one rank through a function that yields (checkpoint name, whole tensor)"
+        )
+    if options.codec == "context":
+        raise UsageError(
+            "codec is 'context', which encodes changes with the whole tensor, of which each rank has a part; give "
+            "'packed' or 'auto'"
+        )
+
+
+def _skip_maintenance(manifest: Manifest) -> None:
     """Do nothing: rank 0 maintains the run."""

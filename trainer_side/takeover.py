@@ -20,6 +20,7 @@ from trainer_side.encode.update_gate import judge_state
 from trainer_side.epochs import EpochToken, HistoryTail, check_tail, claim, find_tail, open_trusted, raise_if_forged
 from trainer_side.model.sources import LiveTensors
 from trainer_side.options import Options
+from trainer_side.run_weights import RunWeights, WholeWeights
 from trainer_side.writer import FormerVersionError, RunWriter, UncertainError
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.conditional_put import confirm_created
@@ -59,7 +60,7 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.maintenance.keys import CHANGES_PREFIX
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base, document_limit
-from vllm_delta_sync.run.restore import BaseUnavailableError, restore
+from vllm_delta_sync.run.restore import BaseUnavailableError
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve_base
 
@@ -94,12 +95,14 @@ class OpenedRun:
     """A run that can be published to.
 
     Attributes:
-        baseline: holds the bits of ``current``. writer: its ``newest`` is ``current``.
+        weights: those of ``current``. writer: its ``newest`` is ``current``.
+        base: location of version 0, for reading versions back, if the caller gave one.
     """
 
-    baseline: Baseline
+    weights: RunWeights
     writer: RunWriter
     current: Manifest
+    base: str | Path | None
 
 
 def open_or_begin(
@@ -109,16 +112,13 @@ def open_or_begin(
     files: CollectFiles,
     options: Options,
     run_in_thread: RunInThread,
-) -> tuple[OpenedRun, str | Path | None]:
+) -> OpenedRun:
     """Take over the run in the bucket, or begin one.
 
     Args:
         base: see ``Publisher``.
         files: returns the model's small files; called if a run begins.
         run_in_thread: runs a call in a thread that no interrupt hits, and raises what the call raises.
-
-    Returns:
-        The run, and the location of its version 0 if the caller gave one.
 
     Raises:
         ConflictError: the URL holds part of a run, or a run and ``resume`` is False.
@@ -129,18 +129,20 @@ def open_or_begin(
         resolved = None if base is None else resolve_base(base)
         path = None if resolved is None else resolved.path
         kept = files(resolved)
-        baseline = Baseline.captured(live, path)
+        weights = WholeWeights(live, bucket, options, path)
+        baseline = weights.begin(path)
         _prepare(baseline, options, run_in_thread)
         run_in_thread(baseline.scan)
         store = partial(manifests.put_shards, baseline, options.shard_bytes)
         difference = baseline.first_difference
         writer, manifest = begin(bucket, baseline, difference, resolved, options, store, kept, found.unfinished)
-        return OpenedRun(baseline, writer, manifest), path
+        return OpenedRun(weights, writer, manifest, path)
     check_may_resume(bucket, options)
     base_location = locate_base(base)
-    takeover = Takeover(bucket, live, base_location, options, run_in_thread)
-    _prepare(takeover.baseline, options, run_in_thread)
-    return takeover.take_over(), base_location
+    weights = WholeWeights(live, bucket, options, base_location)
+    takeover = Takeover(bucket, live, weights, base_location, options, run_in_thread)
+    _prepare(weights.baseline, options, run_in_thread)
+    return takeover.take_over()
 
 
 def inspect_url(bucket: Bucket, resume: bool) -> UrlContents:
@@ -491,9 +493,10 @@ def _files_of(info: bytes) -> list[RunFile]:
 
 
 class Takeover:
-    """Takes over a run: ``take_over``. Ranks of a sharded model override the steps that read or write weights.
+    """Takes over a run: ``take_over``.
 
     Args:
+        weights: receives those of the newest version. Of several ranks, rank 0 takes over for all.
         base: location of the checkpoint of version 0, or of the parent run, if not at the recorded place.
         run_in_thread: see ``open_or_begin``.
 
@@ -507,36 +510,16 @@ class Takeover:
         self,
         bucket: Bucket,
         live: LiveTensors,
+        weights: RunWeights,
         base: str | Path | None,
         options: Options,
         run_in_thread: RunInThread,
     ) -> None:
-        self._bucket, self._live, self._base, self._options, self._run_in_thread = (
-            bucket,
-            live,
-            base,
-            options,
-            run_in_thread,
-        )
+        self._bucket, self._live, self._weights, self._base = bucket, live, weights, base
+        self._options, self._run_in_thread = options, run_in_thread
         self._run = open_trusted(bucket, options.keyring)
         self._epoch = EpochToken(0, b"")
-        self.baseline = self._matching_baseline()
-
-    # Overridden where each of several ranks does its part
-
-    def _matching_baseline(self) -> Baseline:
-        return Baseline.of_run(self._live, self._run.table)
-
-    def _checkout(self, head: Manifest) -> None:
-        self.baseline.replace(restore(self._run, head, self._base, in_memory=True).state.bits, head.model_fingerprint)
-
-    def _capture_live(self, rest: Checkpoint | None) -> None:
-        self.baseline.capture(self._live, rest)
-
-    def _store_anchor(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
-        return self.baseline, manifests.put_shards(self.baseline, self._options.shard_bytes, put)
-
-    # The steps of a takeover
+        weights.fit(self._run)
 
     def take_over(self) -> OpenedRun:
         """Claim the run and check out its newest version; if that is lost, commit the current weights after it.
@@ -584,13 +567,13 @@ class Takeover:
         if found.problem is not None or found.manifest is None:
             raise found.problem or ChainError("no manifest is good")
         head = found.manifest
-        self._checkout(head)
+        self._weights.checkout(head)
         writer = self._writer(head)
         writer.update_head()
         logger.info(
             "run %s continues from version %d, step %d, in epoch %d", writer.run, head.version, head.step, writer.epoch
         )
-        return OpenedRun(self.baseline, writer, head)
+        return OpenedRun(self._weights, writer, head, self._base)
 
     def _writer(self, newest: Manifest | None) -> RunWriter:
         claimed, limit = self._epoch, self._run.document_limit
@@ -611,7 +594,7 @@ class Takeover:
             "version %d of %s cannot be rebuilt, so the current weights are committed as a full snapshot after it: %s",
             found.version, self._bucket.url, problem,
         )  # fmt: skip
-        absent, rest = self.baseline.absent(), None
+        absent, rest = self._weights.baseline.absent(), None
         if absent:
             rest = _checkpoint(self._base)
             odd = [name for name in absent if rest is None or name not in rest.specs]
@@ -623,14 +606,14 @@ class Takeover:
                     "or start a new one"
                 ) from problem
             logger.warning("tensors that the model does not have are taken from base: %s", ", ".join(absent[:5]))
-        self._capture_live(rest)
+        self._weights.capture(rest)
 
     def _start_over(self, found: HistoryTail) -> OpenedRun:
         manifests.check_breaks([] if found.manifest is None else found.manifest.breaks)
-        self.baseline.scan()
-        reasons = judge_state(self._options.gate, self.baseline)
+        self._weights.baseline.scan()
+        reasons = judge_state(self._options.gate, self._weights.baseline)
         writer = self._writer(None)
-        state, objects = self._store_anchor(writer.put_file)
+        state, objects = self._weights.put_shards(writer.put_file)
         for _ in range(_ATTEMPTS):
             base_location = (found.version + 1, found.digest)
             manifest_behind = manifests.restart_anchor(
@@ -648,7 +631,7 @@ class Takeover:
                 writer = self._writer(None)
                 continue
             writer.announce()
-            return OpenedRun(self.baseline, writer, manifest)
+            return OpenedRun(self._weights, writer, manifest, self._base)
         raise ConflictError(f"versions keep appearing at {self._bucket.url}; another publisher writes there")
 
 

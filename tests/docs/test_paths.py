@@ -18,8 +18,6 @@ from vllm_delta_sync.bucket.factory import open_bucket
 from vllm_delta_sync.settings import StoreOptions
 
 ROOT = Path(__file__).parents[2]
-SHARDED = {"trainer_side/ranks/rank_session.py"}
-"""Of the steps of a publish: those of a sharded model, whose ranks are processes."""
 OF_A_SERVER = {
     "vllm_delta_sync/notice/subscriber.py",
     "vllm_delta_sync/engine/follow/service.py",
@@ -107,7 +105,7 @@ def test_the_path_of_a_publish(tmp_path: Path) -> None:
             publisher.publish(step=step)
             publisher.flush()
         tracer.recording = False
-    compare("The path of a publish", tracer.seen, SHARDED)
+    compare("The path of a publish", tracer.seen, set())
 
 
 def test_the_path_of_an_apply(tmp_path: Path) -> None:

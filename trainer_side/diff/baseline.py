@@ -1,6 +1,6 @@
 """``Baseline``: the bits of the newest published version, which the next version is compared with."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -13,7 +13,7 @@ from trainer_side.model.matching import check_fits, own_spec, target_names
 from trainer_side.model.sources import LiveTensors, check_readable, pairs
 from vllm_delta_sync.errors import FingerprintError, ModelError, TensorMismatchError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
@@ -64,13 +64,25 @@ class Baseline:
         first_difference: with a base: the first tensor whose bits differ from the base, None if none does.
     """
 
-    def __init__(self, table: TensorTable, names: Mapping[str, list[str]], checkpoint: Checkpoint | None) -> None:
-        """Make a baseline without values, except those of the checkpoint; see ``captured`` and ``of_run``."""
+    def __init__(
+        self,
+        table: TensorTable,
+        names: Mapping[str, list[str]],
+        checkpoint: Checkpoint | None,
+        partial: Collection[int] = (),
+    ) -> None:
+        """Make a baseline without values, except those of the checkpoint; see ``captured`` and ``of_run``.
+
+        Args:
+            names: live tensor name → names in the table.
+            partial: ids of tensors of which other ranks hold the rest.
+        """
         self.location: BaselineLocation = "host"
         self.table = table
         self.targets_of = {name: tuple(table.index(target) for target in targets) for name, targets in names.items()}
         self.first_difference: str | None = None
         self.fingerprints: list[Fingerprint] = []
+        self._partial = frozenset(partial)
         self._checkpoint = checkpoint
         self._buffers: list[BaselineBuffer | None] = [None] * len(table)
         self._scrub_position = 0
@@ -92,8 +104,8 @@ class Baseline:
         baseline = cls(table, names, checkpoint)
         baseline.capture(live)
         if checkpoint is not None:
-            baseline._warn_of_missing("base")
-            baseline._compare(checkpoint)
+            baseline.warn_of_missing("base")
+            baseline.compare(lambda tensor: checkpoint.bits(table[tensor].name))
         return baseline
 
     @classmethod
@@ -104,7 +116,7 @@ class Baseline:
             TensorMismatchError, ModelError: a live tensor does not fit the run.
         """
         baseline = cls(table, names_in_run(live, table), None)
-        baseline._warn_of_missing("run")
+        baseline.warn_of_missing("run")
         return baseline
 
     def buffer_on(self, tensor: int, device: torch.device) -> BaselineBuffer:
@@ -157,13 +169,14 @@ class Baseline:
         total = sum(fingerprints, Fingerprint())
         if total != expected:
             raise FingerprintError(f"weights have fingerprint {total.hex()}, the manifest says {expected.hex()}")
-        self._write_all(bits, fingerprints)
+        self.write_all(bits, fingerprints)
 
     def fingerprints_of(self, bits: Sequence[Bits]) -> list[Fingerprint]:
         """Return the fingerprints of (numel,) bits per tensor id."""
         return [fingerprint_tensor(spec.name, bits[tensor]) for tensor, spec in enumerate(self.table)]
 
-    def _write_all(self, bits: Sequence[Bits], fingerprints: list[Fingerprint]) -> None:
+    def write_all(self, bits: Sequence[Bits], fingerprints: list[Fingerprint]) -> None:
+        """As ``replace``, with fingerprints that the caller has checked."""
         for tensor, buffer in enumerate(self._buffers):
             if buffer is None:
                 self._buffers[tensor] = HostBuffer(_writable(bits[tensor]))
@@ -243,7 +256,8 @@ class Baseline:
         present = {target for targets in self.targets_of.values() for target in targets}
         return [spec.name for tensor, spec in enumerate(self.table) if tensor not in present]
 
-    def _warn_of_missing(self, source: str) -> None:
+    def warn_of_missing(self, source: str) -> None:
+        """Log the run's tensors that the model does not have. Args: source: what provides them."""
         missing = self.absent()
         if missing:
             logger.warning(
@@ -251,18 +265,16 @@ class Baseline:
                 len(missing), source, len(self.table), source, ", ".join(missing[:5]), " …" if len(missing) > 5 else "",
             )  # fmt: skip
 
-    def _compare(self, base: Checkpoint) -> None:
-        for spec, buffer in zip(self.table, self._buffers, strict=True):
-            if buffer is not None and not np.array_equal(buffer.read(), self._of_base(spec, base)):
-                self.first_difference = spec.name
+    def compare(self, base: Callable[[int], Bits]) -> None:
+        """Set ``first_difference``. Args: base: returns the (numel,) bits that a tensor id has in the base."""
+        for tensor, buffer in enumerate(self._buffers):
+            if buffer is not None and not np.array_equal(buffer.read(), base(tensor)):
+                self.first_difference = self.table[tensor].name
                 return
 
-    def _of_base(self, spec: TensorSpec, base: Checkpoint) -> Bits:
-        return base.bits(spec.name)
-
     def may_send_in_full(self, tensor: int) -> bool:
-        """Return whether a version may carry all bits of a tensor rather than its changes."""
-        return True
+        """Return whether a version may carry all bits of a tensor rather than its changes: in one object."""
+        return tensor not in self._partial
 
     def _measure(self, tensor: int) -> Fingerprint:
         return fingerprint_tensor(self.table[tensor].name, self.read(tensor))

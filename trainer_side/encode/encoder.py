@@ -10,6 +10,7 @@ from trainer_side.encode.upload_bandwidth import UploadBandwidth
 from trainer_side.options import Options
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -21,13 +22,18 @@ class Encoder:
     """Encodes versions, one at a time. The baseline holds the bits after the changes, and must not change meanwhile.
 
     Args:
-        bandwidth: of the uploads so far.
+        baseline: of whole tensors, if the codec may be ``context``. table: the run's tensors.
+        bandwidth: of the uploads so far. ranks: how many encode each version.
     """
 
-    def __init__(self, baseline: Baseline, options: Options, bandwidth: UploadBandwidth) -> None:
-        self._baseline = baseline
+    def __init__(
+        self, baseline: Baseline, table: TensorTable, options: Options, bandwidth: UploadBandwidth, ranks: int
+    ) -> None:
+        self._baseline, self._table = baseline, table
         self._options = options
         self._bandwidth = bandwidth
+        # Each rank gets an equal share of the maximum, since the number of objects of the others is still unknown.
+        self._most_objects = limits.MAX_OBJECTS_PER_VERSION // ranks
         self._choice = CodecChoice(options.receiver_bytes_per_second)
         self._compiled: set[Codec] = set()
 
@@ -40,7 +46,7 @@ class Encoder:
         codec, auto = self._options.base_codec, self._options.codec == "auto"
         if not changes.changed:
             return codec, []
-        work = Work.of(changes, self._baseline.table)
+        work = Work.of(changes, self._table)
         if auto:
             codec = self._choice.choose(context.version, work, self._bandwidth.bytes_per_second)
         # Compile before measuring: otherwise the time of the first version would include it.
@@ -48,15 +54,15 @@ class Encoder:
         started = time.perf_counter()
         base_bits = BaseCopies(self._baseline, changes)
         coding = (codec, self._options.compression)
-        parts = changes.parts(self._options.shard_bytes)
-        objects = [encode(part, self._baseline.table, *coding, context, base_bits) for part in parts]
+        parts = changes.parts(self._options.shard_bytes, self._most_objects)
+        objects = [encode(part, self._table, *coding, context, base_bits) for part in parts]
         if auto and not changes.full:
             self._choice.learn(codec, work, sum(map(len, objects)), time.perf_counter() - started)
         return codec, objects
 
     def _compile(self, codec: Codec) -> None:
         if codec not in self._compiled:
-            compile_codec(codec, self._baseline.table)
+            compile_codec(codec, self._table)
             self._compiled.add(codec)
 
 

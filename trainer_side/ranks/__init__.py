@@ -1,4 +1,4 @@
 """Publish one run from all ranks of a torch.distributed world, without gathering the model.
 
-Begin with ``group`` (communication between ranks), then ``opening``, ``rank_session`` and ``rank_committer``.
+Begin with ``group`` (communication between ranks), then ``opening`` and ``coordinator`` (the weights of a rank).
 """

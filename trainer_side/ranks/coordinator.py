@@ -3,14 +3,16 @@
 Where rank 0's code reads or writes weights it sends a command, which every rank executes on its own parts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from trainer_side.diff.baseline import Baseline
+from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.manifests import Put
 from trainer_side.options import Options
 from trainer_side.ranks.gather import put_shards
 from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, error_from_rank
-from trainer_side.ranks.shard_baseline import GatheredState, ShardBaseline, check_same_tables
+from trainer_side.ranks.shard_baseline import GatheredState, ShardBaseline, changes_of_tensors, check_same_tables
 from trainer_side.ranks.shard_parts import ModuleParts, boxes_document, check_coverage
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
@@ -22,35 +24,42 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.partial import restore_boxes
 from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 logger = guarded_logger(__name__)
 
 
 class RankCoordinator:
-    """One rank among those that publish a run together.
+    """One rank among those that publish a run together: ``run_weights.RunWeights``, of which it holds its parts.
 
     Attributes:
         baseline: this rank's parts, once they are known.
-        base: location of version 0, for reading versions back.
-        check_parts: called before parts are written as a snapshot; raises if they differ from what was published.
 
     Args:
         group: of the thread that publishes. live: this rank's parts.
+        base: location of version 0, for reading versions back.
     """
 
     def __init__(
         self, group: ProcessGroup, live: ModuleParts, bucket: Bucket, options: Options, base: str | Path | None
     ) -> None:
-        self.group, self.base = group, base
-        self.check_parts: Callable[[], None] = _nothing
-        self._live, self._bucket, self._options = live, bucket, options
+        self.group = group
+        self._live, self._bucket, self._options, self._base = live, bucket, options, base
         self._baseline: ShardBaseline | None = None
         self._run: Run | None = None
         self._name = ""
 
     @property
-    def baseline(self) -> ShardBaseline:
+    def baseline(self) -> Baseline:
+        return self._shards.parts
+
+    @property
+    def table(self) -> TensorTable:
+        return self._shards.whole
+
+    @property
+    def _shards(self) -> ShardBaseline:
         if self._baseline is None:
             raise UsageError("the weights of this rank are not known yet")
         return self._baseline
@@ -92,14 +101,15 @@ class RankCoordinator:
 
     # Commands, for the work of ``run_on_rank0``
 
-    def find_parts(self) -> ShardBaseline:
+    def fit(self, run: Run) -> None:
         """Find out which parts of the run's tensors the ranks own.
 
         Raises:
             ModelError: they do not own each element once. Other errors as ``Baseline.of_run``.
         """
-        self._command({"command": "find_parts", "tensors": self.run.table.digest})
-        return self._find_parts(self.run.table.digest)
+        self._run = run
+        self._command({"command": "find_parts", "tensors": run.table.digest})
+        self._find_parts(run.table.digest)
 
     def capture(self, fallback: Checkpoint | None) -> None:
         """Copy the current live parts; tensors that the model lacks come from ``fallback``."""
@@ -117,7 +127,7 @@ class RankCoordinator:
         self._checkout(manifest)
 
     def put_shards(self, put: Put) -> tuple[GatheredState, list[ObjectRef]]:
-        """Store the baseline as an anchor's objects; return state and objects. Raises as ``check_parts``, ``put``."""
+        """Store the baseline as an anchor's objects; return state and objects. Raises as ``put``."""
         self._command({"command": "put_shards"})
         return self._put_shards(put)
 
@@ -155,26 +165,38 @@ class RankCoordinator:
             return {
                 "tensors": baseline.whole.digest,
                 "boxes": boxes_document(baseline.boxes),
-                "difference": baseline.first_difference,
+                "difference": baseline.parts.first_difference,
                 **_shares_document(baseline),
             }
 
         def judge(reports: list[Json]) -> None:
             check_same_tables(reports)
-            check_coverage(self.baseline.whole, [item["boxes"] for item in reports])
+            check_coverage(self.table, [item["boxes"] for item in reports])
 
         reports = self.group.all_or_raise("weights", work, judge)
         if reports is None:
             return None, None
         difference = next((item["difference"] for item in reports if item["difference"] is not None), None)
-        return _gathered_state(self.baseline.whole, reports), difference
+        return _gathered_state(self.table, reports), difference
 
-    def restore_parts(self, manifest: Manifest) -> list[Bits]:
+    def restore(self, manifest: Manifest) -> list[Bits]:
         """Return (numel,) bits of this rank's parts at a version, from the bucket; raises as ``restore``."""
-        baseline = self.baseline
-        return baseline.in_part_order(restore_boxes(self.run, manifest, baseline.wanted(), self.base))
+        baseline = self._shards
+        return baseline.in_part_order(restore_boxes(self.run, manifest, baseline.wanted(), self._base))
 
-    def _find_parts(self, tensors: str) -> ShardBaseline:
+    def changes(self, pending: PendingDelta) -> Changes:
+        """Return this rank's changes in terms of whole tensors; valid as ``PendingDelta.changes``."""
+        return changes_of_tensors(self._shards, pending)
+
+    def keep(self, changes: Mapping[int, Fingerprint]) -> None:
+        """Add durable changes to this rank's shares: tensor id → what was added to its fingerprint."""
+        known = self._shards.shares
+        # In one assignment, so that a failure in the middle changes nothing.
+        self._shards.shares = known | {
+            tensor: known.get(tensor, Fingerprint()) + change for tensor, change in changes.items()
+        }
+
+    def _find_parts(self, tensors: str) -> None:
         def work() -> Json:
             if self.run.table.digest != tensors:
                 raise UsageError(
@@ -185,12 +207,11 @@ class RankCoordinator:
             return boxes_document(self._baseline.boxes)
 
         self.group.all_or_raise("parts", work, lambda reports: check_coverage(self.run.table, reports))
-        return self.baseline
 
     def _capture(self, fallback: Checkpoint | None) -> None:
         def work() -> None:
             self.baseline.capture(self._live, fallback)
-            self.baseline.scan()
+            self._shards.scan()
 
         self.group.all_or_raise("capture", work)
 
@@ -198,8 +219,8 @@ class RankCoordinator:
         restored: list[tuple[list[Bits], dict[int, Fingerprint]]] = []
 
         def work() -> str:
-            bits = self.restore_parts(manifest)
-            restored.append((bits, self.baseline.shares_of(bits)))
+            bits = self.restore(manifest)
+            restored.append((bits, self._shards.shares_of(bits)))
             return sum(restored[0][1].values(), Fingerprint()).hex()
 
         def judge(reports: list[Json]) -> None:
@@ -218,23 +239,15 @@ class RankCoordinator:
                 raise
             # The version exists, because this rank was able to read it: do not start over.
             raise PublishError(f"version {manifest.version} cannot be restored: {error.message}") from error
-        self.baseline.replace_bits(*restored[0])
+        self._shards.replace_bits(*restored[0])
 
     def _put_shards(self, put: Put) -> tuple[GatheredState, list[ObjectRef]]:
-        def work() -> Json:
-            self.check_parts()
-            return _shares_document(self.baseline)
-
-        reports = self.group.all_or_raise("fingerprints", work)
-        refs = put_shards(self.group, self.baseline, self._options.shard_bytes, put)
-        return _gathered_state(self.baseline.whole, reports or []), refs or []
+        reports = self.group.all_or_raise("fingerprints", lambda: _shares_document(self._shards))
+        refs = put_shards(self.group, self._shards, self._options.shard_bytes, put)
+        return _gathered_state(self.table, reports or []), refs or []
 
     def _store(self, ref: ObjectRef, path: Path) -> None:
         RunWriter(self._bucket, self.run.info, 0, self._options).put_file(ref, path)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _shares_document(baseline: ShardBaseline) -> Json:

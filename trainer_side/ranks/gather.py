@@ -164,7 +164,7 @@ class _Incoming:
 
 
 def _own_pieces(baseline: ShardBaseline, spec: TensorSpec) -> list[tuple[Box, Bits]]:
-    return [(box, baseline.read(part)) for part, box in baseline.parts_of(spec.name)]
+    return [(box, baseline.parts.read(part)) for part, box in baseline.parts_of(spec.name)]
 
 
 def _send_all(group: ProcessGroup, writer: int, baseline: ShardBaseline, table: TensorTable) -> None:

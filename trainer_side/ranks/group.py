@@ -38,34 +38,40 @@ class LostRankError(PublishError):
 
 
 class ProcessGroup:
-    """All ranks over one process group, each with one thread at a time. Every rank makes the same calls in one order.
+    """The ranks that publish together, each with one thread at a time. Every rank makes the same calls in one order.
+
+    A process that publishes alone is a group of one, which communicates with nothing.
 
     Attributes:
-        rank, size: of the world. is_rank0: whether this is rank 0.
+        rank, size: of the group. is_rank0: whether this is rank 0. alone: whether there is no other rank.
 
     Args:
         seconds: how long a rank waits for another before it counts as lost.
+        alone: a group of this process only; otherwise of all ranks of the world.
 
     Raises:
         LostRankError: a rank does not take part.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, alone: bool = False) -> None:
         self._seconds = seconds
-        try:
-            self._group: distributed.ProcessGroup | None = distributed.new_group(
-                backend="gloo", timeout=timedelta(seconds=seconds)
-            )
-        except RuntimeError as error:
-            raise LostRankError(
-                f"not all ranks have come together in {seconds:.0f} s ({_reason(error)}): every rank of the world has "
-                "to make the publisher, with the model that is sharded over them"
-            ) from error
         self._sequence = 0
         self._broken: str | None = None
-        self.rank = distributed.get_rank()
-        self.size = distributed.get_world_size()
+        self._group: distributed.ProcessGroup | None = None
+        self.rank, self.size, self.alone = 0, 1, alone
+        if not alone:
+            self._join_world()
         self.is_rank0 = self.rank == 0
+
+    def _join_world(self) -> None:
+        try:
+            self._group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=self._seconds))
+        except RuntimeError as error:
+            raise LostRankError(
+                f"not all ranks have come together in {self._seconds:.0f} s ({_reason(error)}): every rank of the "
+                "world has to make the publisher, with the model that is sharded over them"
+            ) from error
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
 
     # Collective calls
 
@@ -182,11 +188,15 @@ class ProcessGroup:
             return {"failed": failed} if failed else {"value": judge([item["value"] for item in reports or []])}
 
         try:
-            answer = self.from_rank0(f"{what}: verdict", verdict)
-        except DeltaSyncError as error:
-            raise error if own_error is None else own_error from None
-        if own_error is not None:
-            raise own_error
+            try:
+                answer = self.from_rank0(f"{what}: verdict", verdict)
+            except DeltaSyncError:
+                if own_error is None:
+                    raise
+            if own_error is not None:
+                raise own_error
+        finally:
+            own_error = None  # else this frame and the error keep each other, and what its frames hold, in memory
         if "failed" in answer:
             raise error_from_rank(answer["failed"]["error"], answer["failed"]["rank"])
         return answer["value"]
@@ -225,7 +235,7 @@ class ProcessGroup:
         """Raise LostRankError if the connection of the ranks is broken."""
         if self._broken is not None:
             raise LostRankError(self._broken)
-        if not distributed.is_initialized():
+        if not self.alone and not distributed.is_initialized():
             raise self._break(
                 "torch.distributed was ended while a sharded model was still published; close the publisher before "
                 "destroy_process_group()"
@@ -234,7 +244,7 @@ class ProcessGroup:
     def close(self) -> None:
         """Release sockets and threads; other ranks notice it if they still wait for this one."""
         group, self._group = self._group, None
-        if distributed.is_initialized() and group is not None:
+        if group is not None and distributed.is_initialized():
             distributed.destroy_process_group(group)
         # Its connections close when the last reference is dropped.
         self._broken = self._broken or "the publisher is closed"
@@ -307,22 +317,25 @@ class ProcessGroup:
             raise self._lost(rank, error) from error
         return found
 
-    def _wait(self, work: distributed.Work | None, seconds: float | None) -> None:
+    def _wait(self, work: "distributed.Work | None", seconds: float | None) -> None:
         if work is None:
             raise RuntimeError("this process is not part of the group")
         work.wait(timedelta(seconds=self._seconds if seconds is None else seconds))
 
 
 class RankGroups:
-    """The ranks of this world: ``caller`` for the thread that calls the publisher, ``work`` for its background thread.
+    """The ranks of a publisher: ``caller`` for the thread that calls it, ``work`` for its background thread.
 
-    Every rank constructs it at the same point of the program.
+    Every rank of a world constructs it at the same point of the program.
+
+    Args:
+        alone: this process publishes without others.
     """
 
-    def __init__(self) -> None:
-        self.caller = ProcessGroup(CALL_SECONDS)
-        self.work = ProcessGroup(WORK_SECONDS)
-        self.rank, self.size, self.is_rank0 = self.caller.rank, self.caller.size, self.caller.is_rank0
+    def __init__(self, alone: bool = False) -> None:
+        self.caller = ProcessGroup(CALL_SECONDS, alone)
+        self.work = ProcessGroup(WORK_SECONDS, alone)
+        self.is_rank0, self.alone = self.caller.is_rank0, alone
 
     def close(self) -> None:
         """Release sockets and threads."""

@@ -1,24 +1,15 @@
-"""``build_sharded``: open a run from all ranks; rank 0 writes and decides, each rank holds its own parts."""
+"""``open_or_begin``: open a run from all ranks; rank 0 writes and decides, each rank holds its own parts."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 from torch import nn
 
-from trainer_side import manifests
-from trainer_side.background_thread import BackgroundThread
-from trainer_side.diff.baseline import Baseline
-from trainer_side.diff.engine import Detector, compile_kernels
-from trainer_side.maintenance import BackgroundMaintenance
+from trainer_side.diff.engine import compile_kernels
 from trainer_side.model.sources import ModelLike
 from trainer_side.options import Options
 from trainer_side.ranks.coordinator import RankCoordinator
-from trainer_side.ranks.group import Json, ProcessGroup, RankGroups, check_same
-from trainer_side.ranks.rank_committer import RankCommitter
-from trainer_side.ranks.rank_session import RankPublishSession
+from trainer_side.ranks.group import Json, ProcessGroup, check_same
 from trainer_side.ranks.shard_parts import ModuleParts
-from trainer_side.session import PublisherParts, on_every_rank, skip_maintenance
 from trainer_side.takeover import (
     CollectFiles,
     OpenedRun,
@@ -34,77 +25,13 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import UsageError
-from vllm_delta_sync.format.manifest import Manifest, ObjectRef
+from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.tensors.changes import Changes
-from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve_base
-from vllm_delta_sync.trust import Keyring
-
-# With other values ranks would encode or split differently, or reach their calls at other steps. For all other options
-# rank 0's values count, or each rank's own.
-_SAME_ON_ALL_RANKS = ("codec", "compression", "every", "shard_bytes")
+from vllm_delta_sync.tensors.checkpoint import ResolvedBase, resolve_base
 
 
-def agree_on_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Options:
-    """See ``session.agreed_options``; also raise UsageError for options that need the whole model."""
-    found: list[Options] = []
-
-    def work() -> Json:
-        found.append(_check_sharded(check(ranks.is_rank0)))
-        return [getattr(found[0], name) for name in _SAME_ON_ALL_RANKS]
-
-    def judge(reports: list[Json]) -> None:
-        for name, values in zip(_SAME_ON_ALL_RANKS, zip(*reports, strict=True), strict=True):
-            check_same(name, values)
-
-    ranks.work.all_or_raise("options", work, judge)
-    trusted = ranks.work.from_rank0("keys", lambda: sorted(found[0].keyring.trusted))
-    # A rank that signs nothing trusts the keys that rank 0 trusts.
-    return found[0] if ranks.is_rank0 else found[0].model_copy(update={"keyring": Keyring(trusted)})
-
-
-def _check_sharded(options: Options) -> Options:
-    if options.gate is not None:
-        raise UsageError(
-            "gate is set, and a gate needs whole tensors, of which each rank has a part; leave it out, or publish "
-            "from one rank through a function that yields (checkpoint name, whole tensor)"
-        )
-    if options.codec == "context":
-        raise UsageError(
-            "codec is 'context', which encodes changes with the whole tensor, of which each rank has a part; give "
-            "'packed' or 'auto'"
-        )
-    return options
-
-
-def build_sharded(
-    model: ModelLike,
-    bucket: Bucket,
-    base: str | Path | None,
-    files: CollectFiles,
-    options: Options,
-    background: BackgroundThread,
-    detector: Detector,
-    ranks: RankGroups,
-    undo: ExitStack,
-) -> PublisherParts:
-    """As ``session.build_publisher``, called by every rank."""
-    live = on_every_rank(ranks, "model", lambda: _module_parts(model))
-    found: list[tuple[OpenedRun, RankCoordinator]] = []
-    background.call(lambda: found.append(open_or_begin(bucket, live, base, files, options, ranks.work)))
-    opened, coordinator = found[0]
-    maintenance: BackgroundMaintenance | None = None
-    if ranks.is_rank0:
-        maintenance = BackgroundMaintenance(bucket, coordinator.base, options, opened.writer)
-        undo.callback(maintenance.close)
-    committer = RankCommitter(
-        opened, coordinator, bucket, options, skip_maintenance if maintenance is None else maintenance.offer
-    )
-    background.call(committer.begin)
-    session = RankPublishSession(live, coordinator.baseline.whole, options, committer, detector, background, ranks)
-    return PublisherParts(opened, committer, session, detector, maintenance)
-
-
-def _module_parts(model: ModelLike) -> ModuleParts:
+def module_parts(model: ModelLike) -> ModuleParts:
+    """Return this rank's parts of a module; raise UsageError if the model is none, or as ``ModuleParts``."""
     if not isinstance(model, nn.Module):
         raise UsageError("only a module can be published by several ranks together")
     return ModuleParts(model)
@@ -117,11 +44,10 @@ def open_or_begin(
     files: CollectFiles,
     options: Options,
     group: ProcessGroup,
-) -> tuple[OpenedRun, RankCoordinator]:
+) -> OpenedRun:
     """As ``takeover.open_or_begin``, called by all ranks where no interrupt hits. Every rank raises the same error.
 
-    Returns:
-        The run (on ranks other than 0 its writer stores objects only), and this rank's coordinator.
+    On ranks other than 0 the writer of the run stores objects only.
     """
     found: list[UrlContents] = []
 
@@ -148,7 +74,7 @@ def open_or_begin(
     writers: list[RunWriter] = []
     if exists:
         text = coordinator.run_on_rank0(
-            "taking over", lambda: _take_over_together(coordinator, live, options, bucket, writers)
+            "taking over", lambda: _take_over_together(coordinator, live, base_location, options, bucket, writers)
         )
     else:
         state, difference = coordinator.begin(None if resolved is None else resolved.path)
@@ -166,7 +92,7 @@ def open_or_begin(
     current = Manifest.from_bytes(text.encode())
     group.all_or_raise("ready", lambda: _prepare(coordinator, current, options))
     writer = writers[0] if writers else coordinator.follower_writer(current)
-    return OpenedRun(coordinator.baseline, writer, current), coordinator
+    return OpenedRun(coordinator, writer, current, base_location)
 
 
 def _check_based(reports: list[Json]) -> None:
@@ -178,7 +104,7 @@ def _prepare(coordinator: RankCoordinator, current: Manifest, options: Options) 
     baseline.location = options.baseline
     compile_kernels(baseline.table)
     # Run the codec's check of the table now rather than at the first version.
-    encode(Changes(), baseline.whole, options.base_codec, options.compression, DeltaContext("", 1, 0))
+    encode(Changes(), coordinator.table, options.base_codec, options.compression, DeltaContext("", 1, 0))
     if coordinator.run.info.run != current.run:
         raise UsageError(
             f"rank {coordinator.group.rank} finds another run in the bucket than rank 0 has written: give every rank "
@@ -186,29 +112,14 @@ def _prepare(coordinator: RankCoordinator, current: Manifest, options: Options) 
         )
 
 
-class _RanksTakeover(Takeover):
-    """A takeover by rank 0 for all ranks."""
-
-    def __init__(self, coordinator: RankCoordinator, live: ModuleParts, bucket: Bucket, options: Options) -> None:
-        self._coordinator = coordinator
-        super().__init__(bucket, live, coordinator.base, options, lambda work: work())
-
-    def _matching_baseline(self) -> Baseline:
-        return self._coordinator.find_parts()
-
-    def _checkout(self, head: Manifest) -> None:
-        self._coordinator.checkout(head)
-
-    def _capture_live(self, fallback: Checkpoint | None) -> None:
-        self._coordinator.capture(fallback)
-
-    def _store_anchor(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
-        return self._coordinator.put_shards(put)
-
-
 def _take_over_together(
-    coordinator: RankCoordinator, live: ModuleParts, options: Options, bucket: Bucket, writers: list[RunWriter]
+    coordinator: RankCoordinator,
+    live: ModuleParts,
+    base: str | Path | None,
+    options: Options,
+    bucket: Bucket,
+    writers: list[RunWriter],
 ) -> str:
-    opened = _RanksTakeover(coordinator, live, bucket, options).take_over()
+    opened = Takeover(bucket, live, coordinator, base, options, lambda work: work()).take_over()
     writers.append(opened.writer)
     return opened.current.to_bytes().decode()

@@ -48,12 +48,13 @@ class _WholeTensors(LiveTensors):
         return self._live.read()
 
 
-class ShardBaseline(Baseline):
-    """A baseline whose tensors are the parts that this rank owns. Its table and fingerprints are those of the parts.
+class ShardBaseline:
+    """The baseline of the parts that this rank owns, and where they lie in the run's tensors.
 
     Rank 0 also owns the run's tensors that the model does not have.
 
     Attributes:
+        parts: their bits; its table and fingerprints are those of the parts.
         whole: the run's tensors.
         boxes: per part, its tensor's id in ``whole``, and its box there.
         shares: tensor id in ``whole`` → what this rank's parts add to its fingerprint; see ``scan``, ``replace_bits``.
@@ -80,36 +81,45 @@ class ShardBaseline(Baseline):
             for spec in table:
                 if spec.name not in present:
                     found[spec.name] = spec, table.index(spec.name), Box.all_of(spec.shape)
-        super().__init__(TensorTable(spec for spec, _, _ in found.values()), targets_of, checkpoint)
+        parts = TensorTable(spec for spec, _, _ in found.values())
+        partial = {part for part, spec in enumerate(parts) if spec.name not in table}
+        self.parts = Baseline(parts, targets_of, checkpoint, partial)
         self.whole = table
-        self.boxes = [found[spec.name][1:] for spec in self.table]
+        self.boxes = [found[spec.name][1:] for spec in parts]
         self.shares: dict[int, Fingerprint] = {}
-        self._parts: dict[str, list[tuple[int, Box]]] = {}
+        self._of_tensor: dict[str, list[tuple[int, Box]]] = {}
         for number, (tensor, box) in enumerate(self.boxes):
-            self._parts.setdefault(table[tensor].name, []).append((number, box))
+            self._of_tensor.setdefault(table[tensor].name, []).append((number, box))
 
     @classmethod
     def captured_parts(cls, live: ModuleParts, base: str | Path | None, rank: int) -> Self:
         """Return the baseline of a new run, from the current parts; arguments and errors as ``captured``."""
         table, names, checkpoint = new_run_tensors(_WholeTensors(live), base)
         baseline = cls(live, table, names, checkpoint, rank)
-        baseline.capture(live)
+        baseline.parts.capture(live)
         if checkpoint is not None:
-            baseline._warn_of_missing("base")
+            baseline.parts.warn_of_missing("base")
             baseline._compare(checkpoint)
         return baseline
+
+    def _compare(self, base: Checkpoint) -> None:
+        def bits_of(part: int) -> Bits:
+            tensor, box = self.boxes[part]
+            return box.view(base.bits(self.whole[tensor].name)).reshape(-1)
+
+        self.parts.compare(bits_of)
 
     @classmethod
     def parts_of_run(cls, live: ModuleParts, table: TensorTable, rank: int) -> Self:
         """Return the baseline of an existing run, still without values; errors as ``of_run``."""
         baseline = cls(live, table, names_in_run(_WholeTensors(live), table), None, rank)
-        baseline._warn_of_missing("run")
+        baseline.parts.warn_of_missing("run")
         return baseline
 
     def scan(self) -> None:
         """Fingerprint every part, by itself and as a share of its tensor."""
-        super().scan()
-        self.shares = self.shares_of([self.read(part) for part in range(len(self.table))])
+        self.parts.scan()
+        self.shares = self.shares_of([self.parts.read(part) for part in range(len(self.boxes))])
 
     def shares_of(self, bits: Sequence[Bits]) -> dict[int, Fingerprint]:
         """Return tensor id → what this rank adds to its fingerprint, if its parts have these (numel,) bits."""
@@ -120,13 +130,13 @@ class ShardBaseline(Baseline):
         return shares
 
     def replace_bits(self, bits: Sequence[Bits], shares: dict[int, Fingerprint]) -> None:
-        """Replace all bits, after the sum of all ranks' shares was checked; else as ``replace``."""
-        self._write_all(bits, self.fingerprints_of(bits))
+        """Replace all bits, after the sum of all ranks' shares was checked; else as ``Baseline.replace``."""
+        self.parts.write_all(bits, self.parts.fingerprints_of(bits))
         self.shares = shares
 
     def wanted(self) -> dict[str, list[Box]]:
         """Return checkpoint name → this rank's boxes of that tensor, in the order of ``in_part_order``."""
-        return {name: [box for _, box in parts] for name, parts in self._parts.items()}
+        return {name: [box for _, box in parts] for name, parts in self._of_tensor.items()}
 
     def in_part_order(self, found: Mapping[str, Sequence[Bits]]) -> list[Bits]:
         """Return the bits per part, from the bits of the ``wanted`` boxes."""
@@ -135,15 +145,7 @@ class ShardBaseline(Baseline):
 
     def parts_of(self, name: str) -> list[tuple[int, Box]]:
         """Return the id and box of each part that this rank has of a tensor."""
-        return self._parts.get(name, [])
-
-    def may_send_in_full(self, tensor: int) -> bool:
-        """Return True only if this rank has all of the tensor: one object has to carry it."""
-        return self.table[tensor].name in self.whole
-
-    def _of_base(self, spec: TensorSpec, base: Checkpoint) -> Bits:
-        tensor, box = self.boxes[self.table.index(spec.name)]
-        return box.view(base.bits(self.whole[tensor].name)).reshape(-1)
+        return self._of_tensor.get(name, [])
 
 
 def _part_name(part_name: str, part: ShardPart, target: str) -> str:

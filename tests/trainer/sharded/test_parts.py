@@ -239,7 +239,7 @@ def test_changes_of_parts_are_those_of_the_whole(seed: int, codec: Codec, monkey
     found: dict[int, dict[int, int]] = {}
     change = Fingerprint()
     for baseline, live in zip(parts, lives, strict=True):
-        patch = patched(baseline, live, codec)
+        patch = patched(baseline.parts, live, codec)
         changes = changes_of_tensors(baseline, patch)
         # As others read it.
         data = encode(changes, baseline.whole, codec, "zstd", DeltaContext("r", 1, 0))
@@ -253,7 +253,7 @@ def test_changes_of_parts_are_those_of_the_whole(seed: int, codec: Codec, monkey
         change += changes.fingerprint
         # What was translated still takes the patch back.
         patch.revert()
-        assert baseline.shares_of(list(map(baseline.read, range(len(baseline.table))))) == baseline.shares
+        assert baseline.shares_of(list(map(baseline.parts.read, range(len(baseline.boxes))))) == baseline.shares
     assert found == elements(reference)
     assert change == reference.fingerprint
 
@@ -269,7 +269,7 @@ def test_parts_find_their_bits_among_those_of_boxes() -> None:
         for name, of in wanted.items()
     }
     arranged = baseline.in_part_order(found)
-    assert all((baseline.read(part) == bits).all() for part, bits in enumerate(arranged))
+    assert all((baseline.parts.read(part) == bits).all() for part, bits in enumerate(arranged))
 
 
 def test_other_tensors_on_some_ranks_are_named() -> None:

@@ -1,0 +1,138 @@
+"""``RunWeights``: the published weights of a run as one process holds them. ``WholeWeights`` holds all of them.
+
+``ranks.coordinator.RankCoordinator`` holds the parts of one rank.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from trainer_side import manifests
+from trainer_side.diff.baseline import Baseline
+from trainer_side.diff.pending_delta import PendingDelta
+from trainer_side.model.sources import LiveTensors
+from trainer_side.options import Options
+from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.client import Run
+from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.manifest import Manifest, ObjectRef
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.run.restore import restore
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.checkpoint import Checkpoint
+
+_Result = TypeVar("_Result")
+
+
+class RunWeights(Protocol):
+    """The weights of a run's current version, or this rank's parts of them."""
+
+    @property
+    def baseline(self) -> Baseline:
+        """Bits that live tensors are compared with: whole tensors, or parts under names of their own."""
+
+    @property
+    def table(self) -> TensorTable:
+        """The run's tensors."""
+
+    @property
+    def run(self) -> Run:
+        """The run, for reading."""
+
+    def run_on_rank0(self, what: str, work: Callable[[], _Result]) -> _Result:
+        """Return the result of ``work``, done on rank 0, on every rank.
+
+        Within ``work`` the four methods below act on the weights of all ranks.
+
+        Raises:
+            DeltaSyncError: ``work`` raised it. LostRankError: a rank is lost.
+        """
+
+    def fit(self, run: Run) -> None:
+        """Find out which tensors of an existing run the model has; raises as ``Baseline.of_run``."""
+
+    def capture(self, fallback: Checkpoint | None) -> None:
+        """Copy the current values of the model; tensors that it lacks come from ``fallback``."""
+
+    def checkout(self, manifest: Manifest) -> None:
+        """Replace all bits by those of a version.
+
+        Raises:
+            FingerprintError: they do not have the manifest's fingerprint; nothing was replaced. Others as ``restore``.
+        """
+
+    def put_shards(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
+        """Store all weights as an anchor's objects; return their state and the objects. Raises as ``put``."""
+
+    def restore(self, manifest: Manifest) -> list[Bits]:
+        """Return (numel,) bits per tensor of ``baseline`` at a version, from the bucket; raises as ``restore``."""
+
+    def changes(self, pending: PendingDelta) -> Changes:
+        """Return the changes of a pending delta in terms of ``table``; valid as ``PendingDelta.changes``."""
+
+    def keep(self, changes: Mapping[int, Fingerprint]) -> None:
+        """Record that changes are durable. Args: changes: id in ``table`` → what was added to its fingerprint."""
+
+
+class WholeWeights:
+    """``RunWeights`` of a process that publishes alone.
+
+    Args:
+        base: location of version 0, for reading versions back.
+    """
+
+    def __init__(self, live: LiveTensors, bucket: Bucket, options: Options, base: str | Path | None) -> None:
+        self._live, self._bucket, self._options, self._base = live, bucket, options, base
+        self._baseline: Baseline | None = None
+        self._run: Run | None = None
+
+    @property
+    def baseline(self) -> Baseline:
+        if self._baseline is None:
+            raise UsageError("the weights are not known yet")
+        return self._baseline
+
+    @property
+    def table(self) -> TensorTable:
+        return self.baseline.table
+
+    @property
+    def run(self) -> Run:
+        if self._run is None:
+            self._run = Run(self._bucket, self._options.keyring)
+        return self._run
+
+    def run_on_rank0(self, what: str, work: Callable[[], _Result]) -> _Result:
+        return work()
+
+    def begin(self, base: Path | None) -> Baseline:
+        """Capture the weights of a new run; arguments and errors as ``Baseline.captured``."""
+        self._baseline = Baseline.captured(self._live, base)
+        return self._baseline
+
+    def fit(self, run: Run) -> None:
+        self._run = run
+        self._baseline = Baseline.of_run(self._live, run.table)
+
+    def capture(self, fallback: Checkpoint | None) -> None:
+        self.baseline.capture(self._live, fallback)
+
+    def checkout(self, manifest: Manifest) -> None:
+        # At a takeover the baseline has no values yet, and keeps the arrays: they must not be mapped from a file.
+        first = not self.baseline.fingerprints
+        state = restore(self.run, manifest, self._base, in_memory=True if first else None).state
+        self.baseline.replace(state.bits, manifest.model_fingerprint)
+
+    def put_shards(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
+        return self.baseline, manifests.put_shards(self.baseline, self._options.shard_bytes, put)
+
+    def restore(self, manifest: Manifest) -> list[Bits]:
+        return restore(self.run, manifest, self._base).state.bits
+
+    def changes(self, pending: PendingDelta) -> Changes:
+        return pending.changes()
+
+    def keep(self, changes: Mapping[int, Fingerprint]) -> None:
+        """Do nothing: the pending delta adds them to the fingerprints of the baseline."""
