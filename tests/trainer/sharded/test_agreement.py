@@ -334,7 +334,7 @@ def of_making(rank: int, size: int, folder: str) -> None:
         message = f"{name} is {here!r} on rank 1, and {there!r} on rank 0"
         refused(lambda: Publisher(model, bucket, **given), UsageError, message)  # noqa: B023 - called here
     whose = "" if rank == 1 else "rank 1: "
-    refused(lambda: Publisher(model, bucket, every=1 - rank), UsageError, f"{whose}every is 0; give")
+    refused(lambda: Publisher(model, bucket, every=1 - rank), UsageError, f"{whose}every is 0: ")
     if rank == 0:
         Path(folder).mkdir(exist_ok=True)
         from safetensors.torch import save_file
