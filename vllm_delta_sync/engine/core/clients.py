@@ -11,12 +11,24 @@ Answers list the ranks of all engines, in the order of data parallel ranks.
 import asyncio
 from typing import Any
 
-from vllm_delta_sync.engine.commit.transaction import Answer
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.layout_checks import ranks_per_engine, reached_engines
 from vllm_delta_sync.engine.core import rank_rpc
 from vllm_delta_sync.engine.core.hooks import missing_names
 from vllm_delta_sync.engine.logger import logger
+from vllm_delta_sync.engine.protocol import (
+    A,
+    Commit,
+    Describe,
+    Done,
+    RankFailure,
+    RankRequest,
+    RankState,
+    Revert,
+    decode_answers,
+    encode_answer,
+    encode_request,
+)
 from vllm_delta_sync.errors import EngineError
 
 END_SECONDS = 10.0
@@ -58,14 +70,14 @@ class EngineCoreClients:
                 raise outcome
         return outcomes
 
-    def _split_arguments(self, method: str, arguments: Answer, *rest: Any) -> list[tuple[Any, ...]]:
-        """Return, per engine, the arguments of a call to its ranks."""
+    async def _call_ranks(self, method: str, request: RankRequest[Any], *args: Any) -> list[Any]:
+        """Pass a request to a utility method of every engine core, each with the entries of its own ranks."""
         size = ranks_per_engine(self._client)
-        engines = len(reached_engines(self._client))
-        return [
-            (method, rank_rpc.slice_per_rank(arguments, engine * size, (engine + 1) * size), *rest)
-            for engine in range(engines)
+        payloads = [
+            encode_request(request, engine * size, (engine + 1) * size)
+            for engine in range(len(reached_engines(self._client)))
         ]
+        return await self._call_engines(method, per_engine=[(payload, *args) for payload in payloads])
 
     async def pause(self, mode: str, clear_cache: bool, limit_s: float) -> None:
         """Pause every engine core for at most ``limit_s`` seconds, not counting the wait for requests in flight.
@@ -93,76 +105,67 @@ class EngineCoreClients:
         finally:
             request.cancel()
 
-    async def renew(self, limit_s: float) -> Answer:
-        """Call PauseWatchdog.renew in every engine core: {"expired": whether any engine has no pause to renew}."""
-        if missing_names():
-            return {"expired": False}
-        return {"expired": any(answer["expired"] for answer in await self._call_engines("delta_sync_renew", limit_s))}
+    async def renew(self, limit_s: float) -> bool:
+        """Call PauseWatchdog.renew in every engine core. False if any engine has no pause to renew."""
+        return bool(missing_names()) or all(await self._call_engines("delta_sync_renew", limit_s))
 
-    async def call(self, method: str, arguments: Answer) -> list[Answer]:
-        """Make ``delta_sync_call`` on every rank of every engine.
+    async def call(self, request: RankRequest[A]) -> list[A | RankFailure]:
+        """Make a call to every rank of every engine.
 
         No timeout inside the engine: the next call would receive a late answer.
         """
         if missing_names():
             number = rank_rpc.next_number()
-            plain = rank_rpc.slice_per_rank(arguments)
-            answers = await self._client.collective_rpc(rank_rpc.METHOD, args=(method, plain, number))
-            return rank_rpc.check_numbers(answers, number)
-        return _concatenate(
-            await self._call_engines("delta_sync_call_ranks", per_engine=self._split_arguments(method, arguments))
-        )
+            answers = await self._client.collective_rpc(rank_rpc.METHOD, args=(encode_request(request), number))
+            return decode_answers(request, rank_rpc.check_numbers(answers, number))
+        return _decode_all(request, await self._call_ranks("delta_sync_call_ranks", request))
 
-    async def call_paused(self, method: str, arguments: Answer, timeout_s: float) -> Answer:
-        """Call PauseWatchdog.call_paused in every engine core: for ``commit`` and ``revert``, only during a pause.
+    async def call_paused(self, request: RankRequest[A], timeout_s: float) -> list[A | RankFailure] | None:
+        """Call PauseWatchdog.call_paused in every engine core: only during a pause.
 
         Returns:
-            {"expired": whether the pause of any engine had expired and it did nothing; "answers": one per rank, if
-            none had}. An engine whose watchdog has already reached the version of a ``revert`` counts as done.
+            an answer per rank; None if the pause of any engine had expired, and it did nothing. An engine whose
+            watchdog has already reached the version of a ``Revert`` counts as done.
         """
         if missing_names():
-            return {"expired": False, "answers": await self.call(method, arguments)}
+            return await self.call(request)
         several = len(reached_engines(self._client)) > 1
         # Check first, so that no engine begins a commit that another one can no longer do within its pause.
-        if several and method == "commit" and (await self.renew(timeout_s))["expired"]:
-            return {"expired": True, "answers": []}
-        outcomes = await self._call_engines(
-            "delta_sync_paused_call", per_engine=self._split_arguments(method, arguments, timeout_s)
-        )
-        if several and method == "revert" and any(outcome["expired"] for outcome in outcomes):
-            described = await self._call_engines("delta_sync_call_ranks", "describe", {})
-            for outcome, answers in zip(outcomes, described, strict=True):
-                if outcome["expired"] and all(answer.get("version") == arguments["version"] for answer in answers):
-                    outcome.update({"expired": False, "answers": answers})
-        if any(outcome["expired"] for outcome in outcomes):
-            return {"expired": True, "answers": []}
-        return {"expired": False, "answers": _concatenate([outcome["answers"] for outcome in outcomes])}
+        if several and isinstance(request, Commit) and not await self.renew(timeout_s):
+            return None
+        outcomes = await self._call_ranks("delta_sync_call_paused", request, timeout_s)
+        if several and isinstance(request, Revert) and None in outcomes:
+            described = await self._call_ranks("delta_sync_call_ranks", Describe())
+            for engine, payloads in enumerate(described):
+                ranks = decode_answers(Describe(), payloads)
+                if outcomes[engine] is None and all(
+                    isinstance(rank, RankState) and rank.version == request.version for rank in ranks
+                ):
+                    outcomes[engine] = [encode_answer(Done())] * len(ranks)
+        return None if None in outcomes else _decode_all(request, outcomes)
 
     async def label(self, version: int | None) -> None:
         """Set vLLM's weight version, which outputs carry per span: the decimal version, or no version."""
         await patches.label_weights(self._client, version)
 
-    async def label_paused(self, version: int | None) -> Answer:
+    async def label_paused(self, version: int | None) -> bool:
         """Call PauseWatchdog.label_paused in every engine core; weights that a watchdog reverted keep their label.
 
         Returns:
-            {"expired": whether the pause of any engine had expired, in which case it was not labelled}.
+            False if the pause of any engine had expired, in which case it was not labelled.
         """
         if missing_names():
             await self.label(version)
-            return {"expired": False}
+            return True
         label = patches.NO_VERSION if version is None else str(version)
-        answers = await self._call_engines("delta_sync_paused_label", label)
-        return {"expired": any(answer["expired"] for answer in answers)}
+        return all(await self._call_engines("delta_sync_label_paused", label))
 
-    async def resume(self) -> Answer:
-        """Call PauseWatchdog.resume in every engine core: {"expired": whether any resumed itself, "outcome": its}."""
+    async def resume(self) -> bool:
+        """Call PauseWatchdog.resume in every engine core. True if any had resumed itself."""
         if missing_names():
             await self._core.resume_scheduler_async()
-            return {"expired": False, "outcome": None}
-        answers = await self._call_engines("delta_sync_resume")
-        expired = [answer for answer in answers if answer["expired"]]
-        return {"expired": bool(expired), "outcome": expired[0]["outcome"] if expired else None}
+            return False
+        return any(await self._call_engines("delta_sync_resume"))
 
     async def end(self, reason: str) -> None:
         """End every engine core and its workers, even if they hang in a call; the server then ends too.
@@ -187,5 +190,5 @@ class EngineCoreClients:
             return
 
 
-def _concatenate(per_engine: list[list[Answer]]) -> list[Answer]:
-    return [answer for answers in per_engine for answer in answers]
+def _decode_all(request: RankRequest[A], per_engine: list[list[bytes]]) -> list[A | RankFailure]:
+    return decode_answers(request, [payload for payloads in per_engine for payload in payloads])

@@ -3,12 +3,20 @@
 import asyncio
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
-from vllm_delta_sync.engine.commit.transaction import Answer, DrainError
+from vllm_delta_sync.engine.commit.transaction import DrainError
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.core import rank_rpc
 from vllm_delta_sync.engine.core.clients import EngineCoreClients
+from vllm_delta_sync.engine.protocol import (
+    OPERATIONS,
+    A,
+    RankFailure,
+    RankRequest,
+    decode_answers,
+    encode_request,
+)
 from vllm_delta_sync.errors import EngineError, WeightsLostError
 from vllm_delta_sync.settings import Settings
 
@@ -16,8 +24,8 @@ CALL_TIMEOUT_S = 120.0
 """Bound on one call to a running engine; every call is short, because long work runs in the background."""
 ANSWER_SECONDS = 5.0
 """Extra time for an answer, on top of the time that the engine gives its ranks."""
-PAUSED_CALLS = ("commit", "revert")
-"""Calls that must not reach a running engine."""
+
+R = TypeVar("R")
 
 
 class ServerEnginePort:
@@ -31,7 +39,7 @@ class ServerEnginePort:
         self._pause_seconds = settings.pause_seconds
         self._drain_seconds = settings.wait_seconds
 
-    def _run(self, call: Coroutine[Any, Any, Any], timeout: float | None = CALL_TIMEOUT_S) -> Any:
+    def _run(self, call: Coroutine[Any, Any, R], timeout: float = CALL_TIMEOUT_S) -> R:
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
             return future.result(timeout)
@@ -41,26 +49,23 @@ class ServerEnginePort:
         except Exception as error:  # vLLM reports a worker's failure as a bare exception
             raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
 
-    def call(self, method: str, arguments: Answer) -> list[Answer]:
+    def call(self, request: RankRequest[A]) -> list[A | RankFailure]:
         """See EnginePort.
 
         Raises:
             WeightsLostError: a rank does not answer during a commit, so its weights are unknown.
             EngineError: the engine failed, or the pause had expired and nothing was done.
         """
-        answers: list[Answer]
-        if method not in PAUSED_CALLS:
-            answers = self._run(self._engines.call(method, arguments))
-            return answers
+        if not OPERATIONS[request.operation].paused:
+            return self._run(self._engines.call(request))
         try:
-            outcome = self._run(
-                self._engines.call_paused(method, arguments, self._pause_seconds), self._pause_seconds + ANSWER_SECONDS
+            answers = self._run(
+                self._engines.call_paused(request, self._pause_seconds), self._pause_seconds + ANSWER_SECONDS
             )
         except EngineError as error:
-            raise WeightsLostError(f"{method} has no outcome: {error.message}") from error
-        if outcome["expired"]:
-            raise EngineError(f"the pause expired before {method}, so it was not done on every rank")
-        answers = outcome["answers"]
+            raise WeightsLostError(f"{request.operation} has no outcome: {error.message}") from error
+        if answers is None:
+            raise EngineError(f"the pause expired before {request.operation}, so it was not done on every rank")
         return answers
 
     def pause(self) -> None:
@@ -85,8 +90,7 @@ class ServerEnginePort:
 
     def resume(self) -> bool:
         """See EnginePort."""
-        outcome = self._run(self._engines.resume())
-        return bool(outcome["expired"])
+        return self._run(self._engines.resume())
 
     def label(self, version: int | None) -> None:
         """See EnginePort."""
@@ -94,7 +98,7 @@ class ServerEnginePort:
 
     def label_paused(self, version: int | None) -> None:
         """See EnginePort."""
-        if self._run(self._engines.label_paused(version))["expired"]:
+        if not self._run(self._engines.label_paused(version)):
             raise EngineError(f"the pause expired before its outputs were labelled with version {version}")
 
     def end(self, reason: str) -> None:
@@ -117,14 +121,12 @@ class OfflineEnginePort:
         self._llm = llm
         self._reset_prefix_cache = settings.prefix_cache == "reset"
 
-    def call(self, method: str, arguments: Answer) -> list[Answer]:
+    def call(self, request: RankRequest[A]) -> list[A | RankFailure]:
         """See EnginePort."""
         number = rank_rpc.next_number()
         with _engine_errors():
-            answers = self._llm.collective_rpc(
-                rank_rpc.METHOD, args=(method, rank_rpc.slice_per_rank(arguments), number)
-            )
-        return rank_rpc.check_numbers(answers, number)
+            answers = self._llm.collective_rpc(rank_rpc.METHOD, args=(encode_request(request), number))
+        return decode_answers(request, rank_rpc.check_numbers(answers, number))
 
     def pause(self) -> None:
         """Check that nothing runs. Raises EngineError if requests are unfinished."""
