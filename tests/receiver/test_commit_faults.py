@@ -20,24 +20,14 @@ from tests.support.modules import ModulePort, named
 from tests.support.seeds import seeds
 from tests.support.world import World
 from trainer_side import Publisher
+from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit import apply as commits
 from vllm_delta_sync.engine.commit import transaction
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.core.watchdog import common_version, is_settled
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.updater import MAX_REPAIRS
-from vllm_delta_sync.engine.protocol import (
-    A,
-    Describe,
-    Identified,
-    Identify,
-    Outcome,
-    Progress,
-    RankFailure,
-    RankRequest,
-    Revert,
-    Scanned,
-)
+from vllm_delta_sync.engine.protocol import A, Describe, Identified, Identify, Progress, RankFailure, RankRequest
 from vllm_delta_sync.engine.worker.rank_worker import Background
 from vllm_delta_sync.errors import (
     BusyError,
@@ -561,7 +551,7 @@ def test_interrupt_while_an_interrupted_commit_is_taken_back(moved: World, monke
     call = moved.port.call
 
     def revert(request: RankRequest[A]) -> list[A | RankFailure]:
-        if isinstance(request, Revert):
+        if isinstance(request, protocol.Revert):
             interrupt()
         return call(request)
 
@@ -679,7 +669,7 @@ def test_a_result_crosses_to_the_controller_once(tmp_path: Path) -> None:
     assert len(polls) > 5
     assert {answer for answers in polls for answer in answers} <= {Progress(True), Progress(False)}
     assert [method for method, _ in seen].count("outcome") == 1
-    outcome = port.ranks[0].answer(Outcome("identify"))
+    outcome = port.ranks[0].answer(protocol.Outcome("identify"))
     assert isinstance(outcome, Identified)
     assert outcome.measured
 
@@ -687,9 +677,9 @@ def test_a_result_crosses_to_the_controller_once(tmp_path: Path) -> None:
 def test_an_operation_that_runs_has_no_outcome_yet() -> None:
     background, let_go = Background(nullcontext), threading.Event()
 
-    def operation() -> Scanned:
+    def operation() -> protocol.Scanned:
         assert let_go.wait(60)
-        return Scanned({}, {}, [])
+        return protocol.Scanned({}, {}, [])
 
     background.start("scan", operation)
     with pytest.raises(BusyError, match="still running"):
@@ -699,7 +689,7 @@ def test_an_operation_that_runs_has_no_outcome_yet() -> None:
     let_go.set()
     while background.is_busy:
         pass
-    assert background.outcome("scan") == background.outcome("scan") == Scanned({}, {}, [])
+    assert background.outcome("scan") == background.outcome("scan") == protocol.Scanned({}, {}, [])
     with pytest.raises(EngineError, match="'stage' has no outcome: the last one was 'scan'"):
         background.outcome("stage")
 

@@ -20,7 +20,7 @@ from tests.support.modules import ModulePort
 from tests.support.world import World
 from vllm_delta_sync.engine.compat.cpu_experts import plain_experts
 from vllm_delta_sync.engine.compat.layout_checks import check_layout
-from vllm_delta_sync.engine.core import clients
+from vllm_delta_sync.engine.core import ports
 from vllm_delta_sync.engine.core.ports import ServerEnginePort
 from vllm_delta_sync.engine.core.watchdog import PauseWatchdog
 from vllm_delta_sync.engine.follow.receiver import Receiver
@@ -137,7 +137,7 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     # Both would load vLLM: what its engine core lacks, and how its loop is woken up when a lease runs out.
-    monkeypatch.setattr(clients, "missing_names", list)
+    monkeypatch.setattr(ports, "missing_names", list)
     monkeypatch.setattr(PauseWatchdog, "_watch", lambda guard, lease: None)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)

@@ -9,20 +9,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.compat.patches import NO_VERSION
 from vllm_delta_sync.engine.core import rank_rpc
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.engine.protocol import (
-    A,
-    Describe,
-    RankFailure,
-    RankRequest,
-    RankState,
-    Revert,
-    decode_answers,
-    decode_request,
-    encode_request,
-)
+from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, RankState
 from vllm_delta_sync.errors import WeightsLostError
 
 RANK_CALL_SECONDS = 60.0
@@ -112,7 +103,7 @@ class PauseWatchdog:
         try:
             return rank_rpc.call_ranks(self._engine.model_executor, request, timeout_s)
         except Exception as error:  # a rank's late answer would be taken for the answer to the next call
-            operation = decode_request(request).operation
+            operation = protocol.decode_request(request).operation
             self._active.failure = f"{operation} has no outcome: {type(error).__name__}: {error}"
             raise
 
@@ -196,7 +187,9 @@ class PauseWatchdog:
 
     def _ask(self, request: RankRequest[A]) -> list[A | RankFailure]:
         executor = self._engine.model_executor
-        return decode_answers(request, rank_rpc.call_ranks(executor, encode_request(request), RANK_CALL_SECONDS))
+        return protocol.decode_answers(
+            request, rank_rpc.call_ranks(executor, protocol.encode_request(request), RANK_CALL_SECONDS)
+        )
 
     def _converge(self, failure: str | None) -> str:
         """Bring all ranks to one complete version and label it; returns what was found and done, for the log.
@@ -206,12 +199,12 @@ class PauseWatchdog:
         """
         if failure is not None:
             raise WeightsLostError(failure)
-        found = self._ask(Describe())
+        found = self._ask(protocol.Describe())
         version = common_version(found)
         was_settled = is_settled(found, version)
         if not was_settled:
-            self._ask(Revert(version))
-            current = self._ask(Describe())
+            self._ask(protocol.Revert(version))
+            current = self._ask(protocol.Describe())
             if not is_settled(current, version):
                 raise WeightsLostError(f"ranks should have reverted to version {version}, but they report {current}")
         self._engine.set_weight_version(NO_VERSION if version is None else str(version))

@@ -5,29 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit.transaction import EnginePort
 from vllm_delta_sync.engine.model.shard_ownership import Ownership, prove_ownership
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan, WeightPosition
-from vllm_delta_sync.engine.protocol import (
-    A,
-    BackgroundRequest,
-    ClaimedVersion,
-    ClearExternalWrite,
-    Committed,
-    Describe,
-    Identified,
-    Identify,
-    Outcome,
-    Poll,
-    RankState,
-    Repair,
-    Scan,
-    Scanned,
-    SetVersion,
-    Stage,
-    Staged,
-    unwrap,
-)
+from vllm_delta_sync.engine.protocol import A, BackgroundRequest, ClaimedVersion, Identified, RankState, Scanned, unwrap
 from vllm_delta_sync.errors import EngineError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
@@ -95,7 +77,7 @@ class RankGroup:
         self._table: TensorTable | None = None
         self._declared = Fingerprint()
 
-    def gather(self, table: TensorTable, request: Identify) -> GatheredWeights:
+    def gather(self, table: TensorTable, request: protocol.Identify) -> GatheredWeights:
         """Trace every rank's routes, prove that all ranks together hold whole tensors, and hash the tensors.
 
         Raises:
@@ -128,7 +110,7 @@ class RankGroup:
             run = position.run
             claimed = ClaimedVersion(run.info.run, run.bucket.url, position.version, fingerprints)
         groups = [ownership.groups(rank) for rank in range(len(ownership.slots))]
-        unwrap(self._port.call(SetVersion(version, fingerprints, groups, loaded, claimed)))
+        unwrap(self._port.call(protocol.SetVersion(version, fingerprints, groups, loaded, claimed)))
 
     def stage(self, plan: UpdatePlan, held: int | None, rescan: list[int]) -> StagedUpdate:
         """Stage one commit on every rank.
@@ -136,13 +118,13 @@ class RankGroup:
         Args:
             held: the version that they hold; None means none of the run followed.
         """
-        return self._staged(Stage(plan.to_plain(), held, rescan, self.keys_sequence), rescan)
+        return self._staged(protocol.Stage(plan.to_plain(), held, rescan, self.keys_sequence), rescan)
 
     def repair(self, target: Manifest) -> StagedUpdate:
         """Stage on every rank what replaces its weights by the target."""
-        return self._staged(Repair(target.to_bytes(), self.keys_sequence), [])
+        return self._staged(protocol.Repair(target.to_bytes(), self.keys_sequence), [])
 
-    def _staged(self, request: BackgroundRequest[Staged], rescan: list[int]) -> StagedUpdate:
+    def _staged(self, request: BackgroundRequest[protocol.Staged], rescan: list[int]) -> StagedUpdate:
         answers = self.run_operation(request)
         declared = {answer.declared for answer in answers}
         if len(declared) != 1:
@@ -155,7 +137,7 @@ class RankGroup:
             mismatching=self._mismatching_names(rescan, [answer.rescanned for answer in answers]),
         )
 
-    def matches_declared(self, answers: Sequence[Committed]) -> bool:
+    def matches_declared(self, answers: Sequence[protocol.Committed]) -> bool:
         """Return whether the commits on all ranks changed the weights by the declared fingerprint, and copies agree."""
         return self._known_ownership().combine_groups([answer.measured for answer in answers]) == self._declared
 
@@ -166,12 +148,12 @@ class RankGroup:
             the sum of their fingerprints (None if copies differ), where tensors that no rank loads count as declared;
             and the names of those that differ.
         """
-        answers = self.run_operation(Scan(tensors))
+        answers = self.run_operation(protocol.Scan(tensors))
         return self._sum(tensors, answers), self._mismatching_names(tensors, answers)
 
     def describe(self) -> list[RankState]:
         """Return what each rank holds."""
-        return unwrap(self._port.call(Describe()))
+        return unwrap(self._port.call(protocol.Describe()))
 
     def clear_external_writes(self, touches: list[int]) -> None:
         """Tell every rank that its weights were rescanned and are right.
@@ -179,7 +161,7 @@ class RankGroup:
         Args:
             touches: per rank, its count of external writes before the rescan.
         """
-        unwrap(self._port.call(ClearExternalWrite(touches)))
+        unwrap(self._port.call(protocol.ClearExternalWrite(touches)))
 
     def _combined(self, tensor: int, answers: list[Scanned]) -> Fingerprint | None:
         ownership = self._known_ownership()
@@ -222,9 +204,9 @@ class RankGroup:
         pause, deadline = POLL_SHORTEST_S, time.monotonic() + self._seconds
         while True:
             time.sleep(pause)
-            running = [rank for rank, answer in enumerate(unwrap(self._port.call(Poll()))) if answer.running]
+            running = [rank for rank, answer in enumerate(unwrap(self._port.call(protocol.Poll()))) if answer.running]
             if not running:
-                return unwrap(self._port.call(Outcome.of(request)))
+                return unwrap(self._port.call(protocol.Outcome.of(request)))
             if time.monotonic() > deadline:
                 busy = ", ".join(map(str, running))
                 raise EngineError(

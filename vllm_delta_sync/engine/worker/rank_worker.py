@@ -15,6 +15,7 @@ from typing import Any
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.merge import warm_up
+from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit import apply
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
@@ -24,33 +25,6 @@ from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
-from vllm_delta_sync.engine.protocol import (
-    BackgroundRequest,
-    ClaimedVersion,
-    ClearExternalWrite,
-    Commit,
-    Committed,
-    Confirm,
-    Describe,
-    Done,
-    Identified,
-    Identify,
-    Outcome,
-    Poll,
-    Progress,
-    RankAnswer,
-    RankFailure,
-    RankRequest,
-    RankState,
-    Repair,
-    Revert,
-    Scan,
-    Scanned,
-    SetVersion,
-    Stage,
-    Staged,
-    wrap_error,
-)
 from vllm_delta_sync.engine.staging.loaded_bits import LoadTimeBits
 from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, store_usage
 from vllm_delta_sync.engine.staging.run_cache import RunCache
@@ -78,13 +52,13 @@ class Background:
         self._context = context
         self._thread: threading.Thread | None = None
         self._name = ""
-        self._outcome: RankAnswer | None = None
+        self._outcome: protocol.RankAnswer | None = None
 
     @property
     def is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, name: str, operation: Callable[[], RankAnswer]) -> None:
+    def start(self, name: str, operation: Callable[[], protocol.RankAnswer]) -> None:
         """Start an operation. Raises BusyError: another one is still running."""
         if self.is_busy:
             raise BusyError(f"operation {name!r} must wait: another one is running")
@@ -92,16 +66,16 @@ class Background:
         self._thread = threading.Thread(target=self._run, args=(operation,), name="delta-sync-stage", daemon=True)
         self._thread.start()
 
-    def _run(self, operation: Callable[[], RankAnswer]) -> None:
+    def _run(self, operation: Callable[[], protocol.RankAnswer]) -> None:
         try:
             with self._context():
                 self._outcome = operation()
         except DeltaSyncError as error:
-            self._outcome = RankFailure.of(error)
+            self._outcome = protocol.RankFailure.of(error)
         except Exception as error:  # noqa: BLE001  a thread's error would be lost; the controller must receive it
-            self._outcome = RankFailure.of(wrap_error(error))
+            self._outcome = protocol.RankFailure.of(protocol.wrap_error(error))
 
-    def outcome(self, name: str) -> RankAnswer:
+    def outcome(self, name: str) -> protocol.RankAnswer:
         """Return the answer or error of the last operation.
 
         Raises:
@@ -146,7 +120,7 @@ class RankWorker:
         self.external_writer: str | None = None
         self.external_writes = 0
         self.memory = WeightMemory.for_model(model) if memory is None else memory
-        self._claimed: ClaimedVersion | None = None
+        self._claimed: protocol.ClaimedVersion | None = None
         self._runs = RunCache()
         self._staged: StagedPatch | None = None
         self._undo_log = UndoLog()
@@ -158,47 +132,47 @@ class RankWorker:
         """True while the weights are not in memory."""
         return self.memory.asleep
 
-    def answer(self, request: RankRequest[Any]) -> RankAnswer:
+    def answer(self, request: protocol.RankRequest[Any]) -> protocol.RankAnswer:
         """Do what the controller asks.
 
         Raises:
             BusyError: a background operation is still running. DeltaSyncError: see the methods.
         """
         match request:
-            case BackgroundRequest():
+            case protocol.BackgroundRequest():
                 self._background.start(request.operation, lambda: self._answer_in_background(request))
-                return Done()
-            case Poll():
-                return Progress(self._background.is_busy)
-            case Outcome(started):
+                return protocol.Done()
+            case protocol.Poll():
+                return protocol.Progress(self._background.is_busy)
+            case protocol.Outcome(started):
                 return self._background.outcome(started)
-            case Describe():
+            case protocol.Describe():
                 return self.describe()
-            case SetVersion():
+            case protocol.SetVersion():
                 return self.set_version(request)
-            case Commit(version):
+            case protocol.Commit(version):
                 return self.commit(version)
-            case Revert(version):
+            case protocol.Revert(version):
                 return self.revert(version)
-            case Confirm(undo_bytes):
+            case protocol.Confirm(undo_bytes):
                 return self.confirm(undo_bytes)
-            case ClearExternalWrite(external_writes):
+            case protocol.ClearExternalWrite(external_writes):
                 return self.clear_external_write(external_writes)
         raise EngineError(f"operation {request.operation!r} is unknown")
 
-    def _answer_in_background(self, request: BackgroundRequest[Any]) -> RankAnswer:
+    def _answer_in_background(self, request: protocol.BackgroundRequest[Any]) -> protocol.RankAnswer:
         match request:
-            case Identify():
+            case protocol.Identify():
                 return self.identify(request)
-            case Stage():
+            case protocol.Stage():
                 return self.stage(request)
-            case Repair():
+            case protocol.Repair():
                 return self.repair(request)
-            case Scan(tensors):
+            case protocol.Scan(tensors):
                 return self.scan(tensors)
         raise EngineError(f"operation {request.operation!r} is unknown")
 
-    def identify(self, request: Identify) -> Identified:
+    def identify(self, request: protocol.Identify) -> protocol.Identified:
         """Trace routes, and fingerprint every tensor through them."""
         began = time.perf_counter()
         self._check_awake()
@@ -221,7 +195,7 @@ class RankWorker:
         reloaded = [] if routes.reload_units is None else routes.reload_units.tensors
         # Kept until the controller has used it.
         self._claimed = claimed
-        return Identified(
+        return protocol.Identified(
             regions=[[route.source for route in of_tensor] for of_tensor in routes.routes],
             measured=measured,
             claimed=claimed,
@@ -230,28 +204,28 @@ class RankWorker:
             ms={"trace": 1e3 * (traced - began), "scan": 1e3 * (time.perf_counter() - traced)},
         )
 
-    def _claimed_version(self) -> ClaimedVersion | None:
+    def _claimed_version(self) -> protocol.ClaimedVersion | None:
         """Return the version that this rank last had, or that it was loaded with; None if unknown."""
         if self._claimed is not None and self.version is None:
             return self._claimed
         if self.run is not None and self.version is not None:
-            return ClaimedVersion(self.run.info.run, self.run.bucket.url, self.version, self.fingerprints)
+            return protocol.ClaimedVersion(self.run.info.run, self.run.bucket.url, self.version, self.fingerprints)
         loaded = getattr(self.model, "delta_sync_loaded", None)
         if loaded is None:
             return None
         fingerprints = [Fingerprint.from_hex(value) for value in loaded.fingerprints]
-        return ClaimedVersion(loaded.run, loaded.url, loaded.version, fingerprints)
+        return protocol.ClaimedVersion(loaded.run, loaded.url, loaded.version, fingerprints)
 
-    def set_version(self, request: SetVersion) -> Done:
+    def set_version(self, request: protocol.SetVersion) -> protocol.Done:
         """Store what the controller found out about all ranks together."""
         _, routes = self._require_routes()
         routes.groups, routes.loaded = request.groups[self.index], request.loaded
         self.fingerprints = request.fingerprints
         self.version, self.confirmed = request.version, True
         self._claimed = request.claimed
-        return Done()
+        return protocol.Done()
 
-    def stage(self, request: Stage) -> Staged:
+    def stage(self, request: protocol.Stage) -> protocol.Staged:
         """Fetch, verify, decode, merge and route the objects of one commit. Writes nothing to the model."""
         run, routes = self._require_unchanged()
         self._staged = None
@@ -269,7 +243,7 @@ class RankWorker:
         self._staged, self._staged_stamp = patch, stamp
         return _staged_answer(patch, timer.ms, rescanned)
 
-    def repair(self, request: Repair) -> Staged:
+    def repair(self, request: protocol.Repair) -> protocol.Staged:
         """Stage a version from any state of the weights, even after external writes.
 
         No change is declared, so the weights must be scanned after the commit.
@@ -293,7 +267,7 @@ class RankWorker:
         """Return the run followed (None), or another run by its URL and the digest of its run.json."""
         return self._require_routes()[0] if where is None else self._runs.open_cached(*where)
 
-    def commit(self, version: int) -> Committed:
+    def commit(self, version: int) -> protocol.Committed:
         """Apply the staged version in place. The engine must be paused."""
         _, routes = self._require_unchanged()
         patch = self._staged
@@ -312,9 +286,9 @@ class RankWorker:
                     self._undo_log.push(UndoEntry(patch, patch.measured, self.fingerprints, self.version))
                     self._staged = None
                     self.fingerprints, self.version = patch.fingerprints, version
-        return Committed(measured)
+        return protocol.Committed(measured)
 
-    def revert(self, version: int | None) -> Done:
+    def revert(self, version: int | None) -> protocol.Done:
         """Return to an older version, commit by commit, or go forward again. The engine must be paused.
 
         Does nothing if the rank has the version already. If a step fails, the steps before it stay done, and the
@@ -327,7 +301,7 @@ class RankWorker:
         _, routes = self._require_routes()
         self._check_awake()
         if version == self.version:
-            return Done()
+            return protocol.Done()
         path = self._undo_log.path(version, self.version)
         applied: list[UndoEntry] = []
         with postpone_interrupts():
@@ -346,7 +320,7 @@ class RankWorker:
                         "changed from outside"
                     )
             self.confirmed, self._staged = True, None
-        return Done()
+        return protocol.Done()
 
     def _apply_logged(self, step: UndoEntry, routes: RouteMap, reverse: bool) -> bool:
         """Take back one commit of the log, or apply it again. Returns whether it measured the expected change."""
@@ -363,7 +337,7 @@ class RankWorker:
                 self.version = step.version if reverse else step.patch.version
         return measured == step.expected(reverse)
 
-    def confirm(self, undo_bytes: int) -> RankState:
+    def confirm(self, undo_bytes: int) -> protocol.RankState:
         """Confirm the last commit, which was right on all ranks: trim the undo log, and drop device copies that only a
         revert within the same pause needs. Returns ``describe``."""
         self.confirmed = True
@@ -377,11 +351,11 @@ class RankWorker:
         if isinstance(error, WeightsLostError):
             self.intact = False
         elif isinstance(error, Exception) and not isinstance(error, DeltaSyncError):
-            raise wrap_error(error) from error
+            raise protocol.wrap_error(error) from error
 
-    def describe(self) -> RankState:
+    def describe(self) -> protocol.RankState:
         """Return what this rank holds."""
-        return RankState(
+        return protocol.RankState(
             version=self.version,
             intact=self.intact,
             confirmed=self.confirmed,
@@ -392,24 +366,24 @@ class RankWorker:
             asleep=self.asleep,
         )
 
-    def clear_external_write(self, external_writes: list[int]) -> Done:
+    def clear_external_write(self, external_writes: list[int]) -> protocol.Done:
         """Forget external writes: the controller has rescanned the weights and found them unchanged."""
         if external_writes[self.index] == self.external_writes:
             self.external_writer = None
-        return Done()
+        return protocol.Done()
 
     def note_external_write(self, writer: str) -> None:
         """Record that a call from outside writes weights, or may."""
         self.external_writer, self.external_writes = writer, self.external_writes + 1
 
-    def scan(self, tensors: list[int]) -> Scanned:
+    def scan(self, tensors: list[int]) -> protocol.Scanned:
         """Hash tensors as they lie in memory now."""
         _, routes = self._require_routes()
         self._check_awake()
         return self._rescan(routes, tensors)
 
-    def _rescan(self, routes: RouteMap, tensors: list[int]) -> Scanned:
-        return Scanned(
+    def _rescan(self, routes: RouteMap, tensors: list[int]) -> protocol.Scanned:
+        return protocol.Scanned(
             measured={tensor: list(found) for tensor, found in routes.measure(tensors)},
             expected={tensor: self.fingerprints[tensor] for tensor in tensors},
             dead=[routes.table[tensor].name for tensor in tensors if not routes.is_live(tensor)],
@@ -441,5 +415,5 @@ class RankWorker:
         self.memory.check_awake()
 
 
-def _staged_answer(patch: StagedPatch, ms: dict[str, float], rescanned: Scanned) -> Staged:
-    return Staged(patch.version, patch.declared, patch.nbytes, patch.elements, ms, store_usage(), rescanned)
+def _staged_answer(patch: StagedPatch, ms: dict[str, float], rescanned: protocol.Scanned) -> protocol.Staged:
+    return protocol.Staged(patch.version, patch.declared, patch.nbytes, patch.elements, ms, store_usage(), rescanned)
