@@ -22,7 +22,6 @@ OF_A_SERVER = {
     "vllm_delta_sync/notice/subscriber.py",
     "vllm_delta_sync/engine/follow/service.py",
     "vllm_delta_sync/engine/core/ports.py",
-    "vllm_delta_sync/engine/core/clients.py",
     "vllm_delta_sync/engine/core/hooks.py",
     "vllm_delta_sync/engine/core/watchdog.py",
     "vllm_delta_sync/engine/core/rank_rpc.py",

@@ -76,9 +76,8 @@ async def said(client: Any) -> list[list[dict[str, Any]]]:
 async def follow(root: Path, family: str, flags: dict[str, Any]) -> None:
     from trainer_side import Publisher
     from vllm_delta_sync.engine.compat.layout_checks import check_layout
-    from vllm_delta_sync.engine.core.clients import EngineCoreClients
     from vllm_delta_sync.engine.core.hooks import missing_names
-    from vllm_delta_sync.engine.core.ports import ServerEnginePort
+    from vllm_delta_sync.engine.core.ports import EngineCoreClients, ServerEnginePort
     from vllm_delta_sync.engine.follow.receiver import Receiver
     from vllm_delta_sync.settings import load_settings
 

@@ -116,9 +116,9 @@ attempt, call_rank = sweep.attempt, trial._Port.call_rank
 def crash(name, root):
     return os.abort() if name == "Crash" else attempt(name, root)
 
-def flip_a_bit(self, rank, method, arguments):
-    answer = call_rank(self, rank, method, arguments)
-    if method == "commit":
+def flip_a_bit(self, rank, request):
+    answer = call_rank(self, rank, request)
+    if request.operation == "commit":
         rank.model.model.norm.weight.data.view(torch.int16)[0] ^= 1
     return answer
 

@@ -16,16 +16,18 @@ import torch
 
 from tests.support.forge import BAD_VERSIONS
 from tests.support.hooks import HookedPort, failing, hooked, nothing, watch_commits
-from tests.support.modules import ModulePort
+from tests.support.modules import ModulePort, named
 from tests.support.seeds import seeds
 from tests.support.world import World
 from trainer_side import Publisher
+from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit import apply as commits
 from vllm_delta_sync.engine.commit import transaction
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.core.watchdog import common_version, is_settled
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.updater import MAX_REPAIRS
+from vllm_delta_sync.engine.protocol import A, Describe, Identified, Identify, Progress, RankFailure, RankRequest
 from vllm_delta_sync.engine.worker.rank_worker import Background
 from vllm_delta_sync.errors import (
     BusyError,
@@ -329,7 +331,7 @@ def test_commit_whose_trim_fails_is_confirmed_at_the_next_look(world: World) -> 
     assert world.receiver.served_version == 2
     assert not any(rank.confirmed for rank in port.ranks)
     world.receiver.advance()
-    answers = port.call("describe", {})
+    answers = port.call(Describe())
     assert is_settled(answers, 2)
     assert common_version(answers) == 2
     assert world.receiver.status()["undo"] == [1, 0]
@@ -410,7 +412,7 @@ def test_pause_that_expires_after_all_ranks_went_back(world: World) -> None:
 
     port.on_label = label
     world.receiver.rollback(1)
-    assert is_settled(port.call("describe", {}), 1)
+    assert is_settled(port.call(Describe()), 1)
     port.before = nothing
     assert port.log[-4:] == ["label 1", "resume", "resume", "confirm"]
     expect_serves(world, 1, seen[1], "held")
@@ -548,10 +550,10 @@ def test_interrupt_while_an_interrupted_commit_is_taken_back(moved: World, monke
     before = moved.bits()
     call = moved.port.call
 
-    def revert(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        if method == "revert":
+    def revert(request: RankRequest[A]) -> list[A | RankFailure]:
+        if isinstance(request, protocol.Revert):
             interrupt()
-        return call(method, arguments)
+        return call(request)
 
     monkeypatch.setattr(moved.port, "call", revert)
     at_passes(monkeypatch, {1}, interrupt)
@@ -649,43 +651,47 @@ def test_a_result_crosses_to_the_controller_once(tmp_path: Path) -> None:
     let_go = threading.Event()
     identify = slow.identify
 
-    def late(**arguments: Any) -> Any:
+    def late(request: Identify) -> Identified:
         assert let_go.wait(60)
-        return identify(**arguments)
+        return identify(request)
 
-    def counting(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        answers = call(method, arguments)
-        seen.append((method, answers))
+    def counting(request: RankRequest[A]) -> list[A | RankFailure]:
+        answers = call(request)
+        seen.append((request.operation, answers))
         if len([1 for name, _ in seen if name == "poll"]) > 5:
             let_go.set()
         return answers
 
-    slow.identify = late  # type: ignore[method-assign, assignment]
+    slow.identify = late  # type: ignore[method-assign]
     port.call = counting  # type: ignore[method-assign]
     world.receiver.advance()
     polls = [answers for method, answers in seen if method == "poll"]
     assert len(polls) > 5
-    assert {frozenset(answer) for answers in polls for answer in answers} == {frozenset({"running"})}
+    assert {answer for answers in polls for answer in answers} <= {Progress(True), Progress(False)}
     assert [method for method, _ in seen].count("outcome") == 1
-    assert port.ranks[0].outcome()["measured"]
+    outcome = port.ranks[0].answer(protocol.Outcome("identify"))
+    assert isinstance(outcome, Identified)
+    assert outcome.measured
 
 
 def test_an_operation_that_runs_has_no_outcome_yet() -> None:
     background, let_go = Background(nullcontext), threading.Event()
 
-    def operation(value: int) -> dict[str, Any]:
+    def operation() -> protocol.Scanned:
         assert let_go.wait(60)
-        return {"value": value}
+        return protocol.Scanned({}, {}, [])
 
-    background.start("wait", operation, {"value": 3})
+    background.start("scan", operation)
     with pytest.raises(BusyError, match="still running"):
-        background.outcome()
+        background.outcome("scan")
     with pytest.raises(BusyError, match="another one is running"):
-        background.start("wait", operation, {"value": 4})
+        background.start("scan", operation)
     let_go.set()
     while background.is_busy:
         pass
-    assert background.outcome() == background.outcome() == {"value": 3}
+    assert background.outcome("scan") == background.outcome("scan") == protocol.Scanned({}, {}, [])
+    with pytest.raises(EngineError, match="'stage' has no outcome: the last one was 'scan'"):
+        background.outcome("stage")
 
 
 # Random faults at random calls: after every action, what status claims is what every rank holds
@@ -718,30 +724,32 @@ class FaultyPort(ModulePort):
         """As the engine core's: once the pause has expired it brings all ranks to one version and goes on."""
         if not self.paused or not self.fails():
             return
-        held = [self.call_rank(rank, "describe", {}) for rank in self.ranks]
+        held = [self.call_rank(rank, Describe()) for rank in self.ranks]
         version = common_version(held)
         if not is_settled(held, version):
             for rank in self.ranks:
                 rank.revert(version)
         self.labelled, self.paused, self.expired = version, False, True
 
-    def call(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    def call(self, request: RankRequest[A]) -> list[A | RankFailure]:
+        method, _ = named(request)
         self.watchdog()
         moves = method in ("commit", "revert")
         if moves and not self.paused:
             raise EngineError(f"the pause expired before {method}")
-        answers = [self.ask(index, method, arguments) for index in range(len(self.ranks))]
+        answers = [self.ask(index, request) for index in range(len(self.ranks))]
         self.watchdog()
         # How often it is polled is a matter of time: asked of chance, no story would be told twice alike.
         if not moves and method != "poll" and self.fails(1 / 3):
             raise EngineError(f"the answer to {method} was lost")
         return answers
 
-    def ask(self, index: int, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        fault = {"error": {"kind": "engine", "message": f"injected at {method} of rank {index}"}}
+    def ask(self, index: int, request: RankRequest[A]) -> A | RankFailure:
+        method, _ = named(request)
+        fault = RankFailure("engine", f"injected at {method} of rank {index}")
         if method not in LOOKED_AT and self.fails():
             return fault
-        answer = self.call_rank(self.ranks[index], method, arguments)
+        answer = self.call_rank(self.ranks[index], request)
         return fault if method not in LOOKED_AT and self.fails() else answer
 
     def pause(self) -> None:

@@ -91,15 +91,15 @@ core/hooks.py | a /pause during a commit lets new requests wait instead of rejec
     vllm.v1.engine.core: EngineCoreProc.pause_generation since 0.33
 core/hooks.py | a dead engine leaves exit status 0
     vllm.v1.engine.async_llm: AsyncLLM.shutdown; AsyncLLM.errored
-core/clients.py | CALLS
+core/ports.py | CALLS
     vllm.v1.engine.core_client: AsyncMPClient._call_utility_async(method, engine); AsyncMPClient.core_engines
     vllm.v1.engine.async_llm: AsyncLLM.collective_rpc(method, args)
-core/clients.py | CORE
+core/ports.py | CORE
     vllm.v1.engine.core_client: AsyncMPClient.pause_scheduler_async(mode, clear_cache);
         AsyncMPClient.resume_scheduler_async
-core/clients.py | images are answered from the policy before
+core/ports.py | images are answered from the policy before
     vllm.renderers.base: BaseRenderer.clear_mm_cache_async
-core/clients.py | a hanging engine is not ended
+core/ports.py | a hanging engine is not ended
     vllm.utils.system_utils: kill_process_tree(pid)
 core/watchdog.py | CORE
     vllm.v1.engine: EngineCoreRequestType.WAKEUP

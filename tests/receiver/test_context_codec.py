@@ -23,6 +23,7 @@ from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.engine.model.regions import Region, coalesce
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
+from vllm_delta_sync.engine.protocol import Outcome, Poll, Progress, Staged
 from vllm_delta_sync.engine.staging import read_steps as reading
 from vllm_delta_sync.engine.staging.live_base import MOST_RECTANGLES, LiveBaseReader, covered_rectangles, with_changes
 from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, read_steps
@@ -187,13 +188,15 @@ def test_what_was_staged_before_the_weights_moved_is_not_committed(
         server.receiver.advance(2)
     original = reading.object_reader
     monkeypatch.setattr(reading, "object_reader", slow)
-    rank.start(**staging)
+    rank.answer(staging["request"])
     assert asked.wait(60)
     rank.revert(0)
     go_on.set()
-    while rank.poll()["running"]:
+    while rank.answer(Poll()) == Progress(True):
         pass
-    assert rank.outcome()["staged"] == 2
+    staged = rank.answer(Outcome("stage"))
+    assert isinstance(staged, Staged)
+    assert staged.version == 2
     with pytest.raises(DeltaSyncError, match="stage it first"):
         rank.commit(2)
     server.holds(chain.bits[0])

@@ -23,6 +23,7 @@ from vllm_delta_sync.engine.model import route_map as engine_routes
 from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch, to_device
 from vllm_delta_sync.engine.model.route_map import Destination
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
+from vllm_delta_sync.engine.protocol import Identify, Outcome, Poll, Progress, RankFailure, Scan
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import BusyError, FingerprintError
 from vllm_delta_sync.format.dtypes import DTYPES
@@ -399,7 +400,7 @@ def test_what_moves_weights_waits_for_a_read_and_then_keeps_others_out(
     rank, worker = world.port.ranks[0], Worker(world.model)
     write_hooks.watch_writes(worker, world.model, rank)
     slow = SlowRead(worker, monkeypatch)
-    rank.start("scan", {"tensors": list(range(len(world.tensors)))})
+    rank.answer(Scan(list(range(len(world.tensors)))))
     assert slow.begun.wait(WAIT)
     mover = threading.Thread(target=getattr(worker, call))
     mover.start()
@@ -411,19 +412,20 @@ def test_what_moves_weights_waits_for_a_read_and_then_keeps_others_out(
     mover.join(WAIT)
     assert not mover.is_alive()
     assert not worker.disturbed
-    while rank.poll()["running"]:
+    while rank.answer(Poll()) == Progress(True):
         pass
-    outcome = rank.outcome()
+    outcome = rank.answer(Outcome("scan"))
     if call == "sleep":
-        assert rank.describe()["asleep"]
-        assert outcome["error"]["kind"] == BusyError.kind
+        assert rank.describe().asleep
+        assert isinstance(outcome, RankFailure)
+        assert outcome.kind == BusyError.kind
         with pytest.raises(BusyError, match="wake_up"):
             rank.scan([0])
         worker.wake_up()
-        assert not rank.describe()["asleep"]
-    assert rank.describe()["external_writer"] in ("wake_up", "reload_weights")
+        assert not rank.describe().asleep
+    assert rank.describe().external_writer in ("wake_up", "reload_weights")
     world.receiver.check_served()
-    assert rank.describe()["external_writer"] is None
+    assert rank.describe().external_writer is None
     assert world.receiver.verify()["verdict"]
 
 
@@ -439,7 +441,7 @@ def test_a_rank_that_fell_asleep_reads_nothing(tmp_path: Path) -> None:
         with pytest.raises(BusyError, match="asleep"):
             read()
     with pytest.raises(BusyError, match="asleep"):
-        rank.identify(world.url)
+        rank.identify(Identify(world.url))
     worker.wake_up()
     world.receiver.check_served()
     assert world.receiver.verify()["verdict"]

@@ -20,10 +20,11 @@ from tests.support.modules import ModulePort
 from tests.support.world import World
 from vllm_delta_sync.engine.compat.cpu_experts import plain_experts
 from vllm_delta_sync.engine.compat.layout_checks import check_layout
-from vllm_delta_sync.engine.core import clients
+from vllm_delta_sync.engine.core import ports
 from vllm_delta_sync.engine.core.ports import ServerEnginePort
 from vllm_delta_sync.engine.core.watchdog import PauseWatchdog
 from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.engine.protocol import decode_request
 from vllm_delta_sync.errors import DeltaSyncError, EngineError
 from vllm_delta_sync.settings import Settings
 
@@ -66,12 +67,12 @@ class Core:
     def set_weight_version(self, label: str) -> None:
         self.labels.append(label)
 
-    def collective_rpc(self, name: str, timeout: float | None, args: tuple[str, Any, int]) -> list[Any]:
-        method, arguments, number = args
-        return [{**self.port.call_rank(rank, method, arguments), "call": number} for rank in self.port.ranks]
+    def collective_rpc(self, name: str, timeout: float | None, args: tuple[bytes, int]) -> list[Any]:
+        request, number = args
+        return [{"call": number, "answer": self.port.serve(rank, request)} for rank in self.port.ranks]
 
     def utility(self, name: str, *args: Any) -> Any:
-        method = args[0] if args else ""
+        method = decode_request(args[0]).operation if args and isinstance(args[0], bytes) else ""
         self.log.append(f"{name} {method}")
         self.hook(name, method)
         if name == "is_sleeping":
@@ -81,8 +82,8 @@ class Core:
             "delta_sync_resume": self.guard.resume,
             "delta_sync_renew": self.guard.renew,
             "delta_sync_call_ranks": self.guard.call_ranks,
-            "delta_sync_paused_call": self.guard.call_paused,
-            "delta_sync_paused_label": self.guard.label_paused,
+            "delta_sync_call_paused": self.guard.call_paused,
+            "delta_sync_label_paused": self.guard.label_paused,
             "set_weight_version": self.set_weight_version,
         }
         return calls[name](*args)
@@ -124,8 +125,8 @@ class Site:
         assert [core.labels[-1] for core in self.cores] == [str(version)] * ENGINES
         assert [core.scheduler.pause_state.name for core in self.cores] == ["UNPAUSED"] * ENGINES
         held = [rank.describe() for core in self.cores for rank in core.port.ranks]
-        assert [rank["version"] for rank in held] == [version] * ENGINES * RANKS
-        assert all(rank["intact"] for rank in held)
+        assert [rank.version for rank in held] == [version] * ENGINES * RANKS
+        assert all(rank.intact for rank in held)
 
     def expect_exact(self) -> None:
         for models in self.models:
@@ -136,7 +137,7 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     # Both would load vLLM: what its engine core lacks, and how its loop is woken up when a lease runs out.
-    monkeypatch.setattr(clients, "missing_names", list)
+    monkeypatch.setattr(ports, "missing_names", list)
     monkeypatch.setattr(PauseWatchdog, "_watch", lambda guard, lease: None)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -207,9 +208,9 @@ def fail(core: Core) -> None:
     ("at", "fault", "commits"),
     [
         pytest.param("delta_sync_pause ", fail, 0, id="one cannot be paused"),
-        pytest.param("delta_sync_paused_label ", fail, 2, id="one cannot be labelled"),
+        pytest.param("delta_sync_label_paused ", fail, 2, id="one cannot be labelled"),
         pytest.param("delta_sync_renew ", expire, 0, id="the pause of one runs out before the commit"),
-        pytest.param("delta_sync_paused_call commit", expire, 1, id="the pause of one runs out at the commit"),
+        pytest.param("delta_sync_call_paused commit", expire, 1, id="the pause of one runs out at the commit"),
     ],
 )
 def test_one_engine_that_fails_or_goes_on_is_followed_back_by_all(
@@ -223,7 +224,7 @@ def test_one_engine_that_fails_or_goes_on_is_followed_back_by_all(
     with pytest.raises(DeltaSyncError, match="injected" if fault is fail else "expired"):
         site.receiver.advance()
     other = site.cores[1 - engine].log
-    assert ("delta_sync_paused_call commit" in other) == (commits > 0)
+    assert ("delta_sync_call_paused commit" in other) == (commits > 0)
     site.expect(0)
     core.hook = lambda utility, method: None
     site.receiver.advance()
@@ -253,7 +254,7 @@ def test_pause_that_the_others_never_join_can_be_ended(monkeypatch: pytest.Monke
     core = InStep(ModulePort())
     pending = core.guard.pause("keep", True, 60.0)
     assert pending is not None
-    assert core.guard.resume() == {"expired": False, "outcome": None}
+    assert core.guard.resume() is False
     assert (core.pending_pause, core.scheduler.pause_state) == (False, PauseState.UNPAUSED)
     assert core._idle_state_callbacks == []
     assert isinstance(pending.exception(0), RuntimeError)

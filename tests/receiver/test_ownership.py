@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_delta_sync.engine.model.regions import Region, coalesce, find_overlap, split_regions
-from vllm_delta_sync.engine.model.shard_ownership import prove_ownership, region_from_plain, region_to_plain
+from vllm_delta_sync.engine.model.shard_ownership import prove_ownership
+from vllm_delta_sync.engine.protocol import Identified, Identify, Outcome, decode_answers, encode_answer, unwrap
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -195,5 +196,8 @@ def test_parts_that_are_not_the_whole_are_refused(held: list[list[Region]], reas
 
 
 def test_region_as_plain_data() -> None:
-    for region in (WHOLE, columns(2, 5), Region(7, (), ())):
-        assert region_from_plain(region_to_plain(region)) == region
+    regions = [[WHOLE, columns(2, 5)], [Region(7, (), ())], []]
+    identified = Identified(regions, [], None, [], [], {})
+    request = Outcome.of(Identify("memory://run"))
+    (answer,) = unwrap(decode_answers(request, [encode_answer(identified)]))
+    assert answer == identified

@@ -1,17 +1,16 @@
 """On which version ranks agree after a pause that nobody ended."""
 
-from typing import Any
-
 import pytest
 
 from vllm_delta_sync.engine.core.watchdog import common_version, is_settled
+from vllm_delta_sync.engine.protocol import RankFailure, RankState
 from vllm_delta_sync.errors import WeightsLostError
 
 LOST = -1
 
 
-def rank(version: int | None, *undo: int | None, **more: Any) -> dict[str, Any]:
-    return {"version": version, "intact": True, "undo": list(undo), **more}
+def rank(version: int | None, *undo: int | None, intact: bool = True, confirmed: bool = True) -> RankState:
+    return RankState(version, intact, confirmed, list(undo), 0, None, 0, False)
 
 
 @pytest.mark.parametrize(
@@ -27,13 +26,12 @@ def rank(version: int | None, *undo: int | None, **more: Any) -> dict[str, Any]:
         pytest.param([rank(None), rank(None)], None, id="nothing proven yet"),
         pytest.param([rank(0, None), rank(None)], None, id="back to nothing proven"),
         pytest.param([rank(5), rank(4)], LOST, id="no way back"),
-        pytest.param([rank(5, 4), {"version": 4, "intact": False, "undo": [3]}], LOST, id="half written"),
-        pytest.param([rank(5, 4), {"error": {"kind": "engine", "message": "boom"}}], LOST, id="failed"),
-        pytest.param([rank(5, 4), {"matched": True, "ms": 1.0}], LOST, id="the answer to another question"),
+        pytest.param([rank(5, 4), rank(4, 3, intact=False)], LOST, id="half written"),
+        pytest.param([rank(5, 4), RankFailure("engine", "boom")], LOST, id="failed"),
         pytest.param([rank(5, confirmed=False)], LOST, id="nothing but unconfirmed weights"),
     ],
 )
-def test_on_which_version_ranks_agree(answers: list[dict[str, Any]], version: int | None) -> None:
+def test_on_which_version_ranks_agree(answers: list[RankState | RankFailure], version: int | None) -> None:
     if version != LOST:
         assert common_version(answers) == version
         return

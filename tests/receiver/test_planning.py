@@ -19,6 +19,7 @@ from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.planning.lineage import ancestry, connect_runs
+from vllm_delta_sync.engine.protocol import Describe, unwrap
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest, rebuild
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, DigestError, EngineError, FormatError, NotFoundError
 from vllm_delta_sync.format import documents as side
@@ -312,7 +313,7 @@ def test_anchor_writes_only_what_differs(chain: Chain) -> None:
     chain.beside_it(2)
     server = Server(chain, chain.bits[0])
     server.reaches(3, commits=2)
-    assert all(answer["undo_bytes"] < chain.table.full_bytes / 4 for answer in server.port.call("describe", {}))
+    assert all(rank.undo_bytes < chain.table.full_bytes / 4 for rank in unwrap(server.port.call(Describe())))
 
 
 # Runs of random shape with random losses

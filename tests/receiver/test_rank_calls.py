@@ -81,4 +81,4 @@ def test_an_executor_of_another_kind_is_not_read_on(monkeypatch: pytest.MonkeyPa
     executor = SimpleNamespace(collective_rpc=lambda *_, **__: answers)
     monkeypatch.setattr(rank_rpc, "next_number", lambda: NUMBER)
     with pytest.raises(EngineError, match="rank 1 answered another call"):
-        rank_rpc.call_ranks(executor, "describe", {}, None)
+        rank_rpc.call_ranks(executor, b"", None)

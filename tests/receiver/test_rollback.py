@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from vllm_delta_sync.engine.commit.undo_log import ENTRIES, FINGERPRINT_BYTES, U
 from vllm_delta_sync.engine.core.watchdog import common_version
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.model.patch import StagedPatch
+from vllm_delta_sync.engine.protocol import A, Commit, Describe, RankFailure, RankRequest, Revert, unwrap
 from vllm_delta_sync.errors import BusyError, ChainError, EngineError, FingerprintError, NotFoundError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.settings import Settings
@@ -105,13 +105,13 @@ def test_pause_that_runs_out_on_the_way_back_through_the_chain(world: World) -> 
     world.train(4, 5)
     world.receiver.release()
     world.receiver.advance()
-    describe = world.port.call
+    original = world.port.call
     at: list[int | None] = []
 
-    def call(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        answers = describe(method, arguments)
-        if method == "commit":
-            at.append(common_version(describe("describe", {})))
+    def call(request: RankRequest[A]) -> list[A | RankFailure]:
+        answers = original(request)
+        if isinstance(request, Commit):
+            at.append(common_version(original(Describe())))
         return answers
 
     world.port.call = call  # type: ignore[method-assign]
@@ -126,11 +126,11 @@ def test_log_keeps_within_its_memory(world: World) -> None:
     world.receiver.advance()
     world.train(1)
     world.receiver.advance()
-    one = max(answer["undo_bytes"] for answer in world.port.call("describe", {}))
+    one = max(rank.undo_bytes for rank in unwrap(world.port.call(Describe())))
     world.follow(undo_bytes=int(2.5 * one))
     world.follow_each(6)
     assert 1 <= len(world.receiver.status()["undo"]) <= 3
-    assert all(answer["undo_bytes"] <= 2.5 * one for answer in world.port.call("describe", {}))
+    assert all(rank.undo_bytes <= 2.5 * one for rank in unwrap(world.port.call(Describe())))
     world.follow(undo_bytes=0)
     world.receiver.advance()
     world.train(7)
@@ -161,10 +161,10 @@ def test_a_pause_that_waits_for_requests_is_shown(world: World) -> None:
     world.follow(pause_mode="wait", undo_bytes=10**9)
     call, states = world.port.call, []
 
-    def shown(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        if method in ("commit", "revert"):
-            states.append((method, world.receiver.status()["state"]))
-        return call(method, arguments)
+    def shown(request: RankRequest[A]) -> list[A | RankFailure]:
+        if isinstance(request, Commit | Revert):
+            states.append((request.operation, world.receiver.status()["state"]))
+        return call(request)
 
     world.port.call = shown  # type: ignore[method-assign]
     seen = world.follow_each(2)

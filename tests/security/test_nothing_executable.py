@@ -107,7 +107,7 @@ def test_the_scan_sees() -> None:
 
 
 def test_what_is_sent_to_ranks_is_plain() -> None:
-    """The one method that ranks are asked for is a name, and it takes a name, a document and a number."""
+    """The one method that ranks are asked for is a name, and it takes bytes and a number."""
     from vllm_delta_sync.engine.core import rank_rpc
     from vllm_delta_sync.engine.worker import extension as worker
 

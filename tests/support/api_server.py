@@ -15,8 +15,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from tests.support.modules import FusedModel, ModulePort
-from vllm_delta_sync.engine.api.api_servers import ApiServerGroup, LeaderElection
-from vllm_delta_sync.engine.commit.transaction import error_answer
+from vllm_delta_sync.engine.api.api_servers import ApiServerGroup, LeaderElection, error_answer
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.settings import Settings

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.modules import ModulePort
+from tests.support.modules import ModulePort, named
 from tests.support.world import World
 from vllm_delta_sync.engine.model.route_map import Destination
+from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import EngineError
 
@@ -30,19 +31,20 @@ class HookedPort(ModulePort):
         self.on_resume: Callable[[], bool] = lambda: False
         self.on_rank: Callable[[int, str, str], None] = lambda rank, method, when: None
 
-    def call(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        self.before(method, arguments)
-        answers = super().call(method, arguments)
-        self.after(method, arguments)
+    def call(self, request: RankRequest[A]) -> list[A | RankFailure]:
+        self.before(*named(request))
+        answers = super().call(request)
+        self.after(*named(request))
         return answers
 
-    def call_rank(self, rank: RankWorker, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def call_rank(self, rank: RankWorker, request: RankRequest[A]) -> A | RankFailure:
+        method, _ = named(request)
         try:
             self.on_rank(rank.index, method, "before")
-            answer = super().call_rank(rank, method, arguments)
+            answer = super().call_rank(rank, request)
             self.on_rank(rank.index, method, "after")
         except EngineError as error:
-            return {"error": {"kind": error.kind, "message": error.message}}
+            return RankFailure.of(error)
         return answer
 
     def pause(self) -> None:

@@ -4,11 +4,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
+from vllm_delta_sync.engine.protocol import (
+    A,
+    BackgroundRequest,
+    RankFailure,
+    RankRequest,
+    decode_answers,
+    encode_request,
+    serve,
+)
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
-from vllm_delta_sync.errors import DeltaSyncError
 
 WIDTH = 128
 
@@ -105,6 +114,13 @@ class ShardedModel(nn.Module):
         return loaded
 
 
+def named(request: RankRequest[Any]) -> tuple[str, dict[str, Any]]:
+    """A call's name and arguments. Whatever runs in the background is a ``start``."""
+    if isinstance(request, BackgroundRequest):
+        return "start", {"operation": request.operation, "request": request}
+    return request.operation, msgspec.structs.asdict(request)
+
+
 class ModulePort:
     """An engine in this process, one rank per module: the real receiver on real modules, and a log of what was done."""
 
@@ -113,18 +129,19 @@ class ModulePort:
         self.log: list[str] = []
         self.ended: list[str] = []
 
-    def call(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    def call(self, request: RankRequest[A]) -> list[A | RankFailure]:
+        method, _ = named(request)
         if method not in ("start", "poll", "outcome", "set_version", "describe"):
             self.log.append(method)
-        return [self.call_rank(rank, method, arguments) for rank in self.ranks]
+        return [self.call_rank(rank, request) for rank in self.ranks]
 
-    def call_rank(self, rank: RankWorker, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """As delta_sync_call does."""
-        try:
-            answer: dict[str, Any] = getattr(rank, method)(**arguments)
-        except DeltaSyncError as error:
-            return {"error": {"kind": error.kind, "message": error.message}}
+    def call_rank(self, rank: RankWorker, request: RankRequest[A]) -> A | RankFailure:
+        (answer,) = decode_answers(request, [self.serve(rank, encode_request(request))])
         return answer
+
+    def serve(self, rank: RankWorker, request: bytes) -> bytes:
+        """As delta_sync_call does."""
+        return serve(request, rank.answer)
 
     def pause(self) -> None:
         self.log.append("pause")

@@ -16,6 +16,7 @@ from tests.support.trusted import Trusted, keyring_at
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
+from vllm_delta_sync.engine.protocol import A, Poll, Progress, RankFailure, RankRequest
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest
 from vllm_delta_sync.errors import FormatError, NotFoundError, ReplayError, SignatureError
 from vllm_delta_sync.format import documents as side
@@ -251,11 +252,11 @@ def swapped_for_ranks(world: Trusted, operation: str, key: str, data: bytes) -> 
     port, path = world.server.port, world.folder / key
     true, call = path.read_bytes(), port.call
 
-    def swapping(method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        if method == "start" and arguments["operation"] == operation:
+    def swapping(request: RankRequest[A]) -> list[A | RankFailure]:
+        if request.operation == operation:
             path.write_bytes(data)
-        answers = call(method, arguments)
-        if method == "poll" and not any(answer.get("running") for answer in answers):
+        answers = call(request)
+        if isinstance(request, Poll) and not any(isinstance(one, Progress) and one.running for one in answers):
             path.write_bytes(true)
         return answers
 

@@ -11,6 +11,7 @@ from tests.tools.models.checkpoints import VERSIONS, NotBuildableError, Tensors
 from tests.tools.models.reachable import differences, reachable
 from trainer_side import Publisher
 from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.engine.protocol import A, Identified, RankFailure, RankRequest
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, ModelError
 from vllm_delta_sync.settings import Settings
@@ -55,11 +56,11 @@ class _Port(ModulePort):
     def __init__(self, model: Any, folder: Path) -> None:
         super().__init__()
         self.ranks = [RankWorker(model, 0, str(folder))]
-        self.proof: dict[str, Any] = {}
+        self.proof: Identified | None = None
 
-    def call_rank(self, rank: RankWorker, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        answer = super().call_rank(rank, method, arguments)
-        if "regions" in answer:
+    def call_rank(self, rank: RankWorker, request: RankRequest[A]) -> A | RankFailure:
+        answer = super().call_rank(rank, request)
+        if isinstance(answer, Identified):
             self.proof = answer
         return answer
 
@@ -146,9 +147,10 @@ def _follow(row: Row, model: Any, config: Any, versions: list[Tensors], root: Pa
 
 
 def _take_proof(row: Row, port: _Port) -> None:
-    row.derived = len(port.proof.get("derived", ()))
-    row.unloaded = list(port.proof["unloaded"])
-    row.trace_ms, row.scan_ms = port.proof["ms"]["trace"], port.proof["ms"]["scan"]
+    assert port.proof is not None
+    row.derived = len(port.proof.derived)
+    row.unloaded = port.proof.unloaded
+    row.trace_ms, row.scan_ms = port.proof.ms["trace"], port.proof.ms["scan"]
 
 
 def _expect(row: Row, model: Any, fresh: Any, when: str) -> None:

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from vllm_delta_sync.engine.commit.transaction import Answer, error_answer, raise_if_error
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.errors import BusyError, DeltaSyncError, EngineError
+from vllm_delta_sync.engine.observe.readiness import Answer
+from vllm_delta_sync.errors import BusyError, DeltaSyncError, EngineError, error_kinds
 
 LONGEST_SOCKET_PATH = 100
 """Longest address of a local socket in bytes, with a margin."""
@@ -429,6 +429,17 @@ class FollowerClient:
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     with suppress(RuntimeError):  # the loop is closed: this process is ending
         loop.call_soon_threadsafe(call)
+
+
+def error_answer(error: DeltaSyncError) -> Answer:
+    """Return an error as a document, to send it to another API server."""
+    return {"error": {"kind": error.kind, "message": error.message}}
+
+
+def raise_if_error(answer: Answer) -> None:
+    """Raise the error in an answer, as an instance of its own class."""
+    if "error" in answer:
+        raise error_kinds().get(answer["error"]["kind"], EngineError)(answer["error"]["message"])
 
 
 def _encode_line(document: Answer) -> bytes:

@@ -13,7 +13,6 @@ from typing import Any
 
 from vllm_delta_sync.engine import WORKER_EXTENSION
 from vllm_delta_sync.engine.api import weight_transfer
-from vllm_delta_sync.engine.commit.transaction import Answer
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.features import check_features
 from vllm_delta_sync.engine.compat.layout_checks import check_layout
@@ -21,6 +20,7 @@ from vllm_delta_sync.engine.core import hooks
 from vllm_delta_sync.engine.core.ports import OfflineEnginePort, ServerEnginePort
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
+from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.errors import EngineError
 from vllm_delta_sync.settings import Settings, load_settings
 

@@ -7,8 +7,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from vllm_delta_sync.engine.api.api_servers import StatusView
-from vllm_delta_sync.engine.commit.transaction import Answer
-from vllm_delta_sync.engine.observe.readiness import unreachable
+from vllm_delta_sync.engine.observe.readiness import Answer, unreachable
 from vllm_delta_sync.errors import BusyError
 
 STEP_SECONDS = 0.01

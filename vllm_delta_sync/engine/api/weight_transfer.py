@@ -15,8 +15,8 @@ from typing import Annotated, Any, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_delta_sync.engine.api.access import answer_error
-from vllm_delta_sync.engine.commit.transaction import Answer
 from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, UsageError, WeightsLostError
 from vllm_delta_sync.format.limits import MAX_VERSION
 from vllm_delta_sync.redaction import public_url

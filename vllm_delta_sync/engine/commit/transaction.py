@@ -6,22 +6,24 @@ restarted (WeightsLostError).
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
-from vllm_delta_sync.errors import (
-    BusyError,
-    DeltaSyncError,
-    EngineError,
-    FingerprintError,
-    MemoryLimitError,
-    WeightsLostError,
-    error_kinds,
+from vllm_delta_sync.engine.protocol import (
+    A,
+    Commit,
+    Committed,
+    Describe,
+    RankFailure,
+    RankRequest,
+    RankState,
+    Revert,
+    unwrap,
 )
+from vllm_delta_sync.errors import BusyError, DeltaSyncError, EngineError, FingerprintError, WeightsLostError
 
-Answer = dict[str, Any]
 TRIES = 3
 WAIT_S = 0.2
 
@@ -29,8 +31,8 @@ WAIT_S = 0.2
 class EnginePort(Protocol):
     """The engine, as the receiver uses it. Methods raise EngineError when the engine fails or does not answer."""
 
-    def call(self, method: str, arguments: Answer) -> list[Answer]:
-        """Call WorkerExtension.delta_sync_call on every rank; answers in the order of ranks."""
+    def call(self, request: RankRequest[A]) -> list[A | RankFailure]:
+        """Make a call to every rank; answers in the order of ranks."""
 
     def pause(self) -> None:
         """Stop generation between two steps, for at most as long as a commit may take."""
@@ -55,9 +57,9 @@ class LabelKeepingPort:
         self._port = port
         self._pending_label: list[int | None] = []
 
-    def call(self, method: str, arguments: Answer) -> list[Answer]:
+    def call(self, request: RankRequest[A]) -> list[A | RankFailure]:
         """See EnginePort."""
-        return self._port.call(method, arguments)
+        return self._port.call(request)
 
     def pause(self) -> None:
         """See EnginePort."""
@@ -105,32 +107,31 @@ class DrainError(BusyError):
 
 
 class Transaction:
-    """Moves every rank from version ``current`` to ``target`` (None: no version).
+    """Moves every rank from version ``current`` (None: no version) to the version of a request.
 
     Args:
-        method: ``commit``: the target is staged on every rank. ``revert``: every rank's undo log reaches it.
-        matches: whether the ranks' measurements are what the target declares.
-        label: the label of outputs afterwards, if it is not the target.
+        request: ``Commit``: the version is staged on every rank. ``Revert``: every rank's undo log reaches it.
+        matches: whether what the ranks measured in a commit is what the version declares.
+        label: the label of outputs afterwards, if it is not the version.
         on_paused: called once the engine is paused.
     """
 
     def __init__(
         self,
         port: EnginePort,
-        target: int | None,
+        request: Commit | Revert,
         current: int | None,
         *,
-        method: Literal["commit", "revert"] = "commit",
-        matches: Callable[[list[Answer]], bool] = lambda answers: True,
+        matches: Callable[[list[Committed]], bool] = lambda answers: True,
         label: int | Literal["target"] | None = "target",
         on_paused: Callable[[], None] = lambda: None,
     ) -> None:
         self._port = port
-        self._target = target
+        self._request = request
+        self._target = request.version
         self._current = current
-        self._method = method
         self._matches = matches
-        self._label = target if label == "target" else label
+        self._label = self._target if label == "target" else label
         self._on_paused = on_paused
         self._times: list[float] = []
 
@@ -147,11 +148,7 @@ class Transaction:
             self._port.pause()
             self._mark_time()
             self._on_paused()
-            answers = self._port.call(self._method, {"version": self._target})
-            self._mark_time()
-            for answer in answers:
-                raise_if_error(answer)
-            if not self._matches(answers):
+            if not self._move():
                 raise FingerprintMismatchError(
                     f"version {self._target} did not change the weights as declared, so it was taken back"
                 )
@@ -163,6 +160,17 @@ class Transaction:
                 raise
             # Phases that were cut short count as 0 ms.
             self._times += [time.monotonic()] * (3 - len(self._times))
+
+    def _move(self) -> bool:
+        """Make the call that changes the weights. False if a commit did not change them as declared."""
+        if isinstance(self._request, Revert):
+            reverted = self._port.call(self._request)
+            self._mark_time()
+            unwrap(reverted)
+            return True
+        committed = self._port.call(self._request)
+        self._mark_time()
+        return self._matches(unwrap(committed))
 
     def resume(self) -> dict[str, float]:
         """Continue generation; returns the timings in ms.
@@ -188,10 +196,10 @@ class Transaction:
     def _mark_time(self) -> None:
         self._times.append(time.monotonic())
 
-    def _describe(self) -> list[Answer]:
-        return self._port.call("describe", {})
+    def _describe(self) -> list[RankState | RankFailure]:
+        return self._port.call(Describe())
 
-    def _describe_with_retries(self) -> list[Answer]:
+    def _describe_with_retries(self) -> list[RankState | RankFailure]:
         """Ask the ranks what they hold, repeatedly if they do not answer. Raises WeightsLostError."""
         reason = ""
         for attempt in range(TRIES):
@@ -224,7 +232,7 @@ class Transaction:
             except DeltaSyncError as later:
                 reason = f"{reason}; then {later.message}"
             # The target of a revert was served before, so its weights are proven; the target of a commit is not.
-            if self._method == "revert" and _all_at(self._describe_with_retries(), self._target):
+            if isinstance(self._request, Revert) and _all_at(self._describe_with_retries(), self._target):
                 self._port.label(self._label)
                 self._resume(reason)
                 return True
@@ -232,9 +240,8 @@ class Transaction:
 
     def _restore(self) -> None:
         ranks = self._describe()
-        if any(answer.get("version") != self._current for answer in ranks):
-            for answer in self._port.call("revert", {"version": self._current}):
-                raise_if_error(answer)
+        if any(_version_of(rank) != self._current for rank in ranks):
+            unwrap(self._port.call(Revert(self._current)))
             ranks = self._describe()
         if not _all_at(ranks, self._current):
             raise WeightsLostError(describe_ranks(ranks))
@@ -258,48 +265,21 @@ class Transaction:
         )
 
 
-def _all_at(ranks: list[Answer], version: int | None) -> bool:
-    return all(answer.get("intact") is True and answer.get("version") == version for answer in ranks)
+def _version_of(rank: RankState | RankFailure) -> int | None:
+    return rank.version if isinstance(rank, RankState) else None
 
 
-def describe_ranks(ranks: list[Answer]) -> str:
+def _is_intact(rank: RankState | RankFailure) -> bool:
+    return isinstance(rank, RankState) and rank.intact
+
+
+def _all_at(ranks: Sequence[RankState | RankFailure], version: int | None) -> bool:
+    return all(_is_intact(rank) and _version_of(rank) == version for rank in ranks)
+
+
+def describe_ranks(ranks: Sequence[RankState | RankFailure]) -> str:
     """Return the version of each rank, for messages."""
     return ", ".join(
-        f"rank {rank} holds version {answer.get('version')}{'' if answer.get('intact') else ' or cannot tell'}"
-        for rank, answer in enumerate(ranks)
+        f"rank {index} holds version {_version_of(rank)}{'' if _is_intact(rank) else ' or cannot tell'}"
+        for index, rank in enumerate(ranks)
     )
-
-
-def raise_if_error(answer: Answer) -> None:
-    """Raise the error in a rank's answer, as an instance of its own class."""
-    if "error" in answer:
-        kind, message = answer["error"]["kind"], answer["error"]["message"]
-        error = error_kinds().get(kind, EngineError)(message)
-        set_failed_step(error, answer["error"].get("step"))
-        raise error
-
-
-def error_answer(error: DeltaSyncError) -> Answer:
-    """Return an error as plain data, to send it from a worker to the controller."""
-    return {"error": {"kind": error.kind, "message": error.message, "step": failed_step(error)}}
-
-
-def set_failed_step(error: DeltaSyncError, step: int | None) -> None:
-    """Attach to an error the index of the step, among those staged together, that caused it."""
-    vars(error)["step"] = step
-
-
-def failed_step(error: DeltaSyncError) -> int | None:
-    """Return the index of the step that caused an error, if known."""
-    step: int | None = vars(error).get("step")
-    return step
-
-
-def wrap_error(error: Exception) -> DeltaSyncError:
-    """Wrap an error of torch or Python in a DeltaSyncError."""
-    # torch's out-of-memory error for devices derives from RuntimeError and has this name in every release; on the CPU
-    # it is a plain RuntimeError.
-    out_of_memory = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
-    if out_of_memory or isinstance(error, MemoryError):
-        return MemoryLimitError(f"this rank is out of memory ({error}); free some, the weights are unchanged")
-    return EngineError(f"unexpected {type(error).__name__}: {error}")

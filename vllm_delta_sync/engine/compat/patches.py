@@ -5,7 +5,6 @@ Other places that use vLLM's internals have their own files; where they replace 
 =====================================  ===============================================================================
 ``core/hooks.py``                      adds methods to the engine core; wraps its pause, loop and end
 ``core/watchdog.py``                   the scheduler's pause state, and callbacks that wait for an idle engine
-``core/clients.py``                    the server's client: utility calls of every engine core, and its processes
 ``core/rank_rpc.py``                   the multiprocessing executor's queues
 ``compat/load_hook.py``                records what is done to weights after loading
 ``compat/cpu_experts.py``              makes the CPU's experts compute from plain weights
@@ -19,7 +18,8 @@ Other places that use vLLM's internals have their own files; where they replace 
 ``observe/metrics.py``                 its ``/metrics`` shows what ``prometheus_client`` has registered
 ``entrypoints/plugin.py``              the endpoint plugin's two methods
 ``worker/extension.py``                attributes of the worker that the extension reads
-``core/ports.py``                      methods of an ``LLM`` object
+``core/ports.py``                      the server's client: utility calls of every engine core, and its processes;
+                                       methods of an ``LLM`` object
 ``compat/layout_checks.py``            fields of the configuration that say how ranks hold weights
 ``compat/features.py``                 fields of the configuration that are refused
 =====================================  ===============================================================================

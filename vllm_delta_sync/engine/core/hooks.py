@@ -27,6 +27,27 @@ def _watchdog_of(engine: Any) -> PauseWatchdog:
     return watchdog
 
 
+WATCHDOG_CALLS = (
+    PauseWatchdog.pause,
+    PauseWatchdog.renew,
+    PauseWatchdog.resume,
+    PauseWatchdog.call_ranks,
+    PauseWatchdog.call_paused,
+    PauseWatchdog.label_paused,
+    PauseWatchdog.end,
+)
+"""What a controller may call in the engine core, as ``delta_sync_pause`` and so on."""
+
+
+def _on_watchdog(method: Callable[..., Any]) -> Callable[..., Any]:
+    # vLLM compares the arguments of a call with the signature, which ``wraps`` keeps.
+    @wraps(method)
+    def call(self: Any, *args: Any) -> Any:
+        return method(_watchdog_of(self), *args)
+
+    return call
+
+
 @cache
 def missing_names() -> list[str]:
     """Return the names that the watchdog needs of vLLM's engine core and client, and that are missing. Imports vLLM."""
@@ -69,31 +90,8 @@ def install() -> None:
         )
         return
     process = core.EngineCoreProc
-
-    def delta_sync_pause(self: Any, mode: str, clear_cache: bool, limit_s: float) -> Any:
-        return _watchdog_of(self).pause(mode, clear_cache, limit_s)
-
-    def delta_sync_resume(self: Any) -> Any:
-        return _watchdog_of(self).resume()
-
-    def delta_sync_renew(self: Any, limit_s: float) -> Any:
-        return _watchdog_of(self).renew(limit_s)
-
-    def delta_sync_call_ranks(self: Any, method: str, arguments: Any) -> Any:
-        return _watchdog_of(self).call_ranks(method, arguments)
-
-    def delta_sync_paused_call(self: Any, method: str, arguments: Any, timeout_s: float) -> Any:
-        return _watchdog_of(self).call_paused(method, arguments, timeout_s)
-
-    def delta_sync_paused_label(self: Any, label: str) -> Any:
-        return _watchdog_of(self).label_paused(label)
-
-    def delta_sync_end(self: Any, reason: str) -> Any:
-        _watchdog_of(self).end(reason)
-
-    calls = (delta_sync_pause, delta_sync_resume, delta_sync_renew, delta_sync_call_ranks)
-    for method in (*calls, delta_sync_paused_call, delta_sync_paused_label, delta_sync_end):
-        setattr(process, method.__name__, method)
+    for method in WATCHDOG_CALLS:
+        setattr(process, f"delta_sync_{method.__name__}", _on_watchdog(method))
     process._handle_client_request = _check_on_wakeup(process._handle_client_request)
     # Engines that run in step have their own loop and their own way to resume.
     for cls in (process, getattr(core, "DPEngineCoreProc", process)):

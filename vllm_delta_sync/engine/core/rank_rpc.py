@@ -4,7 +4,6 @@ import itertools
 import time
 from typing import Any
 
-from vllm_delta_sync.engine.commit.transaction import Answer
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import EngineError
 
@@ -20,17 +19,8 @@ def next_number() -> int:
     return next(_numbers)
 
 
-class PerRank(list[Any]):
-    """An argument with one entry per rank, over all engines: each engine gets the entries of its own ranks."""
-
-
-def slice_per_rank(arguments: Answer, first: int = 0, end: int | None = None) -> Answer:
-    """Arguments for the ranks from ``first`` to before ``end`` (None: to the last)."""
-    return {name: list(value[first:end]) if isinstance(value, PerRank) else value for name, value in arguments.items()}
-
-
-def call_ranks(executor: Any, method: str, arguments: Answer, timeout_s: float | None) -> list[Answer]:
-    """``delta_sync_call`` on every rank of an executor; answers in the order of ranks.
+def call_ranks(executor: Any, request: bytes, timeout_s: float | None) -> list[bytes]:
+    """Send an encoded request to every rank of an executor; returns encoded answers in the order of ranks.
 
     Cause: when a call fails on one rank, vLLM's multiprocessing executor does not read the answers of the ranks after
     it; they stay in their queues, and every later call gets the previous call's answer from those ranks. Symptom: after
@@ -43,25 +33,24 @@ def call_ranks(executor: Any, method: str, arguments: Answer, timeout_s: float |
     """
     number = next_number()
     if not all(hasattr(executor, name) for name in ("rpc_broadcast_mq", "response_mqs", "futures_queue")):
-        return check_numbers(
-            executor.collective_rpc(METHOD, timeout=timeout_s, args=(method, arguments, number)), number
-        )
+        return check_numbers(executor.collective_rpc(METHOD, timeout=timeout_s, args=(request, number)), number)
     if executor.is_failed:
         raise EngineError("the engine's workers are gone")
     from vllm.v1.executor.multiproc_executor import FutureWrapper
 
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    executor.rpc_broadcast_mq.enqueue((METHOD, (method, arguments, number), {}, None))
+    executor.rpc_broadcast_mq.enqueue((METHOD, (request, number), {}, None))
 
-    def read() -> list[Answer]:
-        return [_read_answer(queue, rank, number, deadline) for rank, queue in enumerate(executor.response_mqs)]
+    def read() -> list[bytes]:
+        queues = enumerate(executor.response_mqs)
+        return [_read_answer(queue, rank, number, deadline)["answer"] for rank, queue in queues]
 
     # In the executor's order: steps under way have answers in these queues too.
-    answers: list[Answer] = FutureWrapper(executor.futures_queue, get_response=read).result()
+    answers: list[bytes] = FutureWrapper(executor.futures_queue, get_response=read).result()
     return answers
 
 
-def _read_answer(queue: Any, rank: int, number: int, deadline: float | None) -> Answer:
+def _read_answer(queue: Any, rank: int, number: int, deadline: float | None) -> dict[str, Any]:
     """One rank's answer to the call of that number. A failure carries no number: it may belong to an earlier call whose
     answer is still in the queue, or to this call, which then gets no other answer."""
     failure: str | None = None
@@ -84,12 +73,12 @@ def _read_answer(queue: Any, rank: int, number: int, deadline: float | None) -> 
         logger.warning("dropped an answer of rank %d to an earlier call, which had failed on another rank", rank)
 
 
-def check_numbers(answers: list[Any], number: int) -> list[Answer]:
-    """Check that all answers belong to the call of that number. Raises EngineError."""
+def check_numbers(answers: list[Any], number: int) -> list[bytes]:
+    """Return the encoded answers if all belong to the call of that number. Raises EngineError."""
     for rank, answer in enumerate(answers):
         if not isinstance(answer, dict) or answer.get("call") != number:
             raise EngineError(
                 f"rank {rank} answered another call: an earlier one failed on another rank, and vLLM does not recover "
                 "from that; start the engine again"
             )
-    return answers
+    return [answer["answer"] for answer in answers]

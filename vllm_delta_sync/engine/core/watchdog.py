@@ -4,15 +4,16 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_delta_sync.engine.commit.transaction import Answer
+from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.compat.patches import NO_VERSION
 from vllm_delta_sync.engine.core import rank_rpc
 from vllm_delta_sync.engine.logger import logger
+from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, RankState
 from vllm_delta_sync.errors import WeightsLostError
 
 RANK_CALL_SECONDS = 60.0
@@ -50,7 +51,7 @@ class PauseWatchdog:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._active: TimedPause | None = None
-        self._outcome: Answer | None = None
+        self._expired = False
 
     def pause(self, mode: str, clear_cache: bool, limit_s: float) -> "Future[Any] | None":
         """Pause as ``pause_scheduler`` does, for at most ``limit_s`` seconds. During a pause of ours: renew it.
@@ -69,7 +70,7 @@ class PauseWatchdog:
         waiting = list(engine._idle_state_callbacks)
         engine._idle_state_callbacks.clear()
         paused = TimedPause(time.monotonic() + limit_s, before, waiting)
-        self._outcome = None
+        self._expired = False
         try:
             # If another caller holds requests back, our mode must not let them run.
             paused.pending = engine.pause_scheduler("keep" if keeps and mode == "wait" else mode, clear_cache)
@@ -84,42 +85,42 @@ class PauseWatchdog:
         threading.Thread(target=self._watch, args=(paused,), name="delta-sync-watchdog", daemon=True).start()
         return paused.pending
 
-    def renew(self, limit_s: float) -> Answer:
-        """Move the deadline to ``limit_s`` seconds from now if that is later: {"expired": whether no pause is on}."""
+    def renew(self, limit_s: float) -> bool:
+        """Move the deadline to ``limit_s`` seconds from now if that is later. False if no pause is on."""
         if self._active is None:
-            return {"expired": True}
+            return False
         self._active.deadline = max(self._active.deadline, time.monotonic() + limit_s)
-        return {"expired": False}
+        return True
 
-    def call_paused(self, method: str, arguments: Answer, timeout_s: float) -> Answer:
-        """Make ``delta_sync_call`` on every rank, only before the deadline: {"expired", "answers": one per rank}."""
+    def call_ranks(self, request: bytes) -> list[bytes]:
+        """Send an encoded request to every rank, paused or not; returns encoded answers."""
+        return rank_rpc.call_ranks(self._engine.model_executor, request, None)
+
+    def call_paused(self, request: bytes, timeout_s: float) -> list[bytes] | None:
+        """As ``call_ranks``, only before the deadline of a pause of ours; None if that has passed."""
         if self._active is None or time.monotonic() >= self._active.deadline:
-            return {"expired": True, "answers": []}
+            return None
         try:
-            return {"expired": False, "answers": self.call_ranks(method, arguments, timeout_s)}
+            return rank_rpc.call_ranks(self._engine.model_executor, request, timeout_s)
         except Exception as error:  # a rank's late answer would be taken for the answer to the next call
-            self._active.failure = f"{method} has no outcome: {type(error).__name__}: {error}"
+            operation = protocol.decode_request(request).operation
+            self._active.failure = f"{operation} has no outcome: {type(error).__name__}: {error}"
             raise
 
-    def label_paused(self, label: str) -> Answer:
-        """Set vLLM's weight version, only during a pause of ours: {"expired"}."""
+    def label_paused(self, label: str) -> bool:
+        """Set vLLM's weight version, only during a pause of ours. False if there is none."""
         if self._active is None:
-            return {"expired": True}
+            return False
         self._engine.set_weight_version(label)
-        return {"expired": False}
+        return True
 
-    def resume(self) -> Answer:
-        """End our pause; harmless if there is none.
-
-        Returns:
-            {"expired": whether the watchdog ended it first, "outcome": None, or what the watchdog found and did:
-            {"found": versions by rank, "action": "kept" or "reverted", "version": the version now}}.
-        """
+    def resume(self) -> bool:
+        """End our pause; harmless if there is none. True if the watchdog ended it first."""
         if self._active is not None:
             self._release()
-            return {"expired": False, "outcome": None}
-        outcome, self._outcome = self._outcome, None
-        return {"expired": outcome is not None, "outcome": outcome}
+            return False
+        expired, self._expired = self._expired, False
+        return expired
 
     def check_deadline(self) -> None:
         """End the pause if its deadline has passed, and bring the ranks to one version."""
@@ -135,13 +136,8 @@ class PauseWatchdog:
         except Exception as error:  # noqa: BLE001  after any error here the weights are unknown
             self.end(f"a pause was lost, and its ranks could not be brought to one version: {error}")
             return
-        self._outcome = outcome
-        logger.warning(
-            "the lost pause is over: ranks held %s, %s, generation goes on with version %s",
-            outcome["found"],
-            outcome["action"],
-            outcome["version"],
-        )
+        self._expired = True
+        logger.warning("the lost pause is over: %s", outcome)
 
     def end_with_parent(self) -> None:
         """Start a thread that ends this process when its parent process dies.
@@ -189,28 +185,32 @@ class PauseWatchdog:
         self._active.deferred.append(run)
         return future
 
-    def call_ranks(self, method: str, arguments: Answer, timeout_s: float | None = None) -> list[Answer]:
-        """Make ``delta_sync_call`` on every rank, paused or not."""
-        return rank_rpc.call_ranks(self._engine.model_executor, method, arguments, timeout_s)
+    def _ask(self, request: RankRequest[A]) -> list[A | RankFailure]:
+        executor = self._engine.model_executor
+        return protocol.decode_answers(
+            request, rank_rpc.call_ranks(executor, protocol.encode_request(request), RANK_CALL_SECONDS)
+        )
 
-    def _converge(self, failure: str | None) -> Answer:
-        """Bring all ranks to one complete version and label it. Raises WeightsLostError, or what the engine raises."""
+    def _converge(self, failure: str | None) -> str:
+        """Bring all ranks to one complete version and label it; returns what was found and done, for the log.
+
+        Raises:
+            WeightsLostError: there is no such version. Exception: what the engine raises.
+        """
         if failure is not None:
             raise WeightsLostError(failure)
-        found = self.call_ranks("describe", {}, RANK_CALL_SECONDS)
+        found = self._ask(protocol.Describe())
         version = common_version(found)
         was_settled = is_settled(found, version)
         if not was_settled:
-            self.call_ranks("revert", {"version": version}, RANK_CALL_SECONDS)
-            current = self.call_ranks("describe", {}, RANK_CALL_SECONDS)
+            self._ask(protocol.Revert(version))
+            current = self._ask(protocol.Describe())
             if not is_settled(current, version):
                 raise WeightsLostError(f"ranks should have reverted to version {version}, but they report {current}")
         self._engine.set_weight_version(NO_VERSION if version is None else str(version))
-        return {
-            "found": [answer["version"] for answer in found],
-            "action": "kept" if was_settled else "reverted",
-            "version": version,
-        }
+        held = [rank.version for rank in found if isinstance(rank, RankState)]
+        action = "kept" if was_settled else "reverted"
+        return f"ranks held {held}, {action}, generation goes on with version {version}"
 
     def _release(self) -> None:
         paused, self._active = self._active, None
@@ -253,36 +253,33 @@ class PauseWatchdog:
                 self.end(f"a pause was lost, and the engine did not react within {STUCK_SECONDS:.0f} s")
 
 
-def is_settled(answers: list[Answer], version: int | None) -> bool:
-    """Return whether every rank's ``describe`` reports that version, intact and confirmed."""
+def is_settled(ranks: Sequence[RankState | RankFailure], version: int | None) -> bool:
+    """Return whether every rank holds that version, intact and confirmed."""
     return all(
-        answer.get("intact") is True and answer.get("confirmed", True) and answer["version"] == version
-        for answer in answers
+        isinstance(rank, RankState) and rank.intact and rank.confirmed and rank.version == version for rank in ranks
     )
 
 
-def common_version(answers: list[Answer]) -> int | None:
+def common_version(ranks: Sequence[RankState | RankFailure]) -> int | None:
     """Return the version that all ranks can have: the one they have, else the newest each has or can revert to.
 
-    Args:
-        answers: ``describe`` of every rank. An unconfirmed version (``confirmed`` False) does not count, because the
-            controller has not found it right on all ranks.
+    An unconfirmed version does not count, because the controller has not found it right on all ranks.
 
     Raises:
         WeightsLostError: a rank's weights are unknown, or there is no such version.
     """
     reachable: set[int | None] | None = None
-    for rank, answer in enumerate(answers):
-        if "error" in answer or answer.get("intact") is not True:
-            raise WeightsLostError(f"the weights of rank {rank} are unknown: {answer}")
-        own = {answer["version"]} if answer.get("confirmed", True) else set()
-        own |= set(answer.get("undo", []))
+    held: set[int | None] = set()
+    for index, rank in enumerate(ranks):
+        if isinstance(rank, RankFailure) or not rank.intact:
+            raise WeightsLostError(f"the weights of rank {index} are unknown: {rank}")
+        held.add(rank.version)
+        own = {*rank.undo, rank.version} if rank.confirmed else set(rank.undo)
         reachable = own if reachable is None else reachable & own
     if not reachable:
-        raise WeightsLostError(f"there is no version that every rank has or can revert to: {answers}")
-    if answers[0]["version"] in reachable and len({answer["version"] for answer in answers}) == 1:
-        current: int | None = answers[0]["version"]
-        return current
+        raise WeightsLostError(f"there is no version that every rank has or can revert to: {ranks}")
+    if len(held) == 1 and held <= reachable:
+        return held.pop()
     return max(reachable, key=lambda version: -1 if version is None else version)
 
 

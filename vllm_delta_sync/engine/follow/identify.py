@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 
-from vllm_delta_sync.engine.follow.rank_group import ClaimedVersion, GatheredWeights, RankGroup
+from vllm_delta_sync.engine.follow.rank_group import GatheredWeights, RankGroup
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.commit_plan import WeightPosition
 from vllm_delta_sync.engine.planning.lineage import RunVersion, ancestry, connect_runs, open_expected_run
 from vllm_delta_sync.engine.planning.run_history import History, version_0_of
+from vllm_delta_sync.engine.protocol import ClaimedVersion, Identify
 from vllm_delta_sync.errors import (
     ChainError,
     DataError,
@@ -95,17 +96,17 @@ class WeightIdentifier:
 
     def _gather(self) -> GatheredWeights:
         cache = self._settings.cache_folder()
-        arguments = {
-            "url": self._settings.bucket,
-            "cache_dir": None if cache is None else str(cache),
-            "cache_bytes": self._settings.cache_bytes,
-            "info": self._history.run.info.digest,
-            "trusted": sorted(self._history.keyring.trusted),
-            "store": self._settings.store().model_dump(),
-        }
+        request = Identify(
+            url=self._settings.bucket,
+            cache_dir=None if cache is None else str(cache),
+            cache_bytes=self._settings.cache_bytes,
+            info=self._history.run.info.digest,
+            trusted=sorted(self._history.keyring.trusted),
+            store=self._settings.store().model_dump(),
+        )
         table = self._history.run.table
         try:
-            held = self._ranks.gather(table, arguments)
+            held = self._ranks.gather(table, request)
         except REFUSALS as error:
             self._refuse(error)
             raise
@@ -115,9 +116,9 @@ class WeightIdentifier:
                 {
                     "rank": rank,
                     "tensors": len(held.fingerprints),
-                    "unloaded": answer["unloaded"],
-                    "derived": answer["derived"],
-                    "ms": answer["ms"],
+                    "unloaded": answer.unloaded,
+                    "derived": answer.derived,
+                    "ms": answer.ms,
                 }
                 for rank, answer in enumerate(held.answers)
             ],
@@ -126,7 +127,7 @@ class WeightIdentifier:
         unloaded = [spec.name for i, spec in enumerate(table) if ownership and not ownership.is_loaded(i)]
         if unloaded:
             logger.info("tensors that this model does not load: %s", ", ".join(unloaded))
-        derived = {name for answer in held.answers for name in answer["derived"]}
+        derived = {name for answer in held.answers for name in answer.derived}
         if derived:
             size = sum(spec.numel * spec.element.itemsize for spec in table if spec.name in derived)
             logger.info(

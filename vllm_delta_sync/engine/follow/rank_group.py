@@ -1,14 +1,15 @@
 """``RankGroup`` runs operations on all ranks of an engine, and combines what they measured."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_delta_sync.engine.commit.transaction import Answer, EnginePort, raise_if_error
-from vllm_delta_sync.engine.core.rank_rpc import PerRank
-from vllm_delta_sync.engine.model.shard_ownership import Ownership, prove_ownership, region_from_plain
+from vllm_delta_sync.engine import protocol
+from vllm_delta_sync.engine.commit.transaction import EnginePort
+from vllm_delta_sync.engine.model.shard_ownership import Ownership, prove_ownership
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan, WeightPosition
+from vllm_delta_sync.engine.protocol import A, BackgroundRequest, ClaimedVersion, Identified, RankState, Scanned, unwrap
 from vllm_delta_sync.errors import EngineError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
@@ -16,16 +17,6 @@ from vllm_delta_sync.format.table import TensorTable
 
 POLL_SHORTEST_S = 0.001
 POLL_LONGEST_S = 0.02
-
-
-@dataclass(frozen=True)
-class ClaimedVersion:
-    """What ranks claim to hold: run id, its URL, version, fingerprints per tensor id of that run."""
-
-    run: str
-    url: str
-    version: int
-    fingerprints: list[Fingerprint]
 
 
 @dataclass
@@ -42,7 +33,7 @@ class GatheredWeights:
     fingerprints: list[Fingerprint | None]
     conflicting: set[int]
     claimed: ClaimedVersion | None
-    answers: list[Answer]
+    answers: list[Identified]
 
     def mismatches(self, expected: list[Fingerprint]) -> list[int]:
         """Return ids of tensors with other fingerprints than expected. Tensors that no rank loads count as equal."""
@@ -54,11 +45,28 @@ class GatheredWeights:
 
     def by_claim(self, table: TensorTable) -> list["GatheredWeights"]:
         """Return the weights of each set of ranks that claim one version. ModelError: a set holds tensors in part."""
-        ranks: dict[tuple[str, int] | None, list[Answer]] = {}
+        ranks: dict[tuple[str, int] | None, list[Identified]] = {}
         for answer in self.answers:
-            claim = answer["claimed"]
-            ranks.setdefault(None if claim is None else (claim["run"], claim["version"]), []).append(answer)
+            claim = answer.claimed
+            ranks.setdefault(None if claim is None else (claim.run, claim.version), []).append(answer)
         return [_combine_ranks(table, answers)[1] for answers in ranks.values()]
+
+
+@dataclass(frozen=True)
+class StagedUpdate:
+    """What all ranks have staged.
+
+    Attributes:
+        ms: the slowest rank's timings.
+        elements: written over all ranks.
+        store: each rank's use of stores.
+        mismatching: names of rescanned tensors that differ from the version held.
+    """
+
+    ms: dict[str, float]
+    elements: int
+    store: list[dict[str, Any]]
+    mismatching: list[str]
 
 
 class RankGroup:
@@ -77,14 +85,13 @@ class RankGroup:
         self._table: TensorTable | None = None
         self._declared = Fingerprint()
 
-    def gather(self, table: TensorTable, arguments: Answer) -> GatheredWeights:
+    def gather(self, table: TensorTable, request: protocol.Identify) -> GatheredWeights:
         """Trace every rank's routes, prove that all ranks together hold whole tensors, and hash the tensors.
 
         Raises:
             ModelError: a tensor cannot be routed, or is held in part.
         """
-        answers = self.run_operation("identify", arguments)
-        self.ownership, held = _combine_ranks(table, answers)
+        self.ownership, held = _combine_ranks(table, self.run_operation(request))
         self._table = table
         return held
 
@@ -98,57 +105,41 @@ class RankGroup:
         """
         ownership = self._known_ownership()
         loaded = [ownership.is_loaded(tensor) for tensor in range(len(fingerprints))]
-        hexes = [value.hex() for value in fingerprints]
-        groups = PerRank(ownership.groups(rank) for rank in range(len(ownership.slots)))
-        arguments: Answer = {"version": version, "fingerprints": hexes, "groups": groups, "loaded": loaded}
+        claimed = None
         if position is not None:
-            arguments["claimed"] = {
-                "run": position.run.info.run,
-                "url": position.run.bucket.url,
-                "version": position.version,
-            }
-        for answer in self._port.call("set_version", arguments):
-            raise_if_error(answer)
+            run = position.run
+            claimed = ClaimedVersion(run.info.run, run.bucket.url, position.version, fingerprints)
+        groups = [ownership.groups(rank) for rank in range(len(ownership.slots))]
+        unwrap(self._port.call(protocol.SetVersion(version, fingerprints, groups, loaded, claimed)))
 
-    def stage(self, plan: UpdatePlan, held: int | None, rescan: list[int]) -> tuple[Answer, list[str]]:
+    def stage(self, plan: UpdatePlan, held: int | None, rescan: list[int]) -> StagedUpdate:
         """Stage one commit on every rank.
 
         Args:
             held: the version that they hold; None means none of the run followed.
-
-        Returns:
-            {"ms": slowest rank's timings, "bytes": largest rank's, "elements": written over all ranks, "store": each
-            rank's use of stores}, and the names of rescanned tensors that differ.
         """
-        arguments = {"plan": plan.to_plain(), "current": held, "rescan": rescan, "keys": self.keys_sequence}
-        return self._staged("stage", arguments, rescan)
+        return self._staged(protocol.Stage(plan.to_plain(), held, rescan, self.keys_sequence), rescan)
 
-    def repair(self, target: Manifest) -> Answer:
-        """Stage on every rank what replaces its weights by the target; returns as ``stage``."""
-        return self._staged("repair", {"manifest": target.to_bytes().decode(), "keys": self.keys_sequence}, [])[0]
+    def repair(self, target: Manifest) -> StagedUpdate:
+        """Stage on every rank what replaces its weights by the target."""
+        return self._staged(protocol.Repair(target.to_bytes(), self.keys_sequence), [])
 
-    def _staged(self, operation: str, arguments: Answer, rescan: list[int]) -> tuple[Answer, list[str]]:
-        answers = self.run_operation(operation, arguments)
-        declared = {answer["declared"] for answer in answers}
+    def _staged(self, request: BackgroundRequest[protocol.Staged], rescan: list[int]) -> StagedUpdate:
+        answers = self.run_operation(request)
+        declared = {answer.declared for answer in answers}
         if len(declared) != 1:
-            raise EngineError(f"ranks staged different changes: {', '.join(sorted(declared))}")
-        self._declared = Fingerprint.from_hex(declared.pop())
-        slowest = {name: max(answer["ms"][name] for answer in answers) for name in answers[0]["ms"]}
-        found = {
-            "ms": slowest,
-            "bytes": max(answer["bytes"] for answer in answers),
-            "elements": sum(answer["elements"] for answer in answers),
-            "store": [answer["store"] for answer in answers],
-        }
-        return found, self._mismatching_names(rescan, answers)
+            raise EngineError(f"ranks staged different changes: {', '.join(sorted(map(Fingerprint.hex, declared)))}")
+        self._declared = declared.pop()
+        return StagedUpdate(
+            ms={name: max(answer.ms[name] for answer in answers) for name in answers[0].ms},
+            elements=sum(answer.elements for answer in answers),
+            store=[answer.store for answer in answers],
+            mismatching=self._mismatching_names(rescan, [answer.rescanned for answer in answers]),
+        )
 
-    def matches_declared(self, answers: list[Answer]) -> bool:
+    def matches_declared(self, answers: Sequence[protocol.Committed]) -> bool:
         """Return whether the commits on all ranks changed the weights by the declared fingerprint, and copies agree."""
-        measured = [
-            {int(group): Fingerprint.from_hex(value) for group, value in answer["measured"].items()}
-            for answer in answers
-        ]
-        return self._known_ownership().combine_groups(measured) == self._declared
+        return self._known_ownership().combine_groups([answer.measured for answer in answers]) == self._declared
 
     def scan(self, tensors: list[int]) -> tuple[Fingerprint | None, list[str]]:
         """Gather and hash tensors.
@@ -157,15 +148,12 @@ class RankGroup:
             the sum of their fingerprints (None if copies differ), where tensors that no rank loads count as declared;
             and the names of those that differ.
         """
-        answers = self.run_operation("scan", {"tensors": tensors})
+        answers = self.run_operation(protocol.Scan(tensors))
         return self._sum(tensors, answers), self._mismatching_names(tensors, answers)
 
-    def describe(self) -> list[Answer]:
-        """See RankWorker.describe."""
-        answers = self._port.call("describe", {})
-        for answer in answers:
-            raise_if_error(answer)
-        return answers
+    def describe(self) -> list[RankState]:
+        """Return what each rank holds."""
+        return unwrap(self._port.call(protocol.Describe()))
 
     def clear_external_writes(self, touches: list[int]) -> None:
         """Tell every rank that its weights were rescanned and are right.
@@ -173,18 +161,15 @@ class RankGroup:
         Args:
             touches: per rank, its count of external writes before the rescan.
         """
-        for answer in self._port.call("clear_external_write", {"external_writes": PerRank(touches)}):
-            raise_if_error(answer)
+        unwrap(self._port.call(protocol.ClearExternalWrite(touches)))
 
-    def _combined(self, tensor: int, answers: list[Answer]) -> Fingerprint | None:
+    def _combined(self, tensor: int, answers: list[Scanned]) -> Fingerprint | None:
         ownership = self._known_ownership()
         if not ownership.is_loaded(tensor):
-            return Fingerprint.from_hex(_by_tensor(answers[0]["expected"], tensor))
-        return ownership.combine(
-            tensor, [_parse_fingerprints(_by_tensor(answer["measured"], tensor)) for answer in answers]
-        )
+            return answers[0].expected[tensor]
+        return ownership.combine(tensor, [answer.measured[tensor] for answer in answers])
 
-    def _sum(self, tensors: Iterable[int], answers: list[Answer]) -> Fingerprint | None:
+    def _sum(self, tensors: Iterable[int], answers: list[Scanned]) -> Fingerprint | None:
         total = Fingerprint()
         for tensor in tensors:
             value = self._combined(tensor, answers)
@@ -193,15 +178,14 @@ class RankGroup:
             total += value
         return total
 
-    def _mismatching_names(self, tensors: Iterable[int], answers: list[Answer]) -> list[str]:
+    def _mismatching_names(self, tensors: Iterable[int], answers: list[Scanned]) -> list[str]:
         table = self._table
         if table is None:
             raise EngineError("the ranks' weights were not gathered yet")
-        found = {name for answer in answers for name in answer["dead"]}
+        found = {name for answer in answers for name in answer.dead}
         for tensor in tensors:
-            held = {_by_tensor(answer["expected"], tensor) for answer in answers}
             value = self._combined(tensor, answers)
-            if value is None or held != {value.hex()}:
+            if value is None or any(answer.expected[tensor] != value for answer in answers):
                 found.add(table[tensor].name)
         return sorted(found)
 
@@ -210,63 +194,41 @@ class RankGroup:
             raise EngineError("the ranks' weights were not gathered yet")
         return self.ownership
 
-    def run_operation(self, operation: str, arguments: Answer) -> list[Answer]:
-        """Start an operation on every rank and poll until all are done.
+    def run_operation(self, request: BackgroundRequest[A]) -> list[A]:
+        """Start an operation on every rank, poll until all are done, and return their outcomes.
 
         Raises:
             EngineError: a rank does not finish in time. It is busy until it does.
         """
-        for answer in self._port.call("start", {"operation": operation, "arguments": arguments}):
-            raise_if_error(answer)
+        unwrap(self._port.call(request))
         pause, deadline = POLL_SHORTEST_S, time.monotonic() + self._seconds
         while True:
             time.sleep(pause)
-            answers = self._port.call("poll", {})
-            for answer in answers:
-                raise_if_error(answer)
-            running = [rank for rank, answer in enumerate(answers) if answer["running"]]
+            running = [rank for rank, answer in enumerate(unwrap(self._port.call(protocol.Poll()))) if answer.running]
             if not running:
-                break
+                return unwrap(self._port.call(protocol.Outcome.of(request)))
             if time.monotonic() > deadline:
+                busy = ", ".join(map(str, running))
                 raise EngineError(
-                    f"{operation} has run for {self._seconds:.0f} s on rank {', '.join(map(str, running))} without "
-                    "finishing; the served version stays"
+                    f"{request.operation} has run for {self._seconds:.0f} s on rank {busy} without finishing; the "
+                    "served version stays"
                 )
             pause = min(2 * pause, POLL_LONGEST_S)
-        answers = self._port.call("outcome", {})
-        for answer in answers:
-            raise_if_error(answer)
-        return answers
 
 
-def _combine_ranks(table: TensorTable, answers: list[Answer]) -> tuple[Ownership, GatheredWeights]:
+def _combine_ranks(table: TensorTable, answers: list[Identified]) -> tuple[Ownership, GatheredWeights]:
     """Prove that ranks together hold whole tensors, and combine what they measured. Raises ModelError."""
-    ownership = prove_ownership(
-        table,
-        [[[region_from_plain(region) for region in of] for of in answer["regions"]] for answer in answers],
-    )
+    ownership = prove_ownership(table, [answer.regions for answer in answers])
     found: list[Fingerprint | None] = []
     conflicting = set()
     for tensor in range(len(table)):
-        value = ownership.combine(tensor, [_parse_fingerprints(answer["measured"][tensor]) for answer in answers])
+        value = ownership.combine(tensor, [answer.measured[tensor] for answer in answers])
         if value is None:
             conflicting.add(tensor)
         found.append(value if ownership.is_loaded(tensor) else None)
-    return ownership, GatheredWeights(found, conflicting, _claimed_version(answers), answers)
+    return ownership, GatheredWeights(found, conflicting, _common_claim(answers), answers)
 
 
-def _parse_fingerprints(values: list[str]) -> list[Fingerprint]:
-    return [Fingerprint.from_hex(value) for value in values]
-
-
-def _by_tensor(mapping: dict[Any, Any], tensor: int) -> Any:
-    # Some transports between worker and controller turn integer keys into text.
-    return mapping[tensor] if tensor in mapping else mapping[str(tensor)]
-
-
-def _claimed_version(answers: list[Answer]) -> ClaimedVersion | None:
-    claims = [answer["claimed"] for answer in answers]
-    if claims[0] is None or any(claim != claims[0] for claim in claims):
-        return None
-    claim = claims[0]
-    return ClaimedVersion(claim["run"], claim["url"], claim["version"], _parse_fingerprints(claim["fingerprints"]))
+def _common_claim(answers: list[Identified]) -> ClaimedVersion | None:
+    claimed = answers[0].claimed
+    return claimed if all(answer.claimed == claimed for answer in answers) else None

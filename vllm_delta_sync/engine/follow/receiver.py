@@ -7,12 +7,13 @@ it; ``status`` may be called from any thread.
 import time
 from collections.abc import Callable
 
-from vllm_delta_sync.engine.commit.transaction import Answer, EnginePort, LabelKeepingPort
+from vllm_delta_sync.engine.commit.transaction import EnginePort, LabelKeepingPort
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.follow.run_session import RunSession
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore, apply_order, sibling_url
 from vllm_delta_sync.engine.follow.updater import WeightUpdater, mismatch_error
 from vllm_delta_sync.engine.logger import logger
+from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.engine.observe.states import ACTING, STATES
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.commit_plan import WeightPosition

@@ -3,22 +3,22 @@
 from collections.abc import Callable
 
 from vllm_delta_sync.engine.commit.transaction import (
-    Answer,
     EnginePort,
     FingerprintMismatchError,
     Transaction,
     describe_ranks,
-    raise_if_error,
 )
 from vllm_delta_sync.engine.follow.pause_slot_client import PauseSlotClient
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe import log_lines, metrics
+from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.engine.observe.states import State
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan, WeightPosition
 from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.engine.planning.update_planner import UpdatePlanner
+from vllm_delta_sync.engine.protocol import Commit, Confirm, RankState, Revert, unwrap
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
@@ -108,9 +108,11 @@ class WeightUpdater:
     def repair(self, target: Manifest) -> None:
         """Restore the weights to a version after an external write, and verify them."""
         self._board.enter("repairing")
-        timings = self._ranks.repair(target)["ms"]
+        timings = self._ranks.repair(target).ms
         # Outputs must not carry the version's label before the weights are verified.
-        transaction = Transaction(self._port, target.version, None, matches=self._ranks.matches_declared, label=None)
+        transaction = Transaction(
+            self._port, Commit(target.version), None, matches=self._ranks.matches_declared, label=None
+        )
         transaction.commit()
         timings = timings | transaction.resume()
         outcome = self.verify(target)
@@ -133,12 +135,12 @@ class WeightUpdater:
             BusyError: the engine is asleep. FingerprintError: the weights were changed.
         """
         ranks = self._ranks.describe()
-        asleep = any(answer["asleep"] for answer in ranks)
+        asleep = any(rank.asleep for rank in ranks)
         if asleep != self._board.asleep:
             self._board.set(asleep=asleep)
         if asleep:
             raise BusyError("the engine is asleep and its weights are not in memory; wake it up (POST /wake_up)")
-        reasons = sorted({answer["external_writer"] for answer in ranks if answer["external_writer"] is not None})
+        reasons = sorted({rank.external_writer for rank in ranks if rank.external_writer is not None})
         served = self._board.served
         if served is None:
             return
@@ -152,13 +154,13 @@ class WeightUpdater:
             self.invalidate(changed)
             raise changed
         logger.info("weights are still version %d after %s", served.version, ", ".join(reasons))
-        self._ranks.clear_external_writes([answer["external_writes"] for answer in ranks])
+        self._ranks.clear_external_writes([rank.external_writes for rank in ranks])
 
-    def _check_claims(self, ranks: list[Answer], served: Manifest) -> None:
+    def _check_claims(self, ranks: list[RankState], served: Manifest) -> None:
         """Check that ranks hold the served version; confirm the last commit again if that call was lost."""
-        if any(answer["version"] != served.version or not answer["intact"] for answer in ranks):
+        if any(rank.version != served.version or not rank.intact for rank in ranks):
             raise WeightsLostError(f"version {served.version} should be served, but {describe_ranks(ranks)}")
-        if not all(answer["confirmed"] for answer in ranks):
+        if not all(rank.confirmed for rank in ranks):
             self._confirm()
 
     def commit_next(
@@ -217,13 +219,13 @@ class WeightUpdater:
         """Stage on all ranks; returns the slowest rank's timings, and the elements that all ranks will write."""
         self._board.enter("staging")
         rescan = [] if position is None else self.rescan_cursor.next()
-        staged, differing = self._ranks.stage(plan, self._served_version, rescan)
-        self._board.set(rank_store_use=staged["store"])
-        if differing and position is not None:
-            error = mismatch_error(position.manifest, differing)
+        staged = self._ranks.stage(plan, self._served_version, rescan)
+        self._board.set(rank_store_use=staged.store)
+        if staged.mismatching and position is not None:
+            error = mismatch_error(position.manifest, staged.mismatching)
             self.invalidate(error)
             raise error
-        return staged["ms"], staged["elements"]
+        return staged.ms, staged.elements
 
     def _commit(
         self, plan: UpdatePlan, position: WeightPosition | None, timings: dict[str, float]
@@ -233,7 +235,7 @@ class WeightUpdater:
         target, served = plan.target, self._board.served
         transaction = Transaction(
             self._port,
-            target.version,
+            Commit(target.version),
             self._served_version,
             matches=self._ranks.matches_declared,
             on_paused=self._show_paused,
@@ -298,16 +300,14 @@ class WeightUpdater:
         """
         self._confirmed = False
         try:
-            answers = self._port.call("confirm", {"undo_bytes": self._settings.undo_bytes if self._keeps_undo else 0})
-            for answer in answers:
-                raise_if_error(answer)
+            ranks = unwrap(self._port.call(Confirm(self._settings.undo_bytes if self._keeps_undo else 0)))
         except DeltaSyncError as error:
             logger.warning("could not confirm the last commit on every rank, or read the undo logs: %s", error.message)
             return
         self._confirmed = self._keeps_undo = True
-        common = set.intersection(*(set(answer["undo"]) for answer in answers))
+        common = set.intersection(*(set(rank.undo) for rank in ranks))
         undo_manifests = self._history.undo_manifests
-        kept = [version for version in answers[0]["undo"] if version in common and version in undo_manifests]
+        kept = [version for version in ranks[0].undo if version in common and version in undo_manifests]
         self._history.undo_manifests = {version: undo_manifests[version] for version in kept}
         self._board.set(undo=kept)
 
@@ -326,16 +326,14 @@ class WeightUpdater:
     def rollback_to(self, version: int, served: Manifest) -> None:
         """Revert to a version in the undo log, and hold it. Raises ChainError: the log does not reach it."""
         target = self._history.undo_manifests.get(version)
-        if target is None or any(version not in answer["undo"] for answer in self._ranks.describe()):
+        if target is None or any(version not in rank.undo for rank in self._ranks.describe()):
             known = ", ".join(map(str, self._board.undo)) or "none"
             raise ChainError(
                 f"version {version} is not in the undo log, which holds {known}. It does not hold versions that were "
                 "merged into one commit, or that exceeded undo_bytes"
             )
         self._board.enter(self._pause_state)
-        transaction = Transaction(
-            self._port, version, self._served_version, method="revert", on_paused=self._show_paused
-        )
+        transaction = Transaction(self._port, Revert(version), self._served_version, on_paused=self._show_paused)
         try:
             transaction.commit()
         except FingerprintError as error:

@@ -8,7 +8,6 @@ disjoint; together they must cover the whole tensor, or none of it.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from vllm_delta_sync.engine.model.regions import Region, find_overlap
 from vllm_delta_sync.errors import ModelError
@@ -111,14 +110,3 @@ def _prove_whole(name: str, regions: tuple[Region, ...], numel: int) -> None:
 @lru_cache(maxsize=256)
 def _overlap(regions: tuple[Region, ...]) -> bool:
     return find_overlap(regions) is not None
-
-
-def region_to_plain(region: Region) -> list[Any]:
-    """Return a region as plain data, to send it from a worker to the controller."""
-    return [region.offset, list(region.sizes), list(region.strides)]
-
-
-def region_from_plain(data: list[Any]) -> Region:
-    """Inverse of ``region_to_plain``."""
-    offset, sizes, strides = data
-    return Region(int(offset), tuple(sizes), tuple(strides))

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from vllm_delta_sync.engine.commit.transaction import Answer
-
+Answer = dict[str, Any]
+"""A JSON document: a status, or the answer to a request."""
 FINAL_STATES = ("lost", "refused")
 """States that only a restart ends."""
 SYNC = "POST /delta_sync/sync"

@@ -13,11 +13,10 @@ from typing import Any
 
 from vllm_delta_sync import __version__
 from vllm_delta_sync.bucket.middleware.metrics import PROCESS
-from vllm_delta_sync.engine.commit.transaction import Answer
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.log_lines import ordered
-from vllm_delta_sync.engine.observe.readiness import readiness
+from vllm_delta_sync.engine.observe.readiness import Answer, readiness
 from vllm_delta_sync.engine.observe.states import STATES, State, check_transition
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.read_steps import store_usage

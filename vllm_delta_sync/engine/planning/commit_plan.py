@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from vllm_delta_sync.client import Run
+from vllm_delta_sync.engine.protocol import PlainPlan, PlainStep
 from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import needs_base_bits
 from vllm_delta_sync.run.read_plan import Step
 
@@ -76,55 +75,48 @@ class UpdatePlan:
         version = self.target.version
         return self.target.run, anchor_key(version) if self.anchor is not None else version_key(version)
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return plain data for the ranks. Runs other than the followed one are named by URL and digest of run.json."""
-        return {
-            "target": _text(self.target),
-            "steps": [
-                {
-                    "document": _text(step.document),
-                    "folded": isinstance(step.document, MergedDelta),
-                    "backwards": step.backwards,
-                    "run": None if step.run.info.run == self.target.run else _where(step.run),
-                }
+    def to_plain(self) -> PlainPlan:
+        """Return the plan to send. Runs other than the followed one are named by URL and digest of run.json."""
+        return PlainPlan(
+            self.target.to_bytes(),
+            [
+                PlainStep(
+                    document=step.document.to_bytes(),
+                    merged=isinstance(step.document, MergedDelta),
+                    backwards=step.backwards,
+                    run=None if step.run.info.run == self.target.run else (step.run.bucket.url, step.run.info.digest),
+                )
                 for step in self.steps
             ],
-            "anchor": None if self.anchor is None else _text(self.anchor),
-            "rebuild": self.rebuild,
-        }
+            None if self.anchor is None else self.anchor.to_bytes(),
+            self.rebuild,
+        )
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any], run_at: Callable[[tuple[str, str] | None], Run]) -> "UpdatePlan":
+    def from_plain(cls, plain: PlainPlan, run_at: Callable[[tuple[str, str] | None], Run]) -> "UpdatePlan":
         """Inverse of ``to_plain``.
 
         Args:
             run_at: the run at a URL, whose run.json has a digest; None means the followed one.
         """
         return cls(
-            Manifest.from_bytes(plain["target"].encode()),
-            [_step(step, run_at) for step in plain["steps"]],
-            None if plain["anchor"] is None else Anchor.from_bytes(plain["anchor"].encode()),
-            plain["rebuild"],
+            Manifest.from_bytes(plain.target),
+            [
+                Step(
+                    run_at(step.run),
+                    (MergedDelta if step.merged else Manifest).from_bytes(step.document),
+                    step.backwards,
+                )
+                for step in plain.steps
+            ],
+            None if plain.anchor is None else Anchor.from_bytes(plain.anchor),
+            plain.rebuild,
         )
 
 
 def step_key(step: Step) -> Key:
     """Return the document to avoid if a step is bad."""
     return step.run.info.run, step.key
-
-
-def _step(plain: dict[str, Any], run_at: Callable[[tuple[str, str] | None], Run]) -> Step:
-    kind = MergedDelta if plain["folded"] else Manifest
-    where = None if plain["run"] is None else (plain["run"][0], plain["run"][1])
-    return Step(run_at(where), kind.from_bytes(plain["document"].encode()), plain["backwards"])
-
-
-def _where(run: RunDocuments) -> list[str]:
-    return [run.bucket.url, run.info.digest]
-
-
-def _text(document: Manifest | MergedDelta | Anchor) -> str:
-    return document.to_bytes().decode()
 
 
 def _span(step: Step) -> int:

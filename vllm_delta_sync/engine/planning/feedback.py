@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from vllm_delta_sync.engine.commit.transaction import failed_step
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.commit_plan import Key, UpdatePlan, step_key
+from vllm_delta_sync.engine.protocol import failed_step
 from vllm_delta_sync.errors import (
     DeltaSyncError,
     FingerprintError,

@@ -10,9 +10,9 @@ from typing import Any
 from vllm_delta_sync.bucket.middleware.metrics import PROCESS
 from vllm_delta_sync.bucket.verified import hashing_seconds
 from vllm_delta_sync.codec.merge import merge_changes
-from vllm_delta_sync.engine.commit.transaction import set_failed_step
 from vllm_delta_sync.engine.model.patch import keep_local
 from vllm_delta_sync.engine.model.route_map import RouteMap
+from vllm_delta_sync.engine.protocol import set_failed_step
 from vllm_delta_sync.engine.staging.live_base import with_changes
 from vllm_delta_sync.errors import ChainError, DataError
 from vllm_delta_sync.format.fingerprint import Fingerprint

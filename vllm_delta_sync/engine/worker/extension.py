@@ -3,15 +3,14 @@
 Calls arrive through the executor's message queues, or by ``collective_rpc`` (``core/rank_rpc.py``).
 
 vLLM mixes this class into its worker and refuses attribute names that the worker has, so all names begin with
-``delta_sync_`` and all state is in one object. Methods return plain data, errors included: an exception would end the
-worker under some executors.
+``delta_sync_`` and all state is in one object.
 """
 
 import threading
 from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.errors import DeltaSyncError, EngineError
+from vllm_delta_sync.engine.protocol import serve
 
 if TYPE_CHECKING:
     from vllm_delta_sync.engine.worker.rank_worker import RankWorker
@@ -26,19 +25,12 @@ class WorkerExtension:
 
     delta_sync_receiver: "RankWorker | None" = None
 
-    def delta_sync_call(self, method: str, arguments: dict[str, Any], number: int = 0) -> dict[str, Any]:
-        """Run one of METHODS on this rank's ``RankWorker``; the answer carries the call's number as ``call``."""
+    def delta_sync_call(self, request: bytes, number: int) -> dict[str, Any]:
+        """Return the call's number, and this rank's encoded answer to an encoded request."""
         contacted.set()
-        try:
-            answer = self._delta_sync_dispatch(method, arguments)
-        except DeltaSyncError as error:
-            answer = {"error": {"kind": error.kind, "message": error.message}}
-        except Exception as error:  # an exception would end the worker under some executors
-            logger.exception("the rank worker failed unexpectedly")
-            answer = {"error": {"kind": EngineError.kind, "message": f"unexpected {type(error).__name__}: {error}"}}
-        return {**answer, "call": number}
+        return {"call": number, "answer": serve(request, lambda decoded: self._delta_sync_rank().answer(decoded))}
 
-    def _delta_sync_dispatch(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _delta_sync_rank(self) -> "RankWorker":
         # Imported here: numba must not be loaded before vLLM has initialized its worker.
         from vllm_delta_sync.engine.compat import patches, write_hooks
         from vllm_delta_sync.engine.model import load_record
@@ -52,14 +44,9 @@ class WorkerExtension:
             record = load_record.load_record_of(model)
             if record is not None and record.changed:
                 patches.keep_current_config(self.vllm_config)  # type: ignore[attr-defined]
-        if method not in METHODS:
-            raise EngineError(f"method {method!r} is unknown; this worker and its controller are of different releases")
-        answer: dict[str, Any] = getattr(self.delta_sync_receiver, method)(**arguments)
-        return answer
+        return self.delta_sync_receiver
 
 
-METHODS = ("start", "poll", "outcome", "set_version", "commit", "revert", "confirm", "describe", "clear_external_write")
-"""The methods of ``RankWorker`` that a controller may call."""
 contacted = threading.Event()
 
 

@@ -7,7 +7,7 @@ long remote call would block the engine; all other calls are short and run on th
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,14 @@ from typing import Any
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.merge import warm_up
+from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit import apply
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
-from vllm_delta_sync.engine.commit.transaction import Answer, error_answer, wrap_error
 from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
 from vllm_delta_sync.engine.model.loader_trace import LoadableModel
 from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.model.route_map import RouteMap
-from vllm_delta_sync.engine.model.shard_ownership import region_to_plain
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.loaded_bits import LoadTimeBits
@@ -52,35 +51,40 @@ class Background:
     def __init__(self, context: Callable[[], AbstractContextManager[None]]) -> None:
         self._context = context
         self._thread: threading.Thread | None = None
-        self._outcome: Answer = {}
+        self._name = ""
+        self._outcome: protocol.RankAnswer | None = None
 
     @property
     def is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, name: str, operation: Callable[..., Answer], arguments: Answer) -> None:
+    def start(self, name: str, operation: Callable[[], protocol.RankAnswer]) -> None:
         """Start an operation. Raises BusyError: another one is still running."""
         if self.is_busy:
             raise BusyError(f"operation {name!r} must wait: another one is running")
-        self._outcome = {}
-        self._thread = threading.Thread(
-            target=self._run, args=(operation, arguments), name="delta-sync-stage", daemon=True
-        )
+        self._name, self._outcome = name, None
+        self._thread = threading.Thread(target=self._run, args=(operation,), name="delta-sync-stage", daemon=True)
         self._thread.start()
 
-    def _run(self, operation: Callable[..., Answer], arguments: Answer) -> None:
+    def _run(self, operation: Callable[[], protocol.RankAnswer]) -> None:
         try:
             with self._context():
-                self._outcome = operation(**arguments)
+                self._outcome = operation()
         except DeltaSyncError as error:
-            self._outcome = error_answer(error)
+            self._outcome = protocol.RankFailure.of(error)
         except Exception as error:  # noqa: BLE001  a thread's error would be lost; the controller must receive it
-            self._outcome = error_answer(wrap_error(error))
+            self._outcome = protocol.RankFailure.of(protocol.wrap_error(error))
 
-    def outcome(self) -> Answer:
-        """Return the last operation's answer or error. Raises BusyError: it is still running."""
+    def outcome(self, name: str) -> protocol.RankAnswer:
+        """Return the answer or error of the last operation.
+
+        Raises:
+            BusyError: it is still running. EngineError: it has another name.
+        """
         if self.is_busy:
             raise BusyError("the operation has no outcome yet: it is still running")
+        if self._outcome is None or name != self._name:
+            raise EngineError(f"operation {name!r} has no outcome: the last one was {self._name!r}")
         return self._outcome
 
 
@@ -116,7 +120,7 @@ class RankWorker:
         self.external_writer: str | None = None
         self.external_writes = 0
         self.memory = WeightMemory.for_model(model) if memory is None else memory
-        self._claimed: Answer | None = None
+        self._claimed: protocol.ClaimedVersion | None = None
         self._runs = RunCache()
         self._staged: StagedPatch | None = None
         self._undo_log = UndoLog()
@@ -128,62 +132,61 @@ class RankWorker:
         """True while the weights are not in memory."""
         return self.memory.asleep
 
-    def start(self, operation: str, arguments: Answer) -> Answer:
-        """Start ``identify``, ``stage``, ``repair`` or ``scan`` in the background.
+    def answer(self, request: protocol.RankRequest[Any]) -> protocol.RankAnswer:
+        """Do what the controller asks.
 
         Raises:
-            BusyError: an operation is still running. EngineError: the operation is unknown.
+            BusyError: a background operation is still running. DeltaSyncError: see the methods.
         """
-        operations: dict[str, Callable[..., Answer]] = {
-            "identify": self.identify,
-            "stage": self.stage,
-            "repair": self.repair,
-            "scan": self.scan,
-        }
-        if operation not in operations:
-            raise EngineError(f"operation {operation!r} is unknown; known are {', '.join(operations)}")
-        self._background.start(operation, operations[operation], arguments)
-        return {}
+        match request:
+            case protocol.BackgroundRequest():
+                self._background.start(request.operation, lambda: self._answer_in_background(request))
+                return protocol.Done()
+            case protocol.Poll():
+                return protocol.Progress(self._background.is_busy)
+            case protocol.Outcome(started):
+                return self._background.outcome(started)
+            case protocol.Describe():
+                return self.describe()
+            case protocol.SetVersion():
+                return self.set_version(request)
+            case protocol.Commit(version):
+                return self.commit(version)
+            case protocol.Revert(version):
+                return self.revert(version)
+            case protocol.Confirm(undo_bytes):
+                return self.confirm(undo_bytes)
+            case protocol.ClearExternalWrite(external_writes):
+                return self.clear_external_write(external_writes)
+        raise EngineError(f"operation {request.operation!r} is unknown")
 
-    def poll(self) -> Answer:
-        """Return {"running": whether the last operation started is still running}."""
-        return {"running": self._background.is_busy}
+    def _answer_in_background(self, request: protocol.BackgroundRequest[Any]) -> protocol.RankAnswer:
+        match request:
+            case protocol.Identify():
+                return self.identify(request)
+            case protocol.Stage():
+                return self.stage(request)
+            case protocol.Repair():
+                return self.repair(request)
+            case protocol.Scan(tensors):
+                return self.scan(tensors)
+        raise EngineError(f"operation {request.operation!r} is unknown")
 
-    def outcome(self) -> Answer:
-        """Return the last operation's answer or error. It may be megabytes, so it is not part of ``poll``."""
-        return self._background.outcome()
-
-    def identify(
-        self,
-        url: str,
-        cache_dir: str | None = None,
-        cache_bytes: int = 0,
-        info: str | None = None,
-        trusted: Sequence[str] = (),
-        store: Mapping[str, Any] | None = None,
-    ) -> Answer:
-        """Trace routes, and fingerprint every tensor through them.
-
-        Args:
-            info, trusted, store: see ``RunCache``.
-
-        Returns:
-            per tensor id, the source regions of this rank's routes and the fingerprint of each; and as "claimed" the
-            version that the weights should be: {"run", "url", "version", "fingerprints"}, or None if unknown.
-        """
+    def identify(self, request: protocol.Identify) -> protocol.Identified:
+        """Trace routes, and fingerprint every tensor through them."""
         began = time.perf_counter()
         self._check_awake()
-        runs = RunCache(trusted, store, None if cache_dir is None else ObjectCache(Path(cache_dir), cache_bytes))
-        run = runs.open(url, info)
+        folder = request.cache_dir
+        cache = None if folder is None else ObjectCache(Path(folder), request.cache_bytes)
+        runs = RunCache(request.trusted, request.store, cache)
+        run = runs.open(request.url, request.info)
         claimed = self._claimed_version()
         load_time_bits = LoadTimeBits(self.model, self.folder, run, runs, self.routes)
         routes = trace_routes(self.model, run.table, load_time_bits, self.memory)
         # Tracing calls the model's loader, which counts as an external write. Reset here; later ones count.
         self.external_writer = None
         traced = time.perf_counter()
-        measured = [
-            [value.hex() for value in routes.fingerprint_routes(position)] for position in range(len(run.table))
-        ]
+        measured = [list(routes.fingerprint_routes(position)) for position in range(len(run.table))]
         apply.compile_kernels({spec.element for spec in run.table})
         warm_up({spec.element for spec in run.table})
         self.run, self.routes, self._runs = run, routes, runs
@@ -192,85 +195,64 @@ class RankWorker:
         reloaded = [] if routes.reload_units is None else routes.reload_units.tensors
         # Kept until the controller has used it.
         self._claimed = claimed
-        return {
-            "regions": [[region_to_plain(route.source) for route in of_tensor] for of_tensor in routes.routes],
-            "measured": measured,
-            "claimed": claimed,
-            "unloaded": routes.unloaded,
-            "derived": [run.table[tensor].name for tensor in reloaded],
-            "ms": {"trace": 1e3 * (traced - began), "scan": 1e3 * (time.perf_counter() - traced)},
-        }
+        return protocol.Identified(
+            regions=[[route.source for route in of_tensor] for of_tensor in routes.routes],
+            measured=measured,
+            claimed=claimed,
+            unloaded=routes.unloaded,
+            derived=[run.table[tensor].name for tensor in reloaded],
+            ms={"trace": 1e3 * (traced - began), "scan": 1e3 * (time.perf_counter() - traced)},
+        )
 
-    def _claimed_version(self) -> Answer | None:
+    def _claimed_version(self) -> protocol.ClaimedVersion | None:
         """Return the version that this rank last had, or that it was loaded with; None if unknown."""
         if self._claimed is not None and self.version is None:
             return self._claimed
         if self.run is not None and self.version is not None:
-            current = [value.hex() for value in self.fingerprints]
-            return _claim(self.run.info.run, self.run.bucket.url, self.version, current)
+            return protocol.ClaimedVersion(self.run.info.run, self.run.bucket.url, self.version, self.fingerprints)
         loaded = getattr(self.model, "delta_sync_loaded", None)
         if loaded is None:
             return None
-        return _claim(loaded.run, loaded.url, loaded.version, list(loaded.fingerprints))
+        fingerprints = [Fingerprint.from_hex(value) for value in loaded.fingerprints]
+        return protocol.ClaimedVersion(loaded.run, loaded.url, loaded.version, fingerprints)
 
-    def set_version(
-        self,
-        version: int | None,
-        fingerprints: list[str],
-        groups: list[list[list[int]]],
-        loaded: list[bool],
-        claimed: Answer | None = None,
-    ) -> Answer:
-        """Store what the controller found out about all ranks together.
-
-        Args:
-            version: the version of the weights; None means no version of the run followed.
-            fingerprints, loaded: per tensor id. groups: per rank, per tensor id, per route.
-            claimed: if ``version`` is None, what the weights are instead, for a later ``identify``: {"run", "url",
-                "version"}.
-        """
+    def set_version(self, request: protocol.SetVersion) -> protocol.Done:
+        """Store what the controller found out about all ranks together."""
         _, routes = self._require_routes()
-        routes.groups, routes.loaded = groups[self.index], loaded
-        self.fingerprints = [Fingerprint.from_hex(value) for value in fingerprints]
-        self.version, self.confirmed = version, True
-        self._claimed = None if claimed is None else {**claimed, "fingerprints": fingerprints}
-        return {}
+        routes.groups, routes.loaded = request.groups[self.index], request.loaded
+        self.fingerprints = request.fingerprints
+        self.version, self.confirmed = request.version, True
+        self._claimed = request.claimed
+        return protocol.Done()
 
-    def stage(self, plan: Answer, current: int | None, rescan: list[int], keys: int = 0) -> Answer:
-        """Fetch, verify, decode, merge and route the objects of one commit. Writes nothing to the model.
-
-        Args:
-            plan: see ``UpdatePlan.to_plain``.
-            current: the version that the controller expects on this rank.
-            rescan: tensor ids to rescan, as ``scan`` does.
-            keys: see ``RankGroup``.
-        """
+    def stage(self, request: protocol.Stage) -> protocol.Staged:
+        """Fetch, verify, decode, merge and route the objects of one commit. Writes nothing to the model."""
         run, routes = self._require_unchanged()
         self._staged = None
-        update = UpdatePlan.from_plain(plan, self._open_run)
+        update = UpdatePlan.from_plain(request.plan, self._open_run)
+        target, current = update.target.version, request.current
         if current != self.version:
-            raise ChainError(f"version {update.target.version} is to follow version {current}; here is {self.version}")
+            raise ChainError(f"version {target} is to follow version {current}; here is {self.version}")
         if update.rebuild:
-            run.verifier.refresh(keys)
+            run.verifier.refresh(request.keys)
         timer = PhaseTimer()
         stamp = self._weights_stamp()
         patch = stage_update(update, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
-        scanned = self._rescan(routes, rescan)
+        rescanned = self._rescan(routes, request.rescan)
         timer.tick("rescan")
         self._staged, self._staged_stamp = patch, stamp
-        return self._staged_answer(patch, timer.ms, scanned)
+        return _staged_answer(patch, timer.ms, rescanned)
 
-    def repair(self, manifest: str, keys: int = 0) -> Answer:
+    def repair(self, request: protocol.Repair) -> protocol.Staged:
         """Stage a version from any state of the weights, even after external writes.
 
-        Returns:
-            as ``stage``; no change is declared, so the weights must be scanned after the commit.
+        No change is declared, so the weights must be scanned after the commit.
         """
         run, routes = self._require_routes()
         self._check_awake()
         routes.check_live()
-        run.verifier.refresh(keys)
-        target = Manifest.from_bytes(manifest.encode())
+        run.verifier.refresh(request.keys)
+        target = Manifest.from_bytes(request.manifest)
         # From here the weights are no version: no commit returns to them, and none waits to be confirmed.
         self.version, self.confirmed, self.external_writer, self._staged = None, True, None, None
         self._undo_log.clear()
@@ -279,35 +261,18 @@ class RankWorker:
         stamp = self._weights_stamp()
         self._staged = stage_update(rebuilt, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
         self._staged_stamp = stamp
-        return self._staged_answer(self._staged, timer.ms, self._rescan(routes, []))
-
-    def _staged_answer(self, patch: StagedPatch, ms: dict[str, float], scanned: Answer) -> Answer:
-        declared = patch.declared.hex()
-        return {
-            "staged": patch.version,
-            "declared": declared,
-            "bytes": patch.nbytes,
-            "elements": patch.elements,
-            "ms": ms,
-            "store": store_usage(),
-            **scanned,
-        }
+        return _staged_answer(self._staged, timer.ms, self._rescan(routes, []))
 
     def _open_run(self, where: tuple[str, str] | None) -> Run:
         """Return the run followed (None), or another run by its URL and the digest of its run.json."""
         return self._require_routes()[0] if where is None else self._runs.open_cached(*where)
 
-    def commit(self, version: int) -> Answer:
-        """Apply the staged version in place. The engine must be paused.
-
-        Returns:
-            {"measured": change of fingerprint per group of ranks, "ms"}. If it is wrong, call ``revert``.
-        """
+    def commit(self, version: int) -> protocol.Committed:
+        """Apply the staged version in place. The engine must be paused."""
         _, routes = self._require_unchanged()
         patch = self._staged
         if patch is None or patch.version != version or self._staged_stamp != self._weights_stamp():
             raise EngineError(f"version {version} is not staged on this rank; stage it first")
-        began = time.perf_counter()
         with postpone_interrupts():
             try:
                 measured = apply.apply_patch(patch, routes)
@@ -321,12 +286,9 @@ class RankWorker:
                     self._undo_log.push(UndoEntry(patch, patch.measured, self.fingerprints, self.version))
                     self._staged = None
                     self.fingerprints, self.version = patch.fingerprints, version
-        return {
-            "measured": {group: value.hex() for group, value in measured.items()},
-            "ms": 1e3 * (time.perf_counter() - began),
-        }
+        return protocol.Committed(measured)
 
-    def revert(self, version: int | None) -> Answer:
+    def revert(self, version: int | None) -> protocol.Done:
         """Return to an older version, commit by commit, or go forward again. The engine must be paused.
 
         Does nothing if the rank has the version already. If a step fails, the steps before it stay done, and the
@@ -339,7 +301,7 @@ class RankWorker:
         _, routes = self._require_routes()
         self._check_awake()
         if version == self.version:
-            return {"version": version}
+            return protocol.Done()
         path = self._undo_log.path(version, self.version)
         applied: list[UndoEntry] = []
         with postpone_interrupts():
@@ -358,7 +320,7 @@ class RankWorker:
                         "changed from outside"
                     )
             self.confirmed, self._staged = True, None
-        return {"version": self.version}
+        return protocol.Done()
 
     def _apply_logged(self, step: UndoEntry, routes: RouteMap, reverse: bool) -> bool:
         """Take back one commit of the log, or apply it again. Returns whether it measured the expected change."""
@@ -375,7 +337,7 @@ class RankWorker:
                 self.version = step.version if reverse else step.patch.version
         return measured == step.expected(reverse)
 
-    def confirm(self, undo_bytes: int) -> Answer:
+    def confirm(self, undo_bytes: int) -> protocol.RankState:
         """Confirm the last commit, which was right on all ranks: trim the undo log, and drop device copies that only a
         revert within the same pause needs. Returns ``describe``."""
         self.confirmed = True
@@ -389,49 +351,43 @@ class RankWorker:
         if isinstance(error, WeightsLostError):
             self.intact = False
         elif isinstance(error, Exception) and not isinstance(error, DeltaSyncError):
-            raise wrap_error(error) from error
+            raise protocol.wrap_error(error) from error
 
-    def describe(self) -> Answer:
-        """Return the rank's version, whether that is certain, the versions that it can revert to (newest first), and
-        external writes."""
-        return {
-            "version": self.version,
-            "intact": self.intact,
-            "confirmed": self.confirmed,
-            "undo": self._undo_log.versions,
-            "undo_bytes": self._undo_log.nbytes,
-            "external_writer": self.external_writer,
-            "external_writes": self.external_writes,
-            "asleep": self.asleep,
-        }
+    def describe(self) -> protocol.RankState:
+        """Return what this rank holds."""
+        return protocol.RankState(
+            version=self.version,
+            intact=self.intact,
+            confirmed=self.confirmed,
+            undo=self._undo_log.versions,
+            undo_bytes=self._undo_log.nbytes,
+            external_writer=self.external_writer,
+            external_writes=self.external_writes,
+            asleep=self.asleep,
+        )
 
-    def clear_external_write(self, external_writes: list[int]) -> Answer:
-        """Forget external writes: the controller has rescanned the weights and found them unchanged.
-
-        Args:
-            external_writes: per rank, the number known when the rescan began. A newer write is not cleared.
-        """
+    def clear_external_write(self, external_writes: list[int]) -> protocol.Done:
+        """Forget external writes: the controller has rescanned the weights and found them unchanged."""
         if external_writes[self.index] == self.external_writes:
             self.external_writer = None
-        return {}
+        return protocol.Done()
 
     def note_external_write(self, writer: str) -> None:
         """Record that a call from outside writes weights, or may."""
         self.external_writer, self.external_writes = writer, self.external_writes + 1
 
-    def scan(self, tensors: list[int]) -> Answer:
-        """Rescan tensors: {"measured": {tensor id: fingerprint per route}, "expected": {tensor id: fingerprint of the
-        whole tensor}, "dead": names of tensors whose memory the model no longer uses}."""
+    def scan(self, tensors: list[int]) -> protocol.Scanned:
+        """Hash tensors as they lie in memory now."""
         _, routes = self._require_routes()
         self._check_awake()
-        return {"version": self.version, **self._rescan(routes, tensors)}
+        return self._rescan(routes, tensors)
 
-    def _rescan(self, routes: RouteMap, tensors: list[int]) -> Answer:
-        return {
-            "measured": {tensor: [value.hex() for value in found] for tensor, found in routes.measure(tensors)},
-            "expected": {tensor: self.fingerprints[tensor].hex() for tensor in tensors},
-            "dead": [routes.table[tensor].name for tensor in tensors if not routes.is_live(tensor)],
-        }
+    def _rescan(self, routes: RouteMap, tensors: list[int]) -> protocol.Scanned:
+        return protocol.Scanned(
+            measured={tensor: list(found) for tensor, found in routes.measure(tensors)},
+            expected={tensor: self.fingerprints[tensor] for tensor in tensors},
+            dead=[routes.table[tensor].name for tensor in tensors if not routes.is_live(tensor)],
+        )
 
     def _weights_stamp(self) -> tuple[int, int, bool]:
         """Return a stamp that changes when weights may have been written or left memory; staged patches then expire."""
@@ -459,5 +415,5 @@ class RankWorker:
         self.memory.check_awake()
 
 
-def _claim(run: str, url: str, version: int, fingerprints: list[str]) -> Answer:
-    return {"run": run, "url": url, "version": version, "fingerprints": fingerprints}
+def _staged_answer(patch: StagedPatch, ms: dict[str, float], rescanned: protocol.Scanned) -> protocol.Staged:
+    return protocol.Staged(patch.version, patch.declared, patch.nbytes, patch.elements, ms, store_usage(), rescanned)
