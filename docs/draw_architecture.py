@@ -100,12 +100,12 @@ def draw_packages(text: str) -> str:
                     out.append(f'<circle class="{path}" cx="{x}" cy="{y + 14}" r="9"/>')
                     out.append(f'<text class="badge" x="{x}" y="{y + 18}" text-anchor="middle">{step}</text>')
                     x -= 21
-    for number, (name, path) in enumerate(paths.items()):
+    for number, (name, of_path) in enumerate(paths.items()):
         left = GAP + number * (total // 2)
         y = bottom + 24
         out.append(f'<circle class="{name}" cx="{left + 9}" cy="{y - 4}" r="9"/>')
         out.append(f'<text class="title" x="{left + 26}" y="{y}">{name}</text>')
-        for step, what, module in path:
+        for step, what, module in of_path:
             y += LINE
             line = f"{step}. {what} · {module.rpartition('/')[2]}"
             out.append(f'<text class="step" x="{left + 4}" y="{y}">{html.escape(line)}</text>')
