@@ -266,10 +266,10 @@ class Committer:
             PublishError: the baseline is damaged. FingerprintError: the base on disk is. StoreError: the store failed.
             ConflictError: another writer has taken over the run, or it was removed.
         """
-        self._group.all_or_raise("anchor: baseline", self._check_undamaged)
         try:
+            self._group.all_or_raise("anchor: baseline", self._check_undamaged)
             return self._run_on_rank0("anchor", self._write_anchor)
-        except ConflictError as error:
+        except (ConflictError, LostRankError) as error:
             self.stopped = error
             raise
 
@@ -349,7 +349,9 @@ class Committer:
             manifest = self._options.keyring.signed(self._manifest(reports, step, own, progress))
             text = _text(manifest)
             self.writer.commit(manifest)
-        except Exception as error:  # noqa: BLE001 - other ranks wait for an answer; ``_apply_outcome`` raises it here
+        except Exception as error:  # other ranks wait for an answer; ``_apply_outcome`` raises it here
+            if not isinstance(error, DeltaSyncError):
+                logger.exception("committing failed unexpectedly")
             own.error = error
             match error:
                 case ConflictError():

@@ -148,9 +148,6 @@ class SwallowingBucket(BucketMiddleware):
         return None
 
 
-# END
-
-
 class SilentBucket(BucketMiddleware):
     """A store that says nothing of the bytes that move."""
 
