@@ -138,6 +138,16 @@ def test_no_credentials_at_all(scheme: str, how: str, answers: Answers, monkeypa
     assert answers.asked == []
 
 
+def test_metadata_that_answer_with_a_failure_are_asked_again(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request of a machine with a role: its service exists, and is only busy."""
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", answers.url)
+    answers.reply = lambda asked: Answer(503)
+    with pytest.raises(StoreError, match="credentials") as caught:
+        opened("s3://bucket/run", answers.url).get("key")
+    assert type(caught.value) is UnavailableError
+
+
 def test_metadata_that_are_not_to_be_asked(answers: Answers) -> None:
     bucket = opened("s3://bucket/run", answers.url)
     with pytest.raises(AccessError, match="AWS_ACCESS_KEY_ID"):

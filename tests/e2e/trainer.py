@@ -22,8 +22,7 @@ from vllm_delta_sync.format.manifest import ObjectRef, object_key
 
 def main(family: str, base: str, url: str, shard_bytes: str, writers: str = "0") -> None:
     dies = shard_bytes == "die"
-    if int(writers):
-        upload_by_processes(url, int(writers))
+    putting = upload_by_processes(url, int(writers)) if int(writers) else set()
     # Not before, and not above: those processes import this module too.
     from tests.support.tiny import make_model, train_steps
     from trainer_side import Publisher
@@ -39,28 +38,39 @@ def main(family: str, base: str, url: str, shard_bytes: str, writers: str = "0")
             result = publisher.publish(step=number, wait=True)
             publisher.flush()
             print(result.version, flush=True)
+    if len(putting) != int(writers):
+        raise SystemExit(f"{len(putting)} of {writers} processes have put objects")
 
 
-def upload_by_processes(url: str, writers: int) -> None:
-    """Let so many processes put objects, each with a bucket of its own, as the ranks of a sharded trainer would."""
+def upload_by_processes(url: str, writers: int) -> set[int]:
+    """Let so many processes put objects, each with a bucket of its own, as the ranks of a sharded trainer would.
+
+    Returns:
+        the ids of the processes that have put some, which grows.
+    """
     from trainer_side.writer import RunWriter
 
     pool = ProcessPoolExecutor(writers, get_context("spawn"))
     # All at once, so that each starts one.
     list(pool.map(cached_url, [url] * writers))
 
+    putting: set[int] = set()
+
     def put(self: RunWriter, data: bytes) -> ObjectRef:
-        return pool.submit(put_by_itself, url, data).result()
+        process, ref = pool.submit(put_by_itself, url, data).result()
+        putting.add(process)
+        return ref
 
     RunWriter.put_object = put  # type: ignore[method-assign]
+    return putting
 
 
-def put_by_itself(url: str, data: bytes) -> ObjectRef:
-    """Store one object of a version; the work of one writer."""
+def put_by_itself(url: str, data: bytes) -> tuple[int, ObjectRef]:
+    """Store one object of a version; the work of one writer, whose process id comes first."""
     digest = sha256(data).hexdigest()
-    ref = ObjectRef(key=object_key(digest), bytes=len(data), sha256=digest, rank=os.getpid())
+    ref = ObjectRef(key=object_key(digest), bytes=len(data), sha256=digest)
     cached_bucket(url).put(ref.key, data)
-    return ref
+    return os.getpid(), ref
 
 
 @cache
@@ -120,7 +130,7 @@ class Trainer:
         """End the process."""
         if self.process.poll() is None and self.process.stdin is not None:
             self.process.stdin.close()
-            self.process.wait(300)
+            assert self.process.wait(300) == 0
 
     def _line(self) -> str:
         line = self.process.stdout.readline() if self.process.stdout is not None else ""

@@ -157,7 +157,8 @@ def _without_credentials(cause: Cause, full_text: str, request: FailedRequest) -
     """Return the error for a credential service that gave no credentials; outside a cloud there is no such service."""
     denied = cause.status is not None and 400 <= cause.status < 500 and cause.status not in _REPEATED
     remedy = _CREDENTIALS.get(request.scheme, "check its credentials")
-    if denied or (_MACHINE.search(full_text) and not request.answered):
+    # A service that answered exists, so trying again may help.
+    if denied or (_MACHINE.search(full_text) and not request.answered and cause.status is None):
         return AccessError(
             f"cannot {request.action} of {request.url}: the environment has no credentials, and this machine has no "
             f"role that provides them ({cause.text}); {remedy}"

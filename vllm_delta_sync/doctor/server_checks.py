@@ -213,7 +213,9 @@ def ask(url: str, path: str) -> Reply:
     """
     parts = urlsplit(url)
     connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = connect(parts.hostname or "", parts.port, timeout=REQUEST_SECONDS)
+    # With a port, http.client does not look for one in an IPv6 address.
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    connection = connect(parts.hostname or "", port, timeout=REQUEST_SECONDS)
     try:
         connection.request("GET", parts.path.rstrip("/") + path)
         answer = connection.getresponse()

@@ -13,8 +13,10 @@ from vllm_delta_sync.format.documents import anchor_key, anchor_of_key, merged_d
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.keys import check_signer
+from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.maintenance.repair.deltas import put_merged_delta
 from vllm_delta_sync.maintenance.repair.orphans import bridge, orphans
+from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.run.checks import check_fingerprint
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.read_plan import ReadPlanner
@@ -168,7 +170,11 @@ class Rebuilder:
         if first is None or last is None:
             return
         check_signer(self._run)
-        put_merged_delta(self._run, first, last, self._state(first), self._state(last))
+        try:
+            make_merged_delta(self._run, *pair, replace=True, weights=RollingWeights(self._run, self._base))
+        except (DataError, UsageError):
+            # Versions of codec raw, or no path between both ends: use the weights at both ends.
+            put_merged_delta(self._run, first, last, self._state(first), self._state(last))
         self.done.append(f"{key}: rebuilt from the history")
 
     def _remove_revoked(self, key: str, version: int) -> None:
