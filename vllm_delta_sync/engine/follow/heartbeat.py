@@ -53,7 +53,7 @@ class Heartbeat:
             if stop.is_set():
                 break
             try:
-                if self.write_if_due():
+                if self.write_if_due() or self._failed:
                     stop.wait(self._spacing())
             except Exception:  # the thread must survive any bug, or the heartbeat would end unnoticed
                 self._due = time.monotonic() + self._seconds / 3
