@@ -13,6 +13,7 @@ from tests.support.trusted import Trusted, keyring_at
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.planning import trusted_head as module
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
+from vllm_delta_sync.engine.protocol import BackgroundRequest, RankRequest
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest
 from vllm_delta_sync.errors import ExpiredError, ForkError, NotFoundError, ReplayError, SettingsError
 from vllm_delta_sync.format import manifest as keys
@@ -163,9 +164,9 @@ def test_run_with_an_expired_head_is_refused_before_weights_are_identified(tmp_p
     operations: list[str] = []
     call = world.server.port.call
 
-    def counted(method: str, arguments: dict[str, Any]) -> Any:
-        operations.extend([arguments["operation"]] if method == "start" else [])
-        return call(method, arguments)
+    def counted(request: RankRequest[Any]) -> Any:
+        operations.extend([request.operation] if isinstance(request, BackgroundRequest) else [])
+        return call(request)
 
     world.server.port.call = counted
     with pytest.raises(ExpiredError):
