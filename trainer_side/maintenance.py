@@ -45,7 +45,7 @@ class BackgroundMaintenance:
         self._thread = threading.Thread(target=self._serve, name=THREAD_NAME)
         try:
             self._thread.start()
-        except BaseException:  # an interrupt too: nobody gets an object to close, and the other thread would go on
+        except BaseException:  # an interrupt too: the caller gets no object to close, and one thread would stay
             self._closing = True
             self._renewal.close()
             raise

@@ -68,7 +68,7 @@ def test_whoever_comes_late_is_told_what_a_publisher_that_is_gone_said(
     for run, version in ((RUN, 3), (OTHER, 8)):
         publisher.send(Notice(run, version, DIGEST))
     hear(subscriber, 3)
-    # The broker has seen a notice once somebody has heard it, and not before.
+    # Only a notice that was received has certainly reached the broker.
     with closing(NoticeSubscriber(broker.subscribers, OTHER)) as other:
         hear(other, 8)
     publisher.close()

@@ -94,8 +94,8 @@ def test_a_version_whose_object_is_lost_gets_a_merged_delta(kind: str) -> None:
     report = repair(whole.run)
     assert report.lost == []
     assert report.repaired == [f"{side.merged_delta_key(2, 3)}: replaces the objects of version 3"]
-    # The merged delta of a packed version consists of the same object. Elsewhere the damaged one is left for whoever
-    # finds a use for it, because the manifest cannot list other bytes.
+    # The merged delta of a packed version consists of the same object. For other codecs the
+    # damaged object stays, because the manifest cannot list other bytes.
     assert whole.bucket.get(key) == (right if kind == "packed" else damaged)
     assert ["version 3: its own objects" in note for note in report.notes] == [True] * (kind != "packed")
     assert_whole(whole)
