@@ -54,6 +54,20 @@ from vllm_delta_sync.maintenance.compact import compact, maintain, make_anchor
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.run.read_plan import find_steps as way
 
+_OTHERS: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def others() -> None:
+    """Threads that earlier tests of this process left, for example of trainers that were killed."""
+    _OTHERS.clear()
+    _OTHERS.update(threading.enumerate())
+
+
+def started(name: str) -> list[threading.Thread]:
+    """Threads by a name that this test has started and that still run."""
+    return [thread for thread in threading.enumerate() if thread.name == name and thread not in _OTHERS]
+
 
 @pytest.fixture
 def trainer() -> Trainer:
@@ -117,7 +131,7 @@ def test_base_is_referred_to_by_a_signed_version(folder: Path, keys: Keys, train
 def test_without_a_key_nothing_is_signed_and_head_has_no_end(folder: Path, trainer: Trainer) -> None:
     with Publisher(trainer.live, str(folder)) as publisher:
         publish(publisher, trainer)
-        assert HEAD_THREAD_NAME not in {thread.name for thread in threading.enumerate()}
+        assert not started(HEAD_THREAD_NAME)
     assert head_of(folder).expires_at is None
     documents = [json.loads(data) for key, data in stored(folder).items() if key.split("/")[0] in KINDS]
     assert len(documents) == 4
@@ -296,7 +310,7 @@ class Heads(Hooked):
 def test_head_is_renewed_while_nothing_is_published(folder: Path, keys: Keys, trainer: Trainer) -> None:
     # A machine that stands still for two seconds writes one late; for twenty it does not.
     assert renewed_in_time(folder, keys, trainer, 3) or renewed_in_time(folder / "again", keys, trainer, 30)
-    assert HEAD_THREAD_NAME not in {thread.name for thread in threading.enumerate()}
+    assert not started(HEAD_THREAD_NAME)
 
 
 def renewed_in_time(folder: Path, keys: Keys, trainer: Trainer, head_seconds: int) -> bool:
@@ -311,7 +325,7 @@ def renewed_in_time(folder: Path, keys: Keys, trainer: Trainer, head_seconds: in
     versions = [head.version for head in renewals]
     assert (versions, versions[-1]) == (sorted(versions), 1)
     assert all(head.created_at is not None and head.created_at < (head.expires_at or "") for head in renewals)
-    assert HEAD_THREAD_NAME not in {thread.name for thread in threading.enumerate()}
+    assert not started(HEAD_THREAD_NAME)
     starts = [head.created_at or "" for _, head in bucket.written]
     return all(start < end for start, end in zip(starts[1:], ends, strict=False))
 
@@ -330,7 +344,8 @@ def test_no_thread_is_left_where_one_cannot_be_started(
     monkeypatch.setattr(threading.Thread, "start", refused)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         Publisher(trainer.live, str(folder), signing_key=keys.private("a"))
-    assert not {thread.name for thread in threading.enumerate()} & {THREAD_NAME, HEAD_THREAD_NAME}
+    assert not started(THREAD_NAME)
+    assert not started(HEAD_THREAD_NAME)
 
 
 def test_close_leaves_a_head_that_holds_for_all_its_time(folder: Path, keys: Keys, trainer: Trainer) -> None:
@@ -408,7 +423,7 @@ def test_head_of_a_stranger_is_written_over_wherever_it_points(
 def test_renewal_ends_when_another_takes_the_run_over(folder: Path, keys: Keys, trainer: Trainer) -> None:
     trusted = [keys.public("a")]
     former = Publisher(trainer.live, str(folder), signing_key=keys.private("a"), head_seconds=1)
-    (renewing,) = (thread for thread in threading.enumerate() if thread.name == HEAD_THREAD_NAME)
+    (renewing,) = started(HEAD_THREAD_NAME)
     publish(former, trainer)
     list_keys(folder, keys.ring("a"), [KeyEntry(key=keys.hex("b"))])
     bucket = Heads(folder)
