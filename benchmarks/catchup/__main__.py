@@ -25,7 +25,7 @@ from vllm_delta_sync.errors import NotFoundError
 from vllm_delta_sync.format.documents import MergedDelta
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX
 from vllm_delta_sync.maintenance.compact import compact
-from vllm_delta_sync.run.read_plan import ReadPlanner
+from vllm_delta_sync.run.read_plan import ReadPlanner, Root
 from vllm_delta_sync.run.restore import apply_step, load_root, restore
 
 BENCH = "catchup"
@@ -139,7 +139,7 @@ def measure(url: str, span: int) -> list[Row]:
         bucket.requests = bucket.objects = bucket.bytes = 0
         began = time.perf_counter()
         if ways == "fresh_anchor":
-            state = load_root(run, head, standalone=True)
+            state = load_root(run, Root(head, run.anchor(head.version)))
         else:
             planner = ReadPlanner(run)
             planner.add_manifests(held, head)

@@ -35,7 +35,7 @@ def test_folds_and_an_anchor(written: Written) -> None:
     assert len(find_steps(written.run, 0, 17)) == 2
     anchored = answer("compact", "--bucket", url, "--no-folds", "--anchor", "head")
     assert (anchored["anchor"], anchored["anchor_present"], anchored["folds"]) == (17, False, [])
-    assert restore(written.run, written.run.head()).plan.standalone
+    assert restore(written.run, written.run.head()).plan.root.anchor is not None
 
 
 def test_codec_context(tmp_path: Path) -> None:

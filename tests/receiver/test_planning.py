@@ -270,6 +270,22 @@ def test_rewritten_history_is_not_followed_by_an_anchor(chain: Chain, tmp_path: 
     server.serves(4)
 
 
+def test_damage_to_the_manifest_held_does_not_outlast_its_repair(chain: Chain) -> None:
+    """A digit of a time is wrong in an unsigned manifest when the server starts, which nothing shows then."""
+    chain.grow(3)
+    path = chain.folder / keys.version_key(0)
+    right = path.read_bytes()
+    created = chain.manifests[0].created_at
+    wrong = created[:-2] + ("1" if created[-2] != "1" else "2") + created[-1]
+    path.write_bytes(right.replace(created.encode(), wrong.encode()))
+    server = Server(chain, chain.bits[0])
+    server.receiver.advance(0)
+    assert server.receiver.board.served is not None
+    assert server.receiver.board.served.created_at == wrong
+    path.write_bytes(right)
+    server.reaches(3, commits=1)
+
+
 def test_publisher_that_had_lost_the_run_is_not_followed(chain: Chain) -> None:
     chain.epoch = 2
     chain.grow(2)

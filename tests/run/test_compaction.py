@@ -233,7 +233,7 @@ def test_gc_that_removed_an_object_meanwhile(tmp_path: Path, kind: type[side.Mer
         written.check(0, 4)
     else:
         with_put(put, lambda: make_anchor(written.run, 4))
-        assert restore(written.run, written.run.manifest(4)).plan.standalone
+        assert restore(written.run, written.run.manifest(4)).plan.root.anchor is not None
     assert len(removed) == 1
 
 
@@ -356,7 +356,7 @@ def test_an_anchor_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert make_anchor(written.run, 5).digest == anchor.digest
     for version in (5, 6):
         restored = restore(written.run, written.run.manifest(version))
-        assert (restored.plan.standalone, restored.plan.root.version) == (True, 5)
+        assert (restored.plan.root.anchor is not None, restored.plan.root.version) == (True, 5)
         assert restored.state.fingerprint == written.writer.manifests[version].model_fingerprint
     # A damaged one is made anew.
     for bad in (anchor.to_bytes()[:-3], anchor.model_copy(update={"manifest": "0" * 64}).to_bytes()):
@@ -367,7 +367,7 @@ def test_an_anchor_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rolling_weights, "IN_MEMORY_BYTES", 0)
     written.publish(codec="raw")
     assert make_anchor(written.run, 7).payload_bytes >= TABLE.full_bytes
-    assert restore(written.run, written.run.manifest(7)).plan.standalone
+    assert restore(written.run, written.run.manifest(7)).plan.root.anchor is not None
 
 
 # Scratch files
@@ -688,4 +688,4 @@ def test_compact_a_run_that_refers_to_a_base(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="base="):
         compact(run, anchor=1)
     assert compact(run, tmp_path / "base", anchor=1).anchor == 1
-    assert restore(run, run.manifest(1)).plan.standalone
+    assert restore(run, run.manifest(1)).plan.root.anchor is not None

@@ -24,6 +24,7 @@ from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.documents import MergedDelta, Tag
 from vllm_delta_sync.format.manifest import RunInfo
 from vllm_delta_sync.maintenance.gc.collect import CollectionReport, RetentionPolicy, collect
+from vllm_delta_sync.maintenance.gc.graph import paths_to, survey
 from vllm_delta_sync.maintenance.gc.lock import CLAIM_SECONDS
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.run.read_plan import ReadPlanner, find_steps
@@ -101,6 +102,8 @@ def test_whatever_is_kept_can_be_rebuilt(
     before = {key for key in bucket.held if bucket.clock + 1 - bucket.held[key][1] < policy.min_age}
     wanted = expected(grown, policy, laid, bucket.clock + 1)
     there = set(bucket.held)
+    graph = survey(grown.run_)
+    onward = paths_to(graph.edges(), graph.head, lambda edge: False)
     collectable = collect(grown.run_, policy, dry_run=True, now=bucket.clock + 1)
     report = collect(grown.run_, policy)
     check(grown, report, wanted, policy)
@@ -113,6 +116,9 @@ def test_whatever_is_kept_can_be_rebuilt(
     assert again.kept.keys() <= wanted
     for version in again.kept:
         assert grown.equals(version)
+    for served, _, _ in laid:
+        if served in report.kept and served in onward:
+            leads_on(Run(bucket), served, grown.newest)
 
 
 def without_claims(bucket: MemoryBucket) -> dict[str, bytes]:

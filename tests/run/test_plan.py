@@ -167,11 +167,11 @@ def test_what_retention_says_is_gone_is_not_planned_once_a_hole_was_met(tree: Wr
 def test_cheapest_root_is_taken(tree: Written) -> None:
     grow(tree, 12)
     run, head = tree.run, tree.run.head()
-    assert (plan_read(run, head).root.version, plan_read(run, head).standalone) == (0, False)
+    assert (plan_read(run, head).root.version, plan_read(run, head).root.anchor) == (0, None)
     for version in (3, 11):
         tree.beside(version)
     best = plan_read(tree.run, head)
-    assert (best.root.version, best.standalone, spans(best.steps)) == (11, True, [(11, 12)])
+    assert (best.root.key, spans(best.steps)) == (side.anchor_key(11), [(11, 12)])
     assert plan_read(tree.run, head, avoid={side.anchor_key(11)}).root.version == 3
     anchors = {side.anchor_key(3), side.anchor_key(11)}
     assert plan_read(tree.run, head, avoid=anchors).root.version == 0

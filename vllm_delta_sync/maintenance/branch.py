@@ -34,7 +34,6 @@ from vllm_delta_sync.maintenance.tags import delete_tag, put_tag
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.model_files import fetch_run_file
 from vllm_delta_sync.run.objects import summarize_changes
-from vllm_delta_sync.run.read_plan import Plan
 from vllm_delta_sync.run.restore import check_step
 from vllm_delta_sync.trust.head import make_head
 
@@ -137,8 +136,11 @@ def tensor_fingerprints(run: Run, version: Manifest) -> dict[str, str]:
         FingerprintError: the result differs from the version's declared fingerprint.
     """
     found = lasting_plan(run, version)
-    values = {run.table.index(name): Fingerprint.from_hex(value) for name, value in _of_root(run, found).items()}
-    reached = found.root.model_fingerprint
+    declared = found.root.document.tensor_fingerprints
+    if declared is None:
+        raise ChainError(f"version {found.root.version} does not declare the fingerprints of its tensors")
+    values = {run.table.index(name): Fingerprint.from_hex(value) for name, value in declared.items()}
+    reached = found.root.manifest.model_fingerprint
     for step in found.steps:
         changes = summarize_changes(
             step.document, step.run.table, [step.run.fetch(ref) for ref in step.objects]
@@ -154,18 +156,6 @@ def tensor_fingerprints(run: Run, version: Manifest) -> dict[str, str]:
             "`delta-sync verify`"
         )
     return {spec.name: values[tensor].hex() for tensor, spec in enumerate(run.table)}
-
-
-def _of_root(run: Run, found: Plan) -> dict[str, str]:
-    declared = found.root.tensor_fingerprints
-    if found.standalone:
-        anchor = run.anchor(found.root.version)
-        if anchor.manifest != found.root.digest:
-            raise ChainError(f"the anchor of version {anchor.version} belongs to another manifest, {anchor.manifest}")
-        declared = anchor.tensor_fingerprints
-    if declared is None:
-        raise ChainError(f"version {found.root.version} does not declare the fingerprints of its tensors")
-    return declared
 
 
 def _create(bucket: Bucket, documents: dict[str, bytes], files: dict[str, bytes], first: Manifest) -> None:

@@ -27,7 +27,7 @@ from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import needs_base_bits
 from vllm_delta_sync.run.read_plan import Plan
 from vllm_delta_sync.run.restore import execute_plan, load_root, root_tensors
-from vllm_delta_sync.run.roots import is_branch, open_branch_source
+from vllm_delta_sync.run.roots import open_branch_source
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions, apply_distances
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import Changes, Sparse
@@ -80,7 +80,7 @@ def restore_boxes(
             context.key,
             manifest.version,
         )
-        return load_root(run, found.root, found.standalone, base, in_memory=False)
+        return load_root(run, found.root, base, in_memory=False)
 
     _, state = execute_plan(run, manifest, load)
     if isinstance(state, PartialState):
@@ -206,18 +206,19 @@ def _load_root_boxes(run: RunDocuments, found: Plan, boxes: Boxes, base: str | P
     """Load the boxes at a plan's root. Errors as ``load_root``."""
     wanted = {name: full for name, some in boxes.items() if (full := [box for box in some if box.numel])}
     table = run.table
-    if not is_branch(found.root, found.standalone):
-        with root_tensors(run, found.root, found.standalone, base, None) as (document, tensors):
+    if not found.root.is_branch:
+        with root_tensors(run, found.root, base, None) as tensors:
+            document = found.root.document
             return PartialState(table, document, _extract_boxes(table, document, tensors, wanted))
-    with open_branch_source(run, found.root, base) as (source, at, further):
+    with open_branch_source(run, found.root.manifest, base) as (source, at, further):
         bits = restore_boxes(source, at, wanted, further)
     pieces = {table.index(name): list(zip(some, bits[name], strict=True)) for name, some in wanted.items()}
     for tensor, kept in pieces.items():
         if _complete([box for box, _ in kept]):
             name = table[tensor].name
             measured = sum((fingerprint_box(name, box, bits) for box, bits in kept), Fingerprint())
-            check_tensor(found.root, name, measured)
-    return PartialState(table, found.root, pieces)
+            check_tensor(found.root.manifest, name, measured)
+    return PartialState(table, found.root.manifest, pieces)
 
 
 def _extract_boxes(

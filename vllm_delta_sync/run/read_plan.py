@@ -1,16 +1,20 @@
-"""``ReadPlanner`` plans the deltas and merged deltas from one version to another; ``plan_read`` also picks a root.
+"""``ReadPlanner`` plans how to read a version: a root, then deltas and merged deltas. The cost is the bytes to read.
 
 The versions of a run form a tree: each builds on the one before, except where ``Manifest.breaks`` says otherwise. A
 path goes up from the start to the nearest common ancestor by reverting versions, then down to the target. Within a
 segment without breaks it takes the longest merged delta that begins at the current version, so that n versions take
 O(log n) steps: merged deltas across 4, 16, 64 … versions begin and end at multiples of their length.
+
+Readers and servers share this planner. Garbage collection has read every document, so it finds cheapest paths over all
+of them (``maintenance.gc.graph``); a reader that did the same would read O(n) documents. Whatever a collection keeps, a
+reader finds: ``tests/run/test_gc.py`` checks it.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, NotFoundError
-from vllm_delta_sync.format.documents import MergedDelta, Retention, anchor_key, merged_delta_key
+from vllm_delta_sync.format.documents import Anchor, MergedDelta, Retention, anchor_key, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
 from vllm_delta_sync.run.documents import RunDocuments
@@ -18,6 +22,10 @@ from vllm_delta_sync.run.documents import RunDocuments
 MERGE_WIDTH = 4
 """How many of the next shorter merged deltas one merged delta spans. Powers of two up to 8 make little difference:
 larger ones mean fewer bytes for a writer, which writes each change once per level, and more steps for a reader."""
+
+
+GALLOP = 1024
+"""Versions that ``ReadPlanner.reach`` first tries to cross at once."""
 
 
 class GapError(ChainError):
@@ -106,25 +114,58 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Root:
+    """Where a read begins without weights: a version that is stored whole, or that refers to a checkpoint or run.
+
+    Attributes:
+        anchor: the version's standalone anchor, if its weights are read from there instead of where the manifest says.
+    """
+
+    manifest: Manifest
+    anchor: Anchor | None = None
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
+
+    @property
+    def document(self) -> Manifest | Anchor:
+        """Declares the tensors and their fingerprints."""
+        return self.anchor or self.manifest
+
+    @property
+    def key(self) -> str:
+        """Key of ``document``, which is avoided if it turns out to be bad."""
+        return version_key(self.version) if self.anchor is None else anchor_key(self.version)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the run's own objects hold the weights."""
+        return self.anchor is not None or self.manifest.kind == "anchor"
+
+    @property
+    def is_branch(self) -> bool:
+        """Whether the weights are read from another run."""
+        return not self.is_stored and self.manifest.base is not None and self.manifest.base.run is not None
+
+
+@dataclass(frozen=True)
 class Plan:
     """How to rebuild a version: a root, and steps from there.
 
     Attributes:
-        run, root: the version to begin with.
-        standalone: whether the root's weights are read from its standalone anchor, not from where its manifest says.
-        steps: from the root to the version. bytes: total to read.
+        bytes: total to read. A local checkpoint costs nothing; a branch at most the whole model, which only its source
+            run shows.
     """
 
     run: RunDocuments
-    root: Manifest
-    standalone: bool
+    root: Root
     steps: list[Step]
-    bytes: int
 
     @property
-    def root_key(self) -> str:
-        """Key of the document that the root is read from, which is avoided if it turns out to be bad."""
-        return anchor_key(self.root.version) if self.standalone else version_key(self.root.version)
+    def bytes(self) -> int:
+        root = self.run.table.full_bytes if self.root.is_branch else self.root.document.payload_bytes
+        return root + sum(step.payload_bytes for step in self.steps)
 
 
 class ReadPlanner:
@@ -205,6 +246,84 @@ class ReadPlanner:
         if version not in self._manifests:
             self._manifests[version] = self._run.manifest(version)
         return self._manifests[version]
+
+    def reach(self, start: int, target: int) -> list[int]:
+        """Return the versions up to ``target`` that steps lead to, each from the one before, the first from ``start``.
+
+        Found by a galloping search. A version may be reachable from one version and not from the one before it, by a
+        merged delta that leads back, for example.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        stops: list[int] = []
+        at, span = start, GALLOP
+        while at < target and span:
+            tried = min(target, at + span)
+            try:
+                self.path(at, tried)
+            except DataError:
+                span = (tried - at) // 2
+                continue
+            stops.append(tried)
+            at = tried
+        return stops
+
+    def roots(self, target: Manifest) -> list[tuple[int, bool]]:
+        """Return where a read may begin: the versions up to ``target`` that build on none or have a standalone anchor.
+
+        Returns:
+            (version, whether that is its standalone anchor), newest first.
+        """
+        inside = [(0, False), *((item.version, False) for item in target.breaks if item.base_version is None)]
+        found = [*inside, *((version, True) for version in self._run.anchors())]
+        return sorted(((version, anchored) for version, anchored in found if version <= target.version), reverse=True)
+
+    def plan_from(self, version: int, anchored: bool, target: int) -> Plan:
+        """Plan a version from one of ``roots``; if the root is the target itself, the plan has no steps.
+
+        Raises:
+            NotFoundError, ChainError, FormatError: the root is missing, bad, or avoided. Otherwise as ``path``.
+        """
+        if (anchor_key(version) if anchored else version_key(version)) in self._avoid:
+            raise NotFoundError(f"version {version}, which version {target} builds on, is damaged or missing")
+        manifest = self.manifest(version)
+        anchor = self._run.anchor(version) if anchored else None
+        if anchor is not None and (anchor.manifest, anchor.fingerprint) != (manifest.digest, manifest.fingerprint):
+            raise ChainError(
+                f"the anchor of version {version} was made from another manifest of that version, {anchor.manifest}"
+            )
+        return Plan(self._run, Root(manifest, anchor), self.path(version, target))
+
+    def cheapest(self, target: Manifest) -> Plan:
+        """Plan the cheapest way to rebuild a version from the bucket and, if the run refers to one, its base.
+
+        Compares the newest usable standalone anchor with the version that all others build on.
+
+        Raises:
+            GapError, or another error of the last root tried. StoreError: the store failed.
+        """
+        self.add_manifests(target)
+        segments = _lineage(target.version, {item.version: item.base_version for item in target.breaks})
+        best: Plan | None = None
+        failure: DeltaSyncError = GapError(f"version {target.version} cannot be rebuilt: no usable root is left")
+        for version, anchored in self.roots(target):
+            if anchored:
+                # All anchors cost the same, and from the newest one the path is the shortest.
+                if best is not None or not any(first <= version <= last for first, last in segments):
+                    continue
+            elif version != segments[-1][0]:
+                continue
+            try:
+                found = self.plan_from(version, anchored, target.version)
+            except DataError as error:
+                failure = error
+                continue
+            if best is None or found.bytes < best.bytes:
+                best = found
+        if best is None:
+            raise failure
+        return best
 
     def _forward(self, at: int, to: int, steps: list[Step]) -> None:
         while at < to:
@@ -346,59 +465,17 @@ def _sizes(at: int, span: int) -> list[int]:
     return sizes[::-1]
 
 
+def is_merge_range(first: int, last: int) -> bool:
+    """Return whether readers look for a merged delta between two versions."""
+    # One across a single version stands in for that version's delta.
+    return last - first == 1 or last - first in _sizes(first, last - first)
+
+
 def find_steps(run: RunDocuments, start: int, target: int, avoid: Collection[str] = ()) -> list[Step]:
     """Return the steps from one version of a run to another; see ``ReadPlanner.path``."""
     return ReadPlanner(run, avoid).path(start, target)
 
 
 def plan_read(run: RunDocuments, target: Manifest, avoid: Collection[str] = ()) -> Plan:
-    """Plan the cheapest way to rebuild a version from the bucket and, if the run refers to one, its base.
-
-    Compares the version that all others build on with the newest usable standalone anchor, by bytes to read. A local
-    checkpoint costs nothing.
-
-    Args:
-        avoid: keys of documents that turned out to be bad.
-
-    Raises:
-        GapError, or another error of the last root tried. StoreError: the store failed.
-    """
-    planner = ReadPlanner(run, avoid)
-    planner.add_manifests(target)
-    best: Plan | None = None
-    failure: DeltaSyncError = GapError(f"version {target.version} cannot be rebuilt: no usable root is left")
-    breaks = {item.version: item.base_version for item in target.breaks}
-    ancestors = _lineage(target.version, breaks)
-    usable = (version for version in run.anchors() if any(first <= version <= last for first, last in ancestors))
-    anchored = [(version, True) for version in usable if anchor_key(version) not in avoid]
-    # Newest anchor first: from there the path is the shortest.
-    for version, standalone in [*anchored[::-1], (ancestors[-1][0], False)]:
-        if best is not None and standalone:
-            continue
-        try:
-            found = _from_root(run, planner, version, standalone, target, avoid)
-        except DataError as error:
-            failure = error
-            continue
-        if best is None or found.bytes < best.bytes:
-            best = found
-    if best is None:
-        raise failure
-    return best
-
-
-def _from_root(
-    run: RunDocuments, planner: ReadPlanner, version: int, standalone: bool, target: Manifest, avoid: Collection[str]
-) -> Plan:
-    if not standalone and version_key(version) in avoid:
-        raise NotFoundError(f"version {version}, which version {target.version} builds on, is damaged or missing")
-    root = planner.manifest(version)
-    if standalone:
-        cost = run.table.full_bytes
-    else:
-        cost = root.payload_bytes
-        if root.base is not None and root.base.run is not None:
-            # A branch: only its source run shows the cost, which is at most the whole model.
-            cost = run.table.full_bytes
-    steps = planner.path(version, target.version)
-    return Plan(run, root, standalone, steps, cost + sum(step.payload_bytes for step in steps))
+    """Return the cheapest plan to rebuild a version; see ``ReadPlanner.cheapest``."""
+    return ReadPlanner(run, avoid).cheapest(target)

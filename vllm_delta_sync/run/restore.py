@@ -43,9 +43,9 @@ from vllm_delta_sync.run.objects import (
     open_step_objects,
     scratch_folder,
 )
-from vllm_delta_sync.run.read_plan import GapError, Plan, Step, plan_read
+from vllm_delta_sync.run.read_plan import GapError, Plan, Root, Step, plan_read
 from vllm_delta_sync.run.roots import BaseUnavailableError as BaseUnavailableError
-from vllm_delta_sync.run.roots import is_branch, locate_base, open_branch_source
+from vllm_delta_sync.run.roots import locate_base, open_branch_source
 from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
@@ -126,7 +126,7 @@ def restore(
             if progress is not None:
                 progress(done, work_bytes(found))
 
-        return load_root(run, found.root, found.standalone, base, in_memory, scratch, room, filled)
+        return load_root(run, found.root, base, in_memory, scratch, room, filled)
 
     found, state = execute_plan(run, target, load, progress, avoid, scratch)
     return Restored(state, found)
@@ -197,7 +197,7 @@ class _PlanExecution(Generic[_Weights]):
     ) -> None:
         self._plan, self._load, self._progress, self._scratch = found, load, progress, scratch
         self._done = 0
-        self.key = found.root_key
+        self.key = found.root.key
 
     def build(self) -> _Weights:
         state = self._load(self._plan)
@@ -301,8 +301,7 @@ def step_changes(
 
 def load_root(
     run: RunDocuments,
-    root: Manifest,
-    standalone: bool = False,
+    root: Root,
     base: str | Path | None = None,
     in_memory: bool | None = None,
     scratch: str | Path | None = None,
@@ -312,7 +311,7 @@ def load_root(
     """Load the weights of a plan's root from an anchor, a standalone anchor, a checkpoint, or the source run.
 
     Args:
-        standalone: as ``Plan.standalone``. room: as ``restore``.
+        room: as ``restore``.
         filled: called with the bytes of the model that are loaded, as they come.
 
     Raises:
@@ -320,18 +319,19 @@ def load_root(
         FingerprintError, TensorMismatchError: a tensor is not as declared.
         DeltaSyncError: an object is missing or damaged.
     """
-    if is_branch(root, standalone):
-        with open_branch_source(run, root, base) as (source, at, further):
+    if root.is_branch:
+        with open_branch_source(run, root.manifest, base) as (source, at, further):
 
             def scaled(done: int, total: int) -> None:
                 if filled is not None:
                     filled(run.table.full_bytes * done // max(1, total))
 
-            return _checked(root, restore(source, at, further, in_memory, scaled, None, scratch, room).state)
+            return _checked(root.manifest, restore(source, at, further, in_memory, scaled, None, scratch, room).state)
     if room is None and not _fits_in_memory(run.table, in_memory):
         room = contiguous_buffer(scratch_file if scratch is None else partial(scratch_file, folder=scratch))
-    with root_tensors(run, root, standalone, base, scratch) as (document, tensors):
-        return _checked(document, ModelState(run.table, tensors if filled is None else _counted(tensors, filled), room))
+    with root_tensors(run, root, base, scratch) as tensors:
+        state = ModelState(run.table, tensors if filled is None else _counted(tensors, filled), room)
+        return _checked(root.document, state)
 
 
 def _counted(tensors: Iterator[tuple[str, Bits]], filled: Callable[[int], None]) -> Iterator[tuple[str, Bits]]:
@@ -345,29 +345,20 @@ def _counted(tensors: Iterator[tuple[str, Bits]], filled: Callable[[int], None])
 
 @contextmanager
 def root_tensors(
-    run: RunDocuments, root: Manifest, standalone: bool, base: str | Path | None, scratch: str | Path | None
-) -> Iterator[tuple[Manifest | Anchor, Iterator[tuple[str, Bits]]]]:
-    """Yield the document that declares the tensors of a plan's root, and (name, bits) of each; not for a branch.
+    run: RunDocuments, root: Root, base: str | Path | None, scratch: str | Path | None
+) -> Iterator[Iterator[tuple[str, Bits]]]:
+    """Yield the (name, bits) of a root's tensors, which ``root.document`` declares; not for a branch.
 
     Objects are checked by digest, one at a time. The block must check a checkpoint's tensors; to the errors that it
     raises, the checkpoint's path is added. Errors as ``load_root``.
     """
-    if standalone:
-        anchor = run.anchor(root.version)
-        if anchor.manifest != root.digest or anchor.fingerprint != root.fingerprint:
-            raise ChainError(
-                f"the anchor of version {root.version} was made from another manifest of that version, "
-                f"{anchor.manifest}"
-            )
-        yield anchor, _shards(run, anchor, scratch)
+    if root.is_stored:
+        yield _shards(run, root.document, scratch)
         return
-    if root.kind == "anchor":
-        yield root, _shards(run, root, scratch)
-        return
-    path = locate_base(root, base)
+    path = locate_base(root.manifest, base)
     checkpoint = Checkpoint(path)
     try:
-        yield root, ((spec.name, checkpoint.bits(spec.name)) for spec in run.table)
+        yield ((spec.name, checkpoint.bits(spec.name)) for spec in run.table)
     except (FingerprintError, TensorMismatchError) as error:
         raise type(error)(
             f"{error}: the checkpoint in {str(path)!r} is not the one that the run started from, or was overwritten "

@@ -15,11 +15,6 @@ class BaseUnavailableError(NotFoundError):
     """The checkpoint or run that version 0 refers to is not there."""
 
 
-def is_branch(root: Manifest, standalone: bool) -> bool:
-    """Return whether a plan's root is read from another run."""
-    return not standalone and root.kind != "anchor" and root.base is not None and root.base.run is not None
-
-
 def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
     """Find version 0's checkpoint directory: ``base`` if given, else the recorded one or public model.
 

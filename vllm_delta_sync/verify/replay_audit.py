@@ -9,7 +9,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.checks import check_fingerprint, describe_document
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.read_plan import GapError, ReadPlanner, Step, plan_read
+from vllm_delta_sync.run.read_plan import GapError, ReadPlanner, Root, Step, plan_read
 from vllm_delta_sync.run.restore import BaseUnavailableError, check_step, load_root, restore, step_changes
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit
@@ -148,7 +148,7 @@ class ReplayAudit:
             return lost
         self.loaded = self.state = None
         try:
-            self.state = load_root(self._run, manifest, base=self._base)
+            self.state = load_root(self._run, Root(manifest), base=self._base)
             self.loaded = manifest.version
         except BaseUnavailableError as error:
             # A caller who gives a base wants the weights rebuilt; only the recorded base may be missing.
@@ -175,7 +175,7 @@ class ReplayAudit:
             self._report.anchors += 1
             if state is None:
                 self.loaded = self.state = None
-                self.state = load_root(self._run, manifest, standalone=True)
+                self.state = load_root(self._run, Root(manifest, anchor))
                 self.loaded = version
 
     def _check_merged_delta(self, first: int, last: int) -> None:

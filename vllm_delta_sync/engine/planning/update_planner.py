@@ -4,7 +4,6 @@ Documents that turn out to be bad are avoided until the next poll, and another p
 versions before the bad one are still taken, and then the planner raises.
 """
 
-from collections.abc import Iterator
 from itertools import islice, pairwise
 from typing import NoReturn
 
@@ -14,9 +13,8 @@ from vllm_delta_sync.engine.planning.feedback import PlanFeedback
 from vllm_delta_sync.engine.planning.lineage import RunSegment, RunVersion, ancestry, connect_runs
 from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, NotFoundError
-from vllm_delta_sync.format.documents import anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
-from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner, Step, plan_read
+from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 
 STAGED_BYTES = 32
 """Upper bound of staging memory in bytes per changed element of a 16-bit dtype: 10 decoded, 10 more merged, 14 routed,
@@ -62,67 +60,57 @@ class UpdatePlanner:
         return [key for _, key in self.feedback.bad]
 
     def plan_towards(self, position: WeightPosition | None, target: int, memory_bytes: int) -> UpdatePlan:
-        """Do ``plan_forward``, or ``plan_back`` if the version is older than the one held."""
-        if position is not None and self._history.is_followed_run(position) and target < position.version:
-            return self.plan_back(position, target, memory_bytes)
-        return self.plan_forward(position, target, memory_bytes)
-
-    def plan_forward(self, position: WeightPosition | None, target: int, memory_bytes: int) -> UpdatePlan:
         """Return the next commit towards a version of the followed run, or as close to it as possible.
+
+        Towards a version older than the one held, one commit leads there: steps are reverted if that is possible and
+        fits; otherwise the version is read whole, or rebuilt.
 
         Args:
             position: what is held; None means weights that are no known version.
             memory_bytes: memory that the steps merged into one commit may take; a single step may exceed it.
 
         Raises:
-            DeltaSyncError: no commit leads further; the first reason. ForkError: the head does not descend from the
-                version that the commit would end at.
+            NotFoundError: the older version is no longer retained. ForkError: the head does not descend from the
+                version that the commit would end at. DeltaSyncError: no commit leads further; the first reason.
         """
-        plan = self._plan_forward(position, target, memory_bytes)
+        if position is not None and self._history.is_followed_run(position) and target < position.version:
+            plan = self._plan_back(position, target, memory_bytes)
+        else:
+            plan = self._plan_forward(position, target, memory_bytes)
         self._history.check_in_history(plan.target)
         return plan
 
-    def _plan_forward(self, position: WeightPosition | None, target: int, memory_bytes: int) -> UpdatePlan:
-        if position is None:
-            return self._plan_without_base(target)
+    def _plan_forward(self, held: WeightPosition | None, target: int, memory_bytes: int) -> UpdatePlan:
+        position = held
         while True:
+            known = len(self.feedback.bad)
             try:
+                if position is None:
+                    raise ChainError(f"no update leads to version {target}")
                 path = self._find_path(position, target)
-                plan = (
-                    None
-                    if self.feedback.contains_rejected(step for step, _ in path)
-                    else self._plan_prefix(position, path, memory_bytes)
-                )
+                if not self.feedback.contains_rejected(step for step, _ in path):
+                    plan = self._plan_prefix(position, path, memory_bytes)
+                    if plan is not None:
+                        return self._cheaper_snapshot(position, target, path) or plan
             except DataError as error:
-                known = len(self.feedback.bad)
+                there = self._as_in_bucket(held)
+                if there is not held:
+                    # What contradicts one manifest may fit the other.
+                    self._planners.clear()
+                    if position is held:
+                        position = there
+                        continue
+                    position = held
                 plan = self._plan_around(position, target, memory_bytes)
                 if plan is not None:
                     return plan
                 if len(self.feedback.bad) == known:
                     self._raise_cause(position, target, error)
-                continue
-            if plan is not None:
-                return self._cheaper_anchor(position, target, path) or plan
-
-    # Backwards
-
-    def plan_back(self, position: WeightPosition, target: int, memory_bytes: int) -> UpdatePlan:
-        """Return one commit from a version of the followed run to an older, requested one.
-
-        Steps are reverted if that is possible and fits; otherwise the version is read whole, or rebuilt.
-
-        Raises:
-            NotFoundError: the version is no longer retained. ForkError: the head does not descend from it.
-            DeltaSyncError: no commit leads there.
-        """
-        plan = self._plan_back(position, target, memory_bytes)
-        self._history.check_in_history(plan.target)
-        return plan
 
     def _plan_back(self, position: WeightPosition, target: int, memory_bytes: int) -> UpdatePlan:
         manifest = self._own.manifest(target)
-        self._check_same_history(position)
-        whole = self._plan_whole_version(manifest)
+        position = self._as_in_bucket(position) or position
+        whole = self._snapshot_after(target - 1, target) or self._plan_rebuild(target)
         problem: DeltaSyncError | None = None
         try:
             steps = [step for step, _ in self._find_path(position, target)]
@@ -135,29 +123,17 @@ class UpdatePlanner:
             problem = error
         if whole is not None:
             return whole
-        self._check_retained(manifest, problem)
+        record = self._run.retention()
+        if record is not None and record.gave_up(target):
+            raise NotFoundError(
+                f"version {target} is no longer retained: delta-sync gc removed what leads to it; choose another "
+                "version"
+            ) from problem
         raise (
             next(iter(self.feedback.bad.values()), None)
             or problem
             or ChainError(f"no update leads to version {target}")
         )
-
-    def _plan_whole_version(self, manifest: Manifest) -> UpdatePlan | None:
-        """Plan a version as a whole: from an anchor of it, else rebuilt; None if neither is possible."""
-        for version, standalone in self._snapshots(manifest.version - 1, manifest.version):
-            try:
-                return self._plan_snapshot(version, standalone)
-            except DataError:
-                continue
-        return self._plan_rebuild(manifest.version)
-
-    def _check_retained(self, manifest: Manifest, problem: DeltaSyncError | None) -> None:
-        record = self._run.retention()
-        if record is not None and record.gave_up(manifest.version):
-            raise NotFoundError(
-                f"version {manifest.version} is no longer retained: delta-sync gc removed what leads to it; choose "
-                "another version"
-            ) from problem
 
     # Steps
 
@@ -219,7 +195,7 @@ class UpdatePlanner:
         Raises:
             ChainError: no version on the path can be served.
         """
-        floor = position.version if self._history.is_followed_run(position) else -1
+        floor = self._served_version(position)
         if self.feedback.contains_undecodable(step for step, _ in path):
             ends = (end for _, end in reversed(path) if end is not None and end > floor)
             for last in islice(ends, MAX_SNAPSHOTS):
@@ -259,41 +235,26 @@ class UpdatePlanner:
 
     # Snapshots and rebuilds instead of steps
 
-    def _cheaper_anchor(self, position: WeightPosition, target: int, path: StepPath) -> UpdatePlan | None:
-        """Plan an anchor, if it is smaller than the steps of a path; else None."""
+    def _cheaper_snapshot(self, position: WeightPosition, target: int, path: StepPath) -> UpdatePlan | None:
+        """Plan a snapshot, if reading it and the steps from there is less than the steps of a path; else None."""
         cost = sum(step.payload_bytes for step, _ in path)
         if cost <= self._run.info.full_bytes:
             return None
-        found = self._newest_snapshot(position.version if self._history.is_followed_run(position) else -1, target)
-        return found[0] if found is not None and found[1] < cost else None
+        return self._snapshot_after(self._served_version(position), target, below=cost)
 
-    def _plan_without_base(self, target: int) -> UpdatePlan:
-        found = self._newest_snapshot(-1, target) or self._newest_snapshot(-1, target, complete=False)
-        plan = found[0] if found is not None else self._plan_rebuild(target)
-        if plan is None:
-            raise next(iter(self.feedback.bad.values()), ChainError(f"no update leads to version {target}"))
-        return plan
-
-    # Around missing or bad documents
-
-    def _plan_around(self, position: WeightPosition, target: int, memory_bytes: int) -> UpdatePlan | None:
+    def _plan_around(self, position: WeightPosition | None, target: int, memory_bytes: int) -> UpdatePlan | None:
         """Plan where no steps lead to the target; None if that is impossible or a document was just marked bad."""
-        own = self._history.is_followed_run(position)
-        if own:
-            self._check_same_history(position)
-        above = position.version if own else -1
-        found = self._newest_snapshot(above, target)
-        if found is not None:
-            return found[0]
-        stops = reachable_stops(self._own, position.version, target) if own else []
+        above = self._served_version(position)
+        plan = self._snapshot_after(above, target)
+        if plan is not None:
+            return plan
+        stops = self._own.reach(above, target) if above >= 0 else []
         reached = stops[-1] if stops else above
-        plan = None
         if reached < target:
-            plan = self._plan_detour(position, reached + 1, target, memory_bytes) if own else self._plan_rebuild(target)
-        if plan is None and reached < target:
-            found = self._newest_snapshot(reached, target, complete=False)
-            plan = None if found is None else found[0]
-        return plan or self._plan_part_way(position, stops, memory_bytes)
+            plan = self._plan_rebuild(target) or self._snapshot_after(reached, target, complete=False)
+        if plan is None and position is not None:
+            plan = self._plan_part_way(position, stops, memory_bytes)
+        return plan
 
     def _plan_part_way(self, position: WeightPosition, stops: list[int], memory_bytes: int) -> UpdatePlan | None:
         """Plan to the last version that steps reach, or at least to the first."""
@@ -304,124 +265,70 @@ class UpdatePlanner:
                 continue
         return None
 
-    def _check_same_history(self, position: WeightPosition) -> None:
-        """Raise ChainError unless the version held is part of the bucket's history."""
+    def _as_in_bucket(self, position: WeightPosition | None) -> WeightPosition | None:
+        """Return the position with the bucket's manifest of the version held, where that is another one.
+
+        A manifest without a signature may have been damaged when the receiver read it, so that nobody noticed. If both
+        declare the same weights, those are held.
+
+        Raises:
+            ChainError: the bucket has other weights under that version: the history was rewritten.
+        """
+        if position is None or not self._history.is_followed_run(position):
+            return position
         try:
             there = self._run.manifest(position.version)
         except DataError:
-            return
-        if there.digest != position.manifest.digest:
+            return position
+        if there.digest == position.manifest.digest:
+            return position
+        if there.fingerprint != position.manifest.fingerprint:
             raise ChainError(
                 f"version {position.version} is {position.manifest.digest} here and {there.digest} in the bucket: the "
                 "history was rewritten"
             )
+        return WeightPosition(position.run, there)
 
-    def _plan_detour(self, position: WeightPosition, blocked: int, target: int, memory_bytes: int) -> UpdatePlan | None:
-        """Plan across a version that is unusable: back to where a merged delta begins, or by a rebuild."""
-        breaks = {item.version for item in self._own.manifest(target).breaks}
-        anew = blocked in breaks
-        for first in merged_delta_starts(blocked, target):
-            if first >= position.version:
-                continue
-            try:
-                onward = self._own.path(first, target)
-                anew = True
-                steps = [*self._own.path(position.version, first), *onward]
-                return self._plan_prefix(position, [(step, step.end) for step in steps], memory_bytes)
-            except DataError:
-                continue
-        return self._plan_rebuild(target) if anew else None
+    def _served_version(self, position: WeightPosition | None) -> int:
+        """Return the version held of the followed run, which no plan forward goes back behind; -1 if it is another."""
+        return position.version if position is not None and self._history.is_followed_run(position) else -1
 
     def _plan_rebuild(self, target: int) -> UpdatePlan | None:
-        avoid = self.feedback.avoid.get(self._run.info.run, set())
-        if REBUILD in avoid:
+        if REBUILD in self.feedback.avoid.get(self._run.info.run, set()):
             return None
         try:
             manifest = self._own.manifest(target)
-            plan_read(self._run, manifest, avoid)
+            self._own.cheapest(manifest)
         except DataError:
             return None
         return UpdatePlan(manifest, rebuild=True) if self._may_serve(manifest) else None
 
-    def _newest_snapshot(self, above: int, target: int, complete: bool = True) -> tuple[UpdatePlan, int] | None:
-        """Plan the newest full snapshot beyond ``above``; also returns the bytes to read from it to the target.
+    def _snapshot_after(
+        self, above: int, target: int, complete: bool = True, below: int | None = None
+    ) -> UpdatePlan | None:
+        """Plan the newest version after ``above`` that the run stores whole; None if there is none.
 
         Args:
             complete: whether steps must lead from it to the target.
+            below: what reading it and these steps must be less than, in bytes; None for any amount.
         """
-        for version, standalone in self._snapshots(above, target):
+        roots = [root for root in self._own.roots(self._own.manifest(target)) if root[0] > above]
+        for version, anchored in roots[:MAX_SNAPSHOTS]:
             try:
-                plan = self._plan_snapshot(version, standalone)
-                steps = self._own.path(version, target) if complete else []
+                found = self._own.plan_from(version, anchored, target if complete else version)
             except DataError:
                 continue
-            if not self._may_serve(plan.target):
-                continue
-            return plan, plan.payload_bytes + sum(step.payload_bytes for step in steps)
+            if found.root.is_stored and self._may_serve(found.root.manifest):
+                fits = below is None or found.bytes < below
+                return UpdatePlan(found.root.manifest, anchor=found.root.anchor) if fits else None
         return None
 
-    def _snapshots(self, above: int, target: int) -> list[tuple[int, bool]]:
-        """Return the versions with a full snapshot, newest first, and whether that is a standalone anchor."""
-        inside = [item.version for item in self._own.manifest(target).breaks if item.base_version is None]
-        if above < 0 and self._history.manifest(0).kind == "anchor":
-            inside.append(0)
-        avoid = self.feedback.avoid.get(self._run.info.run, set())
-        found = [(version, False) for version in inside if version_key(version) not in avoid]
-        found += [(version, True) for version in self._run.anchors() if anchor_key(version) not in avoid]
-        return sorted(((v, standalone) for v, standalone in found if above < v <= target), reverse=True)[:MAX_SNAPSHOTS]
-
-    def _plan_snapshot(self, version: int, standalone: bool) -> UpdatePlan:
-        manifest = self._own.manifest(version)
-        if not standalone:
-            if manifest.kind != "anchor":
-                raise ChainError(f"version {version} is not an anchor")
-            return UpdatePlan(manifest)
-        anchor = self._run.anchor(version)
-        if anchor.manifest != manifest.digest or anchor.fingerprint != manifest.fingerprint:
-            raise ChainError(f"the anchor of version {version} was made of another version {anchor.manifest}")
-        return UpdatePlan(manifest, anchor=anchor)
-
-    def _raise_cause(self, position: WeightPosition, target: int, error: DeltaSyncError) -> NoReturn:
+    def _raise_cause(self, position: WeightPosition | None, target: int, error: DeltaSyncError) -> NoReturn:
         """Raise the error of the next version, which says more than that there is no path."""
-        if not self._history.is_followed_run(position):
+        if position is None or not self._history.is_followed_run(position):
             raise next(iter(self.feedback.bad.values()), error)
-        blocked = [position.version, *reachable_stops(self._own, position.version, target)][-1] + 1
+        blocked = [position.version, *self._own.reach(position.version, target)][-1] + 1
         known = self.feedback.bad.get((self._run.info.run, version_key(blocked)))
         if known is None and blocked <= target:
             self._history.manifest(blocked)
         raise known or error
-
-
-GALLOP = 1024
-"""Versions that ``reachable_stops`` first tries to cross at once."""
-
-
-def reachable_stops(planner: ReadPlanner, start: int, target: int) -> list[int]:
-    """Return the versions up to ``target`` that steps lead to, each from the one before, the first from ``start``.
-
-    Found by a galloping search. A version may be reachable from one version and not from the one before it, by a merged
-    delta that leads back, for example.
-
-    Raises:
-        StoreError: the store failed.
-    """
-    stops: list[int] = []
-    at, span = start, GALLOP
-    while at < target and span:
-        tried = min(target, at + span)
-        try:
-            planner.path(at, tried)
-        except DataError:
-            span = (tried - at) // 2
-            continue
-        stops.append(tried)
-        at = tried
-    return stops
-
-
-def merged_delta_starts(version: int, target: int) -> Iterator[int]:
-    """Yield where merged deltas that lead across ``version``, and not beyond ``target``, would begin."""
-    size = MERGE_WIDTH
-    while (first := (version - 1) // size * size) + size <= target:
-        yield first
-        size *= MERGE_WIDTH

@@ -10,7 +10,6 @@ import torch
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
-from vllm_delta_sync.engine.planning.update_planner import reachable_stops
 from vllm_delta_sync.errors import (
     DataError,
     DeltaSyncError,
@@ -19,8 +18,7 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
     UsageError,
 )
-from vllm_delta_sync.format.documents import anchor_key
-from vllm_delta_sync.format.manifest import Manifest, version_key
+from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.run.read_plan import ReadPlanner
 from vllm_delta_sync.run.restore import BaseUnavailableError, restore
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
@@ -130,7 +128,7 @@ def restore_version(run: Run, target: Manifest, folder: str, avoid: set[str] | N
         "rebuilt version %d of run %s: %s of version %d, then %d steps",
         target.version,
         target.run,
-        "anchor" if found.plan.standalone else found.plan.root.kind,
+        "anchor" if found.plan.root.is_stored else found.plan.root.manifest.kind,
         found.plan.root.version,
         len(found.plan.steps),
     )
@@ -154,15 +152,13 @@ def _newest_before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | No
     """Return the newest version before ``target`` that can be reached from a root that is not in ``avoid``."""
     planner = ReadPlanner(run, avoid)
     planner.add_manifests(target)
-    rebased_versions = [item.version for item in target.breaks if item.base_version is None]
-    roots = [(version, version_key(version)) for version in (0, *rebased_versions)]
-    roots += [(version, anchor_key(version)) for version in run.anchors()]
     found: Manifest | None = None
-    for version, key in sorted(roots, reverse=True):
-        if version >= target.version or key in avoid:
+    for version, anchored in planner.roots(target):
+        if version == target.version:
             continue
         try:
-            manifest = planner.manifest([version, *reachable_stops(planner, version, target.version - 1)][-1])
+            planner.plan_from(version, anchored, version)
+            manifest = planner.manifest([version, *planner.reach(version, target.version - 1)][-1])
         except DataError:
             continue
         if found is None or manifest.version > found.version:

@@ -30,7 +30,7 @@ from vllm_delta_sync.format.manifest import (
     version_of_key,
 )
 from vllm_delta_sync.run.documents import RunDocuments, revoked_manifest
-from vllm_delta_sync.run.read_plan import MERGE_WIDTH
+from vllm_delta_sync.run.read_plan import is_merge_range
 
 NOTHING = -1
 """The node where anchors and references start: they need no other version."""
@@ -286,17 +286,8 @@ def _edge_of_standalone(
     merged = run.merged_delta(first, last)
     ends = ((first, merged.first_manifest), (last, merged.last_manifest))
     fits = last < len(history) and all(history[number].digest == digest for number, digest in ends)
-    used = fits and _is_step(first, last) and not any(first < number <= last for number in breaks)
+    used = fits and is_merge_range(first, last) and not any(first < number <= last for number in breaks)
     return Edge(item, first, last, _refs(merged.objects), merged.reversible, used), fits
-
-
-def _is_step(first: int, last: int) -> bool:
-    """Return whether readers look for a merged delta of this range: see ``run.read_plan``."""
-    size = last - first
-    power = 1
-    while power < size:
-        power *= MERGE_WIDTH
-    return size == power and first % size == 0
 
 
 def _tags(run: RunDocuments, notes: list[str]) -> dict[str, Tag]:

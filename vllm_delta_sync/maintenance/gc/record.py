@@ -47,7 +47,11 @@ def lasting_plan(run: RunDocuments, target: Manifest) -> Plan:
     while True:
         try:
             found = plan_read(run, target, avoid)
-            bad = next((key for key, objects in _documents(run, found) if not _stays(run, record, key, objects)), None)
+            documents = [
+                (found.root.key, found.root.document.objects),
+                *((step.key, step.objects) for step in found.steps),
+            ]
+            bad = next((key for key, objects in documents if not _stays(run, record, key, objects)), None)
         except DataError as error:
             raise _lost(target, error.message) from error
         if bad is None:
@@ -62,11 +66,6 @@ def _lost(target: Manifest, reason: str) -> NotFoundError:
         f"version {target.version} cannot be rebuilt, now or after the collection that is running: {reason}; choose a "
         "version that is kept"
     )
-
-
-def _documents(run: RunDocuments, found: Plan) -> list[tuple[str, list[ObjectRef]]]:
-    root = run.anchor(found.root.version).objects if found.standalone else found.root.objects
-    return [(found.root_key, root), *((step.key, step.objects) for step in found.steps)]
 
 
 def _stays(run: RunDocuments, record: Retention, key: str, objects: list[ObjectRef]) -> bool:
