@@ -1,7 +1,7 @@
 """``decode`` reads a delta object at once, ``LazyDelta`` tensor by tensor; both treat it as hostile input.
 
-``LazyDelta`` reads and checks the directory of an object (which tensors, how many elements) and its fingerprints first.
-Planes are decoded as the tensors are reached, from compressed bytes that stay in their memory map.
+Both open the same readers of blocks, which first read and check their directories (which tensors, how many elements).
+``LazyDelta`` decodes planes as the tensors are reached, from compressed bytes that stay in their memory map.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,6 @@ from vllm_delta_sync.codec.delta_object import (
     FINGERPRINTS,
     METADATA_KEY,
     TILES_PARTS,
-    Block,
     DeltaContext,
     Directory,
     OpenedBlock,
@@ -54,50 +53,45 @@ def decode(data: Buffer, table: TensorTable, context: DeltaContext, old: BaseLoo
     what = f"delta object of version {context.version}"
     container = Container(data, what)
     metadata = _metadata(container, context, what)
-    named = [_named(container, table, name, what) for name in container.entries if name in table]
-    touched = [tensor.id for tensor in named]
+    named = _named(container, table, what)
+    carried = [tensor.id for tensor in named]
     if metadata["codec"] == "raw":
         changes, known = Changes(raw.decode(container, table, what), named), raw.entry_names(table, container)
-        touched += [int(tensor) for group in changes.sparse for tensor in group.ids]
+        carried += [int(tensor) for group in changes.sparse for tensor in group.ids]
     else:
-        blocks = parse_blocks(metadata["blocks"], what)
-        opened, known = open_blocks(container, table, blocks, context.changed, what), entry_names(blocks)
-        touched += [int(tensor) for item in opened for tensor in item.directory.ids]
-        changes = _decode_blocks(container, table, metadata, opened, old, what)
-        changes.full = named + changes.full
-    check_entries(container, table, known, metadata["codec"], what)
-    if len(set(touched)) != len(touched):
-        raise FormatError(f"{what}: a tensor is carried twice")
-    changes.fingerprints = _fingerprints(container, set(touched), what)
+        changed, full, known = _open_readers(container, table, metadata, context, old, what)
+        groups = [reader.take(reader.directory.ids.size) for reader in changed]
+        whole = named + [tensor for reader in full for tensor in reader.read()]
+        # A group is empty if ``old`` has other parts of its tensors.
+        changes = Changes([group for group in groups if group.ids.size], whole)
+        carried += [int(tensor) for reader in (*changed, *full) for tensor in reader.directory.ids]
+    changes.fingerprints = _declared_fingerprints(container, table, known, carried, metadata["codec"], what)
     return changes
 
 
-def _decode_blocks(
+def _open_readers(
     container: Container,
     table: TensorTable,
     metadata: dict[str, Any],
-    opened: list[OpenedBlock],
+    context: DeltaContext,
     old: BaseLookup | None,
     what: str,
-) -> Changes:
-    compression = metadata["compression"]
-    changes = Changes()
-    for item in opened:
-        last = item.directory.ids.size
+) -> tuple[list["packed.BlockReader | _ContextReader"], list[FullReader], set[str]]:
+    """Open all blocks: readers of changed elements, readers of tensors in full, and the names of all their entries."""
+    blocks, compression = parse_blocks(metadata["blocks"], what), metadata["compression"]
+    changed: list[packed.BlockReader | _ContextReader] = []
+    full = []
+    for item in open_blocks(container, table, blocks, context.changed, what):
         if item.block.kind == "full":
-            changes.full += FullReader(container, item, compression).read()
-        elif item.block.kind != "tiles":
-            changes.sparse.append(packed.BlockReader(container, table, item, compression).take(last))
-        elif old is None:
-            raise UnsupportedError(
-                f"{what} has codec 'context' and can be decoded only with the weights of its base version "
-                f"{metadata['base_version']}, which are not available here"
-            )
+            full.append(FullReader(container, item, compression))
+        elif item.block.kind == "tiles":
+            changed.append(_ContextReader(container, table, item, compression, old, context.base_version))
         else:
-            tiles = ContextBlock.open(container, table, item.block, item.directory, compression, item.what)
-            changes.sparse.append(tiles.take(0, last, old))
-    changes.sparse = [group for group in changes.sparse if group.ids.size]
-    return changes
+            changed.append(packed.BlockReader(container, table, item, compression))
+    names = packed.full_entry_names(block for block in blocks if block.kind == "full")
+    names |= packed.entry_names(block for block in blocks if block.kind in ("sparse", "dense"))
+    names |= {f"{block.name}.{part}" for block in blocks if block.kind == "tiles" for part in TILES_PARTS}
+    return changed, full, names
 
 
 def codec_of(data: Buffer, context: DeltaContext) -> Codec:
@@ -150,16 +144,18 @@ def _metadata(container: Container, context: DeltaContext, what: str) -> dict[st
     return value
 
 
-def entry_names(blocks: list[Block]) -> set[str]:
-    """Return exactly the entry names of all blocks of an object of a relative codec."""
-    tiles = [block for block in blocks if block.kind == "tiles"]
-    names = packed.full_entry_names(block for block in blocks if block.kind == "full")
-    names |= packed.entry_names([block for block in blocks if block.kind in ("sparse", "dense")])
-    return names | {f"{block.name}.{part}" for block in tiles for part in TILES_PARTS}
+def _declared_fingerprints(
+    container: Container, table: TensorTable, known: set[str], carried: list[int], codec: Codec, what: str
+) -> dict[int, Fingerprint]:
+    """Return the declared changes of fingerprint of an object's tensors; first checks what else the object has.
 
+    Args:
+        known: names of the entries of its codec. carried: ids of its tensors.
 
-def check_entries(container: Container, table: TensorTable, known: set[str], codec: str, what: str) -> None:
-    """Raise unless each entry is a tensor of the table, in ``known`` (not both), or the fingerprints."""
+    Raises:
+        FormatError: a tensor is carried twice; also malformed fingerprints.
+        TensorMismatchError: an entry is neither a tensor of the table, nor known, nor the fingerprints.
+    """
     tensors = {name for name in container.entries if name in table}
     if tensors & known:
         raise FormatError(f"{what}: a tensor of the table has the name of an entry of codec {codec!r}")
@@ -169,19 +165,9 @@ def check_entries(container: Container, table: TensorTable, known: set[str], cod
             f"{what}: entry {min(unknown)[:120]!r} is neither a tensor of this run's table nor an entry of codec "
             f"{codec!r}; the object belongs to another model"
         )
-
-
-def _named(container: Container, table: TensorTable, name: str, what: str) -> Full:
-    spec, entry = table.by_name(name), container.entries[name]
-    if entry.dtype.name != spec.dtype or entry.shape != spec.shape:
-        raise TensorMismatchError(
-            f"{what}: tensor {name!r} is {entry.dtype.name} {list(entry.shape)}, "
-            f"the run's table says {spec.dtype} {list(spec.shape)}"
-        )
-    return Full(table.index(name), aligned(container.bits(name)))
-
-
-def _fingerprints(container: Container, touched: set[int], what: str) -> dict[int, Fingerprint]:
+    touched = sorted(set(carried))
+    if len(touched) != len(carried):
+        raise FormatError(f"{what}: a tensor is carried twice")
     lanes = container.bits(FINGERPRINTS)
     entry = container.entries[FINGERPRINTS]
     if entry.dtype.name != "U64" or entry.shape != (len(touched), 2):
@@ -189,8 +175,24 @@ def _fingerprints(container: Container, touched: set[int], what: str) -> dict[in
             f"{what}: fingerprints are {entry.dtype.name} {list(entry.shape)}; U64 and a pair for each of the "
             f"{len(touched)} tensors carried expected"
         )
-    pairs = zip(sorted(touched), lanes.reshape(-1, 2).tolist(), strict=True)
+    pairs = zip(touched, lanes.reshape(-1, 2).tolist(), strict=True)
     return {tensor: Fingerprint(low, high) for tensor, (low, high) in pairs}
+
+
+def _named(container: Container, table: TensorTable, what: str) -> list[Full]:
+    """Return the tensors in full that are entries under their own names."""
+    found = []
+    for name, entry in container.entries.items():
+        if name not in table:
+            continue
+        spec = table.by_name(name)
+        if entry.dtype.name != spec.dtype or entry.shape != spec.shape:
+            raise TensorMismatchError(
+                f"{what}: tensor {name!r} is {entry.dtype.name} {list(entry.shape)}, "
+                f"the run's table says {spec.dtype} {list(spec.shape)}"
+            )
+        found.append(Full(table.index(name), aligned(container.bits(name))))
+    return found
 
 
 class LazyDelta:
@@ -222,30 +224,18 @@ class LazyDelta:
                 f"{what} has codec {self.codec!r}, which has new values instead of distances; only objects of codecs "
                 f"{' and '.join(map(repr, RELATIVE_CODECS))} can be merged"
             )
-        blocks, compression = parse_blocks(metadata["blocks"], what), metadata["compression"]
-        check_entries(container, table, entry_names(blocks), self.codec, what)
-        named = [_named(container, table, name, what) for name in sorted(container.entries) if name in table]
-        opened = open_blocks(container, table, blocks, context.changed, what)
-        touched = [int(tensor) for item in opened for tensor in item.directory.ids] + [tensor.id for tensor in named]
-        if len(set(touched)) != len(touched):
-            raise FormatError(f"{what}: a tensor is carried twice")
-        self.fingerprints = _fingerprints(container, set(touched), what)
-        whole = [item for item in opened if item.block.kind == "full"]
-        self.full: Mapping[int, Full] = LazyFullTensors(
-            named, [FullReader(container, item, compression) for item in whole]
-        )
-        changed = [item for item in opened if item.block.kind != "full"]
-        self._readers: list[packed.BlockReader | _ContextReader] = [
-            packed.BlockReader(container, table, item, compression)
-            if item.block.kind != "tiles"
-            else _ContextReader(container, table, item, compression, old)
-            for item in changed
-        ]
+        named = _named(container, table, what)
+        changed, full, known = _open_readers(container, table, metadata, context, old, what)
+        carried = [tensor.id for tensor in named]
+        carried += [int(tensor) for reader in (*changed, *full) for tensor in reader.directory.ids]
+        self.fingerprints = _declared_fingerprints(container, table, known, carried, self.codec, what)
+        self.full: Mapping[int, Full] = LazyFullTensors(named, full)
+        self._readers = changed
         self.directory = {
-            dtype: _merged([reader.directory for reader in self._readers if reader.block.element.name == dtype])
-            for dtype in sorted({item.block.element.name for item in changed})
+            dtype: _merged([reader.directory for reader in changed if reader.block.element.name == dtype])
+            for dtype in sorted({reader.block.element.name for reader in changed})
         }
-        self.changed = sum(int(item.directory.counts.sum()) for item in opened)
+        self.changed = sum(int(reader.directory.counts.sum()) for reader in (*changed, *full))
         self.changed += sum(tensor.bits.size for tensor in named)
 
     def take(self, dtype: str, stop: int) -> list[Sparse]:
@@ -286,9 +276,11 @@ class _ContextReader:
         opened: OpenedBlock,
         compression: Compression,
         old: BaseLookup | None,
+        base_version: int,
     ) -> None:
         self.block, self.directory, self._what = opened.block, opened.directory, opened.what
-        self._container, self._table, self._compression, self._old = container, table, compression, old
+        self._container, self._table, self._compression = container, table, compression
+        self._old, self._base_version = old, base_version
         self.row = 0
         self._tables: ContextBlock | None = None
 
@@ -300,8 +292,8 @@ class _ContextReader:
     def take(self, last: int) -> Sparse:
         if self._old is None:
             raise UnsupportedError(
-                f"{self._what} has codec 'context' and can be decoded only with the weights of its base version, "
-                "which are not available here"
+                f"{self._what} has codec 'context' and can be decoded only with the weights of its base version "
+                f"{self._base_version}, which are not available here"
             )
         first, self.row = self.row, last
         tables = self._tables or self.open()
