@@ -9,16 +9,15 @@ are verified as listed by the run's documents, and their declared fingerprints m
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from vllm_delta_sync.errors import FingerprintError, TensorMismatchError, UnsupportedError
+from vllm_delta_sync.errors import TensorMismatchError, UnsupportedError
 from vllm_delta_sync.format.documents import Anchor
-from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_strided, fingerprint_tensor
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.redaction import guarded_logger
@@ -28,10 +27,10 @@ from vllm_delta_sync.run.objects import needs_base_bits
 from vllm_delta_sync.run.read_plan import Plan
 from vllm_delta_sync.run.restore import execute_plan, load_root, root_tensors
 from vllm_delta_sync.run.roots import open_branch_source
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions, apply_distances
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.boxes import Box
-from vllm_delta_sync.tensors.changes import Changes, Sparse
-from vllm_delta_sync.tensors.state import ModelState
+from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.state import HeldPieces, ModelState, apply_changes
 from vllm_delta_sync.tensors.torch_sharding import Pieces, is_sharded, local_boxes, whole_shape
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, tensor_from_bits
 
@@ -98,20 +97,6 @@ def fingerprint_box(name: str, box: Box, bits: Bits) -> Fingerprint:
     return fingerprint_strided(name, bits, box.shape, (0, local), (box.start, box.strides))
 
 
-@dataclass
-class _TensorPieces:
-    """The kept pieces of one tensor.
-
-    Attributes:
-        pieces: the non-empty boxes, and their flat bits. complete: whether they hold each element exactly once.
-        fingerprint: declared fingerprint of the whole tensor.
-    """
-
-    pieces: list[tuple[Box, Bits]]
-    complete: bool
-    fingerprint: Fingerprint
-
-
 class PartialState:
     """The bits of some boxes, moved from version to version (a ``StepTarget``).
 
@@ -120,7 +105,7 @@ class PartialState:
 
     Args:
         document: declares the fingerprints of the version of the pieces.
-        pieces: by tensor id.
+        pieces: by tensor id; the boxes are not empty.
     """
 
     def __init__(
@@ -128,20 +113,16 @@ class PartialState:
     ) -> None:
         self._table = table
         self.fingerprint = Fingerprint.from_hex(document.fingerprint)
+        self._pieces = pieces
         declared = document.tensor_fingerprints or {}
-        self._tensors = {
-            tensor: _TensorPieces(
-                kept, _complete([box for box, _ in kept]), Fingerprint.from_hex(declared[table[tensor].name])
-            )
-            for tensor, kept in pieces.items()
-        }
+        self._fingerprints = {tensor: Fingerprint.from_hex(declared[table[tensor].name]) for tensor in pieces}
+        self._incomplete = {tensor for tensor, kept in pieces.items() if not _complete([box for box, _ in kept])}
 
     def bits(self, boxes: Boxes) -> dict[str, list[Bits]]:
         """Return the bits of the boxes that this state was made from."""
         found: dict[str, list[Bits]] = {}
         for name, wanted in boxes.items():
-            tensor = self._tensors.get(self._table.index(name))
-            kept = iter([] if tensor is None else tensor.pieces)
+            kept = iter(self._held(self._table.index(name)))
             empty = np.empty(0, self._table.by_name(name).element.uint)
             found[name] = [next(kept)[1] if box.numel else empty.copy() for box in wanted]
         return found
@@ -159,47 +140,11 @@ class PartialState:
         Raises:
             FingerprintError: a tensor's fingerprint is not the declared one; the bits are then unusable.
         """
-        measured: dict[int, Fingerprint] = {}
-        for group in changes.sparse:
-            for tensor, positions, data in group.tensors():
-                kept = self._tensors.get(tensor)
-                if kept is not None:
-                    change = self._apply_sparse(group, kept, self._table[tensor].name, positions, data)
-                    if kept.complete:
-                        measured[tensor] = measured.get(tensor, Fingerprint()) + change
-        for full in changes.full:
-            kept = self._tensors.get(full.id)
-            if kept is not None:
-                for box, bits in kept.pieces:
-                    bits.reshape(box.shape)[...] = box.view(full.bits)
-                measured[full.id] = fingerprint_tensor(self._table[full.id].name, full.bits) - kept.fingerprint
-        for tensor, declared in changes.fingerprints.items():
-            kept = self._tensors.get(tensor)
-            if kept is None:
-                continue
-            if measured.get(tensor, Fingerprint() if kept.complete else declared) != declared:
-                raise FingerprintError(
-                    f"tensor {self._table[tensor].name!r} does not have the declared fingerprint after the change: "
-                    "the object was made against other weights, or is damaged"
-                )
-            kept.fingerprint += declared
+        apply_changes(changes, self._table, self._held, self._fingerprints, self._incomplete)
         self.fingerprint += changes.fingerprint
 
-    def _apply_sparse(
-        self, group: Sparse, kept: _TensorPieces, name: str, positions: Positions, data: Bits
-    ) -> Fingerprint:
-        """Change the kept pieces; the change of fingerprint, which is zero unless they are complete."""
-        change = Fingerprint()
-        for box, bits in kept.pieces:
-            chosen, local = box.inside(positions)
-            before, values = bits[local], data[chosen]
-            if group.relative:
-                apply_distances(group.element, bits, local, values)
-            else:
-                bits[local] = values
-            if kept.complete:
-                change += fingerprint_change(name, positions[chosen], before, bits[local])
-        return change
+    def _held(self, tensor: int) -> HeldPieces:
+        return self._pieces.get(tensor, ())
 
 
 def _load_root_boxes(run: RunDocuments, found: Plan, boxes: Boxes, base: str | Path | None) -> PartialState:

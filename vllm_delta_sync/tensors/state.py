@@ -1,19 +1,86 @@
-"""``ModelState``: all tensors of one version in memory; each move to another version is checked by fingerprint."""
+"""``ModelState`` holds all tensors of one version; ``apply_changes`` moves them, or parts of them, to another version.
 
-from collections.abc import Callable, Iterable, Sequence
+Each move is checked by fingerprint.
+"""
+
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import numpy as np
 
 from vllm_delta_sync.errors import FingerprintError, TensorMismatchError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, apply_distances
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions, apply_distances
+from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 _ALIGNMENT = 64
 
 AllocateBits = Callable[[TensorTable], Sequence[Bits]]
 """Allocates a model's bits: tensor table → per tensor id, flat (numel,) writable unsigned bits."""
+HeldPieces = Sequence[tuple[Box, Bits]]
+"""What is held of one tensor: boxes, and the flat (numel of the box,) writable bits of each."""
+
+
+def apply_changes(
+    changes: Changes,
+    table: TensorTable,
+    pieces: Callable[[int], HeldPieces],
+    fingerprints: list[Fingerprint] | dict[int, Fingerprint],
+    incomplete: Set[int] = frozenset(),
+) -> None:
+    """Move what is held of some tensors to another version, in place.
+
+    Args:
+        pieces: tensor id → what is held of it; empty if nothing.
+        fingerprints: of each whole tensor of which something is held, by id; moved by the declared changes.
+        incomplete: ids of tensors whose pieces do not hold each element exactly once. Their changes can be measured
+            only if the tensor is carried in full; others are taken as declared.
+
+    Raises:
+        FingerprintError: a tensor does not have the declared fingerprint; the bits are then unusable.
+    """
+    measured: dict[int, Fingerprint] = {}
+    for group in changes.sparse:
+        for tensor, positions, data in group.tensors():
+            name = table[tensor].name
+            for box, bits in pieces(tensor):
+                chosen, local = box.inside(positions)
+                change = change_elements(group, name, bits, local, data[chosen], positions[chosen])
+                if tensor not in incomplete:
+                    measured[tensor] = measured.get(tensor, Fingerprint()) + change
+    for full in changes.full:
+        if not (held := pieces(full.id)):
+            continue
+        for box, bits in held:
+            bits.reshape(box.shape)[...] = box.view(full.bits)
+        measured[full.id] = fingerprint_tensor(table[full.id].name, full.bits) - fingerprints[full.id]
+    for tensor, declared in changes.fingerprints.items():
+        if not pieces(tensor):
+            continue
+        if measured.get(tensor, declared if tensor in incomplete else None) != declared:
+            raise FingerprintError(
+                f"tensor {table[tensor].name!r} does not have the declared fingerprint after the change: "
+                "the object is damaged, or was made against other weights"
+            )
+        fingerprints[tensor] += declared
+
+
+def change_elements(
+    group: Sparse, name: str, bits: Bits, local: Positions, data: Bits, positions: Positions
+) -> Fingerprint:
+    """Change (n,) elements in place, and return the change of their tensor's fingerprint.
+
+    Args:
+        group: says how to read ``data``. name: of the tensor.
+        local: indices of the elements in ``bits``. positions: their flat indices in the whole tensor.
+    """
+    before = bits[local]
+    if group.relative:
+        apply_distances(group.element, bits, local, data)
+    else:
+        bits[local] = data
+    return fingerprint_change(name, positions, before, bits[local])
 
 
 class ModelState:
@@ -38,6 +105,7 @@ class ModelState:
         allocate: AllocateBits | None = None,
     ) -> None:
         self.table = table
+        self._boxes = [Box.all_of(spec.shape) for spec in table]
         places = None if allocate is None else allocate(table)
         found: dict[int, Bits] = {}
         for name, bits in tensors:
@@ -74,31 +142,10 @@ class ModelState:
         Raises:
             FingerprintError: a tensor does not have the declared fingerprint; the state is then unusable.
         """
-        measured: dict[int, Fingerprint] = {}
-        for group in changes.sparse:
-            for tensor, change in self._apply_sparse(group):
-                measured[tensor] = measured.get(tensor, Fingerprint()) + change
-        for full in changes.full:
-            before = self.fingerprints[full.id]
-            self.bits[full.id][:] = full.bits
-            measured[full.id] = fingerprint_tensor(self.table[full.id].name, self.bits[full.id]) - before
-        for tensor, declared in changes.fingerprints.items():
-            if measured.get(tensor) != declared:
-                raise FingerprintError(
-                    f"tensor {self.table[tensor].name!r} does not have the declared fingerprint after the change: "
-                    "the object is damaged, or was made against other weights"
-                )
-            self.fingerprints[tensor] += declared
+        apply_changes(changes, self.table, self._pieces, self.fingerprints)
 
-    def _apply_sparse(self, group: Sparse) -> Iterable[tuple[int, Fingerprint]]:
-        for tensor, positions, data in group.tensors():
-            bits = self.bits[tensor]
-            before = bits[positions]
-            if group.relative:
-                apply_distances(group.element, bits, positions, data)
-            else:
-                bits[positions] = data
-            yield tensor, fingerprint_change(self.table[tensor].name, positions, before, bits[positions])
+    def _pieces(self, tensor: int) -> HeldPieces:
+        return ((self._boxes[tensor], self.bits[tensor]),)
 
 
 def contiguous_buffer(allocate: Callable[[int], np.ndarray]) -> AllocateBits:

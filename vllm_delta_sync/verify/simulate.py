@@ -7,13 +7,13 @@ import numpy as np
 from vllm_delta_sync.codec.delta_reader import LazyDelta, decode
 from vllm_delta_sync.errors import DeltaSyncError, UnsupportedError
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
-from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.checks import delta_context, read_shard
-from vllm_delta_sync.tensors.bits import Bits, Positions, apply_distances
+from vllm_delta_sync.tensors.bits import Bits, Positions
 from vllm_delta_sync.tensors.changes import Changes, Sparse
-from vllm_delta_sync.tensors.state import ModelState
+from vllm_delta_sync.tensors.state import ModelState, change_elements
 
 _Rows = list[tuple[Sparse, Positions, Bits]]
 
@@ -24,36 +24,22 @@ def simulate_fingerprints(state: ModelState, changes: Changes) -> dict[int, Fing
     for group in changes.sparse:
         for tensor, positions, data in group.tensors():
             rows.setdefault(tensor, []).append((group, positions, data))
-    found = {tensor: _simulate_tensor(state, tensor, pieces) for tensor, pieces in rows.items()}
+    found = {tensor: _simulate_tensor(state, tensor, parts) for tensor, parts in rows.items()}
     for full in changes.full:
         found[full.id] = fingerprint_tensor(state.table[full.id].name, full.bits) - state.fingerprints[full.id]
     return found
 
 
 def _simulate_tensor(state: ModelState, tensor: int, rows: _Rows) -> Fingerprint:
-    name, bits = state.table[tensor].name, state.bits[tensor]
-    if len(rows) > 1:
-        positions = np.concatenate([positions for _, positions, _ in rows])
-        if np.unique(positions).size < positions.size:
-            # An element changes twice, so that the second change starts from the result of the first.
-            bits = bits.copy()
-            for group, positions, data in rows:
-                _apply_sparse(group, bits, positions, data)
-            return fingerprint_tensor(name, bits) - state.fingerprints[tensor]
+    """Change a copy of the elements that the rows name; a later row starts from what an earlier one left."""
+    one = len(rows) == 1
+    touched = rows[0][1] if one else np.unique(np.concatenate([positions for _, positions, _ in rows]))
+    bits = state.bits[tensor][touched]
     total = Fingerprint()
     for group, positions, data in rows:
-        before = bits[positions]
-        after = before.copy()
-        _apply_sparse(group, after, np.arange(after.size), data)
-        total += fingerprint_change(name, positions, before, after)
+        local = np.arange(touched.size) if one else np.searchsorted(touched, positions)
+        total += change_elements(group, state.table[tensor].name, bits, local, data, positions)
     return total
-
-
-def _apply_sparse(group: Sparse, bits: Bits, positions: Positions, data: Bits) -> None:
-    if group.relative:
-        apply_distances(group.element, bits, positions, data)
-    else:
-        bits[positions] = data
 
 
 def first_mismatch(
