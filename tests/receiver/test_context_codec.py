@@ -36,6 +36,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.run.objects import read_object
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions
 from vllm_delta_sync.tensors.changes import Changes
@@ -178,16 +179,15 @@ def test_what_was_staged_before_the_weights_moved_is_not_committed(
             staging.update(arguments)
             raise EngineError("given up")
 
-    def slow(run: Any) -> Any:
+    def slow(run: Any, ref: Any) -> Any:
         asked.set()
         assert go_on.wait(60)
-        return original(run)
+        return read_object(run, ref)
 
     server.port.before = note
     with pytest.raises(EngineError):
         server.receiver.advance(2)
-    original = reading.object_reader
-    monkeypatch.setattr(reading, "object_reader", slow)
+    monkeypatch.setattr(reading, "read_object", slow)
     rank.answer(staging["request"])
     assert asked.wait(60)
     rank.revert(0)

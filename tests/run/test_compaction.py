@@ -48,7 +48,6 @@ from vllm_delta_sync.maintenance.compact import (
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
-from vllm_delta_sync.run import restore as chain_read
 from vllm_delta_sync.run.checks import decode_objects
 from vllm_delta_sync.run.objects import open_step_objects, scratch_folder
 from vllm_delta_sync.run.read_plan import GapError, find_steps
@@ -389,8 +388,8 @@ def test_everything_temporary_goes_where_it_is_told_to(
     if branched:
         run = branch(run, None, str(tmp_path / "branch"))
     monkeypatch.setattr(rolling_weights, "IN_MEMORY_BYTES", 0)
-    for name in ("IN_MEMORY_BYTES", "DECODED_ELEMENTS", "MAPPED_BYTES"):
-        monkeypatch.setattr(chain_read, name, 0)
+    for bound in ("restore.IN_MEMORY_BYTES", "restore.DECODED_ELEMENTS", "objects.MAPPED_BYTES"):
+        monkeypatch.setattr(f"vllm_delta_sync.run.{bound}", 0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     version = run.head().version
     for where, named in ((None, "TMPDIR"), (tmp_path / "nowhere", "name another folder")):

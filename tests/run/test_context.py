@@ -24,7 +24,7 @@ from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.run import restore as chain_read
 from vllm_delta_sync.run.read_plan import GapError, Step, find_steps
-from vllm_delta_sync.run.restore import apply_step, apply_step_mapped
+from vllm_delta_sync.run.restore import apply_step
 from vllm_delta_sync.verify.verify import verify_run
 
 
@@ -87,9 +87,9 @@ def test_a_version_is_not_taken_back(mixed: Written) -> None:
     # One that lies about it is refused all the same, and found.
     state = state_of(TABLE, mixed.writer.bits[2])
     liar = run.manifest(2).model_copy(update={"reversible": True})
-    for apply in (apply_step, apply_step_mapped):
+    for in_pieces in (False, True):
         with pytest.raises(UnsupportedError, match="only with the weights of its base version"):
-            apply(Step(run, liar, backwards=True), state)
+            apply_step(Step(run, liar, backwards=True), state, in_pieces=in_pieces)
     assert_bits(state, mixed.writer.bits[2])
     whole = Whole()
     whole.delta("context")
@@ -100,15 +100,15 @@ def test_a_version_is_not_taken_back(mixed: Written) -> None:
         verify_run(whole.run)
 
 
-@pytest.mark.parametrize("apply", [apply_step, apply_step_mapped])
-def test_other_weights_are_refused_and_stay(mixed: Written, apply: object) -> None:
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_other_weights_are_refused_and_stay(mixed: Written, in_pieces: bool) -> None:
     run = mixed.run
     for version in (2, 4, 6):
         step = find_steps(run, version - 1, version)[0]
         other = nudge(mixed.writer.bits[version - 1], np.random.default_rng(8), 0.01)
         state = state_of(TABLE, other)
         with pytest.raises(DeltaSyncError, match=r"other weights|lead to fingerprint"):
-            apply(step, state)  # type: ignore[operator]
+            apply_step(step, state, in_pieces=in_pieces)
         assert_bits(state, other)
 
 

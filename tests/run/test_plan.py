@@ -16,7 +16,7 @@ from vllm_delta_sync.errors import DeltaSyncError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH, GapError, ReadPlanner, Step, find_steps, plan_read
-from vllm_delta_sync.run.restore import apply_step, apply_step_mapped
+from vllm_delta_sync.run.restore import apply_step
 
 
 @pytest.fixture
@@ -30,12 +30,12 @@ def spans(steps: list[Step]) -> list[tuple[int, int]]:
 
 def expect(tree: Written, steps: list[Step], held: int, target: int) -> None:
     """The steps turn the bits of one version into those of the other."""
-    for apply in (apply_step, apply_step_mapped):
+    for in_pieces in (False, True):
         state = state_of(TABLE, tree.writer.bits[held])
         at = held
         for step in steps:
             assert step.start == at
-            apply(step, state)
+            apply_step(step, state, in_pieces=in_pieces)
             at = step.end
         assert at == target
         assert_bits(state, tree.writer.bits[target])

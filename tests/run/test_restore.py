@@ -25,7 +25,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.run import restore as chain_read
 from vllm_delta_sync.run.read_plan import Step, find_steps
-from vllm_delta_sync.run.restore import apply_step, apply_step_mapped, restore, scratch_file
+from vllm_delta_sync.run.restore import apply_step, restore, scratch_file
 from vllm_delta_sync.tensors.torch_views import bits_of, tensor_from_bits
 
 State = dict[str, torch.Tensor]
@@ -79,8 +79,8 @@ def test_only_some_tensors(tree: Written) -> None:
 def test_large_models_lie_in_a_file_without_a_name(
     tree: Written, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for bound in ("IN_MEMORY_BYTES", "DECODED_ELEMENTS", "MAPPED_BYTES"):
-        monkeypatch.setattr(chain_read, bound, 0)
+    for bound in ("restore.IN_MEMORY_BYTES", "restore.DECODED_ELEMENTS", "objects.MAPPED_BYTES"):
+        monkeypatch.setattr(f"vllm_delta_sync.run.{bound}", 0)
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -123,10 +123,10 @@ def test_what_a_step_declares_is_checked_before_it_is_applied(tree: Written) -> 
     for held, target, field in ((8, 9, "fingerprint"), (0, 4, "first_fingerprint"), (0, 4, "last_fingerprint")):
         [step] = find_steps(run, held, target)
         liar = Step(run, step.document.model_copy(update={field: "0" * 32}))
-        for apply in (apply_step, apply_step_mapped):
+        for in_pieces in (False, True):
             state = state_of(TABLE, tree.writer.bits[held])
             with pytest.raises(FingerprintError):
-                apply(liar, state)
+                apply_step(liar, state, in_pieces=in_pieces)
             assert_bits(state, tree.writer.bits[held])
 
 

@@ -140,8 +140,8 @@ def test_random_boxes_of_random_runs(
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if pieces:
-            for bound in ("DECODED_ELEMENTS", "MAPPED_BYTES"):
-                patch.setattr(chain_read, bound, 0)
+            for bound in ("restore.DECODED_ELEMENTS", "objects.MAPPED_BYTES"):
+                patch.setattr(f"vllm_delta_sync.run.{bound}", 0)
         made = Grove(Path(folder), start, seed)
         made.grow(*kinds)
         made.folds(MERGE_WIDTH)
@@ -170,7 +170,7 @@ def test_fingerprints_of_boxes_add_up_to_that_of_the_tensor() -> None:
 
 
 def test_a_cache_is_read_through(grove: Grove, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain_read, "MAPPED_BYTES", 0)
+    monkeypatch.setattr("vllm_delta_sync.run.objects.MAPPED_BYTES", 0)
     run = open_run(grove.run.bucket.url, cache=ObjectCache(tmp_path / "cache", 1 << 20))
     grove.expect(9, row_boxes(TABLE, 0, 2), run)
     grove.lose(grove.object_of(0))
@@ -264,7 +264,7 @@ WIDE = TensorTable(TensorSpec(f"layers.{layer}.weight", "BF16", (512, 2048)) for
 def test_takes_the_memory_of_the_boxes_and_little_more(
     start: Literal["anchor", "checkpoint"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chain_read, "MAPPED_BYTES", 1024 * 1024)
+    monkeypatch.setattr("vllm_delta_sync.run.objects.MAPPED_BYTES", 1024 * 1024)
     monkeypatch.setattr(chain_read, "DECODED_ELEMENTS", 0)
     monkeypatch.setattr("vllm_delta_sync.codec.delta_reader.LAZY_ELEMENTS", 64 * 1024)
     made = Grove(tmp_path, start, table=WIDE)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from tests.support.world import World
 from tests.support.written import Written
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.engine.staging.read_steps import object_reader
 from vllm_delta_sync.errors import LimitError
 from vllm_delta_sync.format.manifest import ObjectRef, object_key
+from vllm_delta_sync.run.objects import read_object
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_the_cache_makes_no_room_for_what_no_object_of_the_model_can_be(written:
     """Else one line in a manifest would throw out all that is cached, and fill the disk up to the cache's limit."""
     run = open_run(str(written.folder), cache=ObjectCache(tmp_path / "cache", 2**29))
     good = written.writer.manifests[2].objects[0]
-    read = object_reader(run)
+    read = partial(read_object, run)
     assert read(good)
     digest = sha256(b"").hexdigest()
     with pytest.raises(LimitError, match="object_limit"):

@@ -147,7 +147,7 @@ def tensor_fingerprints(run: Run, version: Manifest) -> dict[str, str]:
         ).changes
         if step.backwards:
             changes = changes.reversed()
-        reached = check_step(step, reached, changes)
+        reached = check_step(step, reached, changes.fingerprint)
         for tensor, change in changes.fingerprints.items():
             values[tensor] += change
     if sum(values.values(), Fingerprint()) != version.model_fingerprint:

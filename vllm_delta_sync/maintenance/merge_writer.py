@@ -35,8 +35,9 @@ from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWei
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.objects import declared_fingerprint, needs_base_bits, open_step_objects, scratch_folder
+from vllm_delta_sync.run.objects import declared_change, needs_base_bits, open_step_objects, scratch_folder
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
+from vllm_delta_sync.run.restore import check_step
 from vllm_delta_sync.tensors.changes import Full, Sparse
 from vllm_delta_sync.tensors.state import ModelState
 
@@ -214,12 +215,7 @@ class _MergeBuilder:
             check_stop(self.stop)
             try:
                 opened = open_step_objects(step, folder, rolling)
-                reached += sum((declared_fingerprint(part) for part in opened), Fingerprint())
-                if reached != step.high_fingerprint:
-                    raise FingerprintError(
-                        f"{step.key}: objects lead to fingerprint {reached.hex()}, but the document declares "
-                        f"{step.high_fingerprint.hex()}"
-                    )
+                reached = check_step(step, reached, declared_change(opened))
             except UnsupportedError:
                 raise
             except DataError as error:

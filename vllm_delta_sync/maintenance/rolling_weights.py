@@ -7,7 +7,7 @@ from vllm_delta_sync.errors import DataError
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.read_plan import ReadPlanner
-from vllm_delta_sync.run.restore import apply_step_bounded, restore
+from vllm_delta_sync.run.restore import apply_step, restore
 from vllm_delta_sync.tensors.state import ModelState
 
 OBJECT_BYTES = 1024**3
@@ -88,7 +88,7 @@ class RollingWeights:
         try:
             for step in planner.path(current.version, target.version):
                 check_stop(self._stop)
-                apply_step_bounded(step, state, self._scratch)
+                apply_step(step, state, self._scratch)
         except DataError:
             return None
         return state if state.fingerprint == target.model_fingerprint else None

@@ -1,7 +1,7 @@
 """Checks that raise unless a manifest fits its parent, its objects, the tensor table and the weights."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from vllm_delta_sync.bucket import store_of
@@ -189,17 +189,26 @@ def decode_objects(
         and sorted(full.id for full in merged.full) != list(range(len(table)))
     ):
         raise FormatError(f"anchor of version {document.version} does not hold each of {len(table)} tensors once")
-    full_counts = Counter(full.id for full in merged.full)
-    duplicates = set(full_counts) & {tensor for group in merged.sparse for tensor in group.ids.tolist()}
-    duplicates |= {tensor for tensor, times in full_counts.items() if times > 1}
-    if duplicates:
-        raise FormatError(f"{what}: tensor {table[min(duplicates)].name!r} is carried in full and once more")
+    sparse = (tensor for group in merged.sparse for tensor in group.ids.tolist())
+    check_carried_once(what, table, [full.id for full in merged.full], sparse)
     partial = base_bits is not None and base_bits.any_partial
     if isinstance(document, Anchor) or (partial and merged.changed < document.changed):
         return merged
     if merged.changed != document.changed:
         raise FormatError(f"{what}: objects carry {merged.changed} elements, the manifest says {document.changed}")
     return merged
+
+
+def check_carried_once(what: str, table: TensorTable, full: Iterable[int], sparse: Iterable[int]) -> None:
+    """Raise FormatError if a tensor is among those carried in full and once more.
+
+    Args:
+        full: ids of the tensors that objects carry in full. sparse: ids of those with changed elements.
+    """
+    times = Counter(full)
+    duplicates = (times.keys() & set(sparse)) | {tensor for tensor, count in times.items() if count > 1}
+    if duplicates:
+        raise FormatError(f"{what}: tensor {table[min(duplicates)].name!r} is carried in full and once more")
 
 
 def read_shard(data: Buffer, table: TensorTable, what: str) -> Iterator[tuple[str, Bits]]:

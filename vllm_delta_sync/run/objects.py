@@ -1,6 +1,6 @@
-"""Open the objects of a document: ``open_objects`` reads tensor by tensor, ``summarize_changes`` says what they change.
+"""Read the objects of a document: ``read_object`` returns the bytes of one, ``open_objects`` reads tensor by tensor.
 
-Objects that are too large for memory are fetched to a scratch folder (``scratch_folder``) and mapped.
+``summarize_changes`` says what they change.
 """
 
 import fcntl
@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.verified import check_stored_size, damaged_object_error, time_hashing
 from vllm_delta_sync.codec.delta_reader import LazyDelta
-from vllm_delta_sync.errors import ChainError, FormatError, LimitError, StoreError
+from vllm_delta_sync.errors import ChainError, FormatError, StoreError
 from vllm_delta_sync.format.codecs import BASE_CODECS
 from vllm_delta_sync.format.documents import MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint
@@ -27,14 +27,20 @@ from vllm_delta_sync.format.limits import check_limit
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.run.checks import decode_objects, delta_context, describe_document, object_limit
+from vllm_delta_sync.run.checks import (
+    check_carried_once,
+    decode_objects,
+    delta_context,
+    describe_document,
+    object_limit,
+)
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Changes
 
 MAPPED_BYTES = 64 * 1024 * 1024
-"""Objects above this size are mapped, not read into memory, where that is possible."""
+"""Objects above this size are mapped, not read into memory, where that is possible (``read_object``)."""
 SCRATCH_PREFIX = "delta-sync-scratch-"
 LOCK_NAME = "lock"
 
@@ -42,6 +48,35 @@ LOCK_NAME = "lock"
 def needs_base_bits(document: Manifest | MergedDelta) -> bool:
     """Return whether decoding the document's objects needs their base bits."""
     return not BASE_CODECS.isdisjoint(document.requires)
+
+
+def read_object(
+    run: RunDocuments, ref: ObjectRef, folder: Callable[[], Path] | None = None, map_all: bool = False
+) -> Buffer:
+    """Return the bytes of an object, checked by size and SHA-256.
+
+    Objects above ``MAPPED_BYTES`` are mapped: from the cache, so that processes of a node share memory, or from a
+    scratch file. Others are read into memory.
+
+    Args:
+        folder: returns the folder for the scratch file of an object that no cache holds; None reads it into memory.
+        map_all: map objects of any size, for callers that keep many of them open.
+
+    Raises:
+        StoreError: the store failed, or there is no scratch space. Otherwise as ``RunDocuments.fetch``.
+    """
+    if map_all or ref.bytes > MAPPED_BYTES:
+        limit = object_limit(run.table)
+        if run.cache is not None and ref.bytes:
+            # Before the cache makes room for it.
+            check_limit(f"{ref.key}: bytes", ref.bytes, limit, "object_limit")
+            cached = run.cache.open(ref, run.bucket)
+            if cached is not None:
+                with cached:
+                    return np.memmap(cached, np.uint8, mode="r")
+        if folder is not None:
+            return np.memmap(fetch_object_file(run.bucket, ref, folder(), limit), np.uint8, mode="r")
+    return run.fetch(ref)
 
 
 def open_objects(
@@ -63,21 +98,14 @@ def open_objects(
     changed = sum(part.changed for part in parts)
     if changed != document.changed:
         raise FormatError(f"{what}: objects carry {changed} elements, it declares {document.changed}")
-    _check_carried_once(what, parts, table)
+    sparse = (int(tensor) for part in parts for ids, _ in part.directory.values() for tensor in ids)
+    check_carried_once(what, table, (tensor for part in parts for tensor in part.full), sparse)
     return parts
 
 
-def _check_carried_once(what: str, parts: list[LazyDelta], table: TensorTable) -> None:
-    full = Counter(tensor for part in parts for tensor in part.full)
-    sparse = {int(tensor) for part in parts for ids, _ in part.directory.values() for tensor in ids}
-    duplicates = {tensor for tensor, times in full.items() if times > 1 or tensor in sparse}
-    if duplicates:
-        raise FormatError(f"{what}: tensor {table[min(duplicates)].name!r} is carried in full and once more")
-
-
-def declared_fingerprint(part: LazyDelta) -> Fingerprint:
-    """Return the change of the model's fingerprint that an object declares."""
-    return sum(part.fingerprints.values(), Fingerprint())
+def declared_change(parts: Iterable[LazyDelta]) -> Fingerprint:
+    """Return the change of the model's fingerprint that objects declare."""
+    return sum((change for part in parts for change in part.fingerprints.values()), Fingerprint())
 
 
 @dataclass(frozen=True)
@@ -130,7 +158,7 @@ def summarize_changes(document: Manifest | MergedDelta, table: TensorTable, obje
 
 
 def open_step_objects(step: Step, folder: Path, old: BaseLookup | None = None) -> list[LazyDelta]:
-    """Open a step's objects for reading tensor by tensor; fetches them to ``folder``, checks and maps them.
+    """Open a step's objects for reading tensor by tensor; all of them are mapped, from the cache or from ``folder``.
 
     Args:
         old: see ``LazyDelta``.
@@ -138,15 +166,8 @@ def open_step_objects(step: Step, folder: Path, old: BaseLookup | None = None) -
     Raises:
         NotFoundError, DigestError: an object is missing or damaged. Otherwise as ``open_objects``.
     """
-    table = step.run.table
-
-    def read(ref: ObjectRef) -> np.ndarray:
-        data = map_cached_object(step.run, ref)
-        if data is None:
-            data = np.memmap(fetch_object_file(step.run.bucket, ref, folder, object_limit(table)), np.uint8, mode="r")
-        return data
-
-    return open_objects(step.document, table, map(read, step.objects), old)
+    objects = (read_object(step.run, ref, lambda: folder, map_all=True) for ref in step.objects)
+    return open_objects(step.document, step.run.table, objects, old)
 
 
 @contextmanager
@@ -211,10 +232,7 @@ def fetch_object_file(bucket: Bucket, ref: ObjectRef, folder: Path, limit: int) 
         LimitError, DigestError: it is not what the document lists.
     """
     check_stored_size(bucket, ref)
-    if ref.bytes > limit:
-        raise LimitError(
-            f"object {ref.key} has {ref.bytes} bytes, more than the {limit} that an object of this model may have"
-        )
+    check_limit(f"{ref.key}: bytes", ref.bytes, limit, "object_limit")
     if ref.bytes == 0:
         raise FormatError(f"object {ref.key} is empty")
     path = folder / ref.sha256
@@ -229,19 +247,3 @@ def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file, hex."""
     with path.open("rb") as file, time_hashing():
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def map_cached_object(run: RunDocuments, ref: ObjectRef) -> np.ndarray | None:
-    """Map an object of a run from the cache, checked; None if no cache holds it, or it is empty.
-
-    Raises:
-        As ``RunDocuments.fetch``.
-    """
-    if run.cache is None or ref.bytes == 0:
-        return None
-    check_limit(f"{ref.key}: bytes", ref.bytes, object_limit(run.table), "object_limit")
-    file = run.cache.open(ref, run.bucket)
-    if file is None:
-        return None
-    with file:
-        return np.memmap(file, np.uint8, mode="r")

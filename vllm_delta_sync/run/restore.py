@@ -6,8 +6,8 @@ across a lost delta, or an older anchor.
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,20 +29,13 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.manifest import Manifest, ObjectRef
+from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.checks import check_fingerprint, check_tensors, decode_objects, object_limit, read_shard
+from vllm_delta_sync.run.checks import check_fingerprint, check_tensors, decode_objects, read_shard
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.objects import (
-    MAPPED_BYTES,
-    declared_fingerprint,
-    fetch_object_file,
-    map_cached_object,
-    open_step_objects,
-    scratch_folder,
-)
+from vllm_delta_sync.run.objects import declared_change, open_step_objects, read_object, scratch_folder
 from vllm_delta_sync.run.read_plan import GapError, Plan, Root, Step, plan_read
 from vllm_delta_sync.run.roots import BaseUnavailableError as BaseUnavailableError
 from vllm_delta_sync.run.roots import locate_base, open_branch_source
@@ -204,7 +197,7 @@ class _PlanExecution(Generic[_Weights]):
         self._count(self._plan.run.table.full_bytes)
         for step in self._plan.steps:
             self.key = step.key
-            apply_step_bounded(step, state, self._scratch)
+            apply_step(step, state, self._scratch)
             self._count(step.payload_bytes)
         return state
 
@@ -219,54 +212,49 @@ def work_bytes(found: Plan) -> int:
     return found.run.table.full_bytes + sum(step.payload_bytes for step in found.steps)
 
 
-def apply_step_bounded(step: Step, state: StepTarget, scratch: str | Path | None = None) -> None:
-    """Apply a step in bounded memory: a large one in pieces. Errors as ``apply_step`` and ``apply_step_mapped``."""
-    if step.changed <= DECODED_ELEMENTS:
-        apply_step(step, state)
-    else:
-        apply_step_mapped(step, state, scratch)
-
-
-def apply_step(step: Step, state: StepTarget) -> None:
+def apply_step(step: Step, state: StepTarget, scratch: str | Path | None = None, in_pieces: bool | None = None) -> None:
     """Fetch, verify and apply a step. The weights are not touched unless all declared fingerprints fit them.
 
+    Args:
+        scratch: folder for temporary files; None for the system's.
+        in_pieces: True maps the objects and decodes them in pieces, in the memory of a few tensors (codec ``raw``
+            cannot be read so). False decodes the whole step before anything is applied. None decides by the step's
+            size (``DECODED_ELEMENTS``).
+
     Raises:
-        FingerprintError: the step was made for other weights. Otherwise as ``step_changes``.
+        FingerprintError: the step was made for other weights; if a tensor has another fingerprint than declared after
+            its change, the state is unusable.
+        StoreError: the store failed, or there is no room for the objects. Otherwise as ``step_changes``.
     """
-    changes = step_changes(step, old=state.base_tensor)
-    check_step(step, state.fingerprint, changes)
+    if in_pieces is None:
+        in_pieces = step.changed > DECODED_ELEMENTS
+    if in_pieces:
+        with scratch_folder(scratch, step.key, step.payload_bytes) as folder:
+            try:
+                parts = open_step_objects(step, folder, None if step.backwards else state.base_tensor)
+            except UnsupportedError:
+                pass  # this codec cannot be read in pieces
+            else:
+                change = declared_change(parts)
+                check_step(step, state.fingerprint, Fingerprint() - change if step.backwards else change)
+                for piece in pieces_of(parts):
+                    state.apply(piece.reversed() if step.backwards else piece)
+                return
+    changes = step_changes(step, state.base_tensor)
+    check_step(step, state.fingerprint, changes.fingerprint)
     state.apply(changes)
 
 
-def apply_step_mapped(step: Step, state: StepTarget, scratch: str | Path | None = None) -> None:
-    """As ``apply_step``, in the memory of a few tensors: objects go through a scratch folder and are decoded in pieces.
-
-    Raises:
-        FingerprintError: as ``apply_step``; if a piece has another fingerprint than declared, the state is unusable.
-        StoreError: there is no room for the objects. Otherwise as ``step_changes``.
-    """
-    with scratch_folder(scratch, step.key, step.payload_bytes) as folder:
-        try:
-            parts = open_step_objects(step, folder, None if step.backwards else state.base_tensor)
-        except UnsupportedError:
-            # This codec cannot be read in pieces.
-            apply_step(step, state)
-            return
-        change = sum((declared_fingerprint(part) for part in parts), Fingerprint())
-        if step.backwards:
-            change = Fingerprint() - change
-        check_step(step, state.fingerprint, Changes(fingerprints={0: change}))
-        for piece in pieces_of(parts):
-            state.apply(piece.reversed() if step.backwards else piece)
-
-
-def check_step(step: Step, held: Fingerprint, changes: Changes) -> Fingerprint:
+def check_step(step: Step, held: Fingerprint, change: Fingerprint) -> Fingerprint:
     """Return the model's fingerprint after a step, where it is ``held`` before.
 
+    Args:
+        change: of the model's fingerprint, in the step's direction, as the objects declare it.
+
     Raises:
-        FingerprintError: the changes that the objects declare do not fit the fingerprints that the document declares.
+        FingerprintError: it does not fit the fingerprints that the document declares.
     """
-    reached = held + changes.fingerprint
+    reached = held + change
     low, high = (reached, held) if step.backwards else (held, reached)
     if high != step.high_fingerprint:
         raise FingerprintError(
@@ -280,20 +268,19 @@ def check_step(step: Step, held: Fingerprint, changes: Changes) -> Fingerprint:
     return reached
 
 
-def step_changes(
-    step: Step, fetch: Callable[[ObjectRef], Buffer] | None = None, old: BaseLookup | None = None
-) -> Changes:
+def step_changes(step: Step, old: BaseLookup | None = None, objects: Sequence[Buffer] | None = None) -> Changes:
     """Fetch, verify and decode what a step changes, in the step's direction.
 
     Args:
-        fetch: reads an object and checks its digest; None for ``RunDocuments.fetch``.
         old: the bits that the step is applied to, such as ``ModelState.base_tensor``. Codec ``context`` needs them.
+        objects: the step's objects, if they were read before, with checked digests.
 
     Raises:
         UnsupportedError: the codec is ``context``, and ``old`` is None or the step goes backwards.
         NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``RunDocuments.changes``.
     """
-    objects = [(fetch or step.run.fetch)(ref) for ref in step.objects]
+    if objects is None:
+        objects = [read_object(step.run, ref) for ref in step.objects]
     # Going backwards, ``old`` has the bits of the wrong version.
     changes = decode_objects(step.document, step.run.table, objects, None if step.backwards else old)
     return changes.reversed() if step.backwards else changes
@@ -370,24 +357,15 @@ def _shards(run: RunDocuments, document: Manifest | Anchor, scratch: str | Path 
     """Yield (name, bits) of an anchor's tensors; holds one shard at a time."""
     seen: set[str] = set()
     for ref in document.objects:
-        with _shard(run, ref, scratch) as data:
+        with ExitStack() as stack:
+            # The folder is made only if it is needed.
+            folder = partial(stack.enter_context, scratch_folder(scratch, ref.key, ref.bytes))
+            data = read_object(run, ref, folder)
             for name, bits in read_shard(data, run.table, ref.key):
                 if name in seen:
                     raise ChainError(f"{ref.key}: tensor {name!r} is carried twice")
                 seen.add(name)
                 yield name, bits
-
-
-@contextmanager
-def _shard(run: RunDocuments, ref: ObjectRef, scratch: str | Path | None) -> Iterator[Buffer]:
-    if ref.bytes <= MAPPED_BYTES:
-        yield run.fetch(ref)
-        return
-    if (data := map_cached_object(run, ref)) is not None:
-        yield data
-        return
-    with scratch_folder(scratch, ref.key, ref.bytes) as folder:
-        yield np.memmap(fetch_object_file(run.bucket, ref, folder, object_limit(run.table)), np.uint8, mode="r")
 
 
 def _checked(document: Manifest | Anchor, state: ModelState) -> ModelState:

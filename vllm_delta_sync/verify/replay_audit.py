@@ -364,8 +364,8 @@ def apply_checked(step: Step, state: ModelState) -> None:
     Raises:
         FingerprintError: a tensor would not have the declared fingerprint. Otherwise as ``restore.step_changes``.
     """
-    changes = step_changes(step, old=state.base_tensor)
-    check_step(step, state.fingerprint, changes)
+    changes = step_changes(step, state.base_tensor)
+    check_step(step, state.fingerprint, changes.fingerprint)
     wrong = first_wrong_tensor(state, changes)
     if wrong is not None:
         raise wrong_tensor(step.key, wrong)

@@ -24,7 +24,6 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import DeltaSyncError, TensorMismatchError
 from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.run import restore as chain_read
 
 WIDTH = 6
 VERSIONS = 4
@@ -198,7 +197,7 @@ def load_large(rank: int, size: int, url: str) -> dict[str, Any]:
     fully_shard(model)
     run = open_run(url)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chain_read, "MAPPED_BYTES", 1024 * 1024)
+        patch.setattr("vllm_delta_sync.run.objects.MAPPED_BYTES", 1024 * 1024)
         # Once before it is counted, for what is compiled and imported.
         run.load_into(model, 1)
         tracemalloc.start()

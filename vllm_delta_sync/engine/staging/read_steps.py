@@ -19,7 +19,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import ObjectRef
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.objects import MAPPED_BYTES, map_cached_object
+from vllm_delta_sync.run.objects import read_object
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.run.restore import check_step, step_changes
 from vllm_delta_sync.tensors.bits import BaseLookup
@@ -61,16 +61,6 @@ class PhaseTimer:
         return fetch
 
 
-def object_reader(run: RunDocuments) -> Callable[[ObjectRef], Buffer]:
-    """Return a reader of a run's objects; it maps large cached ones, so that ranks of a node share memory."""
-
-    def read(ref: ObjectRef) -> Buffer:
-        found = map_cached_object(run, ref) if ref.bytes > MAPPED_BYTES else None
-        return run.fetch(ref) if found is None else found
-
-    return read
-
-
 def read_steps(
     steps: list[Step], fingerprints: list[Fingerprint], routes: RouteMap, timer: PhaseTimer, old: BaseLookup
 ) -> Changes:
@@ -89,27 +79,21 @@ def read_steps(
     for number, step in enumerate(steps):
         with _attribute_errors(number):
             _check_run(step.run, routes)
-            fetch = object_reader(step.run)
-            fetched.append([fetch(ref) for ref in step.objects])
+            fetched.append([read_object(step.run, ref) for ref in step.objects])
     timer.tick("fetch")
     parts: list[Changes] = []
     in_full: set[int] = set()
     total = sum(fingerprints, Fingerprint())
     for number, step in enumerate(steps):
         with _attribute_errors(number):
-            changes = step_changes(step, _in_order(fetched[number]), with_changes(old, parts))
+            changes = step_changes(step, with_changes(old, parts), fetched[number])
             fetched[number].clear()
-            total = check_step(step, total, changes)
+            total = check_step(step, total, changes.fingerprint)
         in_full |= {full.id for full in changes.full}
         parts.append(keep_local(changes, routes, in_full) if len(steps) > 1 else changes)
     merged = parts[0] if len(parts) == 1 else merge_changes(parts, routes.table)
     timer.tick("decode")
     return merged
-
-
-def _in_order(objects: list[Buffer]) -> Callable[[ObjectRef], Buffer]:
-    waiting = iter(objects)
-    return lambda ref: next(waiting)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """``stage_update`` stages one commit on one rank: merged steps, an anchor, or a rebuild. It writes no weight."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
@@ -10,7 +11,7 @@ from vllm_delta_sync.engine.model.regions import split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, Route, RouteMap
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
-from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, object_reader, read_steps
+from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, read_steps
 from vllm_delta_sync.engine.staging.reconstruct import restore_version
 from vllm_delta_sync.errors import ChainError, FingerprintError, FormatError
 from vllm_delta_sync.format.documents import Anchor
@@ -18,6 +19,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.run.checks import read_shard
+from vllm_delta_sync.run.objects import read_object
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
@@ -55,7 +57,7 @@ def stage_update(
         timer.tick("fetch")
         timer.tick("decode")
     else:
-        patch = stage_anchor(plan.anchor or target, timer.fetching(object_reader(run)), routes)
+        patch = stage_anchor(plan.anchor or target, timer.fetching(partial(read_object, run)), routes)
         timer.tick("decode")
     _check_total(target, patch)
     if routes.reload_units is not None:
