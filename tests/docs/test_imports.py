@@ -33,7 +33,7 @@ LOADED_IN_ORDER: list[dict[str, tuple[str, ...]]] = [
         "vllm_delta_sync.engine": (*TRAINERS, "vllm", "torch", "numba", "zmq"),
         # vLLM scans what is loaded while it builds a worker, and numba in there makes it crash.
         "vllm_delta_sync.engine.entrypoints.plugin": (*TRAINERS, "numba", "zmq"),
-        "vllm_delta_sync.engine.worker.extension": (*TRAINERS, "numba", "zmq"),
+        "vllm_delta_sync.engine.worker.rank_worker": (*TRAINERS, "numba", "zmq"),
     },
 ]
 

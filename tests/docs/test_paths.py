@@ -22,10 +22,7 @@ OF_A_SERVER = {
     "vllm_delta_sync/notice/subscriber.py",
     "vllm_delta_sync/engine/follow/service.py",
     "vllm_delta_sync/engine/core/ports.py",
-    "vllm_delta_sync/engine/core/hooks.py",
-    "vllm_delta_sync/engine/core/watchdog.py",
-    "vllm_delta_sync/engine/core/rank_rpc.py",
-    "vllm_delta_sync/engine/worker/extension.py",
+    "vllm_delta_sync/engine/core/engine_core.py",
     "vllm_delta_sync/engine/follow/pause_slot_client.py",
     "vllm_delta_sync/engine/planning/trusted_head.py",
 }

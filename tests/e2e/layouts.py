@@ -76,8 +76,8 @@ async def said(client: Any) -> list[list[dict[str, Any]]]:
 async def follow(root: Path, family: str, flags: dict[str, Any]) -> None:
     from trainer_side import Publisher
     from vllm_delta_sync.engine.compat.layout_checks import check_layout
-    from vllm_delta_sync.engine.core.hooks import missing_names
-    from vllm_delta_sync.engine.core.ports import EngineCoreClients, ServerEnginePort
+    from vllm_delta_sync.engine.core.engine_core import missing_names
+    from vllm_delta_sync.engine.core.ports import ServerEnginePort
     from vllm_delta_sync.engine.follow.receiver import Receiver
     from vllm_delta_sync.settings import load_settings
 
@@ -87,7 +87,8 @@ async def follow(root: Path, family: str, flags: dict[str, Any]) -> None:
     client = make_engines(base, flags)
     check_layout(client.vllm_config, missing=missing_names())
     settings = load_settings({"bucket": str(root / "run")})
-    receiver = Receiver(ServerEnginePort(client, asyncio.get_running_loop(), settings), settings)
+    port = ServerEnginePort(client, asyncio.get_running_loop(), settings)
+    receiver = Receiver(port, settings)
     seen: list[dict[str, Any]] = [{"outputs": await said(client)}]
 
     async def look(checkpoint: Path, outcome: Any) -> None:
@@ -113,7 +114,7 @@ async def follow(root: Path, family: str, flags: dict[str, Any]) -> None:
     await look(root / f"v{BACK}", await asyncio.to_thread(receiver.rollback, BACK))
     seen[-1]["outputs"] = await said(client)
     # Whoever paused is lost: every engine goes on by itself, in whatever step they are.
-    await EngineCoreClients(client).pause("keep", True, LOST_SECONDS)
+    await port.pause_engines(LOST_SECONDS)
     await look(root / f"v{BACK}", None)
     seen[-1]["outputs"] = await asyncio.wait_for(said(client), PATIENCE_SECONDS)
     (root / "seen.json").write_text(json.dumps(seen))

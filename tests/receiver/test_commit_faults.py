@@ -24,7 +24,7 @@ from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit import apply as commits
 from vllm_delta_sync.engine.commit import transaction
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
-from vllm_delta_sync.engine.core.watchdog import common_version, is_settled
+from vllm_delta_sync.engine.core.engine_core import common_version, is_settled
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.updater import MAX_REPAIRS
 from vllm_delta_sync.engine.protocol import A, Describe, Identified, Identify, Progress, RankFailure, RankRequest

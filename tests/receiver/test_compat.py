@@ -17,7 +17,7 @@ import pytest
 from packaging.version import Version
 
 from vllm_delta_sync.engine.compat import cpu_experts, features, patches, write_hooks
-from vllm_delta_sync.engine.core import hooks
+from vllm_delta_sync.engine.core import engine_core
 from vllm_delta_sync.engine.entrypoints import plugin
 
 ENGINE = Path(patches.__file__).parents[1]
@@ -85,11 +85,11 @@ compat/patches.py | DERIVED
     vllm.config: vllm._current_vllm_config; vllm.get_cached_compilation_config
 compat/patches.py | SPANS
     vllm.v1.engine.core_client: AsyncMPClient.set_weight_version_async
-core/hooks.py | CORE
+core/engine_core.py | CORE
     vllm.v1.engine.core: EngineCoreProc.set_weight_version
-core/hooks.py | a /pause during a commit lets new requests wait instead of rejecting them
+core/engine_core.py | a /pause during a commit lets new requests wait instead of rejecting them
     vllm.v1.engine.core: EngineCoreProc.pause_generation since 0.33
-core/hooks.py | a dead engine leaves exit status 0
+core/engine_core.py | a dead engine leaves exit status 0
     vllm.v1.engine.async_llm: AsyncLLM.shutdown; AsyncLLM.errored
 core/ports.py | CALLS
     vllm.v1.engine.core_client: AsyncMPClient._call_utility_async(method, engine); AsyncMPClient.core_engines
@@ -101,10 +101,10 @@ core/ports.py | images are answered from the policy before
     vllm.renderers.base: BaseRenderer.clear_mm_cache_async
 core/ports.py | a hanging engine is not ended
     vllm.utils.system_utils: kill_process_tree(pid)
-core/watchdog.py | CORE
+core/engine_core.py | CORE
     vllm.v1.engine: EngineCoreRequestType.WAKEUP
     vllm.v1.core.sched.scheduler: Scheduler.set_pause_state
-core/rank_rpc.py | CALLS
+core/engine_core.py | CALLS
     vllm.v1.executor.multiproc_executor: FutureWrapper(futures_queue, get_response); MultiprocExecutor.is_failed;
         MultiprocExecutor.collective_rpc(method, timeout, args)
     vllm.distributed.device_communicators.shm_broadcast: MessageQueue.enqueue(obj); MessageQueue.dequeue(timeout)
@@ -138,7 +138,7 @@ compat/cpu_experts.py | CPU
     vllm.model_executor.layers.fused_moe.oracle.unquantized: backend_to_kernel_cls; UnquantizedMoeBackend.CPU
     vllm.model_executor.layers.fused_moe.experts.cpu_moe: CPUUnquantizedExperts.apply(APPLY_PARAMETERS) only;
         CPUUnquantizedExperts.process_weights_after_loading(layer)
-worker/extension.py | CALLS
+worker/rank_worker.py | CALLS
     vllm.v1.worker.gpu_worker: Worker.get_model
     vllm.v1.worker.worker_base: WorkerBase.rank; WorkerBase.model_config
 compat/write_hooks.py | DOORS
@@ -219,7 +219,7 @@ def test_vllm_has_what_we_touch(touch: Touch) -> None:
 
 
 def test_engine_core_has_what_the_watchdog_needs() -> None:
-    assert hooks.missing_names() == [], CORE
+    assert engine_core.missing_names() == [], CORE
 
 
 def test_plugins_are_found_where_we_register_them() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm_delta_sync.engine.core.watchdog import common_version, is_settled
+from vllm_delta_sync.engine.core.engine_core import common_version, is_settled
 from vllm_delta_sync.engine.protocol import RankFailure, RankState
 from vllm_delta_sync.errors import WeightsLostError
 

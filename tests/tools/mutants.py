@@ -78,7 +78,7 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "receiver/test_commit_faults.py",
         "receiver/test_ownership.py",
     ),
-    "vllm_delta_sync/engine/core/watchdog.py": ("receiver/test_pause_watchdog.py", "receiver/test_compat.py"),
+    "vllm_delta_sync/engine/core/engine_core.py": ("receiver/test_pause_watchdog.py", "receiver/test_compat.py"),
 }
 """Modules of the core, and the suites in tests/ that answer for each."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm_delta_sync.engine.api.embedded import AsyncSync, OfflineSync, attach, attach_async
-    from vllm_delta_sync.engine.worker.extension import WorkerExtension
+    from vllm_delta_sync.engine.worker.rank_worker import WorkerExtension
 
 WORKER_EXTENSION = "vllm_delta_sync.engine.WorkerExtension"
 LOAD_FORMAT = "delta_sync"
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> object:
         # vLLM resolves the name in each worker before it builds the worker and loads the model: the one moment to
         # decide how the CPU keeps its weights.
         from vllm_delta_sync.engine.compat import cpu_experts, features, load_hook, patches
-        from vllm_delta_sync.engine.worker.extension import WorkerExtension, watch_for_controller
+        from vllm_delta_sync.engine.worker.rank_worker import WorkerExtension, watch_for_controller
 
         features.check_front_end(os.environ)
         patches.keep_plain_cpu_weights()

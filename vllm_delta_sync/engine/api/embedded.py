@@ -16,7 +16,7 @@ from vllm_delta_sync.engine.api import weight_transfer
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.features import check_features
 from vllm_delta_sync.engine.compat.layout_checks import check_layout
-from vllm_delta_sync.engine.core import hooks
+from vllm_delta_sync.engine.core import engine_core
 from vllm_delta_sync.engine.core.ports import OfflineEnginePort, ServerEnginePort
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
@@ -255,7 +255,7 @@ async def attach_async(engine: Any, bucket: str, trusted_keys: str | Sequence[st
     settings = load_settings({"bucket": bucket, "trusted_keys": join_key_files(trusted_keys)})
     patches.check_extension(engine.vllm_config, WORKER_EXTENSION)
     check_features(engine.vllm_config)
-    check_layout(engine.vllm_config, missing=hooks.missing_names())
+    check_layout(engine.vllm_config, missing=engine_core.missing_names())
     patches.warn_untested()
     sync = AsyncSync(engine, settings)
     sync._start()

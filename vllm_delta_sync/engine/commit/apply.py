@@ -12,7 +12,6 @@ import torch
 from vllm_delta_sync.engine.model.patch import DensePatch, SparsePatch, StagedPatch, region_view, to_device
 from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
 from vllm_delta_sync.errors import WeightsLostError
-from vllm_delta_sync.format import kernels
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.tensors.bits import order_masks
@@ -80,6 +79,8 @@ def apply_sparse(sparse: SparsePatch, destination: Destination, reverse: bool) -
     """Apply one sparse patch, or take it back, whole or not at all. Returns the change of fingerprint."""
     if destination.flat.device.type != "cpu":
         return apply_torch(sparse, destination, reverse)
+    from vllm_delta_sync.format import kernels
+
     if sparse.relative:
         masks = order_masks(sparse.element)
         change = kernels.commit_relative(
@@ -92,6 +93,8 @@ def apply_sparse(sparse: SparsePatch, destination: Destination, reverse: bool) -
 
 def compile_kernels(elements: set[DType]) -> None:
     """Compile the loops for these element types now, so that no commit compiles while the engine is paused."""
+    from vllm_delta_sync.format import kernels
+
     for element in elements:
         for index in (np.int32, np.int64):
             bits, nowhere, words = np.empty(0, element.uint), np.empty(0, index), np.empty(0, np.uint64)
@@ -181,24 +184,23 @@ def _add(bits: torch.Tensor, distances: torch.Tensor, sparse: SparsePatch) -> to
     return torch.where(key < 0, key ^ largest, key)
 
 
-_BITS, _FINAL, _LANE = (
-    int(np.array(constant).view(np.int64)) for constant in (kernels.BITS, kernels.FINAL, kernels.LANE)
-)
-
-
 def _shift(words: torch.Tensor, count: int) -> torch.Tensor:
     return (words >> count) & ((1 << (64 - count)) - 1)
 
 
 def _hash_change(premix: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> Fingerprint:
     """Return the sum of hash(after) − hash(before); int64 arithmetic wraps as the unsigned definition does."""
+    from vllm_delta_sync.format import kernels
+
+    factors = (kernels.BITS, kernels.FINAL, kernels.LANE)
+    bits_factor, final_factor, lane_factor = (int(np.array(factor).view(np.int64)) for factor in factors)
     mask = -1 if before.element_size() == 8 else (1 << (8 * before.element_size())) - 1
     lows = []
     for bits in (before, after):
-        words = premix + (bits.to(torch.int64) & mask) * _BITS
-        words = (words ^ _shift(words, 29)) * _FINAL
+        words = premix + (bits.to(torch.int64) & mask) * bits_factor
+        words = (words ^ _shift(words, 29)) * final_factor
         lows.append(words ^ _shift(words, 32))
-    highs = [low * _LANE for low in lows]
+    highs = [low * lane_factor for low in lows]
     highs = [high ^ _shift(high, 29) for high in highs]
     modulus = (1 << 64) - 1
     return Fingerprint(int((lows[1] - lows[0]).sum()) & modulus, int((highs[1] - highs[0]).sum()) & modulus)

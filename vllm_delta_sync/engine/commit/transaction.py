@@ -8,7 +8,7 @@ restarted (WeightsLostError).
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.protocol import (
@@ -51,27 +51,17 @@ class EnginePort(Protocol):
 
 
 class LabelKeepingPort:
-    """An ``EnginePort`` that remembers a label that could not be set, until that label or another one is set."""
+    """An ``EnginePort`` that remembers a label that could not be set, until that label or another one is set.
+
+    All but labels goes to the port itself, so that calls to the ranks take no step here.
+    """
 
     def __init__(self, port: EnginePort) -> None:
         self._port = port
         self._pending_label: list[int | None] = []
 
-    def call(self, request: RankRequest[A]) -> list[A | RankFailure]:
-        """See EnginePort."""
-        return self._port.call(request)
-
-    def pause(self) -> None:
-        """See EnginePort."""
-        self._port.pause()
-
-    def resume(self) -> bool:
-        """See EnginePort."""
-        return self._port.resume()
-
-    def end(self, reason: str) -> None:
-        """See EnginePort."""
-        self._port.end(reason)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._port, name)
 
     def label(self, version: int | None) -> None:
         """See EnginePort."""

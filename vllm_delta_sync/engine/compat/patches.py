@@ -3,9 +3,9 @@
 Other places that use vLLM's internals have their own files; where they replace something, they state the same three:
 
 =====================================  ===============================================================================
-``core/hooks.py``                      adds methods to the engine core; wraps its pause, loop and end
-``core/watchdog.py``                   the scheduler's pause state, and callbacks that wait for an idle engine
-``core/rank_rpc.py``                   the multiprocessing executor's queues
+``core/engine_core.py``                adds methods to the engine core; wraps its pause, loop and end; the scheduler's
+                                       pause state, and callbacks that wait for an idle engine; the multiprocessing
+                                       executor's queues
 ``compat/load_hook.py``                records what is done to weights after loading
 ``compat/cpu_experts.py``              makes the CPU's experts compute from plain weights
 ``compat/write_hooks.py``              wraps methods of the worker that write weights
@@ -17,7 +17,7 @@ Other places that use vLLM's internals have their own files; where they replace 
                                        text of the last chunk that they stream
 ``observe/metrics.py``                 its ``/metrics`` shows what ``prometheus_client`` has registered
 ``entrypoints/plugin.py``              the endpoint plugin's two methods
-``worker/extension.py``                attributes of the worker that the extension reads
+``worker/rank_worker.py``              attributes of the worker that the extension reads
 ``core/ports.py``                      the server's client: utility calls of every engine core, and its processes;
                                        methods of an ``LLM`` object
 ``compat/layout_checks.py``            fields of the configuration that say how ranks hold weights
@@ -155,13 +155,9 @@ def check_extension(vllm_config: Any, expected: str) -> None:
         raise EngineError(f"worker_extension_cls is {found!r}; launch vLLM with --worker-extension-cls {expected}")
 
 
-NO_VERSION = "default"
-"""vLLM's own label for weights without a version."""
-
-
-async def label_weights(client: Any, version: int | None) -> None:
-    """Set vLLM's weight version, which outputs carry per span: the decimal version, or no version."""
-    await client.engine_core.set_weight_version_async(NO_VERSION if version is None else str(version))
+def version_label(version: int | None) -> str:
+    """Return vLLM's weight version for one of ours, which outputs carry per span; None: its own for no version."""
+    return "default" if version is None else str(version)
 
 
 def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Calls from the API server to the ranks: ports and clients there; hooks, watchdog and rank calls in the engine core.
+"""Calls from the API server to the ranks: ``ports`` there, ``engine_core`` in the engine core's process.
 
 May import ``engine.worker`` and what is below. Begin with ``ports``.
 """

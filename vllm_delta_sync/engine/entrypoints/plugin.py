@@ -15,7 +15,7 @@ from vllm_delta_sync.redaction import public_url
 def register() -> None:
     """Register the general plugin. vLLM calls this in every process, possibly more than once."""
     from vllm_delta_sync.engine.api import weight_transfer
-    from vllm_delta_sync.engine.core import hooks
+    from vllm_delta_sync.engine.core import engine_core
     from vllm_delta_sync.engine.entrypoints import load_format
 
     # In the API server this runs before the engine's processes start, so they do not inherit the token.
@@ -25,7 +25,7 @@ def register() -> None:
     patches.sleep_between_polls()
     load_format.register()
     weight_transfer.register()
-    hooks.install()
+    engine_core.install()
 
 
 class EndpointPlugin:
@@ -63,7 +63,7 @@ class EndpointPlugin:
         from vllm_delta_sync.engine.api.api_servers import LeaderElection, find_api_server_group
         from vllm_delta_sync.engine.compat.features import check_features
         from vllm_delta_sync.engine.compat.layout_checks import check_layout
-        from vllm_delta_sync.engine.core import hooks
+        from vllm_delta_sync.engine.core import engine_core
         from vllm_delta_sync.engine.core.ports import ServerEnginePort
         from vllm_delta_sync.engine.follow.service import ReceiverService
         from vllm_delta_sync.engine.observe import spans
@@ -73,7 +73,7 @@ class EndpointPlugin:
         patches.warn_untested()
         patches.check_extension(engine_client.vllm_config, WORKER_EXTENSION)
         check_features(engine_client.vllm_config)
-        check_layout(engine_client.vllm_config, missing=hooks.missing_names())
+        check_layout(engine_client.vllm_config, missing=engine_core.missing_names())
         port = ServerEnginePort(engine_client, asyncio.get_running_loop(), settings)
         controller = LeaderElection(lambda: ReceiverService(port, settings), find_api_server_group(engine_client))
         state.delta_sync = controller
@@ -81,7 +81,7 @@ class EndpointPlugin:
         state.delta_sync_min_version_seconds = settings.min_version_seconds
         if settings.admin_token_file is not None and admin_token.readable_by_others(settings.admin_token_file):
             logger.warning("admin_token_file can be read by other users; run chmod 600 on it")
-        hooks.fail_when_engine_died(engine_client)
+        engine_core.fail_when_engine_died(engine_client)
         weight_transfer.install_on_server(engine_client, controller, settings.bucket)
         spans.install(engine_client, state, lambda: controller.receiver.served_run)
         await controller.start()

@@ -1,8 +1,11 @@
-"""``RankWorker`` identifies one rank's weights, stages versions beside generation, commits and reverts.
+"""``WorkerExtension`` receives the controller's calls in a worker process; ``RankWorker`` does what they ask.
 
-It runs inside a worker process. Long operations run in one background thread that is started and polled, because a
-long remote call would block the engine; all other calls are short and run on the caller's thread. ``commit`` and
-``revert`` need a paused engine.
+A ``RankWorker`` identifies one rank's weights, stages versions beside generation, commits and reverts. Long operations
+run in one background thread that is started and polled, because a long remote call would block the engine; all other
+calls are short and run on the caller's thread. ``commit`` and ``revert`` need a paused engine.
+
+vLLM imports this module before it initializes its worker, which must not find numba loaded, so the modules used here
+import their compiled loops late.
 """
 
 import threading
@@ -19,6 +22,9 @@ from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit import apply
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
+from vllm_delta_sync.engine.compat import patches, write_hooks
+from vllm_delta_sync.engine.logger import logger
+from vllm_delta_sync.engine.model.load_record import load_record_of
 from vllm_delta_sync.engine.model.loader_trace import LoadableModel
 from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
@@ -39,6 +45,52 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
+
+CONTACT_SECONDS = 300.0
+"""How long a worker waits for its controller before each warning that none has called."""
+contacted = threading.Event()
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker by ``--worker-extension-cls``; receives the controller's calls.
+
+    vLLM refuses attribute names that the worker has, so all names begin with ``delta_sync_`` and all state is in one
+    object.
+    """
+
+    delta_sync_receiver: "RankWorker | None" = None
+
+    def delta_sync_call(self, request: bytes, number: int) -> dict[str, Any]:
+        """Return the call's number, and this rank's encoded answer to an encoded request."""
+        contacted.set()
+        return {
+            "call": number,
+            "answer": protocol.serve(request, lambda decoded: self._delta_sync_rank().answer(decoded)),
+        }
+
+    def _delta_sync_rank(self) -> "RankWorker":
+        if self.delta_sync_receiver is None:
+            model = self.get_model()  # type: ignore[attr-defined]
+            folder = self.model_config.model  # type: ignore[attr-defined]
+            self.delta_sync_receiver = RankWorker(model, self.rank, folder)  # type: ignore[attr-defined]
+            write_hooks.watch_writes(self, model, self.delta_sync_receiver)
+            record = load_record_of(model)
+            if record is not None and record.changed:
+                patches.keep_current_config(self.vllm_config)  # type: ignore[attr-defined]
+        return self.delta_sync_receiver
+
+
+def watch_for_controller() -> None:
+    """Log a warning every CONTACT_SECONDS until a controller has called."""
+
+    def watch() -> None:
+        while not contacted.wait(CONTACT_SECONDS):
+            logger.warning(
+                "vllm-delta-sync: the worker extension is loaded but no controller has contacted it. Name delta_sync "
+                "in VLLM_PLUGINS and set DELTA_SYNC_BUCKET (delta-sync serve does both), or call attach(llm, bucket)."
+            )
+
+    threading.Thread(target=watch, name="delta-sync-contact", daemon=True).start()
 
 
 class Background:
@@ -127,11 +179,6 @@ class RankWorker:
         self._staged_stamp = self._weights_stamp()
         self._background = Background(self.memory.background_thread)
 
-    @property
-    def asleep(self) -> bool:
-        """True while the weights are not in memory."""
-        return self.memory.asleep
-
     def answer(self, request: protocol.RankRequest[Any]) -> protocol.RankAnswer:
         """Do what the controller asks.
 
@@ -175,7 +222,7 @@ class RankWorker:
     def identify(self, request: protocol.Identify) -> protocol.Identified:
         """Trace routes, and fingerprint every tensor through them."""
         began = time.perf_counter()
-        self._check_awake()
+        self.memory.check_awake()
         folder = request.cache_dir
         cache = None if folder is None else ObjectCache(Path(folder), request.cache_bytes)
         runs = RunCache(request.trusted, request.store, cache)
@@ -249,7 +296,7 @@ class RankWorker:
         No change is declared, so the weights must be scanned after the commit.
         """
         run, routes = self._require_routes()
-        self._check_awake()
+        self.memory.check_awake()
         routes.check_live()
         run.verifier.refresh(request.keys)
         target = Manifest.from_bytes(request.manifest)
@@ -299,7 +346,7 @@ class RankWorker:
             commits left; weights and version are as before the call.
         """
         _, routes = self._require_routes()
-        self._check_awake()
+        self.memory.check_awake()
         if version == self.version:
             return protocol.Done()
         path = self._undo_log.path(version, self.version)
@@ -363,7 +410,7 @@ class RankWorker:
             undo_bytes=self._undo_log.nbytes,
             external_writer=self.external_writer,
             external_writes=self.external_writes,
-            asleep=self.asleep,
+            asleep=self.memory.asleep,
         )
 
     def clear_external_write(self, external_writes: list[int]) -> protocol.Done:
@@ -379,7 +426,7 @@ class RankWorker:
     def scan(self, tensors: list[int]) -> protocol.Scanned:
         """Hash tensors as they lie in memory now."""
         _, routes = self._require_routes()
-        self._check_awake()
+        self.memory.check_awake()
         return self._rescan(routes, tensors)
 
     def _rescan(self, routes: RouteMap, tensors: list[int]) -> protocol.Scanned:
@@ -391,12 +438,12 @@ class RankWorker:
 
     def _weights_stamp(self) -> tuple[int, int, bool]:
         """Return a stamp that changes when weights may have been written or left memory; staged patches then expire."""
-        return self.external_writes, self._undo_log.writes, self.asleep
+        return self.external_writes, self._undo_log.writes, self.memory.asleep
 
     def _require_unchanged(self) -> tuple[Run, RouteMap]:
         """Return the run and routes. Raises EngineError if a call from outside may have written weights."""
         run, routes = self._require_routes()
-        self._check_awake()
+        self.memory.check_awake()
         if self.external_writer is not None:
             raise EngineError(
                 f"weights may have been changed from outside ({self.external_writer}); they must be rescanned first"
@@ -410,9 +457,6 @@ class RankWorker:
         if self.run is None or self.routes is None:
             raise EngineError("this rank has not traced its routes yet")
         return self.run, self.routes
-
-    def _check_awake(self) -> None:
-        self.memory.check_awake()
 
 
 def _staged_answer(patch: StagedPatch, ms: dict[str, float], rescanned: protocol.Scanned) -> protocol.Staged:

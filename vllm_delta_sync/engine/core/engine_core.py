@@ -1,25 +1,41 @@
-"""``PauseWatchdog`` gives pauses a deadline; if it passes, the watchdog brings the ranks to one version and resumes."""
+"""What runs in the engine core's process: ``PauseWatchdog`` makes each pause and ends a lost one; calls to the ranks.
 
+The controller runs in the API server, and the pause in the engine core, which is another process: a controller that
+dies or hangs between pause and resume would leave generation paused forever. Therefore each pause has a deadline.
+After it the watchdog brings the ranks to one version, on the thread that runs the engine core's loop, and resumes.
+Other callers' pauses (vLLM's /pause, /sleep) are kept apart: what was paused before stays paused, and calls that arrive
+meanwhile run after our pause. ``install`` adds all this to vLLM's engine core.
+"""
+
+import inspect
+import itertools
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache, wraps
 from typing import Any
 
 from vllm_delta_sync.engine import protocol
-from vllm_delta_sync.engine.compat.patches import NO_VERSION
-from vllm_delta_sync.engine.core import rank_rpc
+from vllm_delta_sync.engine.compat.patches import version_label, wrap_method
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, RankState
-from vllm_delta_sync.errors import WeightsLostError
+from vllm_delta_sync.errors import EngineError, WeightsLostError
 
+CORE_MODULE = "vllm.v1.engine.core"
 RANK_CALL_SECONDS = 60.0
 """Bound on each call to the ranks while the watchdog ends a lost pause."""
 STUCK_SECONDS = 60.0
 """How long the engine's loop may be busy after a deadline before it counts as hung."""
+FAILURE_SECONDS = 60.0
+"""How long to wait for an answer after a rank reported a failure, which may belong to an earlier call. Calls are short:
+long operations run in the rank's background thread."""
+RANK_METHOD = "delta_sync_call"
+"""Method of ``WorkerExtension`` that receives calls."""
 
 
 @dataclass
@@ -94,14 +110,14 @@ class PauseWatchdog:
 
     def call_ranks(self, request: bytes) -> list[bytes]:
         """Send an encoded request to every rank, paused or not; returns encoded answers."""
-        return rank_rpc.call_ranks(self._engine.model_executor, request, None)
+        return call_executor(self._engine.model_executor, request, None)
 
     def call_paused(self, request: bytes, timeout_s: float) -> list[bytes] | None:
         """As ``call_ranks``, only before the deadline of a pause of ours; None if that has passed."""
         if self._active is None or time.monotonic() >= self._active.deadline:
             return None
         try:
-            return rank_rpc.call_ranks(self._engine.model_executor, request, timeout_s)
+            return call_executor(self._engine.model_executor, request, timeout_s)
         except Exception as error:  # a rank's late answer would be taken for the answer to the next call
             operation = protocol.decode_request(request).operation
             self._active.failure = f"{operation} has no outcome: {type(error).__name__}: {error}"
@@ -186,10 +202,9 @@ class PauseWatchdog:
         return future
 
     def _ask(self, request: RankRequest[A]) -> list[A | RankFailure]:
-        executor = self._engine.model_executor
-        return protocol.decode_answers(
-            request, rank_rpc.call_ranks(executor, protocol.encode_request(request), RANK_CALL_SECONDS)
-        )
+        payload = protocol.encode_request(request)
+        answers = call_executor(self._engine.model_executor, payload, RANK_CALL_SECONDS)
+        return protocol.decode_answers(request, answers)
 
     def _converge(self, failure: str | None) -> str:
         """Bring all ranks to one complete version and label it; returns what was found and done, for the log.
@@ -207,7 +222,7 @@ class PauseWatchdog:
             current = self._ask(protocol.Describe())
             if not is_settled(current, version):
                 raise WeightsLostError(f"ranks should have reverted to version {version}, but they report {current}")
-        self._engine.set_weight_version(NO_VERSION if version is None else str(version))
+        self._engine.set_weight_version(version_label(version))
         held = [rank.version for rank in found if isinstance(rank, RankState)]
         action = "kept" if was_settled else "reverted"
         return f"ranks held {held}, {action}, generation goes on with version {version}"
@@ -289,3 +304,213 @@ def _copy_outcome(done: "Future[Any]", future: "Future[Any]") -> None:
         future.set_exception(error)
     else:
         future.set_result(done.result())
+
+
+def _watchdog_of(engine: Any) -> PauseWatchdog:
+    watchdog: PauseWatchdog | None = getattr(engine, "delta_sync_watchdog", None)
+    if watchdog is None:
+        watchdog = engine.delta_sync_watchdog = PauseWatchdog(engine)
+    return watchdog
+
+
+WATCHDOG_CALLS = (
+    PauseWatchdog.pause,
+    PauseWatchdog.renew,
+    PauseWatchdog.resume,
+    PauseWatchdog.call_ranks,
+    PauseWatchdog.call_paused,
+    PauseWatchdog.label_paused,
+    PauseWatchdog.end,
+)
+"""What a controller may call in the engine core, as ``delta_sync_pause`` and so on."""
+
+
+def _on_watchdog(method: Callable[..., Any]) -> Callable[..., Any]:
+    # vLLM compares the arguments of a call with the signature, which ``wraps`` keeps.
+    @wraps(method)
+    def call(self: Any, *args: Any) -> Any:
+        return method(_watchdog_of(self), *args)
+
+    return call
+
+
+@cache
+def missing_names() -> list[str]:
+    """Return the names that the watchdog needs of vLLM's engine core and client, and that are missing. Imports vLLM."""
+    from vllm.v1 import engine
+    from vllm.v1.engine import core, core_client
+
+    process = getattr(core, "EngineCoreProc", None)
+    methods = ["pause_scheduler", "resume_scheduler", "set_weight_version", "run_busy_loop", "_handle_client_request"]
+    missing = [name for name in [*methods, "_send_engine_dead"] if not hasattr(process, name)]
+    if not hasattr(getattr(engine, "EngineCoreRequestType", None), "WAKEUP"):
+        missing.append("EngineCoreRequestType.WAKEUP")
+    if not hasattr(getattr(core_client, "AsyncMPClient", None), "_call_utility_async"):
+        missing.append("AsyncMPClient._call_utility_async")
+    # These are set on instances, so look for them in the constructors.
+    for module, owner, names in (
+        (core, "EngineCore", ["_idle_state_callbacks", "scheduler"]),
+        (core, "EngineCoreProc", ["input_queue"]),
+        (core_client, "MPClient", ["core_engines"]),
+    ):
+        constructor = inspect.unwrap(getattr(getattr(module, owner, None), "__init__", missing_names))
+        missing += [name for name in names if name not in constructor.__code__.co_names]
+    return missing
+
+
+def install() -> None:
+    """Add the watchdog to vLLM's engine core. Called in every process; does nothing where there is no engine.
+
+    An engine inside the caller's own process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) gets none: its controller cannot be
+    lost separately.
+    """
+    core = sys.modules.get(CORE_MODULE)
+    if core is None or hasattr(getattr(core, "EngineCoreProc", None), "delta_sync_pause"):
+        return
+    missing = missing_names()
+    if missing:
+        logger.warning(
+            "this vLLM's engine core is not as expected (no %s): a controller that is lost in the middle of a commit "
+            "leaves generation paused",
+            ", ".join(missing),
+        )
+        return
+    process = core.EngineCoreProc
+    for method in WATCHDOG_CALLS:
+        setattr(process, f"delta_sync_{method.__name__}", _on_watchdog(method))
+    process._handle_client_request = _check_on_wakeup(process._handle_client_request)
+    # Engines that run in step have their own loop and their own way to resume.
+    for cls in (process, getattr(core, "DPEngineCoreProc", process)):
+        for name, wrap in OVERRIDABLE.items():
+            if name in vars(cls) or (cls is process and hasattr(cls, name)):
+                setattr(cls, name, wrap(getattr(cls, name)))
+
+
+def _defer_while_paused(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        future = _watchdog_of(self).defer(lambda: original(self, *args, **kwargs))
+        return original(self, *args, **kwargs) if future is None else future
+
+    return call
+
+
+def _check_on_wakeup(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def handle(self: Any, request_type: Any, request: Any) -> Any:
+        if request_type.name == "WAKEUP":
+            _watchdog_of(self).check_deadline()
+        return original(self, request_type, request)
+
+    return handle
+
+
+def _end_with_parent(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def run(self: Any) -> Any:
+        _watchdog_of(self).end_with_parent()
+        return original(self)
+
+    return run
+
+
+OVERRIDABLE = {
+    # vLLM's /pause since 0.33: it calls pause_scheduler and makes the engine reject new requests. Without this it would
+    # reject them during our pause and accept them after it, because the end of our pause resumes the scheduler.
+    "pause_generation": _defer_while_paused,
+    "pause_scheduler": _defer_while_paused,
+    "resume_scheduler": _defer_while_paused,
+    "run_busy_loop": _end_with_parent,
+}
+
+
+def fail_when_engine_died(client: Any) -> None:
+    """Make ``vllm serve`` exit with status 1 if its engine died.
+
+    Cause: it shuts down as after a request to stop. Symptom: exit status 0, so that a supervisor does not restart it.
+    Remove when: vLLM exits with an error itself.
+    """
+    was_errored: list[bool] = []
+
+    def shutdown(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        # Only the first call counts: after any shutdown the client looks as if its engine had died.
+        was_errored.append(client.errored)
+        original(*args, **kwargs)
+        if was_errored == [True]:
+            logger.critical("the engine is dead; exit status 1")
+            raise SystemExit(1)
+
+    wrap_method(client, "shutdown", shutdown)
+
+
+_numbers = itertools.count(time.time_ns())
+
+
+def next_number() -> int:
+    """Return a number for a call, which its answers carry. Unique among all processes that call these ranks."""
+    return next(_numbers)
+
+
+def call_executor(executor: Any, request: bytes, timeout_s: float | None) -> list[bytes]:
+    """Send an encoded request to every rank of an executor; returns encoded answers in the order of ranks.
+
+    Cause: when a call fails on one rank, vLLM's multiprocessing executor does not read the answers of the ranks after
+    it; they stay in their queues, and every later call gets the previous call's answer from those ranks. Symptom: after
+    any failed call under tensor parallelism, ranks answer the wrong call from then on. This function drops answers to
+    other calls. Remove when: the executor reads all answers before it raises.
+
+    Raises:
+        TimeoutError: a rank does not answer in time. EngineError: a rank failed in the call; or it answered another
+            call, and this executor has no queues to read on from.
+    """
+    number = next_number()
+    if not all(hasattr(executor, name) for name in ("rpc_broadcast_mq", "response_mqs", "futures_queue")):
+        return check_numbers(executor.collective_rpc(RANK_METHOD, timeout=timeout_s, args=(request, number)), number)
+    if executor.is_failed:
+        raise EngineError("the engine's workers are gone")
+    from vllm.v1.executor.multiproc_executor import FutureWrapper
+
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    executor.rpc_broadcast_mq.enqueue((RANK_METHOD, (request, number), {}, None))
+
+    def read() -> list[bytes]:
+        queues = enumerate(executor.response_mqs)
+        return [_read_answer(queue, rank, number, deadline)["answer"] for rank, queue in queues]
+
+    # In the executor's order: steps under way have answers in these queues too.
+    answers: list[bytes] = FutureWrapper(executor.futures_queue, get_response=read).result()
+    return answers
+
+
+def _read_answer(queue: Any, rank: int, number: int, deadline: float | None) -> dict[str, Any]:
+    """One rank's answer to the call of that number. A failure carries no number: it may belong to an earlier call whose
+    answer is still in the queue, or to this call, which then gets no other answer."""
+    failure: str | None = None
+    while True:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            status, result = queue.dequeue(timeout=left)
+        except TimeoutError:
+            if failure is None:
+                raise
+            raise EngineError(f"rank {rank} failed outside of its rank worker: {failure}") from None
+        if isinstance(result, dict) and result.get("call") == number:
+            return result
+        if getattr(status, "name", "").startswith("FAILURE"):
+            failure = str(result)
+            until = time.monotonic() + FAILURE_SECONDS
+            deadline = until if deadline is None else min(deadline, until)
+            logger.warning("rank %d reported a failure, of this call or an earlier one: %s", rank, failure)
+            continue
+        logger.warning("dropped an answer of rank %d to an earlier call, which had failed on another rank", rank)
+
+
+def check_numbers(answers: list[Any], number: int) -> list[bytes]:
+    """Return the encoded answers if all belong to the call of that number. Raises EngineError."""
+    for rank, answer in enumerate(answers):
+        if not isinstance(answer, dict) or answer.get("call") != number:
+            raise EngineError(
+                f"rank {rank} answered another call: an earlier one failed on another rank, and vLLM does not recover "
+                "from that; start the engine again"
+            )
+    return [answer["answer"] for answer in answers]
