@@ -75,7 +75,7 @@ async def said(client: Any) -> list[list[dict[str, Any]]]:
 
 async def follow(root: Path, family: str, flags: dict[str, Any]) -> None:
     from trainer_side import Publisher
-    from vllm_delta_sync.engine.compat.layout_checks import check_layout
+    from vllm_delta_sync.engine.compat.features import check_layout
     from vllm_delta_sync.engine.core.engine_core import missing_names
     from vllm_delta_sync.engine.core.ports import ServerEnginePort
     from vllm_delta_sync.engine.follow.receiver import Receiver

@@ -94,6 +94,7 @@ core/engine_core.py | a dead engine leaves exit status 0
 core/ports.py | CALLS
     vllm.v1.engine.core_client: AsyncMPClient._call_utility_async(method, engine); AsyncMPClient.core_engines
     vllm.v1.engine.async_llm: AsyncLLM.collective_rpc(method, args)
+    vllm.config: ParallelConfig.world_size
 core/ports.py | CORE
     vllm.v1.engine.core_client: AsyncMPClient.pause_scheduler_async(mode, clear_cache);
         AsyncMPClient.resume_scheduler_async
@@ -167,9 +168,9 @@ api/embedded.py | ATTACHED
 core/ports.py | OFFLINE
     vllm: LLM.collective_rpc(method, args); LLM.reset_prefix_cache; LLM.llm_engine
     vllm.v1.engine.llm_engine: LLMEngine.has_unfinished_requests; LLMEngine.set_weight_version
-compat/layout_checks.py | REFUSALS
+compat/features.py | REFUSALS
     vllm.config: ParallelConfig.data_parallel_size; ParallelConfig.enable_eplb; ParallelConfig.enable_elastic_ep;
-        ParallelConfig.local_engines_only; ParallelConfig.world_size
+        ParallelConfig.local_engines_only
     vllm.distributed.device_communicators.base_device_communicator: DeviceCommunicatorBase.all_gatherv
     vllm.distributed.device_communicators.cpu_communicator: CpuCommunicator.all_gatherv
 compat/features.py | REFUSALS

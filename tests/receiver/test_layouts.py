@@ -19,10 +19,10 @@ import torch
 from tests.support.modules import ModulePort
 from tests.support.world import World
 from vllm_delta_sync.engine.compat.cpu_experts import plain_experts
-from vllm_delta_sync.engine.compat.layout_checks import check_layout
+from vllm_delta_sync.engine.compat.features import check_layout
 from vllm_delta_sync.engine.core import ports
-from vllm_delta_sync.engine.core.ports import ServerEnginePort
 from vllm_delta_sync.engine.core.engine_core import PauseWatchdog
+from vllm_delta_sync.engine.core.ports import ServerEnginePort
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.protocol import decode_request
 from vllm_delta_sync.errors import DeltaSyncError, EngineError

@@ -89,7 +89,7 @@ def forwarding(site: Site, shown: Any = None) -> tuple[Any, ReceiverService]:
         return await asyncio.wrap_future(service.request(action, argument))
 
     checks = weight_transfer.TransferChecks(site.world.url, service.receiver.status)
-    weight_transfer.AsyncTransfer(checks, ask, *([] if shown is None else [shown])).install(client)
+    weight_transfer.install_async(client, checks, ask, *([] if shown is None else [shown]))
     return client, service
 
 
@@ -181,7 +181,7 @@ def test_update_that_takes_too_long_says_whether_its_version_is_published(site: 
         await asyncio.Event().wait()
 
     checks = weight_transfer.TransferChecks(site.world.url, service.receiver.status)
-    weight_transfer.AsyncTransfer(checks, stall).install(client)
+    weight_transfer.install_async(client, checks, stall)
     calls = [update(client, version=version, timeout_s=0.01) for version in (0, 1)]
     published, unpublished, newest = run(*calls, update(client, timeout_s=0.01))
     assert [type(error) for error in (published, unpublished, newest)] == [OverdueError, NotFoundError, OverdueError]
@@ -329,7 +329,7 @@ class Waiting:
     def __init__(self) -> None:
         self.cancelled = threading.Event()
 
-    async def pause(self, mode: str, clear_cache: bool, limit_s: float) -> None:
+    async def pause(self, limit_s: float) -> None:
         try:
             await asyncio.sleep(WAIT)
         finally:
@@ -345,10 +345,9 @@ def test_wait_for_requests_in_flight_is_bounded(caplog: pytest.LogCaptureFixture
         port = object.__new__(ServerEnginePort)
         engines = Waiting()
         values = {
-            "_engines": engines,
+            "pause_engines": engines.pause,
             "_loop": loop,
             "_pause_mode": "wait",
-            "_reset_prefix_cache": True,
             "_pause_seconds": 9,
             "_drain_seconds": 0.05,
         }
@@ -366,14 +365,16 @@ def test_wait_for_requests_in_flight_is_bounded(caplog: pytest.LogCaptureFixture
 def test_call_that_ends_after_close_raises_where_it_was_made_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit may outlast the time that ``close`` waits for it."""
     asked: Future[Any] = Future()
-    service = SimpleNamespace(request=lambda *_: asked, stop=lambda: None, join=lambda seconds: None)
+    service = SimpleNamespace(
+        request=lambda *_: asked, start=lambda: None, stop=lambda: None, join=lambda seconds: None
+    )
     monkeypatch.setattr(embedded, "ServerEnginePort", lambda *_: None)
     monkeypatch.setattr(embedded, "ReceiverService", lambda *_: service)
     raised: list[dict[str, Any]] = []
 
     async def close_first() -> Any:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
-        sync = embedded.AsyncSync(SimpleNamespace(), Settings(bucket="/x"))
+        sync = embedded.AsyncSync(SimpleNamespace(vllm_config=None), Settings(bucket="/x"))
         call = asyncio.create_task(sync.to(1))
         await asyncio.sleep(0)
         assert asked.set_running_or_notify_cancel()
@@ -389,12 +390,14 @@ def test_call_that_ends_after_close_raises_where_it_was_made_and_nowhere_else(mo
 
 
 def test_call_that_its_caller_cancels_stays_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = SimpleNamespace(request=lambda *_: Future(), stop=lambda: None, join=lambda seconds: None)
+    service = SimpleNamespace(
+        request=lambda *_: Future(), start=lambda: None, stop=lambda: None, join=lambda seconds: None
+    )
     monkeypatch.setattr(embedded, "ServerEnginePort", lambda *_: None)
     monkeypatch.setattr(embedded, "ReceiverService", lambda *_: service)
 
     async def cancel() -> None:
-        sync = embedded.AsyncSync(SimpleNamespace(), Settings(bucket="/x"))
+        sync = embedded.AsyncSync(SimpleNamespace(vllm_config=None), Settings(bucket="/x"))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(sync.to(1), 0.01)
         call = asyncio.create_task(sync.to(1))

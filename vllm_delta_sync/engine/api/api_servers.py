@@ -58,7 +58,7 @@ class ApiServerGroup:
         return self.folder / f"{self.launch}.sock"
 
     def open_lock(self) -> int:
-        """Return a file descriptor for ``lock`` and ``try_lock``; closing it releases the lock."""
+        """Return a file descriptor to lock; closing it releases the lock."""
         path = self.folder / f"{self.launch}.lock"
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
@@ -88,16 +88,8 @@ def find_api_server_group(client: Any) -> ApiServerGroup | None:
     return found
 
 
-def lock(descriptor: int) -> None:
-    """Wait until no other process holds the lock, and take it.
-
-    A record lock belongs to the process, so forked processes do not keep it.
-    """
-    fcntl.lockf(descriptor, fcntl.LOCK_EX)
-
-
 def try_lock(descriptor: int) -> bool:
-    """Take the lock if no other process holds it."""
+    """Take the lock if no other process holds it. It belongs to the process, so forked processes do not keep it."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -148,6 +140,17 @@ class StatusView(Protocol):
         """See Receiver; adds ``server`` (index of this one), ``role`` (leader or follower) and ``servers`` (all)."""
 
 
+class Serving(Protocol):
+    """``LeaderElection`` or ``ReceiverService``."""
+
+    @property
+    def receiver(self) -> StatusView:
+        """The receiver's state."""
+
+    def request(self, action: str, argument: Any = None) -> "Future[Any]":
+        """See ReceiverService."""
+
+
 class LeaderElection:
     """Access to a server's receiver, in this process or in the leader.
 
@@ -164,17 +167,13 @@ class LeaderElection:
         self._follow_task: asyncio.Task[None] | None = None
         self._lock = -1
 
-    @property
-    def receiver(self) -> StatusView:
-        """The receiver's state."""
-        return self._active
-
     def request(self, action: str, argument: Any = None) -> "Future[Any]":
         """See ReceiverService.request; forwarded to the leader if that is another process."""
-        return self._active.request(action, argument)
+        return self.receiver.request(action, argument)
 
     @property
-    def _active(self) -> "LeaderServer | FollowerClient":
+    def receiver(self) -> "LeaderServer | FollowerClient":
+        """The receiver's state."""
         part = self._leader or self._follower
         if part is None:
             raise EngineError("this server has not begun to follow yet")
@@ -205,7 +204,7 @@ class LeaderElection:
 
     def _wait_for_lock(self, loop: asyncio.AbstractEventLoop) -> None:
         """Wait, in a thread, for the lock, which the leader's end releases."""
-        lock(self._lock)
+        fcntl.lockf(self._lock, fcntl.LOCK_EX)
         with suppress(RuntimeError):  # the loop is closed: this process is ending too
             asyncio.run_coroutine_threadsafe(self._take_over(), loop)
 
@@ -245,12 +244,10 @@ class LeaderServer:
 
     @property
     def served_version(self) -> int | None:
-        """See Receiver."""
         return self._service.receiver.served_version
 
     @property
     def served_run(self) -> str | None:
-        """See Receiver."""
         return self._service.receiver.served_run
 
     def status(self) -> Answer:
@@ -352,7 +349,6 @@ class FollowerClient:
 
     @property
     def served_run(self) -> str | None:
-        """See Receiver."""
         view = self._view
         return None if view is None else view["run"]
 
@@ -417,10 +413,9 @@ class FollowerClient:
         if "id" not in message:
             return
         future = self._pending.pop(message["id"])
-        try:
-            raise_if_error(message)
-        except DeltaSyncError as error:
-            future.set_exception(error)
+        if "error" in message:
+            error = message["error"]
+            future.set_exception(error_kinds().get(error["kind"], EngineError)(error["message"]))
             return
         result = message["result"]
         future.set_result({**result, **self._own_fields} if "role" in result else result)
@@ -434,12 +429,6 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> Non
 def error_answer(error: DeltaSyncError) -> Answer:
     """Return an error as a document, to send it to another API server."""
     return {"error": {"kind": error.kind, "message": error.message}}
-
-
-def raise_if_error(answer: Answer) -> None:
-    """Raise the error in an answer, as an instance of its own class."""
-    if "error" in answer:
-        raise error_kinds().get(answer["error"]["kind"], EngineError)(answer["error"]["message"])
 
 
 def _encode_line(document: Answer) -> bytes:

@@ -14,9 +14,8 @@ from typing import Any
 from vllm_delta_sync.engine import WORKER_EXTENSION
 from vllm_delta_sync.engine.api import weight_transfer
 from vllm_delta_sync.engine.compat import patches
-from vllm_delta_sync.engine.compat.features import check_features
-from vllm_delta_sync.engine.compat.layout_checks import check_layout
-from vllm_delta_sync.engine.core import engine_core
+from vllm_delta_sync.engine.compat.features import check_engine
+from vllm_delta_sync.engine.core.engine_core import missing_names
 from vllm_delta_sync.engine.core.ports import OfflineEnginePort, ServerEnginePort
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
@@ -90,21 +89,17 @@ def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | Non
             f"attach is for a vllm.LLM, this is {type(llm).__name__}; for a vllm.AsyncLLM call "
             "await attach_async(engine, bucket=URL)"
         )
-    settings = load_settings({"bucket": bucket, "trusted_keys": join_key_files(trusted_keys)})
-    config = llm.llm_engine.vllm_config
-    patches.check_extension(config, WORKER_EXTENSION)
-    check_features(config)
-    check_layout(config, offline=True)
-    patches.warn_untested()
+    settings = _settings(bucket, trusted_keys)
+    check_engine(llm.llm_engine.vllm_config, WORKER_EXTENSION, offline=True)
     sync = OfflineSync(Receiver(OfflineEnginePort(llm, settings), settings))
-    if patches.transfer_backend(config) in (None, weight_transfer.BACKEND):
-        weight_transfer.install_offline(llm, weight_transfer.TransferChecks(settings.bucket, sync.status), sync.to)
+    weight_transfer.install_offline(llm, weight_transfer.TransferChecks(settings.bucket, sync.status), sync.to)
     return sync
 
 
-def join_key_files(trusted_keys: str | Sequence[str | Path] | None) -> str | None:
-    """Return public key files in the form of the setting."""
-    return trusted_keys if trusted_keys is None or isinstance(trusted_keys, str) else ",".join(map(str, trusted_keys))
+def _settings(bucket: str, trusted_keys: str | Sequence[str | Path] | None) -> Settings:
+    if trusted_keys is not None and not isinstance(trusted_keys, str):
+        trusted_keys = ",".join(map(str, trusted_keys))
+    return load_settings({"bucket": bucket, "trusted_keys": trusted_keys})
 
 
 WAIT_STEP_SECONDS = 0.01
@@ -123,10 +118,11 @@ class AsyncSync:
     def __init__(self, engine: Any, settings: Settings) -> None:
         self._engine = engine
         self._service = ReceiverService(ServerEnginePort(engine, asyncio.get_running_loop(), settings), settings)
-        self._pending: set[asyncio.Future[Any]] = set()
+        self._pending: set[asyncio.Future[Answer]] = set()
         self._closed = False
         checks = weight_transfer.TransferChecks(settings.bucket, self.status)
-        self._transfer = weight_transfer.AsyncTransfer(checks, self._ask)
+        weight_transfer.install_async(engine, checks, self._ask)
+        self._service.start()
 
     async def __aenter__(self) -> "AsyncSync":
         return self
@@ -134,16 +130,10 @@ class AsyncSync:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _start(self) -> None:
-        backend = patches.transfer_backend(self._engine.vllm_config)
-        if backend in (None, weight_transfer.BACKEND):
-            self._transfer.install(self._engine, labels_only=backend is None)
-        self._service.start()
-
-    async def _ask(self, action: str, argument: Any = None) -> Any:
+    async def _ask(self, action: str, argument: Any = None) -> Answer:
         if self._closed:
             raise EngineError("this is closed and no longer follows; call attach_async again")
-        future = asyncio.wrap_future(self._service.request(action, argument))
+        future: asyncio.Future[Answer] = asyncio.wrap_future(self._service.request(action, argument))
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         try:
@@ -161,8 +151,7 @@ class AsyncSync:
         Raises:
             DeltaSyncError: what failed; ``status()`` says which version is served.
         """
-        status: Answer = await self._ask("sync", version)
-        return status
+        return await self._ask("sync", version)
 
     async def rollback(self, version: int) -> Answer:
         """Serve an older version and hold it; returns ``status()``.
@@ -170,18 +159,15 @@ class AsyncSync:
         Raises:
             DeltaSyncError: what failed; ``status()`` says which version is served.
         """
-        status: Answer = await self._ask("rollback", version)
-        return status
+        return await self._ask("rollback", version)
 
     async def hold(self) -> Answer:
         """Stay at the version served until ``release``; returns ``status()``."""
-        status: Answer = await self._ask("hold")
-        return status
+        return await self._ask("hold")
 
     async def release(self) -> Answer:
         """End a hold; returns ``status()``."""
-        status: Answer = await self._ask("release")
-        return status
+        return await self._ask("release")
 
     async def verify(self) -> Answer:
         """Rescan all weights against the served version: {"verdict", "version", "mismatched", "chain", …}.
@@ -189,8 +175,7 @@ class AsyncSync:
         Raises:
             EngineError: no version is served yet.
         """
-        verdict: Answer = await self._ask("verify")
-        return verdict
+        return await self._ask("verify")
 
     def status(self) -> Answer:
         """Return the same document as ``GET /delta_sync/status``."""
@@ -252,13 +237,9 @@ async def attach_async(engine: Any, bucket: str, trusted_keys: str | Sequence[st
     if getattr(engine, ATTACHED, None) is not None:
         raise EngineError("this engine is attached already; close() what attach_async returned before")
     _check_plugin()
-    settings = load_settings({"bucket": bucket, "trusted_keys": join_key_files(trusted_keys)})
-    patches.check_extension(engine.vllm_config, WORKER_EXTENSION)
-    check_features(engine.vllm_config)
-    check_layout(engine.vllm_config, missing=engine_core.missing_names())
-    patches.warn_untested()
+    settings = _settings(bucket, trusted_keys)
+    check_engine(engine.vllm_config, WORKER_EXTENSION, missing=missing_names())
     sync = AsyncSync(engine, settings)
-    sync._start()
     setattr(engine, ATTACHED, sync)
     return sync
 

@@ -71,6 +71,11 @@ def service_of(request: Request) -> ReceiverService:
     return service
 
 
+async def _ask(request: Request, action: str, argument: Any = None) -> dict[str, Any]:
+    outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request(action, argument))
+    return outcome
+
+
 @router.get("/status")
 async def status(request: Request) -> dict[str, Any]:
     """Return the version served, the newest one, the last error, and more."""
@@ -96,9 +101,7 @@ async def sync(request: Request, body: SyncRequest | None = None) -> dict[str, A
     reached.
 
     A version older than the served one is rolled back to, as by `rollback`."""
-    version = None if body is None else body.version
-    outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("sync", version))
-    return outcome
+    return await _ask(request, "sync", None if body is None else body.version)
 
 
 @router.post("/rollback")
@@ -106,22 +109,19 @@ async def rollback(request: Request, body: RollbackRequest) -> dict[str, Any]:
     """Serve an older version and hold it; answers with the status reached.
 
     From the undo log if that has it, else from the bucket; 404 if it is not published, or no longer retained."""
-    outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("rollback", body.version))
-    return outcome
+    return await _ask(request, "rollback", body.version)
 
 
 @router.post("/hold")
 async def hold(request: Request) -> dict[str, Any]:
     """Stay at the version served, whatever is published; answers with the status."""
-    outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("hold"))
-    return outcome
+    return await _ask(request, "hold")
 
 
 @router.post("/release")
 async def release(request: Request) -> dict[str, Any]:
     """End a hold and follow the run again; answers with the status."""
-    outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("release"))
-    return outcome
+    return await _ask(request, "release")
 
 
 @router.post("/target")
@@ -129,10 +129,7 @@ async def target(request: Request, body: TargetRequest) -> dict[str, Any]:
     """Follow another target from now on, newer or older, or another run; ends a hold. Answers with the status reached.
 
     The target outlives a restart. If it cannot be served, the old target and the served version stay."""
-    outcome: dict[str, Any] = await asyncio.wrap_future(
-        service_of(request).request("target", (body.target, body.bucket))
-    )
-    return outcome
+    return await _ask(request, "target", (body.target, body.bucket))
 
 
 @router.post("/verify")
@@ -140,8 +137,7 @@ async def verify(request: Request) -> dict[str, Any]:
     """Rescan all weights against the served version's fingerprint, and compare its manifest with the bucket's.
 
     `chain` is null if the bucket cannot be read. The served version stays, whatever `chain` says."""
-    outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request("verify"))
-    return outcome
+    return await _ask(request, "verify")
 
 
 @router.get("/wait")

@@ -4,9 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
-from vllm_delta_sync.engine.api.api_servers import StatusView
+from vllm_delta_sync.engine.api.api_servers import Serving
 from vllm_delta_sync.engine.observe.readiness import Answer, unreachable
 from vllm_delta_sync.errors import BusyError
 
@@ -19,14 +18,6 @@ class UnreachableError(BusyError):
     """The version will not be served without an operator's action."""
 
     kind = "unreachable"
-
-
-class Serving(Protocol):
-    """``LeaderElection`` or ``ReceiverService``."""
-
-    @property
-    def receiver(self) -> StatusView:
-        """The receiver's state."""
 
 
 class VersionWaiters:

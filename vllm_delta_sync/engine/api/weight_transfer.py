@@ -6,11 +6,11 @@ complete in itself, so calls share no session: with several API servers, each ca
 """
 
 import asyncio
+import inspect
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from http import HTTPStatus
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,6 +20,9 @@ from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, UsageError, WeightsLostError
 from vllm_delta_sync.format.limits import MAX_VERSION
 from vllm_delta_sync.redaction import public_url
+
+if TYPE_CHECKING:
+    from vllm_delta_sync.engine.api.api_servers import Serving
 
 BACKEND = patches.TRANSFER_BACKEND
 BACKEND_MODULE = "vllm_delta_sync.engine.entrypoints.transfer_backend"
@@ -137,115 +140,81 @@ class TransferChecks:
             )
 
 
-class AsyncTransfer:
-    """The calls on an asynchronous client.
+def _replacements(
+    vllm_config: Any, checks: TransferChecks, update: Callable[[Any], Any]
+) -> dict[str, Callable[..., Any]]:
+    """Return what replaces vLLM's calls: all of them if the backend is ours, none if it is another one, and without a
+    backend only the call for labels, because vLLM's other calls raise then."""
+    backend = patches.transfer_backend(vllm_config)
+    calls: dict[str, Callable[..., Any]] = {
+        "init_weight_transfer_engine": lambda request: checks.init(_field(request, "init_info")),
+        "shutdown_weight_transfer_engine": lambda: None,
+        "start_weight_update": checks.start,
+        "start_draft_weight_update": checks.draft,
+        "update_weights": lambda request: update(_field(request, "update_info")),
+        "finish_weight_update": lambda weight_version=None: checks.label(weight_version),
+        "update_weight_version": lambda new_version: checks.label(new_version),
+    }
+    if backend is None:
+        return {"update_weight_version": calls["update_weight_version"]}
+    return calls if backend == BACKEND else {}
+
+
+def install_async(
+    client: Any,
+    checks: TransferChecks,
+    ask: Callable[[str, Any], Awaitable[Answer]],
+    convert: Callable[[DeltaSyncError], Exception] = lambda error: error,
+) -> None:
+    """Replace the calls of an asynchronous client.
 
     Args:
         ask: awaits ReceiverService.request.
         convert: converts an error for the caller's side.
     """
 
-    def __init__(
-        self,
-        checks: TransferChecks,
-        ask: Callable[[str, Any], Awaitable[Answer]],
-        convert: Callable[[DeltaSyncError], Exception] = lambda error: error,
-    ) -> None:
-        self._checks = checks
-        self._ask = ask
-        self._convert = convert
-
-    def install(self, client: Any, labels_only: bool = False) -> None:
-        """Replace the calls of one client.
-
-        Args:
-            labels_only: no backend is configured: replace only the call for labels. vLLM's other calls raise.
-        """
-        calls: dict[str, Callable[..., Awaitable[None]]] = {
-            "init_weight_transfer_engine": self._init,
-            "shutdown_weight_transfer_engine": self._shutdown,
-            "start_weight_update": self._start,
-            "start_draft_weight_update": self._start_draft,
-            "update_weights": self._update,
-            "finish_weight_update": self._finish,
-        }
-        for name, call in {**({} if labels_only else calls), "update_weight_version": self._label}.items():
-            if hasattr(client, name):
-                patches.wrap_method(client, name, self._guarded(call))
-
-    def _guarded(self, call: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-        async def guarded(original: Any, *args: Any, **kwargs: Any) -> None:
-            try:
-                await call(*args, **kwargs)
-            except DeltaSyncError as error:
-                convert = self._convert(error)
-                if convert is error:
-                    raise
-                raise convert from error
-
-        return guarded
-
-    async def _init(self, request: Any) -> None:
-        self._checks.init(_field(request, "init_info"))
-
-    async def _shutdown(self) -> None:
-        """Do nothing: there is nothing to release."""
-
-    async def _start(self) -> None:
-        self._checks.start()
-
-    async def _start_draft(self) -> None:
-        self._checks.draft()
-
-    async def _update(self, request: Any) -> None:
-        asked = self._checks.update(_field(request, "update_info"))
+    async def update(info: Any) -> None:
+        asked = checks.update(info)
         deadline = None if asked.timeout_s is None else time.monotonic() + asked.timeout_s
         while True:
             try:
                 async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                    self._checks.record_reached(await self._ask("sync", asked.version))
+                    checks.record_reached(await ask("sync", asked.version))
                 return
             except TimeoutError:
-                raise self._checks.late(asked) from None
+                raise checks.late(asked) from None
             except NotFoundError:
                 if deadline is None or time.monotonic() + PUBLISH_STEP_SECONDS >= deadline:
                     raise
             await asyncio.sleep(PUBLISH_STEP_SECONDS)
 
-    async def _finish(self, weight_version: str | None = None) -> None:
-        self._checks.label(weight_version)
+    def converting(call: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
+        async def converted(*args: Any, **kwargs: Any) -> None:
+            try:
+                done = call(*args, **kwargs)
+                if inspect.isawaitable(done):
+                    await done
+            except DeltaSyncError as error:
+                shown = convert(error)
+                if shown is error:
+                    raise
+                raise shown from error
 
-    async def _label(self, new_version: str) -> None:
-        self._checks.label(new_version)
+        return converted
+
+    for name, call in _replacements(client.vllm_config, checks, update).items():
+        if hasattr(client, name):
+            setattr(client, name, converting(call))
 
 
-class RequestSink(Protocol):
-    """What is needed of ``LeaderElection``."""
-
-    @property
-    def receiver(self) -> Any:
-        """Has ``status()``."""
-
-    def request(self, action: str, argument: Any = None) -> "Future[Any]":
-        """See ReceiverService."""
-
-
-def install_on_server(client: Any, controller: RequestSink, bucket: str) -> None:
-    """Replace the calls of a server's client, unless it was started with another backend.
-
-    Args:
-        bucket: the setting.
-    """
-    backend = patches.transfer_backend(client.vllm_config)
-    if backend not in (None, BACKEND):
-        return
+def install_on_server(client: Any, controller: "Serving", bucket: str) -> None:
+    """Replace the calls of a server's client. ``bucket``: the setting."""
 
     async def ask(action: str, argument: Any) -> Answer:
         outcome: Answer = await asyncio.wrap_future(controller.request(action, argument))
         return outcome
 
-    checks = TransferChecks(bucket, lambda: controller.receiver.status())
-    AsyncTransfer(checks, ask, _as_http).install(client, labels_only=backend is None)
+    install_async(client, TransferChecks(bucket, lambda: controller.receiver.status()), ask, _as_http)
 
 
 def _as_http(error: DeltaSyncError) -> Exception:
@@ -265,8 +234,8 @@ def install_offline(llm: Any, checks: TransferChecks, to: Callable[[int | None],
         to: OfflineSync.to.
     """
 
-    def update(request: Any) -> None:
-        asked = checks.update(_field(request, "update_info"))
+    def update(info: Any) -> None:
+        asked = checks.update(info)
         deadline = time.monotonic() + (asked.timeout_s or 0.0)
         while True:
             try:
@@ -277,16 +246,7 @@ def install_offline(llm: Any, checks: TransferChecks, to: Callable[[int | None],
                     raise
             time.sleep(PUBLISH_STEP_SECONDS)
 
-    calls: dict[str, Callable[..., None]] = {
-        "init_weight_transfer_engine": lambda request: checks.init(_field(request, "init_info")),
-        "shutdown_weight_transfer_engine": lambda: None,
-        "start_weight_update": checks.start,
-        "start_draft_weight_update": checks.draft,
-        "update_weights": update,
-        "finish_weight_update": lambda weight_version=None: checks.label(weight_version),
-    }
-    ours = patches.transfer_backend(llm.llm_engine.vllm_config) == BACKEND
-    for name, call in {**(calls if ours else {}), "update_weight_version": checks.label}.items():
+    for name, call in _replacements(llm.llm_engine.vllm_config, checks, update).items():
         if hasattr(llm, name):
             setattr(llm, name, call)
 

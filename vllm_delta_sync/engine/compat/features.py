@@ -1,13 +1,19 @@
-"""``check_features`` refuses vLLM options at start-up that the receiver does not support; docs/features.md lists them.
+"""``check_engine`` refuses, at start-up, vLLM options that the receiver does not support; docs/features.md lists them.
 
-``layout_checks`` handles options that change how ranks hold weights. An option is refused here if it would leave
-weights that a fresh start from the same version would not have, or if patches would reach weights of other engines.
+An option is refused if it would leave weights that a fresh start from the same version would not have, or if patches
+would reach weights of other engines (``check_features``); and if ranks could not be kept consistent (``check_layout``).
+
+How weights are cut over tensor, pipeline and expert parallel ranks, and copied over data parallel engines, plays no
+part here: every rank traces its own loader, and ``shard_ownership`` proves that together they hold every tensor. What
+that proof assumes is checked: every rank can be called, all can be paused together, and nothing else moves their
+weights.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.errors import EngineError
 
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
@@ -20,15 +26,28 @@ FLAGS_WITHOUT_PLUGINS = ("--grpc",)
 """Flags of ``vllm serve`` that start a server which loads no endpoint plugins."""
 
 
-def check_features(vllm_config: Any) -> None:
-    """Refuse unsupported options.
+def check_engine(vllm_config: Any, extension: str, *, offline: bool = False, missing: list[str] | None = None) -> None:
+    """Refuse an engine without our worker extension, or with unsupported options; warn of an untested vLLM.
 
     Args:
         vllm_config: of the engine, as its client has it.
+        extension: the worker extension that vLLM must have been launched with.
+        offline: whether the engine is an ``LLM`` object and not a server.
+        missing: what ``missing_names`` of ``core/engine_core.py`` found missing in vLLM's engine core.
 
     Raises:
         EngineError: names the flag, its value and the remedy.
     """
+    patches.warn_untested()
+    found = vllm_config.parallel_config.worker_extension_cls
+    if found != extension:
+        raise EngineError(f"worker_extension_cls is {found!r}; launch vLLM with --worker-extension-cls {extension}")
+    check_features(vllm_config)
+    check_layout(vllm_config, offline=offline, missing=missing)
+
+
+def check_features(vllm_config: Any) -> None:
+    """Refuse options that change where weights come from or lie. Raises EngineError."""
     _check_load_format(vllm_config.load_config.load_format)
     _check_offloading(vllm_config.offload_config)
     if vllm_config.speculative_config is not None:
@@ -81,6 +100,62 @@ def _check_speculation(speculative: Any, served: str) -> None:
 
 def _same_folder(first: str, second: str) -> bool:
     return first == second or (Path(first).exists() and Path(second).exists() and Path(first).samefile(second))
+
+
+def check_layout(vllm_config: Any, *, offline: bool = False, missing: list[str] | None = None) -> None:
+    """Refuse layouts that cannot be kept consistent; arguments and errors as ``check_engine``."""
+    parallel = vllm_config.parallel_config
+    engines = parallel.data_parallel_size
+    if parallel.enable_eplb:
+        raise EngineError(
+            "--enable-eplb is on: it moves experts between ranks while they serve, so that their addresses change; "
+            "turn it off"
+        )
+    if parallel.enable_elastic_ep:
+        raise EngineError("--enable-elastic-ep is on: ranks that are added later hold no version; turn it off")
+    if engines == 1:
+        return
+    if offline:
+        raise EngineError(
+            f"data_parallel_size is {engines}: an LLM object reaches one engine only; make one LLM for each, or use a "
+            "server"
+        )
+    if missing:
+        raise EngineError(
+            f"--data-parallel-size is {engines}, and this vLLM's engine core is not as expected (no "
+            f"{', '.join(missing)}): its engines cannot be paused together; use 1, or a vLLM release that was tested"
+        )
+    if not vllm_config.model_config.is_moe:
+        return
+    if parallel.local_engines_only:
+        raise EngineError(
+            f"--data-parallel-size is {engines} with external or hybrid load balancing: the engines of a "
+            "mixture-of-experts model run in step, and this server reaches only some of them; use internal load "
+            "balancing (leave out --data-parallel-external-lb, --data-parallel-hybrid-lb, --data-parallel-rank and "
+            "--data-parallel-start-rank)"
+        )
+    if cannot_exchange_tokens():
+        raise EngineError(
+            f"--data-parallel-size is {engines} for a mixture of experts on the CPU: vLLM's engines exchange tokens in "
+            "every forward pass, and its CPU communicator has no all_gatherv for that, so it would end at the first "
+            "request; use 1, and --tensor-parallel-size with --enable-expert-parallel"
+        )
+
+
+def cannot_exchange_tokens() -> bool:
+    """Return whether vLLM, on the CPU, cannot pass tokens between data parallel engines. Imports vLLM.
+
+    Cause: its CPU communicator claims to dispatch to experts on other ranks, and lacks the gathering for it.
+    Symptom: NotImplementedError in the first forward pass. Remove when: it has that.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    return bool(CpuCommunicator.all_gatherv is DeviceCommunicatorBase.all_gatherv)
 
 
 def check_front_end(environment: Mapping[str, str]) -> None:

@@ -20,8 +20,7 @@ Other places that use vLLM's internals have their own files; where they replace 
 ``worker/rank_worker.py``              attributes of the worker that the extension reads
 ``core/ports.py``                      the server's client: utility calls of every engine core, and its processes;
                                        methods of an ``LLM`` object
-``compat/layout_checks.py``            fields of the configuration that say how ranks hold weights
-``compat/features.py``                 fields of the configuration that are refused
+``compat/features.py``                 fields of the configuration that are refused, or say how ranks hold weights
 =====================================  ===============================================================================
 
 ``tests/receiver/test_compat.py`` looks up each of these names in the installed vLLM and reports what moved.
@@ -146,13 +145,6 @@ def keep_current_config(vllm_config: Any) -> None:
     if current._current_vllm_config is None:
         current._current_vllm_config = vllm_config
         current.get_cached_compilation_config.cache_clear()
-
-
-def check_extension(vllm_config: Any, expected: str) -> None:
-    """Raise EngineError unless vLLM was launched with our worker extension."""
-    found = vllm_config.parallel_config.worker_extension_cls
-    if found != expected:
-        raise EngineError(f"worker_extension_cls is {found!r}; launch vLLM with --worker-extension-cls {expected}")
 
 
 def version_label(version: int | None) -> str:

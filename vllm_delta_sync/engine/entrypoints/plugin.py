@@ -53,27 +53,17 @@ class EndpointPlugin:
             raise SystemExit(error.exit_code) from None
 
     async def _begin(self, engine_client: Any, state: Any) -> None:
-        """As ``init_state``.
-
-        Raises:
-            SettingsError: no bucket, or an invalid setting.
-            EngineError: the worker extension is missing, or the layout is not supported.
-        """
         from vllm_delta_sync.engine.api import weight_transfer
         from vllm_delta_sync.engine.api.api_servers import LeaderElection, find_api_server_group
-        from vllm_delta_sync.engine.compat.features import check_features
-        from vllm_delta_sync.engine.compat.layout_checks import check_layout
-        from vllm_delta_sync.engine.core import engine_core
+        from vllm_delta_sync.engine.compat.features import check_engine
+        from vllm_delta_sync.engine.core.engine_core import fail_when_engine_died, missing_names
         from vllm_delta_sync.engine.core.ports import ServerEnginePort
         from vllm_delta_sync.engine.follow.service import ReceiverService
         from vllm_delta_sync.engine.observe import spans
         from vllm_delta_sync.settings import load_settings
 
         settings = load_settings()
-        patches.warn_untested()
-        patches.check_extension(engine_client.vllm_config, WORKER_EXTENSION)
-        check_features(engine_client.vllm_config)
-        check_layout(engine_client.vllm_config, missing=engine_core.missing_names())
+        check_engine(engine_client.vllm_config, WORKER_EXTENSION, missing=missing_names())
         port = ServerEnginePort(engine_client, asyncio.get_running_loop(), settings)
         controller = LeaderElection(lambda: ReceiverService(port, settings), find_api_server_group(engine_client))
         state.delta_sync = controller
@@ -81,7 +71,7 @@ class EndpointPlugin:
         state.delta_sync_min_version_seconds = settings.min_version_seconds
         if settings.admin_token_file is not None and admin_token.readable_by_others(settings.admin_token_file):
             logger.warning("admin_token_file can be read by other users; run chmod 600 on it")
-        engine_core.fail_when_engine_died(engine_client)
+        fail_when_engine_died(engine_client)
         weight_transfer.install_on_server(engine_client, controller, settings.bucket)
         spans.install(engine_client, state, lambda: controller.receiver.served_run)
         await controller.start()
