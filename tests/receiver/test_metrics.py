@@ -184,17 +184,6 @@ def test_several_api_servers_add_up_and_the_newest_leader_is_shown(tmp_path: Pat
     assert not [name for name in shown if "pid=" in name]
 
 
-def test_without_a_client_nothing_is_counted_and_all_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    monkeypatch.setattr(metrics, "_made", {})
-    counted = grown("versions_total")
-    world = World(tmp_path)
-    world.receiver.board.export_metrics()
-    world.receiver.advance()
-    world.train_and_follow(1)
-    assert (world.receiver.served_version, counted()) == (1, 0)
-
-
 # The line of the log for each change of weights
 
 

@@ -5,14 +5,11 @@ writes (``PROMETHEUS_MULTIPROC_DIR``), so a collector that runs at scrape time i
 when it changes. Counters and histograms of all processes are summed. Gauges are written by the API server leader only,
 and the newest value wins, so the next leader replaces them. Ages are exported as points in time for the same reason:
 ``time() - delta_sync_look_timestamp_seconds``.
-
-Without ``prometheus_client``, nothing is counted.
 """
 
 import math
 import threading
 from collections.abc import Iterable, Mapping
-from types import ModuleType
 from typing import Any
 
 from vllm_delta_sync.errors import error_kinds
@@ -64,29 +61,23 @@ _lock = threading.Lock()
 _made: dict[str, Any] = {}
 
 
-def _metric(name: str) -> Any | None:
-    """Return a metric, registered at first use with every value of its label, so that each begins at zero."""
+def _metric(name: str, *value: str) -> Any:
+    """Return a metric, of one value of its label if that is given; registered at first use."""
     with _lock:
         if name not in _made:
-            client = _client()
-            _made[name] = None if client is None else _make(client, name)
-        return _made[name]
+            _made[name] = _make(name)
+    return _made[name].labels(*value) if value else _made[name]
 
 
-def _client() -> ModuleType | None:
+def _make(name: str) -> Any:
+    """Register a metric with every value of its label, so that each begins at zero."""
     # Imported late: vLLM sets PROMETHEUS_MULTIPROC_DIR, which prometheus_client reads on import.
-    try:
-        import prometheus_client
-    except ModuleNotFoundError:
-        return None
-    return prometheus_client
+    import prometheus_client as client
 
-
-def _make(client: Any, name: str) -> Any:
     label, values = LABELS.get(name, (None, ()))
     labels = [] if label is None else [label]
     if name in HISTOGRAMS:
-        metric = client.Histogram(PREFIX + name, HISTOGRAMS[name], labels, buckets=BUCKETS)
+        metric: Any = client.Histogram(PREFIX + name, HISTOGRAMS[name], labels, buckets=BUCKETS)
     elif name in COUNTERS:
         metric = client.Counter(PREFIX + name, COUNTERS[name], labels)
     else:
@@ -94,18 +85,6 @@ def _make(client: Any, name: str) -> Any:
     for value in error_kinds() if name == "failures_total" else values:
         metric.labels(value)
     return metric
-
-
-def _observe(name: str, seconds: float, *labels: str) -> None:
-    metric = _metric(name)
-    if metric is not None:
-        (metric.labels(*labels) if labels else metric).observe(seconds)
-
-
-def _count(name: str, amount: float = 1, *labels: str) -> None:
-    metric = _metric(name)
-    if metric is not None:
-        (metric.labels(*labels) if labels else metric).inc(amount)
 
 
 def register() -> None:
@@ -116,7 +95,7 @@ def register() -> None:
 
 def observe_slot_wait(seconds: float) -> None:
     """Record the wait for a pause slot, whether it was acquired or not."""
-    _observe("phase_seconds", seconds, "turn")
+    _metric("phase_seconds", "turn").observe(seconds)
 
 
 def observe_admission(outcome: str, seconds: float) -> None:
@@ -125,7 +104,7 @@ def observe_admission(outcome: str, seconds: float) -> None:
     Args:
         outcome: ``served``, ``late``, ``unreachable`` or ``malformed``. seconds: how long it waited.
     """
-    _observe("admission_seconds", seconds, outcome)
+    _metric("admission_seconds", outcome).observe(seconds)
 
 
 def count_move(move: str, ms: Mapping[str, float], versions: int = 0, payload_bytes: int = 0, changed: int = 0) -> None:
@@ -135,21 +114,21 @@ def count_move(move: str, ms: Mapping[str, float], versions: int = 0, payload_by
         move: ``forward``, ``rollback`` or ``repair``. ms: see ``timings_ms`` in the status.
         versions, payload_bytes, changed: versions, bytes and changed elements read from the bucket for it.
     """
-    _count("commits_total", 1, move)
-    _count("versions_total", versions)
-    _count("payload_bytes_total", payload_bytes)
-    _count("changed_elements_total", changed)
+    _metric("commits_total", move).inc()
+    _metric("versions_total").inc(versions)
+    _metric("payload_bytes_total").inc(payload_bytes)
+    _metric("changed_elements_total").inc(changed)
     for phase, value in ms.items():
         if phase == "pause":
-            _observe("pause_seconds", value / 1e3)
+            _metric("pause_seconds").observe(value / 1e3)
         elif phase in PHASES and phase != "turn":
             # ``observe_slot_wait`` records this phase, even where no commit follows.
-            _observe("phase_seconds", value / 1e3, phase)
+            _metric("phase_seconds", phase).observe(value / 1e3)
 
 
 def count_failure(kind: str) -> None:
     """Record a failure by its error's ``kind``."""
-    _count("failures_total", 1, kind)
+    _metric("failures_total", kind).inc()
 
 
 def show(values: Mapping[str, float | None], state: str, states: Iterable[str]) -> None:
@@ -159,10 +138,6 @@ def show(values: Mapping[str, float | None], state: str, states: Iterable[str]) 
         values: by name in ``GAUGES``, except ``state``; None becomes NaN. states: all states that exist.
     """
     for name, value in values.items():
-        gauge = _metric(name)
-        if gauge is not None:
-            gauge.set(math.nan if value is None else value)
-    one_hot = _metric("state")
-    if one_hot is not None:
-        for each in states:
-            one_hot.labels(each).set(each == state)
+        _metric(name).set(math.nan if value is None else value)
+    for each in states:
+        _metric("state", each).set(each == state)
