@@ -22,7 +22,7 @@ from vllm_delta_sync.engine.compat import write_hooks
 from vllm_delta_sync.engine.model import route_map as engine_routes
 from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch, to_device
 from vllm_delta_sync.engine.model.route_map import Destination
-from vllm_delta_sync.engine.model.weight_memory import WeightMemory
+from vllm_delta_sync.engine.model.weight_memory import Accelerator, WeightMemory
 from vllm_delta_sync.engine.protocol import Identify, Outcome, Poll, Progress, RankFailure, Scan
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import BusyError, FingerprintError
@@ -189,7 +189,7 @@ def test_touch_between_staging_and_commit_is_not_overlooked(world: World) -> Non
 MAIN, BACKGROUND = "MainThread", "delta-sync-stage"
 
 
-class Recorded:
+class Recorded(Accelerator):
     """An accelerator that only writes down what it is asked, by thread."""
 
     def __init__(self) -> None:

@@ -71,34 +71,27 @@ def keep_plain_cpu_experts() -> None:
     _check_experts(base)
     _register_operator()
 
-    def process_plain(self: Any, layer: torch.nn.Module) -> None:
-        _check_layer(self, layer)
-
-    def apply_plain(
-        self: Any, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, **rest: Any
-    ) -> None:
-        torch.ops.delta_sync.plain_experts(
-            output,
-            hidden_states,
-            w1,
-            w2,
-            self.w1_bias,
-            self.w2_bias,
-            rest["topk_weights"],
-            rest["topk_ids"],
-            rest["expert_map"],
-            rest["activation"].value,
-            # With one expert per token vLLM may have weighted the input already.
-            not rest["apply_router_weight_on_input"],
-        )
-
     bind = inspect.signature(base.apply).bind
 
     def apply(self: Any, *args: Any, **kwargs: Any) -> None:
-        apply_plain(**bind(self, *args, **kwargs).arguments)
+        given = bind(self, *args, **kwargs).arguments
+        torch.ops.delta_sync.plain_experts(
+            given["output"],
+            given["hidden_states"],
+            given["w1"],
+            given["w2"],
+            self.w1_bias,
+            self.w2_bias,
+            given["topk_weights"],
+            given["topk_ids"],
+            given["expert_map"],
+            given["activation"].value,
+            # With one expert per token vLLM may have weighted the input already.
+            not given["apply_router_weight_on_input"],
+        )
 
     apply.delta_sync = True  # type: ignore[attr-defined]
-    base.process_weights_after_loading = process_plain
+    base.process_weights_after_loading = _check_layer
     base.apply = apply
 
 

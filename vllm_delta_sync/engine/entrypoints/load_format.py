@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from vllm.distributed import get_world_group
 from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -54,16 +55,7 @@ def register() -> None:
 
 def from_rank_0(value: Any) -> Any:
     """Return rank 0's ``value`` on every rank of this engine."""
-    from vllm.distributed import get_world_group
-
     return get_world_group().broadcast_object(value)
-
-
-def is_rank_0() -> bool:
-    """Return whether this process chooses for all ranks of its engine."""
-    from vllm.distributed import get_world_group
-
-    return bool(get_world_group().rank_in_group == 0)
 
 
 class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
@@ -138,7 +130,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
 
     def _agree_on_version(self) -> tuple[Run, Manifest]:
         """Return the run and the version that rank 0 chose for all ranks, because the head may move meanwhile."""
-        if not is_rank_0():
+        if get_world_group().rank_in_group != 0:
             choose_version = from_rank_0(None)
             if choose_version is None:
                 raise EngineError("rank 0 found no version to load; its error says why")

@@ -80,7 +80,8 @@ def serve_command(
 
 def _model_of_run(settings: Settings, vllm_args: list[str]) -> tuple[str, list[str]]:
     """Write the model files that a run keeps to a folder; returns it, and further arguments."""
-    formats = [_value(vllm_args, at) for at in range(len(vllm_args)) if _flag_at(vllm_args, at) == LOAD_FORMAT_FLAG]
+    flags = [_flag_of(argument) for argument in vllm_args]
+    formats = [_value(vllm_args, at) for at, flag in enumerate(flags) if flag == LOAD_FORMAT_FLAG]
     if any(value != LOAD_FORMAT for value in formats):
         raise UsageError(
             f"{LOAD_FORMAT_FLAG} is {formats[0]!r}, but there is no MODEL to load: give MODEL, or omit "
@@ -97,8 +98,7 @@ def _model_of_run(settings: Settings, vllm_args: list[str]) -> tuple[str, list[s
             )
         _make_own(folder)
         write_files(run, folder)
-    flags = {_flag_at(vllm_args, at) for at in range(len(vllm_args))}
-    if missing_files(names) and not flags & {"--tokenizer", "--skip-tokenizer-init"}:
+    if missing_files(names) and not {"--tokenizer", "--skip-tokenizer-init"} & set(flags):
         logger.warning(
             "the run has no tokenizer, so vLLM may not start: give --tokenizer or --skip-tokenizer-init, or MODEL"
         )
@@ -125,9 +125,9 @@ def _make_own(folder: Path) -> None:
         )
 
 
-def _flag_at(arguments: list[str], at: int) -> str:
+def _flag_of(argument: str) -> str:
     """Return the name of a vLLM flag, with dashes for underscores, because vLLM accepts both."""
-    name = arguments[at].partition("=")[0]
+    name = argument.partition("=")[0]
     return name.replace("_", "-") if name.startswith("--") else name
 
 

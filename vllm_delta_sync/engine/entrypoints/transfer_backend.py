@@ -13,30 +13,25 @@ from vllm_delta_sync.errors import EngineError
 
 
 class BucketTransferEngine(WeightTransferEngine[dict[str, Any], dict[str, Any]]):
-    """Refuses every update; ``shutdown`` has nothing to release."""
+    """Refuses every update, by an EngineError."""
 
     init_info_cls = dict
     update_info_cls = dict
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Refuse. Raises EngineError."""
         _refuse("init_weight_transfer_engine")
 
     def start_weight_update(self) -> None:
-        """Refuse. Raises EngineError."""
         _refuse("start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Refuse. Raises EngineError."""
         _refuse("update_weights")
 
     def receive_weights(self, update_info: dict[str, Any]) -> None:
-        """Refuse. Raises EngineError."""
         _refuse("update_weights")
 
     def finish_weight_update(self) -> None:
-        """Refuse. Raises EngineError."""
         _refuse("finish_weight_update")
 
     def shutdown(self) -> None:

@@ -82,7 +82,6 @@ class RankGroup:
         self._seconds = stage_seconds
         self.ownership: Ownership | None = None
         self.keys_sequence = 0
-        self._table: TensorTable | None = None
         self._declared = Fingerprint()
 
     def gather(self, table: TensorTable, request: protocol.Identify) -> GatheredWeights:
@@ -92,7 +91,6 @@ class RankGroup:
             ModelError: a tensor cannot be routed, or is held in part.
         """
         self.ownership, held = _combine_ranks(table, self.run_operation(request))
-        self._table = table
         return held
 
     def set_baseline(
@@ -179,9 +177,7 @@ class RankGroup:
         return total
 
     def _mismatching_names(self, tensors: Iterable[int], answers: list[Scanned]) -> list[str]:
-        table = self._table
-        if table is None:
-            raise EngineError("the ranks' weights were not gathered yet")
+        table = self._known_ownership().table
         found = {name for answer in answers for name in answer.dead}
         for tensor in tensors:
             value = self._combined(tensor, answers)
@@ -226,9 +222,6 @@ def _combine_ranks(table: TensorTable, answers: list[Identified]) -> tuple[Owner
         if value is None:
             conflicting.add(tensor)
         found.append(value if ownership.is_loaded(tensor) else None)
-    return ownership, GatheredWeights(found, conflicting, _common_claim(answers), answers)
-
-
-def _common_claim(answers: list[Identified]) -> ClaimedVersion | None:
     claimed = answers[0].claimed
-    return claimed if all(answer.claimed == claimed for answer in answers) else None
+    common = claimed if all(answer.claimed == claimed for answer in answers) else None
+    return ownership, GatheredWeights(found, conflicting, common, answers)

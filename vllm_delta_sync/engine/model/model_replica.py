@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Leaf = Callable[[torch.Tensor], torch.Tensor]
-"""Makes the tensor that replaces one in the replica. ``replicate`` sets its class and attributes."""
+"""Makes a new tensor that replaces one in the replica. ``replicate`` sets its class and attributes."""
 Model = TypeVar("Model")
 
 _SHARED = frozenset(
@@ -221,11 +221,9 @@ class _Copier:
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         copied = self._leaf(tensor)
-        if copied is not tensor:
-            copied.__class__ = tensor.__class__
+        copied.__class__ = tensor.__class__
         self._keep(tensor, copied)
-        if copied is not tensor:
-            copied.__dict__.update({name: self.copy(item) for name, item in tensor.__dict__.items()})
+        copied.__dict__.update({name: self.copy(item) for name, item in tensor.__dict__.items()})
         return copied
 
     def _container(self, value: Any) -> Any:

@@ -346,7 +346,7 @@ class ReloadUnits:
                 routes.destinations.append(
                     Destination(f"host copy of {spec.name}", TORCH_DTYPES[spec.dtype], host_copy)
                 )
-                whole = _whole_region(spec.numel)
+                whole = Region(0, (spec.numel,), (1,)) if spec.numel != 1 else Region(0, (), ())
                 routes.routes[tensor] = [Route(unit.inputs[tensor], whole, whole)] if spec.numel else []
                 routes.loaded[tensor], routes.groups[tensor] = bool(spec.numel), [0] * len(routes.routes[tensor])
             found.units.append(unit)
@@ -380,7 +380,7 @@ class ReloadUnits:
             if everything or any(value is not None for value in after.values()):
                 affected.append(unit)
                 for tensor, value in after.items():
-                    bits[tensor] = _input_bits(routes, unit.inputs[tensor]) if value is None else value
+                    bits[tensor] = routes.destinations[unit.inputs[tensor]].bits if value is None else value
         found = self._exchanges_of(affected, bits, routes)
         patch.dense += [DensePatch(exchanges) for exchanges in found if exchanges]
 
@@ -388,7 +388,7 @@ class ReloadUnits:
         """Return the given tensors whose units match the model: reloading gives what it holds."""
         wanted = set(tensors)
         affected = [unit for unit in self.units if wanted & set(unit.inputs)]
-        bits = {tensor: _input_bits(routes, number) for unit in affected for tensor, number in unit.inputs.items()}
+        bits = {tensor: routes.destinations[number].bits for unit in affected for tensor, number in unit.inputs.items()}
         matching: set[int] = set()
         for unit, exchanges in zip(affected, self._exchanges_of(affected, bits, routes), strict=True):
             if not exchanges:
@@ -409,14 +409,6 @@ class ReloadUnits:
         return unit is None or all(routes.destinations[output.route.destination].is_live for output in unit.outputs)
 
 
-def _whole_region(numel: int) -> Region:
-    return Region(0, (numel,) if numel != 1 else (), (1,) if numel != 1 else ())
-
-
-def _input_bits(routes: RouteMap, number: int) -> Bits:
-    return routes.destinations[number].bits
-
-
 Change = SparsePatch | tuple[Route, torch.Tensor]
 
 
@@ -435,7 +427,7 @@ def _bits_after(changes: list[Change], number: int, routes: RouteMap) -> Bits | 
     """Return the bits that a host copy will have; None if they do not change."""
     if not changes:
         return None
-    bits = _input_bits(routes, number).copy()
+    bits = routes.destinations[number].bits.copy()
     for change in changes:
         if not isinstance(change, SparsePatch):
             signed = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])

@@ -31,6 +31,7 @@ class Ownership:
         members: per group id: the ranks of the group. A group is a set of ranks that hold copies of the same region.
     """
 
+    table: TensorTable
     slots: list[Slots]
     holders: list[list[tuple[int, ...]]]
     members: list[tuple[int, ...]]
@@ -95,7 +96,7 @@ def prove_ownership(table: TensorTable, regions: Sequence[Sequence[Sequence[Regi
         if found:
             _prove_whole(spec.name, tuple(found), spec.numel)
     members = sorted({ranks for of_tensor in holders for ranks in of_tensor})
-    return Ownership(slots, holders, members)
+    return Ownership(table, slots, holders, members)
 
 
 def _prove_whole(name: str, regions: tuple[Region, ...], numel: int) -> None:

@@ -17,7 +17,7 @@ On a CPU only the lock and inference mode remain.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,38 +25,26 @@ from vllm_delta_sync.engine.model.model_replica import is_plain, walk_tensors
 from vllm_delta_sync.errors import BusyError
 
 
-class Accelerator(Protocol):
-    """Device operations, all for the calling thread."""
-
-    def set_device(self) -> None:
-        """Make it the thread's current device."""
-
-    def set_new_stream(self) -> None:
-        """Make a new stream the thread's current stream."""
-
-    def synchronize_stream(self) -> None:
-        """Wait until all work launched on the thread's current stream is done."""
-
-    def synchronize(self) -> None:
-        """Wait until all work launched on any of the device's streams is done."""
-
-
-class TorchAccelerator:
-    """Any device that torch supports as an accelerator."""
+class Accelerator:
+    """A device that torch supports as an accelerator; every method acts for the calling thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def set_device(self) -> None:
+        """Make it the thread's current device."""
         torch.accelerator.set_device_index(self._device)
 
     def set_new_stream(self) -> None:
+        """Make a new stream the thread's current stream."""
         torch.accelerator.set_stream(torch.Stream(self._device))
 
     def synchronize_stream(self) -> None:
+        """Wait until all work launched on the thread's current stream is done."""
         torch.accelerator.current_stream(self._device).synchronize()
 
     def synchronize(self) -> None:
+        """Wait until all work launched on any of the device's streams is done."""
         torch.accelerator.synchronize(self._device)
 
 
@@ -81,7 +69,7 @@ class WeightMemory:
     def for_model(cls, model: Any) -> "WeightMemory":
         """Return the guard of a model's weights; the first tensor of the model decides the device."""
         device = next((tensor.device for _, _, tensor in walk_tensors(model) if is_plain(tensor)), torch.device("cpu"))
-        return cls(None if device.type in ("cpu", "meta") else TorchAccelerator(device))
+        return cls(None if device.type in ("cpu", "meta") else Accelerator(device))
 
     @contextmanager
     def background_thread(self) -> Iterator[None]:
