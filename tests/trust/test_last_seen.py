@@ -214,7 +214,7 @@ def test_full_disk_later_does_not_keep_weights_from_being_current(
     """What was seen in this life holds all the same."""
     world = Trusted(tmp_path)
     world.serves(3)
-    blocked = next((tmp_path / "state").glob("*.json")).with_suffix(".part")
+    blocked = next((tmp_path / "state").glob("*.json")).with_suffix(".json.part")
     blocked.mkdir()
     world.chain.grow(1)
     world.serves(4)
@@ -271,14 +271,14 @@ def test_cold_start_honours_the_mark_and_leaves_it(tmp_path: Path) -> None:
 
 def test_mark_keeps_whom_it_was_told_to_be_revoked(tmp_path: Path) -> None:
     file = LastSeenStore(tmp_path, "file:///run")
-    file.advance_to(LastSeen("r", 1, 5, "five"))
+    file.advance_to(LastSeen("r", 1, 5, "five", ""))
     kept = json.loads(file.path.read_bytes())
     assert kept.pop("revoked") == []
     file.path.write_bytes(json.dumps(kept).encode())
-    assert file.load() == LastSeen("r", 1, 5, "five")
-    file.advance_to(LastSeen("r", 1, 4, "four", revoked=("b",)))
-    file.advance_to(LastSeen("r", 1, 6, "six", revoked=("a",)))
-    assert file.load() == LastSeen("r", 1, 6, "six", revoked=("a", "b"))
+    assert file.load() == LastSeen("r", 1, 5, "five", "")
+    file.advance_to(LastSeen("r", 1, 4, "four", "", revoked=("b",)))
+    file.advance_to(LastSeen("r", 1, 6, "six", "", revoked=("a",)))
+    assert file.load() == LastSeen("r", 1, 6, "six", "", revoked=("a", "b"))
     for wrong in ("a", [1], None):
         file.path.write_bytes(json.dumps({**kept, "revoked": wrong}).encode())
         with pytest.raises(SettingsError, match="does not say"):

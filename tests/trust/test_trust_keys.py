@@ -673,7 +673,9 @@ def test_marks_of_several_servers(tmp_path_factory: pytest.TempPathFactory, seen
 @pytest.mark.parametrize(
     "data",
     [b"", b"{", b"[]", b"{}", b'{"run":"x"}', b'{"run":1,"keys":0,"version":0,"manifest":"","key":""}',
-     b'{"run":"x","keys":true,"version":0,"manifest":"","key":""}', b"\xff\xfe"],
+     b'{"run":"x","keys":true,"version":0,"manifest":"","key":""}', b"\xff\xfe",
+     b'{"run":"x","keys":0,"version":3.0,"manifest":"","key":""}', b'{"run":"x","keys":0,"version":0,"manifest":""}',
+     b'{"run":"x","keys":0,"version":0,"manifest":"","key":"","more":0}', b" " * (1 << 21)],
 )  # fmt: skip
 def test_damaged_mark_is_not_taken_for_none(data: bytes, tmp_path: Path) -> None:
     file = LastSeenStore(tmp_path, "x")
@@ -712,3 +714,14 @@ def test_mark_is_lowered_only_from_what_was_believed(tmp_path: Path) -> None:
     assert file.load() == mark(1, 9)
     file.retract_to(mark(1, 9), mark(2, 3))
     assert file.load() == mark(2, 3)
+
+
+def test_mark_of_an_older_release_is_read_and_then_private(tmp_path: Path) -> None:
+    """Its mode was left to the umask."""
+    file = LastSeenStore(tmp_path, "x")
+    file.path.write_text(f'{{"run": "{RUN}", "keys": 1, "version": 5, "manifest": "five", "key": ""}}')
+    file.path.chmod(0o664)
+    file.prepare()
+    assert file.load() == LastSeen(RUN, 1, 5, "five", "")
+    file.advance_to(mark(1, 6))
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600

@@ -1,19 +1,17 @@
 """``LastSeenStore`` keeps the newest state that a receiver saw of a run across restarts (TUF's rollback protection)."""
 
-import fcntl
-import json
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter
+
+from vllm_delta_sync.durable_files import StateFile
 from vllm_delta_sync.errors import ChainError, ForkError, SettingsError, StoreError
 
-_FIELDS = {"run": str, "keys": int, "version": int, "manifest": str, "key": str}
-_REVOKED = "revoked"
+MAX_LAST_SEEN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -25,16 +23,21 @@ class LastSeen:
         revoked: trusted keys that another trusted key revoked, ascending. A keys.json that they sign is refused.
     """
 
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
     run: str
     keys: int
     version: int
     manifest: str
-    key: str = ""
-    revoked: tuple[str, ...] = ()
+    key: str
+    revoked: tuple[str, ...] = ()  # Files of older releases lack it.
 
     def with_key_list(self, keys: int, revoked: Iterable[str]) -> "LastSeen":
         """Return a copy that also remembers another key list that was seen."""
         return replace(self, keys=max(self.keys, keys), revoked=tuple(sorted({*self.revoked, *revoked})))
+
+
+_FORMAT = TypeAdapter(LastSeen)
 
 
 class LastSeenStore:
@@ -49,6 +52,9 @@ class LastSeenStore:
 
     def __init__(self, folder: Path, url: str) -> None:
         self.path = folder / f"{sha256(url.encode()).hexdigest()[:32]}.json"
+        # Older releases left the file's mode to the umask, and network disks may show another owner. The next write
+        # makes it private; a server that refused it until then would not start after an upgrade.
+        self._file = StateFile(self.path, MAX_LAST_SEEN_BYTES, lock=self.path.with_suffix(".lock"), check_owner=False)
 
     def load(self) -> LastSeen | None:
         """Return what was seen; None if nothing was seen yet.
@@ -57,7 +63,7 @@ class LastSeenStore:
             SettingsError: the file is malformed. StoreError: it cannot be read.
         """
         try:
-            value = json.loads(self.path.read_bytes())
+            return _FORMAT.validate_json(self._file.read())
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -65,8 +71,10 @@ class LastSeenStore:
                 f"what was seen of the run cannot be read from {str(self.path)!r}: {error.strerror}"
             ) from error
         except ValueError as error:
-            raise self._damaged() from error
-        return self._parsed(value)
+            raise SettingsError(
+                f"{str(self.path)!r} is damaged and does not say what was seen of the run; remove it if you know that "
+                "the bucket was not put back to an older state"
+            ) from error
 
     def prepare(self) -> None:
         """Check that the file can be read and written.
@@ -75,7 +83,7 @@ class LastSeenStore:
             SettingsError: the folder is not writable, or the file is malformed.
         """
         try:
-            with self._locked():
+            with self._file.locked():
                 self.load()
         except (OSError, StoreError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -91,21 +99,14 @@ class LastSeenStore:
             StoreError: it cannot be written. SettingsError: as ``load``. ForkError: the file names another manifest of
                 that version. ChainError: the file names another run.
         """
-        try:
-            with self._locked():
-                kept = self.load()
-                if kept is not None:
-                    self._check_same(kept, mark)
-                    newest = mark if mark.version > kept.version else kept
-                    mark = newest.with_key_list(mark.keys, mark.revoked).with_key_list(kept.keys, kept.revoked)
-                    if mark == kept:
-                        return
-                self._write(mark)
-        except OSError as error:
-            raise StoreError(
-                f"what was seen of the run cannot be written to {str(self.path)!r}: {error.strerror}; make room, or "
-                "set state_dir"
-            ) from error
+        with self._locked_for_writing():
+            kept = self.load()
+            if kept is not None:
+                self._check_same(kept, mark)
+                newest = mark if mark.version > kept.version else kept
+                mark = newest.with_key_list(mark.keys, mark.revoked).with_key_list(kept.keys, kept.revoked)
+            if mark != kept:
+                self._file.write(_FORMAT.dump_json(mark))
 
     def retract_to(self, believed: LastSeen, mark: LastSeen) -> None:
         """Replace ``believed``, whose signature is no longer valid, by the older ``mark``, if the file still has it.
@@ -113,35 +114,20 @@ class LastSeenStore:
         Raises:
             StoreError: it cannot be written. SettingsError: as ``load``.
         """
+        with self._locked_for_writing():
+            if self.load() == believed:
+                self._file.write(_FORMAT.dump_json(mark))
+
+    @contextmanager
+    def _locked_for_writing(self) -> Iterator[None]:
         try:
-            with self._locked():
-                if self.load() == believed:
-                    self._write(mark)
+            with self._file.locked():
+                yield
         except OSError as error:
             raise StoreError(
                 f"what was seen of the run cannot be written to {str(self.path)!r}: {error.strerror}; make room, or "
                 "set state_dir"
             ) from error
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(self.path.with_suffix(".lock"), "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-
-    def _write(self, mark: LastSeen) -> None:
-        part = self.path.with_suffix(".part")
-        with open(part, "w", encoding="utf-8") as file:
-            json.dump(asdict(mark), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, self.path)
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def _check_same(self, kept: LastSeen, mark: LastSeen) -> None:
         if kept.run != mark.run:
@@ -151,20 +137,3 @@ class LastSeenStore:
                 f"another server on this machine saw manifest {kept.manifest} as version {kept.version}, this one sees "
                 f"{mark.manifest}: the history was forked"
             )
-
-    def _parsed(self, value: Any) -> LastSeen:
-        if not isinstance(value, dict):
-            raise self._damaged()
-        # Files of older releases lack this field.
-        revoked = value.pop(_REVOKED, [])
-        if not isinstance(revoked, list) or any(type(key) is not str for key in revoked):
-            raise self._damaged()
-        if value.keys() != _FIELDS.keys() or any(type(value[name]) is not kind for name, kind in _FIELDS.items()):
-            raise self._damaged()
-        return LastSeen(**value, revoked=tuple(revoked))
-
-    def _damaged(self) -> SettingsError:
-        return SettingsError(
-            f"{str(self.path)!r} is damaged and does not say what was seen of the run; remove it if you know that the "
-            "bucket was not put back to an older state"
-        )

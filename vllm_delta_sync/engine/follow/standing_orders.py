@@ -5,18 +5,15 @@ means that there was an order. The server then holds the version it starts with 
 order may have been meant to avoid the newest version.
 """
 
-import fcntl
-import os
 import re
-import stat
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Literal, TextIO
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_delta_sync.bucket import open_bucket, scheme_of, store_of
+from vllm_delta_sync.durable_files import StateFile
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import DeltaSyncError, SettingsError, UsageError
 from vllm_delta_sync.format.limits import MAX_VERSION
@@ -58,36 +55,37 @@ class StandingOrder(BaseModel):
 
 
 class StandingOrderStore:
-    """The file with a server's standing order. If it cannot be written, a warning is logged.
-
-    Attributes:
-        path: the file; None if there is no usable folder.
-    """
+    """The file with a server's standing order. If it cannot be written, a warning is logged."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._lock: TextIO | None = None
         self._saved: StandingOrder | None = None
-        self.path: Path | None = None
+        self._file: StateFile | None = None
         self._problem = ""
         try:
             name = open_bucket(settings.bucket, settings.store()).url
             if settings.receiver_id is not None:
                 name = f"{name}\n{settings.receiver_id}"
-            self.path = settings.state_folder() / f"{sha256(name.encode()).hexdigest()[:32]}.order"
+            path = settings.state_folder() / f"{sha256(name.encode()).hexdigest()[:32]}.order"
+            self._file = StateFile(path, MAX_ORDER_BYTES)
         except SettingsError as error:
             self._problem = error.message
 
+    @property
+    def path(self) -> Path | None:
+        """The file; None if there is no usable folder."""
+        return None if self._file is None else self._file.path
+
     def load(self) -> StandingOrder | None:
         """Return the stored order, or None. If the file cannot be read: an order that holds, without a version."""
-        if self.path is None or not os.path.lexists(self.path):
+        if self._file is None or not self._file.exists():
             return None
         unread = StandingOrder(setting=self._settings.target, holding=True)
         try:
-            if not self._acquire():
+            if not self._acquire(self._file):
                 logger.warning("the standing order is ignored: %s", self._problem)
                 return None
-            self._saved = self.parse(_read(self.path))
+            self._saved = self.read()
         except (OSError, ValueError, DeltaSyncError) as error:
             reason = error.strerror if isinstance(error, OSError) else _first_line(error)
             logger.warning(
@@ -109,14 +107,15 @@ class StandingOrderStore:
 
     def save(self, order: StandingOrder) -> None:
         """Store an order durably; an empty order removes the file."""
-        if order == self._saved or (self._saved is None and order.is_empty and not self._is_there()):
+        there = self._file is not None and self._file.exists()
+        if order == self._saved or (self._saved is None and order.is_empty and not there):
             return
         try:
-            if self.path is not None and self._acquire():
+            if self._file is not None and self._acquire(self._file):
                 if order.is_empty:
-                    _remove(self.path)
+                    self._file.remove()
                 else:
-                    _write(self.path, order.model_dump_json())
+                    self._file.write(order.model_dump_json().encode())
                 self._saved = None if order.is_empty else order
                 return
         except OSError as error:
@@ -127,45 +126,39 @@ class StandingOrderStore:
             order, self._problem,
         )  # fmt: skip
 
-    def _is_there(self) -> bool:
-        return self.path is not None and os.path.lexists(self.path)
+    def read(self) -> StandingOrder:
+        """Return the stored order; does not lock the file.
 
-    def _acquire(self) -> bool:
-        """Lock the file for this server; False if another server of this user has it."""
-        if self._lock is not None or self.path is None:
-            return self.path is not None
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        lock = os.fdopen(descriptor, "r+")
-        try:
-            # A record lock: forked processes do not inherit it.
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            lock.close()
-            self._problem = (
-                f"{str(self.path)!r} is in use by another server of this user that follows the same run; give each "
-                "server its own receiver_id or state_dir"
-            )
-            return False
-        self._lock = lock
-        return True
-
-    def parse(self, data: bytes) -> StandingOrder:
-        """Parse an order. Raises ValueError: invalid bytes. UsageError: its run is not beside the configured one."""
-        order = StandingOrder.model_validate_json(data)
+        Raises:
+            SettingsError: there is no usable folder. OSError, ValueError: the file cannot be read, or has no order.
+            UsageError: the order's run is not beside the configured one.
+        """
+        if self._file is None:
+            raise SettingsError(self._problem)
+        order = StandingOrder.model_validate_json(self._file.read())
         if order.bucket is not None:
             sibling_url(self._settings.bucket, order.bucket)
         return order
 
+    def _acquire(self, file: StateFile) -> bool:
+        """Lock the file for this server; False if another server of this user has it."""
+        acquired = file.acquire()
+        if not acquired:
+            self._problem = (
+                f"{str(file.path)!r} is in use by another server of this user that follows the same run; give each "
+                "server its own receiver_id or state_dir"
+            )
+        return acquired
+
 
 def peek_order(settings: Settings) -> StandingOrder | None:
     """Return the order that a server with these settings will load, or None; does not lock the file."""
-    kept = StandingOrderStore(settings)
+    store = StandingOrderStore(settings)
     try:
-        order = None if kept.path is None else kept.parse(_read(kept.path))
+        order = store.read()
     except (OSError, ValueError, DeltaSyncError):
         return None
-    return order if order is not None and order.setting == settings.target else None
+    return order if order.setting == settings.target else None
 
 
 def apply_order(settings: Settings, order: StandingOrder) -> Settings:
@@ -205,44 +198,6 @@ def _split_url(url: str) -> tuple[str, str]:
             text = f"{Path.cwd()}/{text}"
     parent, _, name = text.rpartition("/")
     return parent, name
-
-
-def _read(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise ValueError("other users may have written it")
-        data = file.read(MAX_ORDER_BYTES + 1)
-    if len(data) > MAX_ORDER_BYTES:
-        raise ValueError(f"it has more than {MAX_ORDER_BYTES} bytes")
-    return data
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_suffix(".part")
-    with suppress(FileNotFoundError):
-        part.unlink()
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(descriptor)
-    os.replace(part, path)
-    _sync(path.parent)
-
-
-def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _first_line(error: ValueError | DeltaSyncError) -> str:

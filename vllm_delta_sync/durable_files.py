@@ -1,0 +1,128 @@
+"""``StateFile`` is a small file that a server keeps across restarts; ``write_atomically`` writes any file safely."""
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_LOCK = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class StateFile:
+    """A small file of this user. Its folder is created at the first lock, for this user only.
+
+    Every method raises OSError if the disk or the permissions do not allow it. Call ``write`` and ``remove`` only with
+    the lock: ``locked`` for a moment, in files that servers share, or ``acquire``, in files of one server.
+
+    Args:
+        max_bytes: a longer file is not read.
+        lock: the file to lock; by default ``path`` with ``.lock`` appended.
+        check_owner: whether to refuse a file that other users own or may write.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, *, lock: Path | None = None, check_owner: bool = True) -> None:
+        self.path = path
+        self._max_bytes = max_bytes
+        self._lock_path = path.with_name(f"{path.name}.lock") if lock is None else lock
+        self._check_owner = check_owner
+        self._acquired: FileIO | None = None
+
+    def exists(self) -> bool:
+        """Return whether anything has the file's name, even if ``read`` refuses it."""
+        return os.path.lexists(self.path)
+
+    def read(self) -> bytes:
+        """Return the content; needs no lock.
+
+        Raises:
+            FileNotFoundError: there is no file. OSError: it cannot be read, is a link or no regular file, or other
+                users may have written it. ValueError: it is too long.
+        """
+        with open(self.path, "rb", opener=_open_safely) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file")
+            if self._check_owner and (found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+                raise PermissionError(errno.EPERM, "other users may have written it")
+            data = file.read(self._max_bytes + 1)
+        if len(data) > self._max_bytes:
+            raise ValueError(f"it has more than {self._max_bytes} bytes")
+        return data
+
+    def write(self, data: bytes) -> None:
+        """Replace the content durably. If this is interrupted, the file has the old content or the new one."""
+        write_atomically(self.path, data, self.path.with_name(f"{self.path.name}.part"))
+        sync_folder(self.path.parent)
+
+    def remove(self) -> None:
+        """Remove the file durably, if it exists."""
+        self.path.unlink(missing_ok=True)
+        sync_folder(self.path.parent)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Wait for the lock and hold it in the block. It excludes other processes and other threads of this one."""
+        with self._open_lock() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def acquire(self) -> bool:
+        """Lock the file until this object or its process ends; False if another process has it."""
+        if self._acquired is None:
+            lock = self._open_lock()
+            try:
+                # A record lock: forked processes do not inherit it.
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                lock.close()
+                return False
+            self._acquired = lock
+        return True
+
+    def _open_lock(self) -> FileIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return open(os.open(self._lock_path, _LOCK, 0o600), "r+b", buffering=0)
+
+
+def _open_safely(path: str, flags: int) -> int:
+    """Open for reading; a link is refused, and a pipe is opened without waiting for its writer."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def write_atomically(path: Path, data: bytes, part: Path, mode: int | None = None) -> None:
+    """Replace a file's content. Readers, and a restart after a crash, find the old content or the new one.
+
+    Args:
+        part: written first, in the same folder. If it exists, it is what an interrupted write left and is removed, so
+            no two writers may use the same one at a time.
+        mode: the file's permissions, whatever the umask is; by default only this user can read it.
+    """
+    part.unlink(missing_ok=True)
+    try:
+        with open(os.open(part, _CREATE, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:  # including interrupts: no partial file stays
+        part.unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(path: Path) -> None:
+    """Make a folder's new, replaced and removed names durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
