@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from vllm_delta_sync.durable_files import sync_folder
 from vllm_delta_sync.errors import StoreError, UsageError
 
 STALE_TRIES = 5
@@ -95,11 +96,7 @@ def _make_folders(path: Path) -> None:
         path.mkdir()
     except FileExistsError:
         return
-    parent = os.open(path.parent, _ROOT)
-    try:
-        os.fsync(parent)
-    finally:
-        os.close(parent)
+    sync_folder(path.parent)
 
 
 def refuse_link(name: str, found: os.stat_result) -> None:

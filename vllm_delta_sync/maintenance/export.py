@@ -21,6 +21,7 @@ import numpy as np
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, Version
+from vllm_delta_sync.durable_files import sync_folder
 from vllm_delta_sync.errors import (
     ConflictError,
     DataError,
@@ -362,11 +363,7 @@ def _put_in_place(made: Path, target: Path, work: Path, names: list[str]) -> Non
         (target / name).unlink(missing_ok=True)
     for name in sorted(moved, key=lambda name: (identifying.index(name) if name in identifying else -1, name)):
         os.replace(made / name, target / name)
-    folder = os.open(target, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(target)
 
 
 # The weights

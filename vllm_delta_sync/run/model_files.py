@@ -3,11 +3,11 @@
 ``write_files`` writes the run's files to a model folder.
 """
 
-import os
-import tempfile
+import secrets
 from pathlib import Path
 
 from vllm_delta_sync.bucket.verified import fetch_object
+from vllm_delta_sync.durable_files import write_atomically
 from vllm_delta_sync.errors import DataError, NotFoundError, StoreError
 from vllm_delta_sync.format.manifest import RUN_KEY, Manifest, RunFile
 from vllm_delta_sync.redaction import guarded_logger
@@ -70,16 +70,7 @@ def write_file(path: Path, data: bytes) -> None:
         if path.is_file() and not path.is_symlink() and path.read_bytes() == data:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        opened, part = tempfile.mkstemp(prefix=".part-", dir=path.parent)
-        try:
-            with open(opened, "wb") as file:
-                file.write(data)
-                os.fsync(opened)
-            os.chmod(part, 0o644)
-            os.replace(part, path)
-        except BaseException:  # including interrupts: no partial file stays
-            os.unlink(part)
-            raise
+        write_atomically(path, data, path.with_name(f".part-{secrets.token_hex(8)}"), mode=0o644)
     except OSError as error:
         raise StoreError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
 
