@@ -113,13 +113,10 @@ class Box:
             positions: inside the whole tensor.
 
         Returns:
-            a slice or an (n,) mask of ``positions``, and the selected ones as (m,) ascending local positions, which for
-            the box of a whole tensor are ``positions`` itself.
+            a slice or an (n,) mask of ``positions``, and the selected ones as (m,) ascending local positions.
         """
         if not self.numel:
             return slice(0, 0), np.empty(0, np.int64)
-        if self.is_whole:
-            return slice(None), np.asarray(positions, np.int64)
         first, last = (int(found) for found in np.searchsorted(positions, (self.start, self.stop)))
         if self.is_range:
             return slice(first, last), np.subtract(positions[first:last], self.start, dtype=np.int64)

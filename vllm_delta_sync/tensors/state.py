@@ -18,8 +18,8 @@ _ALIGNMENT = 64
 
 AllocateBits = Callable[[TensorTable], Sequence[Bits]]
 """Allocates a model's bits: tensor table → per tensor id, flat (numel,) writable unsigned bits."""
-HeldPieces = Sequence[tuple[Box, Bits]]
-"""What is held of one tensor: boxes, and the flat (numel of the box,) writable bits of each."""
+HeldPieces = Sequence[tuple[Box | None, Bits]]
+"""What is held of one tensor: boxes (None is the whole tensor), and the flat writable bits of each."""
 
 
 def apply_changes(
@@ -43,22 +43,36 @@ def apply_changes(
     measured: dict[int, Fingerprint] = {}
     for group in changes.sparse:
         for tensor, positions, data in group.tensors():
-            name = table[tensor].name
             for box, bits in pieces(tensor):
-                chosen, local = box.inside(positions)
-                change = change_elements(group, name, bits, local, data[chosen], positions[chosen])
-                if tensor not in incomplete:
-                    measured[tensor] = measured.get(tensor, Fingerprint()) + change
+                chosen: slice | Positions = slice(None)
+                local = positions
+                if box is not None:
+                    chosen, local = box.inside(positions)
+                if tensor in incomplete:
+                    write_elements(group, bits, local, data[chosen])
+                    continue
+                before = bits[local]
+                write_elements(group, bits, local, data[chosen])
+                change = fingerprint_change(table[tensor].name, positions[chosen], before, bits[local])
+                measured[tensor] = measured.get(tensor, Fingerprint()) + change
     for full in changes.full:
         if not (held := pieces(full.id)):
             continue
+        whole = full.bits
         for box, bits in held:
-            bits.reshape(box.shape)[...] = box.view(full.bits)
-        measured[full.id] = fingerprint_tensor(table[full.id].name, full.bits) - fingerprints[full.id]
+            if box is None:
+                bits[:] = whole
+                whole = bits
+            else:
+                bits.reshape(box.shape)[...] = box.view(whole)
+        measured[full.id] = fingerprint_tensor(table[full.id].name, whole) - fingerprints[full.id]
     for tensor, declared in changes.fingerprints.items():
-        if not pieces(tensor):
-            continue
-        if measured.get(tensor, declared if tensor in incomplete else None) != declared:
+        found = measured.get(tensor)
+        if found is None:
+            if not pieces(tensor):
+                continue
+            found = declared if tensor in incomplete else None
+        if found != declared:
             raise FingerprintError(
                 f"tensor {table[tensor].name!r} does not have the declared fingerprint after the change: "
                 "the object is damaged, or was made against other weights"
@@ -66,21 +80,12 @@ def apply_changes(
         fingerprints[tensor] += declared
 
 
-def change_elements(
-    group: Sparse, name: str, bits: Bits, local: Positions, data: Bits, positions: Positions
-) -> Fingerprint:
-    """Change (n,) elements in place, and return the change of their tensor's fingerprint.
-
-    Args:
-        group: says how to read ``data``. name: of the tensor.
-        local: indices of the elements in ``bits``. positions: their flat indices in the whole tensor.
-    """
-    before = bits[local]
+def write_elements(group: Sparse, bits: Bits, local: Positions, data: Bits) -> None:
+    """Change the (n,) elements of ``bits`` at ``local`` in place by ``data`` of a group, distances or new bits."""
     if group.relative:
         apply_distances(group.element, bits, local, data)
     else:
         bits[local] = data
-    return fingerprint_change(name, positions, before, bits[local])
 
 
 class ModelState:
@@ -105,7 +110,6 @@ class ModelState:
         allocate: AllocateBits | None = None,
     ) -> None:
         self.table = table
-        self._boxes = [Box.all_of(spec.shape) for spec in table]
         places = None if allocate is None else allocate(table)
         found: dict[int, Bits] = {}
         for name, bits in tensors:
@@ -145,7 +149,7 @@ class ModelState:
         apply_changes(changes, self.table, self._pieces, self.fingerprints)
 
     def _pieces(self, tensor: int) -> HeldPieces:
-        return ((self._boxes[tensor], self.bits[tensor]),)
+        return ((None, self.bits[tensor]),)
 
 
 def contiguous_buffer(allocate: Callable[[int], np.ndarray]) -> AllocateBits:

@@ -7,13 +7,13 @@ import numpy as np
 from vllm_delta_sync.codec.delta_reader import LazyDelta, decode
 from vllm_delta_sync.errors import DeltaSyncError, UnsupportedError
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
-from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.checks import delta_context, read_shard
 from vllm_delta_sync.tensors.bits import Bits, Positions
 from vllm_delta_sync.tensors.changes import Changes, Sparse
-from vllm_delta_sync.tensors.state import ModelState, change_elements
+from vllm_delta_sync.tensors.state import ModelState, write_elements
 
 _Rows = list[tuple[Sparse, Positions, Bits]]
 
@@ -34,12 +34,11 @@ def _simulate_tensor(state: ModelState, tensor: int, rows: _Rows) -> Fingerprint
     """Change a copy of the elements that the rows name; a later row starts from what an earlier one left."""
     one = len(rows) == 1
     touched = rows[0][1] if one else np.unique(np.concatenate([positions for _, positions, _ in rows]))
-    bits = state.bits[tensor][touched]
-    total = Fingerprint()
+    before = state.bits[tensor][touched]
+    after = before.copy()
     for group, positions, data in rows:
-        local = np.arange(touched.size) if one else np.searchsorted(touched, positions)
-        total += change_elements(group, state.table[tensor].name, bits, local, data, positions)
-    return total
+        write_elements(group, after, np.arange(touched.size) if one else np.searchsorted(touched, positions), data)
+    return fingerprint_change(state.table[tensor].name, touched, before, after)
 
 
 def first_mismatch(
