@@ -1,11 +1,11 @@
-"""Who may write a run: ``claim`` begins a writer epoch, ``check_not_fenced`` checks it, ``check_tail`` the signatures.
+"""Who may continue a run: ``claim`` begins a writer epoch; ``find_tail`` and ``check_tail`` find and check its end.
 
 A publisher that takes over a run first writes claims/<e>.json, if absent, and only then finds the head. A writer looks
 for the claim after its own right before each commit. So at most one more version of the former writer can appear, the
-one whose check ran just before the claim; see ``RunWriter.commit``.
+one whose check (``RunWriter.check_not_fenced``) ran just before the claim.
 
 Where create-if-absent is not atomic (``Bucket.supports_conditional_put`` is False), two writers may both believe that
-they were first. Users must then run one publisher at a time, and the checks here keep mistakes from doing harm: a claim
+they were first. Users must then run one publisher at a time, and these checks keep mistakes from doing harm: a claim
 and run.json count as ours only if they read back as ours after a settling time; before and after each commit a writer
 checks that claim, run.json and its manifests are still its own, and stops if not; no writer overwrites another's
 objects. What remains: a write that the network delays beyond the settling time, after its writer's last check, may
@@ -14,14 +14,13 @@ replace another writer's object. That writer notices at its next commit at the l
 
 import secrets
 from dataclasses import dataclass
-from hashlib import sha256
 
+from trainer_side.writer import key_refusal, stored_digest
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.conditional_put import confirm_created, create_if_absent, has_content, reads_back
+from vllm_delta_sync.bucket.conditional_put import confirm_created, create_if_absent
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ChainError,
-    ConflictError,
     DataError,
     DeltaSyncError,
     ForkError,
@@ -38,9 +37,6 @@ from vllm_delta_sync.run.checks import check_follows
 from vllm_delta_sync.run.documents import revoked_manifest
 from vllm_delta_sync.run.head import last_consecutive
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.keyring import RunKeys, short
-
-_READ_BYTES = 1 << 24
 
 
 @dataclass
@@ -177,69 +173,6 @@ def claim(run: Run, tail: HistoryTail) -> EpochToken:
         if create_if_absent(bucket, claim_key(epoch), data) and confirm_created(bucket, claim_key(epoch), data):
             return EpochToken(epoch, data)
         epoch += 1
-
-
-def check_not_fenced(bucket: Bucket, info: bytes, epoch: int, own: bytes | None = None) -> None:
-    """Raise unless the run still exists and no later epoch is claimed: one small get and one stat.
-
-    Args:
-        info: the bytes of the run's ``run.json``.
-        own: bytes of the claim of ``epoch``, None if it has none. Read again where create-if-absent is not atomic.
-
-    Raises:
-        ConflictError: another writer has the run, or it was replaced or removed. StoreError: the store failed.
-    """
-    try:
-        unchanged = reads_back(lambda: bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), info)
-    except NotFoundError as error:
-        raise ConflictError(f"the run at {bucket.url} was removed; this publisher stops: start a new run") from error
-    if not unchanged:
-        raise ConflictError(
-            f"another run was started at {bucket.url} in place of this one; this publisher stops: publish to another "
-            "run URL"
-        )
-    later = claim_key(epoch + 1)
-    try:
-        bucket.stat(later)
-    except NotFoundError:
-        later = claim_key(epoch)
-        if own is None or bucket.supports_conditional_put or has_content(bucket, later, own, if_missing=True):
-            return
-    raise ConflictError(
-        f"another publisher has taken over the run at {bucket.url} ({later}); this one stops: nothing "
-        "it publishes from now on would be kept"
-    )
-
-
-def stored_digest(bucket: Bucket, key: str) -> str:
-    """Return the SHA-256 of an object as it is stored, read in pieces.
-
-    Raises:
-        NotFoundError: there is no such object. StoreError: the store failed.
-    """
-    digest, start = sha256(), 0
-    while True:
-        piece = bucket.get_range(key, start, _READ_BYTES)
-        digest.update(piece)
-        if len(piece) < _READ_BYTES:
-            return digest.hexdigest()
-        start += len(piece)
-
-
-def key_refusal(keys: RunKeys, keyring: Keyring) -> str | None:
-    """Return why readers refuse the signing key's signatures; None if they accept them, or there is no key."""
-    if keyring.public is None or keyring.public in keys.allowed():
-        return None
-    entry = None if keys.file is None else keys.file.entry(keyring.public)
-    if entry is None:
-        return (
-            f"signing_key {short(keyring.public)} is neither among trusted_keys nor listed in keys.json; list it "
-            "(delta-sync keys), or add its public key file to trusted_keys here and on the receivers"
-        )
-    return (
-        f"keys.json says that signing_key {short(keyring.public)} was {'revoked' if entry.revoked else 'retired'}; "
-        "publish with a key that is in use"
-    )
 
 
 def open_trusted(bucket: Bucket, keyring: Keyring) -> Run:

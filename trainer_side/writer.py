@@ -13,10 +13,9 @@ from hashlib import sha256
 from pathlib import Path
 
 from trainer_side.encode.upload_bandwidth import UploadBandwidth
-from trainer_side.epochs import check_not_fenced, key_refusal, stored_digest
 from trainer_side.options import Options
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.conditional_put import reads_back
+from vllm_delta_sync.bucket.conditional_put import has_content, reads_back
 from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.errors import (
@@ -31,6 +30,7 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
 )
 from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.documents import claim_key
 from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
     RUN_KEY,
@@ -47,9 +47,13 @@ from vllm_delta_sync.format.manifest import (
 from vllm_delta_sync.notice import Notice, NoticePublisher
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.verifier import RunVerifier
+from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import make_head
+from vllm_delta_sync.trust.keyring import RunKeys, short
 
 logger = logging.getLogger(__name__)
+
+_READ_BYTES = 1 << 24
 
 
 class UncertainError(PublishError):
@@ -337,11 +341,14 @@ class RunWriter:
     def check_not_fenced(self) -> None:
         """Raise ConflictError if this is no longer the writer of the run, may not sign it, or the run was removed.
 
+        Takes one small get and one stat.
+
         Raises:
             SignatureError, ReplayError, FormatError: ``keys.json`` cannot be trusted.
         """
         try:
-            check_not_fenced(self._bucket, self._info, self.epoch, self._claim_data)
+            self._check_same_run()
+            self._check_epoch()
             self._verifier.refresh()
             refused = key_refusal(self._verifier.keys, self._options.keyring)
             if refused is not None:
@@ -349,6 +356,36 @@ class RunWriter:
         except ConflictError:
             self._fenced = True
             raise
+
+    def _check_same_run(self) -> None:
+        bucket = self._bucket
+        try:
+            unchanged = reads_back(lambda: bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), self._info)
+        except NotFoundError as error:
+            raise ConflictError(
+                f"the run at {bucket.url} was removed; this publisher stops: start a new run"
+            ) from error
+        if not unchanged:
+            raise ConflictError(
+                f"another run was started at {bucket.url} in place of this one; this publisher stops: publish to "
+                "another run URL"
+            )
+
+    def _check_epoch(self) -> None:
+        """Raise ConflictError if a later epoch is claimed, or another writer's claim replaced the own one."""
+        bucket, own = self._bucket, self._claim_data
+        key = claim_key(self.epoch + 1)
+        try:
+            bucket.stat(key)
+        except NotFoundError:
+            key = claim_key(self.epoch)
+            # Only where create-if-absent is not atomic can another writer have replaced it.
+            if own is None or bucket.supports_conditional_put or has_content(bucket, key, own, if_missing=True):
+                return
+        raise ConflictError(
+            f"another publisher has taken over the run at {bucket.url} ({key}); this one stops: nothing it publishes "
+            "from now on would be kept"
+        )
 
     # Where create-if-absent is not atomic
 
@@ -418,3 +455,30 @@ class RunWriter:
             raise UncertainError(f"{version_key(manifest.version)} was damaged by the store: {error}") from error
         if not self.is_stored(manifest):
             raise UncertainError(f"{version_key(manifest.version)} reads back differently: check the store")
+
+
+def key_refusal(keys: RunKeys, keyring: Keyring) -> str | None:
+    """Return why readers refuse the signing key's signatures; None if they accept them, or there is no key."""
+    if keyring.public is None or keyring.public in keys.allowed():
+        return None
+    entry = None if keys.file is None else keys.file.entry(keyring.public)
+    if entry is None:
+        return (
+            f"signing_key {short(keyring.public)} is neither among trusted_keys nor listed in keys.json; list it "
+            "(delta-sync keys), or add its public key file to trusted_keys here and on the receivers"
+        )
+    return (
+        f"keys.json says that signing_key {short(keyring.public)} was {'revoked' if entry.revoked else 'retired'}; "
+        "publish with a key that is in use"
+    )
+
+
+def stored_digest(bucket: Bucket, key: str) -> str:
+    """Return the SHA-256 of an object as it is stored, read in pieces; raise NotFoundError if there is none."""
+    digest, start = sha256(), 0
+    while True:
+        piece = bucket.get_range(key, start, _READ_BYTES)
+        digest.update(piece)
+        if len(piece) < _READ_BYTES:
+            return digest.hexdigest()
+        start += len(piece)
