@@ -8,16 +8,15 @@ import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from types import TracebackType
+from typing import TypeVar
 
 _POLL_SECONDS = 1.0
 
+_Result = TypeVar("_Result")
+
 
 class BackgroundJob:
-    """A call that a background thread makes.
-
-    Attributes:
-        error: what the call raised, once done.
-    """
+    """A call that a background thread makes. ``error``: what it raised, once done."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -64,13 +63,17 @@ class BackgroundThread:
         """Make the call ``work``, and record its outcome in ``job``."""
         self._queue.put((job, work))
 
-    def call(self, work: Callable[[], None]) -> None:
-        """Make the call ``work``, wait for it, and raise what it raises."""
+    def call(self, work: Callable[[], _Result]) -> _Result:
+        """Make the call ``work`` and wait for it; return or raise what it does. In this very thread, call it at once."""
+        if threading.current_thread() is self._thread:
+            return work()
+        found: list[_Result] = []
         job = BackgroundJob()
-        self.submit(job, work)
+        self.submit(job, lambda: found.append(work()))
         job.join()
         if job.error is not None:
             raise job.error
+        return found[0]
 
     def close(self) -> None:
         """Make the calls submitted so far and end the thread. May be called twice."""

@@ -12,7 +12,7 @@ from trainer_side import manifests
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.encode.encoder import Encoder
 from trainer_side.encode.update_gate import UpdateGate
-from trainer_side.maintenance import RebaseTag
+from trainer_side.maintenance import BackgroundMaintenance, RebaseTag
 from trainer_side.options import Options
 from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, error_document, error_from_rank, first_error
 from trainer_side.result import PublishProgress, Stopwatch
@@ -79,15 +79,6 @@ class _RankContents:
 
 
 @dataclass(frozen=True)
-class _AllContents:
-    """What all ranks contribute to a version; see ``manifests.DeltaContents``."""
-
-    changed: int
-    fingerprint: Fingerprint
-    reversible: bool
-
-
-@dataclass(frozen=True)
 class _Uncertain:
     """A version of which it is unknown whether it is durable. ``changes``: as in ``_RankContents``."""
 
@@ -108,7 +99,7 @@ class Committer:
 
     Args:
         group: the ranks, for the thread that makes the calls.
-        on_durable: called with each version that became durable.
+        maintenance: of the run; None on ranks other than 0.
     """
 
     def __init__(
@@ -117,10 +108,10 @@ class Committer:
         opened: OpenedRun,
         options: Options,
         group: ProcessGroup,
-        on_durable: Callable[[Manifest], None],
+        maintenance: BackgroundMaintenance | None,
     ) -> None:
         self._bucket, self._options, self._group = bucket, options, group
-        self._on_durable = on_durable
+        self._maintenance = maintenance
         self._weights = weights = opened.weights
         self._uncertain: _Uncertain | None = None
         self.baseline = weights.baseline
@@ -185,7 +176,8 @@ class Committer:
         finally:
             if pending.open and self._uncertain is None:
                 pending.revert()
-        self._on_durable(self.current)
+        if self._maintenance is not None:
+            self._maintenance.offer(self.current)
 
     def recover(self, pending: PendingDelta | None) -> None:
         """Bring the baseline to a durable version after a failure or an interrupt.
@@ -366,7 +358,7 @@ class Committer:
 
     def _manifest(self, reports: list[Json], step: int, own: _RankContents, progress: PublishProgress) -> Manifest:
         objects = [ObjectRef(**ref) for item in reports for ref in item["objects"]]
-        contents = _AllContents(
+        contents = manifests.DeltaContents(
             sum(item["changed"] for item in reports),
             sum((Fingerprint.from_hex(item["fingerprint"]) for item in reports), Fingerprint()),
             all(item["reversible"] for item in reports),

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Self
 
 from trainer_side.diff.baseline import Baseline
 from vllm_delta_sync.bucket.threads import SLICE_SECONDS, start_call, wait_for_call
@@ -32,26 +33,21 @@ PARALLEL_UPLOADS = 2
 """Shards that upload at once, while the next one is written to disk."""
 
 
-class FullState(Protocol):
+@dataclass(frozen=True)
+class FullState:
     """All weights of a version: its tensors, and the fingerprint of each in table order."""
 
-    @property
-    def table(self) -> TensorTable: ...
-    @property
-    def fingerprints(self) -> list[Fingerprint]: ...
-    @property
-    def fingerprint(self) -> Fingerprint: ...
+    table: TensorTable
+    fingerprints: list[Fingerprint]
 
 
-class DeltaContents(Protocol):
-    """What the objects of a delta contain; ``tensors.changes.Changes`` is one implementation."""
+@dataclass(frozen=True)
+class DeltaContents:
+    """What the objects of a delta contain together."""
 
-    @property
-    def changed(self) -> int: ...
-    @property
-    def fingerprint(self) -> Fingerprint: ...
-    @property
-    def reversible(self) -> bool: ...
+    changed: int
+    fingerprint: Fingerprint
+    reversible: bool
 
 
 class Shards:
@@ -132,19 +128,20 @@ def _wait_until_at_most(uploads: set[Future[None]], most: int) -> set[Future[Non
 
 def reference(run: str, state: FullState, base: Base) -> Manifest:
     """Return version 0 that uploads nothing, because the weights equal ``base``."""
-    return Manifest(kind="reference", base=base, changed=0, payload_bytes=0, **_state_fields(run, state))
+    return _full("reference", run, state, [], base=base)
 
 
 def anchor(run: str, state: FullState, objects: list[ObjectRef]) -> Manifest:
     """Return version 0 with all tensors in ``objects``."""
-    return Manifest(kind="anchor", **_object_fields(state, objects), **_state_fields(run, state))
+    return _full("anchor", run, state, objects)
 
 
 def restart_anchor(
     run: str,
     state: FullState,
     objects: list[ObjectRef],
-    place: tuple[int, str],
+    version: int,
+    parent: str,
     newest_good: Manifest | None,
     epoch: int,
     reasons: Sequence[str] = (),
@@ -152,20 +149,47 @@ def restart_anchor(
     """Return a version with all tensors, after versions that cannot be read.
 
     Args:
-        place: its number, and the digest of the previous version's manifest as it is stored.
+        parent: digest of the previous version's manifest as it is stored.
         newest_good: the newest version whose manifest is good. reasons: why this version is quarantined, if it is.
     """
-    version, parent = place
-    breaks = _with_break([] if newest_good is None else newest_good.breaks, version, None)
-    members = _state_fields(run, state) | {
-        "version": version,
-        "step": 0 if newest_good is None else newest_good.step,
-        "parent": parent,
-        "epoch": epoch,
-        "breaks": breaks,
-        "quarantine": _quarantine(reasons, newest_good),
-    }
-    return Manifest(kind="anchor", **_object_fields(state, objects), **members)
+    return _full(
+        "anchor",
+        run,
+        state,
+        objects,
+        version=version,
+        step=0 if newest_good is None else newest_good.step,
+        parent=parent,
+        epoch=epoch,
+        breaks=_with_break([] if newest_good is None else newest_good.breaks, version, None),
+        quarantine=_quarantine(reasons, newest_good),
+    )
+
+
+def _full(
+    kind: Literal["reference", "anchor"],
+    run: str,
+    state: FullState,
+    objects: list[ObjectRef],
+    version: int = 0,
+    step: int = 0,
+    **members: Any,
+) -> Manifest:
+    return Manifest(
+        run=run,
+        version=version,
+        step=step,
+        kind=kind,
+        objects=objects,
+        changed=0 if kind == "reference" else state.table.total,
+        total=state.table.total,
+        payload_bytes=sum(ref.bytes for ref in objects),
+        full_bytes=state.table.full_bytes,
+        fingerprint=sum(state.fingerprints, Fingerprint()).hex(),
+        tensor_fingerprints=_fingerprints_by_name(state),
+        created_at=timestamp(),
+        **members,
+    )
 
 
 def check_breaks(breaks: list[Break]) -> None:
@@ -182,23 +206,6 @@ def _with_break(breaks: list[Break], version: int, base_version: int | None) -> 
 def _quarantine(reasons: Sequence[str], before: Manifest | None) -> Quarantine | None:
     sound = None if before is None else before.sound
     return Quarantine(reasons=list(reasons), sound=sound) if reasons else None
-
-
-def _object_fields(state: FullState, objects: list[ObjectRef]) -> dict[str, Any]:
-    return {"objects": objects, "changed": state.table.total, "payload_bytes": sum(ref.bytes for ref in objects)}
-
-
-def _state_fields(run: str, state: FullState) -> dict[str, Any]:
-    return {
-        "run": run,
-        "version": 0,
-        "step": 0,
-        "total": state.table.total,
-        "full_bytes": state.table.full_bytes,
-        "fingerprint": state.fingerprint.hex(),
-        "tensor_fingerprints": _fingerprints_by_name(state),
-        "created_at": timestamp(),
-    }
 
 
 def _fingerprints_by_name(state: FullState) -> dict[str, str]:

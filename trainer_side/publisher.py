@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
@@ -10,13 +11,18 @@ from typing import TYPE_CHECKING, Literal, Self
 import torch
 
 from trainer_side.background_thread import BackgroundThread
+from trainer_side.committer import Committer
 from trainer_side.diff.buffers import BaselineLocation
+from trainer_side.diff.engine import Detector
+from trainer_side.maintenance import BackgroundMaintenance
 from trainer_side.manifests import SHARD_BYTES
-from trainer_side.model.sources import ModelLike
+from trainer_side.model.sources import ModelLike, live_tensors
 from trainer_side.options import RESCAN_BYTES, Gate, Options, SidecarData, check_version, checked, chosen_keys
 from trainer_side.result import PublishResult, Stopwatch
-from trainer_side.run_files import check_folder
-from trainer_side.session import agreed_options, build_publisher, on_every_rank, ranks_of
+from trainer_side.run_files import check_folder, collect_files
+from trainer_side.run_weights import RunWeights, WholeWeights
+from trainer_side.session import PublishSession, agreed_options, ranks_of
+from trainer_side.takeover import open_or_begin
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
@@ -152,8 +158,8 @@ class Publisher:
             self._background = BackgroundThread("delta-sync-publisher")
             undo.callback(self._background.close)
             self._own_bucket = not isinstance(bucket, Bucket)
-            self._bucket = on_every_rank(
-                ranks, "bucket", lambda: bucket if isinstance(bucket, Bucket) else open_bucket(bucket)
+            self._bucket = ranks.work.on_every_rank(
+                "bucket", lambda: bucket if isinstance(bucket, Bucket) else open_bucket(bucket)
             )
             if self._own_bucket:
                 undo.callback(self._bucket.close)
@@ -163,14 +169,37 @@ class Publisher:
                     return None
                 return open_notices(notice, notice_key, notice_allowed, options.keyring)
 
-            self._notice = on_every_rank(ranks, "notice", notice_publisher)
+            self._notice = ranks.work.on_every_rank("notice", notice_publisher)
             if self._notice is not None:
                 undo.callback(self._notice.close)
-            parts = build_publisher(model, self._bucket, base, files, options, self._background, ranks, undo)
-            self._committer, self._session, self._maintenance = parts.committer, parts.session, parts.maintenance
-            self._detector = parts.detector
+            self._detector = Detector(options.diff_threads or torch.get_num_threads())
+            undo.callback(self._detector.close)
+
+            def hold_weights() -> RunWeights:
+                if ranks.alone:
+                    return WholeWeights(live_tensors(model), self._bucket, options, self._background)
+                from trainer_side.ranks.coordinator import RankCoordinator
+
+                return RankCoordinator(model, self._bucket, options, ranks.work)
+
+            weights = ranks.work.on_every_rank("model", hold_weights)
+            opening = partial(
+                open_or_begin, self._bucket, weights, base, partial(collect_files, model, files), options,
+                ranks.work, self._background,
+            )  # fmt: skip
+            # Alone it runs in this thread: reading the live tensors may be interrupted.
+            opened = opening() if ranks.alone else self._background.call(opening)
+            self._maintenance: BackgroundMaintenance | None = None
+            if ranks.is_rank0:
+                self._maintenance = BackgroundMaintenance(self._bucket, weights.base, options, opened.writer)
+                undo.callback(self._maintenance.close)
+            self._committer = Committer(self._bucket, opened, options, ranks.work, self._maintenance)
+            self._background.call(self._committer.begin)
+            self._session = PublishSession(
+                weights, options, self._committer, self._detector, self._background, ranks.caller
+            )
             if self._notice is not None:
-                parts.opened.writer.use_notice(self._notice)
+                opened.writer.use_notice(self._notice)
             undo.pop_all()
 
     @property
@@ -273,11 +302,9 @@ class Publisher:
         Raises:
             PublishError: they cannot be repaired now. Other errors as ``flush``.
         """
-        names: list[str] = []
         with self._lock:
             self._check_open()
-            self._session.call(lambda: names.extend(self._committer.rescan()))
-        return names
+            return self._session.call(self._committer.rescan)
 
     def anchor(self) -> int:
         """Write a standalone anchor from memory: it helps readers, and replaces what the bucket has lost.
@@ -290,11 +317,9 @@ class Publisher:
         Raises:
             StoreError: it could not be stored. PublishError: the baseline is damaged. Other errors as ``flush``.
         """
-        done: list[int] = []
         with self._lock:
             self._check_open()
-            self._session.call(lambda: done.append(self._committer.write_anchor()))
-        return done[0]
+            return self._session.call(self._committer.write_anchor)
 
     def tag(self, name: str, version: int | None = None, milestone: bool = False) -> "Tag":
         """Give a version a name; retention keeps it. An existing tag of that name is moved.
@@ -319,7 +344,9 @@ class Publisher:
             self._wait_durable()
             number = self.version if version is None else check_version(version)
             run = self._committer.run
-            text = self._session.run_once("tag", lambda: set_tag(run, name, number, milestone).to_bytes().decode())
+            text: str = self._ranks.caller.from_rank0(
+                "tag", lambda: set_tag(run, name, number, milestone).to_bytes().decode()
+            )
             if milestone and self._maintenance is not None:
                 self._maintenance.milestone(number)
         return Tag.from_bytes(text.encode())

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from trainer_side import manifests
+from trainer_side.background_thread import BackgroundThread
 from trainer_side.diff.baseline import Baseline
+from trainer_side.diff.engine import compile_kernels
 from trainer_side.diff.pending_delta import PendingDelta
+from trainer_side.encode.encoder import BaseCopies
 from trainer_side.model.sources import LiveTensors
 from trainer_side.options import Options
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
@@ -27,7 +32,17 @@ _Result = TypeVar("_Result")
 
 
 class RunWeights(Protocol):
-    """The weights of a run's current version, or this rank's parts of them."""
+    """The weights of a run's current version, or this rank's parts of them.
+
+    Attributes:
+        base: location of version 0, for reading versions back.
+    """
+
+    base: str | Path | None
+
+    @property
+    def live(self) -> LiveTensors:
+        """The model, or this rank's parts of it."""
 
     @property
     def baseline(self) -> Baseline:
@@ -41,6 +56,17 @@ class RunWeights(Protocol):
     def run(self) -> Run:
         """The run, for reading."""
 
+    def begin(self) -> tuple[manifests.FullState, str | None]:
+        """Capture the weights of a new run, and compare them with ``base``; every rank calls it.
+
+        Returns:
+            On rank 0 the state of all weights, and the first tensor that differs from the base; None if none does.
+
+        Raises:
+            ModelError: the ranks do not publish the same tensors, or not each element once. Other errors as
+                ``Baseline.captured``.
+        """
+
     def run_on_rank0(self, what: str, work: Callable[[], _Result]) -> _Result:
         """Return the result of ``work``, done on rank 0, on every rank.
 
@@ -51,7 +77,11 @@ class RunWeights(Protocol):
         """
 
     def fit(self, run: Run) -> None:
-        """Find out which tensors of an existing run the model has; raises as ``Baseline.of_run``."""
+        """Find out which tensors of an existing run the model has.
+
+        Raises:
+            ModelError: the ranks do not own each element once. Other errors as ``Baseline.of_run``.
+        """
 
     def capture(self, fallback: Checkpoint | None) -> None:
         """Copy the current values of the model; tensors that it lacks come from ``fallback``."""
@@ -60,7 +90,8 @@ class RunWeights(Protocol):
         """Replace all bits by those of a version.
 
         Raises:
-            FingerprintError: they do not have the manifest's fingerprint; nothing was replaced. Others as ``restore``.
+            FingerprintError: they do not have the manifest's fingerprint; nothing was replaced.
+            PublishError: only another rank cannot rebuild its parts. Other errors as ``restore``.
         """
 
     def put_shards(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
@@ -76,15 +107,25 @@ class RunWeights(Protocol):
         """Record that changes are durable. Args: changes: id in ``table`` → what was added to its fingerprint."""
 
 
+def prepare(baseline: Baseline, table: TensorTable, options: Options) -> None:
+    """Compile kernels, and run the codec's check of the table now rather than at the first version."""
+    baseline.location = options.baseline
+    compile_kernels(baseline.table)
+    nothing = Changes()
+    base_bits = BaseCopies(baseline, nothing)
+    encode(nothing, table, options.base_codec, options.compression, DeltaContext("", 1, 0), base_bits)
+
+
 class WholeWeights:
     """``RunWeights`` of a process that publishes alone.
 
-    Args:
-        base: location of version 0, for reading versions back.
+    Live tensors are read in the calling thread, which an interrupt may end; the rest is done in ``background``.
     """
 
-    def __init__(self, live: LiveTensors, bucket: Bucket, options: Options, base: str | Path | None) -> None:
-        self._live, self._bucket, self._options, self._base = live, bucket, options, base
+    def __init__(self, live: LiveTensors, bucket: Bucket, options: Options, background: BackgroundThread) -> None:
+        self.live = live
+        self.base: str | Path | None = None
+        self._bucket, self._options, self._background = bucket, options, background
         self._baseline: Baseline | None = None
         self._run: Run | None = None
 
@@ -107,29 +148,36 @@ class WholeWeights:
     def run_on_rank0(self, what: str, work: Callable[[], _Result]) -> _Result:
         return work()
 
-    def begin(self, base: Path | None) -> Baseline:
-        """Capture the weights of a new run; arguments and errors as ``Baseline.captured``."""
-        self._baseline = Baseline.captured(self._live, base)
-        return self._baseline
+    def begin(self) -> tuple[manifests.FullState, str | None]:
+        baseline = self._baseline = Baseline.captured(self.live, self.base)
+        self._background.call(lambda: prepare(baseline, baseline.table, self._options))
+        self._background.call(baseline.scan)
+        return self._state, baseline.first_difference
 
     def fit(self, run: Run) -> None:
         self._run = run
-        self._baseline = Baseline.of_run(self._live, run.table)
+        baseline = self._baseline = Baseline.of_run(self.live, run.table)
+        self._background.call(lambda: prepare(baseline, baseline.table, self._options))
 
     def capture(self, fallback: Checkpoint | None) -> None:
-        self.baseline.capture(self._live, fallback)
+        self.baseline.capture(self.live, fallback)
+        self._background.call(self.baseline.scan)
 
     def checkout(self, manifest: Manifest) -> None:
         # At a takeover the baseline has no values yet, and keeps the arrays: they must not be mapped from a file.
         first = not self.baseline.fingerprints
-        state = restore(self.run, manifest, self._base, in_memory=True if first else None).state
+        state = restore(self.run, manifest, self.base, in_memory=True if first else None).state
         self.baseline.replace(state.bits, manifest.model_fingerprint)
 
     def put_shards(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
-        return self.baseline, manifests.put_shards(self.baseline, self._options.shard_bytes, put)
+        return self._state, manifests.put_shards(self.baseline, self._options.shard_bytes, put)
+
+    @property
+    def _state(self) -> manifests.FullState:
+        return manifests.FullState(self.table, self.baseline.fingerprints)
 
     def restore(self, manifest: Manifest) -> list[Bits]:
-        return restore(self.run, manifest, self._base).state.bits
+        return restore(self.run, manifest, self.base).state.bits
 
     def changes(self, pending: PendingDelta) -> Changes:
         return pending.changes()

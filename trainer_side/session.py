@@ -1,11 +1,8 @@
-"""``PublishSession``: compare, hand over to the background thread, wait. ``build_publisher``: a publisher's parts."""
+"""``PublishSession``: compare, hand over to the background thread, wait. ``agreed_options``: what all ranks agree on."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -15,17 +12,12 @@ from trainer_side.background_thread import BackgroundThread
 from trainer_side.committer import Committer
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
-from trainer_side.maintenance import BackgroundMaintenance
-from trainer_side.model.sources import LiveTensors, ModelLike, live_tensors
+from trainer_side.model.sources import ModelLike
 from trainer_side.options import Options, SidecarData, check_step, checked_sidecars
 from trainer_side.ranks.group import Json, ProcessGroup, RankGroups, check_same
 from trainer_side.result import PublishProgress, PublishResult, Stopwatch
-from trainer_side.run_files import collect_files
-from trainer_side.takeover import OpenedRun, open_or_begin
-from vllm_delta_sync.bucket import Bucket
+from trainer_side.run_weights import RunWeights
 from vllm_delta_sync.errors import DeltaSyncError, PublishError, UsageError
-from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust import Keyring
 
@@ -34,7 +26,6 @@ logger = guarded_logger(__name__)
 Weights = Iterable[tuple[str, torch.Tensor]]
 Sidecars = Mapping[str, SidecarData] | None
 _Value = TypeVar("_Value")
-_Result = TypeVar("_Result")
 
 
 class PublishSession:
@@ -45,22 +36,21 @@ class PublishSession:
     them are busy and which have an error to raise, so that all compare or none.
 
     Args:
-        live: tensors to publish. table: tensors of the run.
+        weights: what is published, and of which run.
         detector: compares. background: thread in which ``committer`` makes versions durable.
         group: the ranks, for the caller's thread.
     """
 
     def __init__(
         self,
-        live: LiveTensors,
-        table: TensorTable,
+        weights: RunWeights,
         options: Options,
         committer: Committer,
         detector: Detector,
         background: BackgroundThread,
         group: ProcessGroup,
     ) -> None:
-        self._live, self._table, self._options = live, table, options
+        self._live, self._table, self._options = weights.live, weights.table, options
         self._committer, self._detector, self._background = committer, detector, background
         self._group = group
         self._calls = 0
@@ -83,14 +73,19 @@ class PublishSession:
             return check_step(step)
 
         if self._calls % self._options.every:
-            return self._skip_not_due(checked(), watch)
+            step = checked()
+            if self._group.alone and not self._busy:
+                self.finish()  # raise an error that is known by now
+            return self._skipped_result(step, watch)
         what = f"publish, call {self._calls}"
         if wait:
             self._wait_under_way()
         busy = self._group.reduce_on_rank0(what, lambda: [checked(), self._busy], _busy_at_one_step)
         step = check_step(step)
         if busy:
-            return self._skip_while_busy(step, watch)
+            result = self._skipped_result(step, watch)
+            self._skip_log.record(result)
+            return result
         failed = self._recover_together(what)
         if failed:
             logger.warning("step %d is not published: rank %s raises an error first", step, _listed(failed))
@@ -130,16 +125,17 @@ class PublishSession:
         if failed:
             raise PublishError(f"rank {_listed(failed)} could not continue, and raises its error; call this again")
 
-    def call(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on the baseline in the background thread; nothing else touches the baseline until it ends.
+    def call(self, work: Callable[[], _Value]) -> _Value:
+        """Return what ``work`` does on the baseline, in the background thread; nothing else touches it until it ends.
 
         Raises:
             PublishError, ConflictError: as ``wait_durable``, which runs first. Otherwise whatever ``work`` raises.
         """
         self.wait_durable()
         self._call_interrupted = True
-        self._background.call(work)
+        result = self._background.call(work)
         self._call_interrupted = False
+        return result
 
     def check_same_arguments(self, what: str, check: Callable[[], _Value]) -> _Value:
         """Return the arguments as ``check`` returns them; all ranks must return the same.
@@ -155,11 +151,6 @@ class PublishSession:
 
         self._group.reduce_on_rank0(f"{what}: arguments", work, lambda reports: check_same(what, reports))
         return found[0]
-
-    def run_once(self, what: str, work: Callable[[], str]) -> str:
-        """Return the result of ``work`` on rank 0, on every rank."""
-        found: str = self._group.from_rank0(what, work)
-        return found
 
     @property
     def _busy(self) -> bool:
@@ -247,18 +238,6 @@ class PublishSession:
         self._background.submit(progress, lambda: self._committer.commit_version(pending, step, progress, watch, error))
         self._progress = progress
 
-    def _skip_not_due(self, step: int, watch: Stopwatch) -> PublishResult:
-        """Skip because not every call publishes. Without other ranks an error known by now is raised at once."""
-        if self._group.alone and not self._busy:
-            self.finish()
-        return self._skipped_result(step, watch)
-
-    def _skip_while_busy(self, step: int, watch: Stopwatch) -> PublishResult:
-        """Skip because the previous version is still under way: the store is slower than training."""
-        result = self._skipped_result(step, watch)
-        self._skip_log.record(result)
-        return result
-
     def _skipped_result(self, step: int, watch: Stopwatch) -> PublishResult:
         return self._result(None, step, 0, watch.total, None)
 
@@ -313,61 +292,6 @@ class SkipLog:
         )
 
 
-@dataclass
-class PublisherParts:
-    """The parts of a publisher.
-
-    Attributes:
-        maintenance: None on ranks other than 0.
-    """
-
-    opened: OpenedRun
-    committer: Committer
-    session: PublishSession
-    detector: Detector
-    maintenance: BackgroundMaintenance | None
-
-
-def build_publisher(
-    model: ModelLike,
-    bucket: Bucket,
-    base: str | Path | None,
-    files: str | Path | None,
-    options: Options,
-    background: BackgroundThread,
-    ranks: RankGroups,
-    undo: ExitStack,
-) -> PublisherParts:
-    """Begin or take over the run, and start background maintenance; errors as ``Publisher``.
-
-    Args:
-        undo: receives what must be closed if a later step fails.
-    """
-    detector = Detector(options.diff_threads or torch.get_num_threads())
-    undo.callback(detector.close)
-    collected = partial(collect_files, model, files)
-    live: LiveTensors
-    if ranks.alone:
-        live = live_tensors(model)
-        opened = open_or_begin(bucket, live, base, collected, options, background.call)
-    else:
-        from trainer_side.ranks import opening
-
-        live = parts = on_every_rank(ranks, "model", lambda: opening.module_parts(model))
-        done: list[OpenedRun] = []
-        background.call(lambda: done.append(opening.open_or_begin(bucket, parts, base, collected, options, ranks.work)))
-        opened = done[0]
-    maintenance: BackgroundMaintenance | None = None
-    if ranks.is_rank0:
-        maintenance = BackgroundMaintenance(bucket, opened.base, options, opened.writer)
-        undo.callback(maintenance.close)
-    on_durable = _skip_maintenance if maintenance is None else maintenance.offer
-    committer = Committer(bucket, opened, options, ranks.work, on_durable)
-    background.call(committer.begin)
-    session = PublishSession(live, opened.weights.table, options, committer, detector, background, ranks.caller)
-    return PublisherParts(opened, committer, session, detector, maintenance)
-
-
 def ranks_of(model: ModelLike) -> RankGroups:
     """Return the ranks that publish a model together: those of the world, or this process alone.
 
@@ -379,13 +303,6 @@ def ranks_of(model: ModelLike) -> RankGroups:
     from trainer_side.ranks.shard_parts import needs_ranks
 
     return RankGroups(alone=not needs_ranks(model))
-
-
-def on_every_rank(ranks: RankGroups, what: str, work: Callable[[], _Result]) -> _Result:
-    """Return what ``work`` returns here, after it succeeded on every rank; raise what it raised on any."""
-    found: list[_Result] = []
-    ranks.work.all_or_raise(what, lambda: found.append(work()))
-    return found[0]
 
 
 # With other values ranks would encode or split differently, or reach their calls at other steps. For all other options
@@ -435,7 +352,3 @@ def _check_sharded(options: Options) -> None:
             "codec is 'context', which encodes changes with the whole tensor, of which each rank has a part; give "
             "'packed' or 'auto'"
         )
-
-
-def _skip_maintenance(manifest: Manifest) -> None:
-    """Do nothing: rank 0 maintains the run."""

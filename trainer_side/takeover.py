@@ -8,25 +8,20 @@ import secrets
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 from trainer_side import manifests
-from trainer_side.diff.baseline import Baseline
-from trainer_side.diff.engine import compile_kernels
-from trainer_side.encode.encoder import BaseCopies
+from trainer_side.background_thread import BackgroundThread
 from trainer_side.encode.update_gate import judge_state
 from trainer_side.epochs import EpochToken, HistoryTail, check_tail, claim, find_tail, open_trusted, raise_if_forged
-from trainer_side.model.sources import LiveTensors
 from trainer_side.options import Options
-from trainer_side.run_weights import RunWeights, WholeWeights
+from trainer_side.ranks.group import Json, ProcessGroup, check_same
+from trainer_side.run_weights import RunWeights
 from trainer_side.writer import FormerVersionError, RunWriter, UncertainError
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.conditional_put import confirm_created
 from vllm_delta_sync.bucket.verified import fetch_object
-from vllm_delta_sync.codec.delta_object import DeltaContext
-from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
@@ -39,6 +34,7 @@ from vllm_delta_sync.errors import (
     SignatureError,
     StoreError,
     TensorMismatchError,
+    UsageError,
 )
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import CLAIMS_PREFIX, KEYS_KEY
@@ -48,7 +44,6 @@ from vllm_delta_sync.format.manifest import (
     TABLE_KEY,
     VERSIONS_PREFIX,
     Manifest,
-    ObjectRef,
     RunFile,
     RunInfo,
     Stored,
@@ -61,15 +56,12 @@ from vllm_delta_sync.maintenance.keys import CHANGES_PREFIX
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base, document_limit
 from vllm_delta_sync.run.restore import BaseUnavailableError
-from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve_base
 
 logger = guarded_logger(__name__)
 
 CollectFiles = Callable[[ResolvedBase | None], Mapping[str, bytes]]
 """Returns the small files of a model, name → content, for the base that was found."""
-
-RunInThread = Callable[[Callable[[], None]], None]
 
 UNREADABLE = (NotFoundError, FormatError, ChainError, FingerprintError, TensorMismatchError)
 """Errors that mean bad data in the bucket. A store failure says nothing about the data."""
@@ -96,53 +88,106 @@ class OpenedRun:
 
     Attributes:
         weights: those of ``current``. writer: its ``newest`` is ``current``.
-        base: location of version 0, for reading versions back, if the caller gave one.
     """
 
     weights: RunWeights
     writer: RunWriter
     current: Manifest
-    base: str | Path | None
 
 
 def open_or_begin(
     bucket: Bucket,
-    live: LiveTensors,
+    weights: RunWeights,
     base: str | Path | None,
     files: CollectFiles,
     options: Options,
-    run_in_thread: RunInThread,
+    group: ProcessGroup,
+    background: BackgroundThread,
 ) -> OpenedRun:
-    """Take over the run in the bucket, or begin one.
+    """Take over the run in the bucket, or begin one. Every rank calls it, and raises the same error.
+
+    On ranks other than 0 the writer of the run stores objects only.
 
     Args:
         base: see ``Publisher``.
-        files: returns the model's small files; called if a run begins.
-        run_in_thread: runs a call in a thread that no interrupt hits, and raises what the call raises.
+        files: returns the model's small files; called on rank 0, if a run begins.
+        background: a thread that no interrupt hits.
 
     Raises:
         ConflictError: the URL holds part of a run, or a run and ``resume`` is False.
             Other errors as ``begin`` and ``Takeover``.
     """
-    found = inspect_url(bucket, options.resume)
-    if not found.run:
-        resolved = None if base is None else resolve_base(base)
-        path = None if resolved is None else resolved.path
-        kept = files(resolved)
-        weights = WholeWeights(live, bucket, options, path)
-        baseline = weights.begin(path)
-        _prepare(baseline, options, run_in_thread)
-        run_in_thread(baseline.scan)
-        store = partial(manifests.put_shards, baseline, options.shard_bytes)
-        difference = baseline.first_difference
-        writer, manifest = begin(bucket, baseline, difference, resolved, options, store, kept, found.unfinished)
-        return OpenedRun(weights, writer, manifest, path)
-    check_may_resume(bucket, options)
-    base_location = locate_base(base)
-    weights = WholeWeights(live, bucket, options, base_location)
-    takeover = Takeover(bucket, live, weights, base_location, options, run_in_thread)
-    _prepare(weights.baseline, options, run_in_thread)
-    return takeover.take_over()
+    found: list[UrlContents] = []
+    opened: list[OpenedRun] = []
+
+    def inspect() -> bool:
+        found.append(inspect_url(bucket, options.resume))
+        return found[0].run
+
+    exists: bool = group.from_rank0("opening", inspect)
+    resolved = _locate_base(weights, base, exists, group)
+    begun = None if exists else weights.begin()
+
+    def open_on_rank0() -> str:
+        if begun is None:
+            opened.append(Takeover(bucket, weights, options, background).take_over())
+        else:
+            opened.append(begin(bucket, weights, *begun, resolved, options, files, found[0].unfinished))
+        return opened[0].current.to_bytes().decode()
+
+    text = weights.run_on_rank0("taking over" if exists else "beginning", open_on_rank0)
+
+    def own() -> OpenedRun:
+        return opened[0] if group.is_rank0 else _follow(bucket, weights, text, options, group.rank)
+
+    return group.on_every_rank("ready", own)
+
+
+def _locate_base(
+    weights: RunWeights, base: str | Path | None, exists: bool, group: ProcessGroup
+) -> ResolvedBase | None:
+    """Set ``weights.base`` from the argument ``base``; return the base of a new run.
+
+    Raises:
+        NotFoundError: there is no such checkpoint. UsageError: ``base`` is not given on every rank of a new run.
+    """
+    found: list[ResolvedBase] = []
+
+    def locate() -> bool:
+        if base is None:
+            return False
+        # Of a branch this may be the URL of the parent run.
+        if exists and "://" in str(base):
+            weights.base = base
+            return True
+        found.append(resolve_base(base))
+        weights.base = found[0].path
+        if exists:
+            check_base(found[0].path)
+        return True
+
+    # If rank 0 has to download it, ranks that share its cache find it there.
+    given = group.from_rank0("base", locate)
+
+    def judge(reports: list[Json]) -> None:
+        if not exists:
+            check_same("whether base= is given", reports)
+
+    group.all_or_raise("base of each", lambda: given if group.is_rank0 else locate(), judge)
+    return found[0] if found else None
+
+
+def _follow(bucket: Bucket, weights: RunWeights, text: str, options: Options, rank: int) -> OpenedRun:
+    """Open, on another rank, the run that rank 0 has opened at the manifest with this text."""
+    current, run = Manifest.from_bytes(text.encode()), weights.run
+    if run.info.run != current.run:
+        raise UsageError(
+            f"rank {rank} finds another run in the bucket than rank 0 has written: give every rank the URL of one bucket "
+            "that all of them reach"
+        )
+    writer = RunWriter(bucket, run.info, 0, options, run.document_limit)
+    writer.set_newest(current)
+    return OpenedRun(weights, writer, current)
 
 
 def inspect_url(bucket: Bucket, resume: bool) -> UrlContents:
@@ -152,11 +197,15 @@ def inspect_url(bucket: Bucket, resume: bool) -> UrlContents:
         resume: whether an existing run may be continued.
 
     Raises:
-        ConflictError: part of a run that an interrupted start does not explain.
+        ConflictError: a run that must not be continued; or part of one that an interrupted start does not explain.
     """
     found = [key for key in (RUN_KEY, TABLE_KEY, HEAD_KEY) if _present(bucket, key)]
     versions = _present(bucket, version_key(0)) or next(iter(bucket.list(VERSIONS_PREFIX)), None) is not None
     if versions and RUN_KEY in found:
+        if not resume:
+            raise ConflictError(
+                f"{bucket.url} holds a run already; publish to a new run URL, or pass resume=True to continue that run"
+            )
         return UrlContents(True)
     found += [VERSIONS_PREFIX] if versions else []
     # Claims of a removed run would fence the writer of a new one, and readers would refuse the new run for its keys.
@@ -178,36 +227,6 @@ def inspect_url(bucket: Bucket, resume: bool) -> UrlContents:
     )
 
 
-def check_may_resume(bucket: Bucket, options: Options) -> None:
-    """Raise ConflictError if the existing run must not be continued."""
-    if not options.resume:
-        raise ConflictError(
-            f"{bucket.url} holds a run already; publish to a new run URL, or pass resume=True to continue that run"
-        )
-
-
-def locate_base(base: str | Path | None) -> str | Path | None:
-    """Return where the checkpoint of version 0, or the run it branched from, is, from the argument ``base``.
-
-    Raises:
-        NotFoundError: there is no such checkpoint.
-    """
-    # For a branch this may be the URL of its parent run.
-    if base is None or "://" in str(base):
-        return base
-    base_location = resolve_base(base).path
-    check_base(base_location)
-    return base_location
-
-
-def _prepare(baseline: Baseline, options: Options, run_in_thread: RunInThread) -> None:
-    baseline.location = options.baseline
-    run_in_thread(lambda: compile_kernels(baseline.table))
-    # Run the codec's check of the table now rather than at the first version.
-    none, nothing = DeltaContext("", 1, 0), Changes()
-    encode(nothing, baseline.table, options.base_codec, options.compression, none, BaseCopies(baseline, nothing))
-
-
 def _present(bucket: Bucket, key: str) -> bool:
     try:
         bucket.stat(key)
@@ -218,21 +237,19 @@ def _present(bucket: Bucket, key: str) -> bool:
 
 def begin(
     bucket: Bucket,
+    weights: RunWeights,
     state: manifests.FullState,
     difference: str | None,
     base: ResolvedBase | None,
     options: Options,
-    store: Callable[[manifests.Put], list[ObjectRef]],
-    files: Mapping[str, bytes],
-    unfinished: bytes | None = None,
-) -> tuple[RunWriter, Manifest]:
+    collect_files: CollectFiles,
+    unfinished: bytes | None,
+) -> OpenedRun:
     """Commit version 0 of a new run.
 
     Args:
-        files: name → content of the model's small files, which the run keeps.
+        state, difference: as ``weights.begin`` returned them.
         unfinished: run.json of the interrupted start that this one replaces.
-        state: the weights. difference: the first tensor that differs from the base, None if none does.
-        store: stores all weights as an anchor's objects through the function that it is given.
 
     Raises:
         ConflictError: the URL holds a run already.
@@ -242,6 +259,7 @@ def begin(
     """
     keyring = options.keyring
     keyring.check_can_start_run()
+    files = collect_files(base)
     info = keyring.signed(new_run(state.table, files))
     writer = RunWriter(bucket, info, 0, options, document_limit(state.table))
     if base is not None and difference is not None:
@@ -258,10 +276,11 @@ def begin(
         if base is not None and difference is None:
             manifest = keyring.signed(manifests.reference(info.run, state, base.recorded))
         else:
-            manifest = keyring.signed(manifests.anchor(info.run, state, store(start.put)))
+            state, objects = weights.put_shards(start.put)
+            manifest = keyring.signed(manifests.anchor(info.run, state, objects))
         start.commit(manifest)
     writer.announce()
-    return writer, manifest
+    return OpenedRun(weights, writer, manifest)
 
 
 def new_run(table: TensorTable, files: Mapping[str, bytes]) -> RunInfo:
@@ -497,8 +516,7 @@ class Takeover:
 
     Args:
         weights: receives those of the newest version. Of several ranks, rank 0 takes over for all.
-        base: location of the checkpoint of version 0, or of the parent run, if not at the recorded place.
-        run_in_thread: see ``open_or_begin``.
+        background: see ``open_or_begin``.
 
     Raises:
         TensorMismatchError, ModelError: the model does not fit the run.
@@ -506,17 +524,9 @@ class Takeover:
         DeltaSyncError: run.json or tensors.json is missing or damaged.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        live: LiveTensors,
-        weights: RunWeights,
-        base: str | Path | None,
-        options: Options,
-        run_in_thread: RunInThread,
-    ) -> None:
-        self._bucket, self._live, self._weights, self._base = bucket, live, weights, base
-        self._options, self._run_in_thread = options, run_in_thread
+    def __init__(self, bucket: Bucket, weights: RunWeights, options: Options, background: BackgroundThread) -> None:
+        self._bucket, self._weights = bucket, weights
+        self._options, self._background = options, background
         self._run = open_trusted(bucket, options.keyring)
         self._epoch = EpochToken(0, b"")
         weights.fit(self._run)
@@ -532,30 +542,28 @@ class Takeover:
             LimitError: the newest version is lost, and the run already has the maximum of breaks.
             SignatureError: the run ends with, or needs, data that no trusted key has signed.
         """
-        done: list[OpenedRun] = []
-        lost: list[tuple[HistoryTail, DeltaSyncError]] = []
+        result = self._background.call(self._claim_and_restore)
+        if isinstance(result, OpenedRun):
+            return result
+        found, problem = result
+        self._capture_instead(found, problem)
+        return self._background.call(lambda: self._start_over(found))
 
-        def take() -> None:
-            # Check before the claim: a publisher that may not continue must not fence one that may.
-            self._epoch = claim(self._run, self._find_tail())
-            found = self._find_tail()
-            try:
-                done.append(self._restore(found))
-            except BaseUnavailableError:
-                # No version is lost: the caller has to say where the base is.
-                raise
-            except (*UNREADABLE, SignatureError) as error:
-                if found.problem is None:
-                    raise_if_forged(self._run, found, error)
-                _release_frames(error)
-                lost.append((found, error))
-
-        self._run_in_thread(take)
-        if lost:
-            found, problem = lost[0]
-            self._capture_instead(found, problem)
-            self._run_in_thread(lambda: done.append(self._start_over(found)))
-        return done[0]
+    def _claim_and_restore(self) -> OpenedRun | tuple[HistoryTail, DeltaSyncError]:
+        """Return the run at its newest version; or the end of the run, and why that version is lost."""
+        # Check before the claim: a publisher that may not continue must not fence one that may.
+        self._epoch = claim(self._run, self._find_tail())
+        found = self._find_tail()
+        try:
+            return self._restore(found)
+        except BaseUnavailableError:
+            # No version is lost: the caller has to say where the base is.
+            raise
+        except (*UNREADABLE, SignatureError) as error:
+            if found.problem is None:
+                raise_if_forged(self._run, found, error)
+            _release_frames(error)
+            return found, error
 
     def _find_tail(self) -> HistoryTail:
         """Return the newest version; raise SignatureError if no trusted key signed it."""
@@ -573,7 +581,7 @@ class Takeover:
         logger.info(
             "run %s continues from version %d, step %d, in epoch %d", writer.run, head.version, head.step, writer.epoch
         )
-        return OpenedRun(self._weights, writer, head, self._base)
+        return OpenedRun(self._weights, writer, head)
 
     def _writer(self, newest: Manifest | None) -> RunWriter:
         claimed, limit = self._epoch, self._run.document_limit
@@ -585,7 +593,7 @@ class Takeover:
     # If the newest version is lost
 
     def _capture_instead(self, found: HistoryTail, problem: DeltaSyncError) -> None:
-        if not self._live.has_values:
+        if not self._weights.live.has_values:
             raise type(problem)(
                 f"version {found.version} cannot be rebuilt ({problem}), and this publisher gets the weights for a new "
                 "start only later; repair the run, or start a new one"
@@ -596,7 +604,7 @@ class Takeover:
         )  # fmt: skip
         absent, rest = self._weights.baseline.absent(), None
         if absent:
-            rest = _checkpoint(self._base)
+            rest = _checkpoint(self._weights.base)
             odd = [name for name in absent if rest is None or name not in rest.specs]
             odd = odd or [name for name in absent if rest and rest.specs[name] != self._run.table.by_name(name)]
             if odd:
@@ -610,16 +618,14 @@ class Takeover:
 
     def _start_over(self, found: HistoryTail) -> OpenedRun:
         manifests.check_breaks([] if found.manifest is None else found.manifest.breaks)
-        self._weights.baseline.scan()
         reasons = judge_state(self._options.gate, self._weights.baseline)
         writer = self._writer(None)
         state, objects = self._weights.put_shards(writer.put_file)
         for _ in range(_ATTEMPTS):
-            base_location = (found.version + 1, found.digest)
-            manifest_behind = manifests.restart_anchor(
-                writer.run, state, objects, base_location, found.manifest, self._epoch.epoch, reasons
+            anchor = manifests.restart_anchor(
+                writer.run, state, objects, found.version + 1, found.digest, found.manifest, self._epoch.epoch, reasons
             )
-            manifest = self._run.keyring.signed(manifest_behind)
+            manifest = self._run.keyring.signed(anchor)
             try:
                 writer.commit(manifest)
             except (ConflictError, FormerVersionError):
@@ -631,7 +637,7 @@ class Takeover:
                 writer = self._writer(None)
                 continue
             writer.announce()
-            return OpenedRun(self._weights, writer, manifest, self._base)
+            return OpenedRun(self._weights, writer, manifest)
         raise ConflictError(f"versions keep appearing at {self._bucket.url}; another publisher writes there")
 
 

@@ -150,11 +150,6 @@ class Baseline:
             raise TensorMismatchError(f"tensor {self.table[tensor].name!r} has no values")
         return self._checkpoint.bits(self.table[tensor].name)
 
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Sum of ``fingerprints``."""
-        return sum(self.fingerprints, Fingerprint())
-
     def scan(self) -> None:
         """Fingerprint every tensor, those of the base included."""
         self.fingerprints = [self._measure(tensor) for tensor in range(len(self.table))]

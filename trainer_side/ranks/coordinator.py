@@ -5,15 +5,20 @@ Where rank 0's code reads or writes weights it sends a command, which every rank
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
+
+from torch import nn
 
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.pending_delta import PendingDelta
-from trainer_side.manifests import Put
+from trainer_side.manifests import FullState, Put
+from trainer_side.model.sources import ModelLike
 from trainer_side.options import Options
 from trainer_side.ranks.gather import put_shards
 from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, error_from_rank
-from trainer_side.ranks.shard_baseline import GatheredState, ShardBaseline, changes_of_tensors, check_same_tables
+from trainer_side.ranks.shard_baseline import ShardBaseline, changes_of_tensors, check_same_tables
 from trainer_side.ranks.shard_parts import ModuleParts, boxes_document, check_coverage
+from trainer_side.run_weights import prepare
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run
@@ -29,26 +34,29 @@ from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 logger = guarded_logger(__name__)
 
+Command = Literal["fit", "capture", "checkout", "put_shards"]
+"""The methods of ``RankCoordinator`` that rank 0 has the other ranks call."""
+
 
 class RankCoordinator:
     """One rank among those that publish a run together: ``run_weights.RunWeights``, of which it holds its parts.
 
-    Attributes:
-        baseline: this rank's parts, once they are known.
-
     Args:
-        group: of the thread that publishes. live: this rank's parts.
-        base: location of version 0, for reading versions back.
+        group: of the thread that publishes.
+
+    Raises:
+        UsageError: the model is not a module. ModelError: as ``ModuleParts``.
     """
 
-    def __init__(
-        self, group: ProcessGroup, live: ModuleParts, bucket: Bucket, options: Options, base: str | Path | None
-    ) -> None:
-        self.group = group
-        self._live, self._bucket, self._options, self._base = live, bucket, options, base
+    def __init__(self, model: ModelLike, bucket: Bucket, options: Options, group: ProcessGroup) -> None:
+        if not isinstance(model, nn.Module):
+            raise UsageError("only a module can be published by several ranks together")
+        self.live = ModuleParts(model)
+        self.base: str | Path | None = None
+        self._bucket, self._options, self._group = bucket, options, group
         self._baseline: ShardBaseline | None = None
         self._run: Run | None = None
-        self._name = ""
+        self._work_name = ""
 
     @property
     def baseline(self) -> Baseline:
@@ -66,101 +74,14 @@ class RankCoordinator:
 
     @property
     def run(self) -> Run:
-        """The run, for reading."""
         if self._run is None:
             self._run = Run(self._bucket, self._options.keyring)
         return self._run
 
-    def follower_writer(self, newest: Manifest) -> RunWriter:
-        """Return the writer with which a rank other than 0 stores objects; it commits nothing."""
-        writer = RunWriter(self._bucket, self.run.info, 0, self._options, self.run.document_limit)
-        writer.set_newest(newest)
-        return writer
-
-    def run_on_rank0(self, what: str, work: Callable[[], Json]) -> Json:
-        """Do ``work`` on rank 0, and execute its commands on the other ranks; return its result on every rank.
-
-        Raises:
-            DeltaSyncError: ``work`` raised it. LostRankError: a rank is lost.
-        """
-        self._name = what
-        if self.group.is_rank0:
-            return self.group.from_rank0(what, work)
-        while True:
-            command = self.group.broadcast(what)
-            if "error" in command:
-                raise error_from_rank(command["error"], 0)
-            if "command" not in command:
-                return command["value"]
-            try:
-                self._execute(command)
-            except LostRankError:
-                raise
-            except Exception:  # rank 0 received the error, and raises it in ``work``
-                logger.debug("rank %d could not execute a command", self.group.rank, exc_info=True)
-
-    # Commands, for the work of ``run_on_rank0``
-
-    def fit(self, run: Run) -> None:
-        """Find out which parts of the run's tensors the ranks own.
-
-        Raises:
-            ModelError: they do not own each element once. Other errors as ``Baseline.of_run``.
-        """
-        self._run = run
-        self._command({"command": "find_parts", "tensors": run.table.digest})
-        self._find_parts(run.table.digest)
-
-    def capture(self, fallback: Checkpoint | None) -> None:
-        """Copy the current live parts; tensors that the model lacks come from ``fallback``."""
-        self._command({"command": "capture"})
-        self._capture(fallback)
-
-    def checkout(self, manifest: Manifest) -> None:
-        """Check out a version: replace the bits of all ranks by it.
-
-        Raises:
-            FingerprintError: the parts of all ranks do not have the manifest's fingerprint; nothing was replaced.
-            PublishError: only another rank cannot rebuild its parts. Other errors as ``restore``.
-        """
-        self._command({"command": "checkout", "manifest": manifest.to_bytes().decode()})
-        self._checkout(manifest)
-
-    def put_shards(self, put: Put) -> tuple[GatheredState, list[ObjectRef]]:
-        """Store the baseline as an anchor's objects; return state and objects. Raises as ``put``."""
-        self._command({"command": "put_shards"})
-        return self._put_shards(put)
-
-    def _command(self, command: Json) -> None:
-        self.group.broadcast(self._name, command)
-
-    def _execute(self, command: Json) -> None:
-        match command["command"]:
-            case "find_parts":
-                self._find_parts(command["tensors"])
-            case "capture":
-                self._capture(None)
-            case "checkout":
-                self._checkout(Manifest.from_bytes(command["manifest"].encode()))
-            case "put_shards":
-                self._put_shards(self._store)
-
-    # What every rank executes
-
-    def begin(self, base: Path | None) -> tuple[GatheredState | None, str | None]:
-        """Capture the weights of a new run; every rank calls it.
-
-        Returns:
-            On rank 0 the state of all ranks, and the first tensor that differs from the base; else None.
-
-        Raises:
-            ModelError: the ranks do not publish the same tensors, or not each element once. Other errors as
-                ``Baseline.captured``.
-        """
-
+    def begin(self) -> tuple[FullState, str | None]:
         def work() -> Json:
-            baseline = ShardBaseline.captured_parts(self._live, base, self.group.rank)
-            self._baseline = baseline
+            baseline = self._baseline = ShardBaseline.captured_parts(self.live, self.base, self._group.rank)
+            prepare(baseline.parts, baseline.whole, self._options)
             baseline.scan()
             return {
                 "tensors": baseline.whole.digest,
@@ -173,49 +94,90 @@ class RankCoordinator:
             check_same_tables(reports)
             check_coverage(self.table, [item["boxes"] for item in reports])
 
-        reports = self.group.all_or_raise("weights", work, judge)
-        if reports is None:
-            return None, None
+        reports = self._group.all_or_raise("weights", work, judge) or []
         difference = next((item["difference"] for item in reports if item["difference"] is not None), None)
         return _gathered_state(self.table, reports), difference
 
     def restore(self, manifest: Manifest) -> list[Bits]:
-        """Return (numel,) bits of this rank's parts at a version, from the bucket; raises as ``restore``."""
         baseline = self._shards
-        return baseline.in_part_order(restore_boxes(self.run, manifest, baseline.wanted(), self._base))
+        return baseline.in_part_order(restore_boxes(self.run, manifest, baseline.wanted(), self.base))
 
     def changes(self, pending: PendingDelta) -> Changes:
-        """Return this rank's changes in terms of whole tensors; valid as ``PendingDelta.changes``."""
         return changes_of_tensors(self._shards, pending)
 
     def keep(self, changes: Mapping[int, Fingerprint]) -> None:
-        """Add durable changes to this rank's shares: tensor id → what was added to its fingerprint."""
         known = self._shards.shares
         # In one assignment, so that a failure in the middle changes nothing.
         self._shards.shares = known | {
             tensor: known.get(tensor, Fingerprint()) + change for tensor, change in changes.items()
         }
 
-    def _find_parts(self, tensors: str) -> None:
+    # Work on rank 0, and the commands that it sends
+
+    def run_on_rank0(self, what: str, work: Callable[[], Json]) -> Json:
+        self._work_name = what
+        if self._group.is_rank0:
+            return self._group.from_rank0(what, work)
+        while True:
+            message = self._group.broadcast(what)
+            if "error" in message:
+                raise error_from_rank(message["error"], 0)
+            if "command" not in message:
+                return message["value"]
+            try:
+                self._execute(message["command"], message["argument"])
+            except LostRankError:
+                raise
+            except Exception:  # rank 0 received the error, and raises it in ``work``
+                logger.debug("rank %d could not execute a command", self._group.rank, exc_info=True)
+
+    def _command(self, command: Command, argument: str = "") -> None:
+        """On rank 0, send a command that the other ranks ``_execute``."""
+        if self._group.is_rank0:
+            self._group.broadcast(self._work_name, {"command": command, "argument": argument})
+
+    def _execute(self, command: Command, argument: str) -> None:
+        match command:
+            case "fit":
+                self._fit(argument)
+            case "capture":
+                self.capture(None)
+            case "checkout":
+                self.checkout(Manifest.from_bytes(argument.encode()))
+            case "put_shards":
+                self.put_shards(self._store)
+
+    def fit(self, run: Run) -> None:
+        self._run = run
+        self._command("fit", run.table.digest)
+        self._fit(run.table.digest)
+
+    def _fit(self, tensors: str) -> None:
+        """Do ``fit`` on every rank. Args: tensors: digest of the table of the run that rank 0 sees."""
+
         def work() -> Json:
             if self.run.table.digest != tensors:
                 raise UsageError(
-                    f"rank {self.group.rank} sees another run at {self._bucket.url} than rank 0: give every rank the "
+                    f"rank {self._group.rank} sees another run at {self._bucket.url} than rank 0: give every rank the "
                     "URL of one bucket that all of them reach"
                 )
-            self._baseline = ShardBaseline.parts_of_run(self._live, self.run.table, self.group.rank)
-            return boxes_document(self._baseline.boxes)
+            baseline = self._baseline = ShardBaseline.parts_of_run(self.live, self.run.table, self._group.rank)
+            prepare(baseline.parts, baseline.whole, self._options)
+            return boxes_document(baseline.boxes)
 
-        self.group.all_or_raise("parts", work, lambda reports: check_coverage(self.run.table, reports))
+        self._group.all_or_raise("parts", work, lambda reports: check_coverage(self.run.table, reports))
 
-    def _capture(self, fallback: Checkpoint | None) -> None:
+    def capture(self, fallback: Checkpoint | None) -> None:
+        self._command("capture")
+
         def work() -> None:
-            self.baseline.capture(self._live, fallback)
+            self.baseline.capture(self.live, fallback)
             self._shards.scan()
 
-        self.group.all_or_raise("capture", work)
+        self._group.all_or_raise("capture", work)
 
-    def _checkout(self, manifest: Manifest) -> None:
+    def checkout(self, manifest: Manifest) -> None:
+        self._command("checkout", manifest.to_bytes().decode())
         restored: list[tuple[list[Bits], dict[int, Fingerprint]]] = []
 
         def work() -> str:
@@ -231,7 +193,7 @@ class RankCoordinator:
                 )
 
         try:
-            self.group.all_or_raise("restore", work, judge)
+            self._group.all_or_raise("restore", work, judge)
         except FingerprintError:
             raise
         except DeltaSyncError as error:
@@ -241,9 +203,10 @@ class RankCoordinator:
             raise PublishError(f"version {manifest.version} cannot be restored: {error.message}") from error
         self._shards.replace_bits(*restored[0])
 
-    def _put_shards(self, put: Put) -> tuple[GatheredState, list[ObjectRef]]:
-        reports = self.group.all_or_raise("fingerprints", lambda: _shares_document(self._shards))
-        refs = put_shards(self.group, self._shards, self._options.shard_bytes, put)
+    def put_shards(self, put: Put) -> tuple[FullState, list[ObjectRef]]:
+        self._command("put_shards")
+        reports = self._group.all_or_raise("fingerprints", lambda: _shares_document(self._shards))
+        refs = put_shards(self._group, self._shards, self._options.shard_bytes, put)
         return _gathered_state(self.table, reports or []), refs or []
 
     def _store(self, ref: ObjectRef, path: Path) -> None:
@@ -254,9 +217,9 @@ def _shares_document(baseline: ShardBaseline) -> Json:
     return {"shares": {str(tensor): share.hex() for tensor, share in baseline.shares.items()}}
 
 
-def _gathered_state(table: TensorTable, reports: list[Json]) -> GatheredState:
+def _gathered_state(table: TensorTable, reports: list[Json]) -> FullState:
     fingerprints = [Fingerprint()] * len(table)
     for item in reports:
         for tensor, share in item["shares"].items():
             fingerprints[int(tensor)] += Fingerprint.from_hex(share)
-    return GatheredState(table, fingerprints)
+    return FullState(table, fingerprints)

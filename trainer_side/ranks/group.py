@@ -7,7 +7,7 @@ waits for. Documents are small. Only one question before each comparison (``rank
 import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ _PARTING_SECONDS = 5.0
 
 Json = Any
 Bytes = npt.NDArray[np.uint8]
+_Result = TypeVar("_Result")
 
 
 class LostRankError(PublishError):
@@ -168,6 +169,12 @@ class ProcessGroup:
 
         self.reduce_on_rank0(what, work, judged)
         return found if self.is_rank0 else None
+
+    def on_every_rank(self, what: str, work: Callable[[], _Result]) -> _Result:
+        """Return what ``work`` returns here, after it succeeded on every rank; raises as ``reduce_on_rank0``."""
+        found: list[_Result] = []
+        self.all_or_raise(what, lambda: found.append(work()))
+        return found[0]
 
     def reduce_on_rank0(self, what: str, work: Callable[[], Json], judge: Callable[[list[Json]], Json]) -> Json:
         """Do ``work`` on every rank; return, on every rank, what ``judge`` on rank 0 makes of the results.

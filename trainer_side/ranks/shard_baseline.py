@@ -1,7 +1,6 @@
 """``ShardBaseline``: the bits of one rank's parts, and how they relate to whole tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -23,18 +22,6 @@ from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 _PIECE_ELEMENTS = 1024**2
-
-
-@dataclass(frozen=True)
-class GatheredState:
-    """All tensors of a version, from the shares of all ranks; see ``manifests.FullState``."""
-
-    table: TensorTable
-    fingerprints: list[Fingerprint]
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        return sum(self.fingerprints, Fingerprint())
 
 
 class _WholeTensors(LiveTensors):

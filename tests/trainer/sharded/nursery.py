@@ -145,7 +145,7 @@ def _main(folder: Path) -> None:
 
     torch.set_num_threads(1)
     # Loads what every rank needs; this is what torch loads when something is sharded first.
-    for name in ("torch._dynamo", "trainer_side.ranks.opening"):
+    for name in ("torch._dynamo", "trainer_side.ranks.coordinator"):
         importlib.import_module(name)
     warm = [(name, tensor.detach()) for name, tensor in training.make("mixed").state_dict().items()]
     with Publisher(warm, str(folder / "warm")) as publisher:
