@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import Literal, Self
 
 from trainer_side.background_thread import BackgroundJob
 from vllm_delta_sync.errors import DeltaSyncError, PublishError
@@ -17,21 +17,31 @@ class PublishProgress(BackgroundJob):
     """One version that is being published, shared by the publisher, its background thread and the result.
 
     Attributes:
+        sidecars: bytes committed with the version, by name.
         seconds: durations so far. payload_bytes, codec: of the objects; 0 and None if there are none.
         changed: elements of all ranks, where several publish together.
-        quarantined: why the gate quarantined the version. sidecars: bytes committed with it, by name.
+        quarantined: why the gate quarantined the version.
         error_raised: whether the caller has already received the error, if there is one.
     """
 
     def __init__(self, sidecars: Mapping[str, bytes] | None = None) -> None:
         super().__init__()
-        self.sidecars: Mapping[str, bytes] = {} if sidecars is None else sidecars
+        self.sidecars = sidecars or {}
         self.seconds: dict[str, float] = {}
         self.payload_bytes = 0
-        self.changed: int | None = None
+        self.changed = 0
         self.codec: str | None = None
         self.quarantined: tuple[str, ...] = ()
         self.error_raised = False
+
+    @classmethod
+    def skipped(cls, seconds: float) -> Self:
+        """Return that of a call that publishes nothing: there is nothing to wait for."""
+        progress = cls()
+        progress.seconds = {"diff": seconds, "encode": 0.0, "upload": 0.0, "total": seconds}
+        with progress:
+            pass
+        return progress
 
     def wait(self) -> None:
         """Wait until the version is durable or has failed.
@@ -57,16 +67,14 @@ class Seconds(Mapping[str, float]):
 
     KEYS = ("diff", "encode", "upload", "total")
 
-    def __init__(self, diff: float, progress: PublishProgress | None) -> None:
-        self._diff = diff
+    def __init__(self, progress: PublishProgress) -> None:
         self._progress = progress
 
     def __getitem__(self, key: str) -> float:
         if key not in self.KEYS:
             raise KeyError(key)
-        if key == "diff" or self._progress is None:
-            return self._diff if key in ("diff", "total") else 0.0
-        self._progress.wait()
+        if key != "diff":
+            self._progress.wait()
         return self._progress.seconds[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -76,8 +84,8 @@ class Seconds(Mapping[str, float]):
         return len(self.KEYS)
 
     def __repr__(self) -> str:
-        if self._progress is not None and (not self._progress.done or self._progress.error):
-            return f"Seconds(diff={self._diff:.3f})"
+        if not self._progress.done or self._progress.error:
+            return f"Seconds(diff={self['diff']:.3f})"
         return f"Seconds({', '.join(f'{key}={value:.3f}' for key, value in self.items())})"
 
 
@@ -94,15 +102,7 @@ class PublishResult:
     """
 
     def __init__(
-        self,
-        *,
-        version: int | None,
-        step: int,
-        changed: int,
-        total: int,
-        full_bytes: int,
-        diff_seconds: float,
-        progress: PublishProgress | None,
+        self, *, version: int | None, step: int, changed: int, total: int, full_bytes: int, progress: PublishProgress
     ) -> None:
         self.version = version
         self.step = step
@@ -110,18 +110,18 @@ class PublishResult:
         self.changed = changed
         self.total = total
         self.full_bytes = full_bytes
-        self.seconds = Seconds(diff_seconds, progress)
+        self.seconds = Seconds(progress)
         self._progress = progress
 
     @property
     def done(self) -> bool:
         """Whether the version is durable or has failed, so that no field waits any more. True if skipped."""
-        return self._progress is None or self._progress.done
+        return self._progress.done
 
     @property
     def failed(self) -> bool:
         """Whether the version is known to have failed; the next ``publish`` or ``flush`` raises the reason."""
-        return self._progress is not None and self._progress.done and self._progress.error is not None
+        return self._progress.done and self._progress.error is not None
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of this publish for loggers, by name; waits until the version is durable, see ``done``.
@@ -138,7 +138,7 @@ class PublishResult:
         figures = {
             "version": self.version,
             "step": self.step,
-            "changed_percent": 100 * self._changed_of_all / self.total if self.total else 0.0,
+            "changed_percent": 100 * self._waited.changed / self.total if self.total else 0.0,
             "payload_bytes": self.payload_bytes,
             "diff_seconds": self.seconds["diff"],
             "encode_seconds": self.seconds["encode"],
@@ -148,23 +148,13 @@ class PublishResult:
         return {METRICS + name: figure for name, figure in figures.items()}
 
     @property
-    def _changed_of_all(self) -> int:
-        if self._progress is None:
-            return self.changed
-        self._progress.wait()
-        return self.changed if self._progress.changed is None else self._progress.changed
-
-    @property
     def payload_bytes(self) -> int:
         """Bytes of the version's objects; waits until it is durable.
 
         Raises:
             PublishError, ConflictError: the version could not be made durable.
         """
-        if self._progress is None:
-            return 0
-        self._progress.wait()
-        return self._progress.payload_bytes
+        return self._waited.payload_bytes
 
     @property
     def codec(self) -> str | None:
@@ -173,10 +163,7 @@ class PublishResult:
         Raises:
             PublishError, ConflictError: the version could not be made durable.
         """
-        if self._progress is None:
-            return None
-        self._progress.wait()
-        return self._progress.codec
+        return self._waited.codec
 
     @property
     def quarantined(self) -> tuple[str, ...]:
@@ -185,10 +172,12 @@ class PublishResult:
         Raises:
             GateError: the gate refused it. PublishError, ConflictError: it could not be made durable.
         """
-        if self._progress is None:
-            return ()
+        return self._waited.quarantined
+
+    @property
+    def _waited(self) -> PublishProgress:
         self._progress.wait()
-        return self._progress.quarantined
+        return self._progress
 
     def __repr__(self) -> str:
         return (

@@ -222,7 +222,7 @@ class PublishSession:
         progress = PublishProgress(sidecars)
         progress.seconds["diff"] = watch.lap()
         version = self._committer.newest.version + 1
-        result = self._result(version, step, pending.changed, progress.seconds["diff"], progress)
+        result = self._result(version, step, pending.changed, progress)
         self._background.submit(progress, lambda: self._committer.commit_version(pending, step, progress, watch))
         self._progress = progress
         self._skip_log.record(result)
@@ -239,14 +239,12 @@ class PublishSession:
         self._progress = progress
 
     def _skipped_result(self, step: int, watch: Stopwatch) -> PublishResult:
-        return self._result(None, step, 0, watch.total, None)
+        return self._result(None, step, 0, PublishProgress.skipped(watch.total))
 
-    def _result(
-        self, version: int | None, step: int, changed: int, diff_seconds: float, progress: PublishProgress | None
-    ) -> PublishResult:
+    def _result(self, version: int | None, step: int, changed: int, progress: PublishProgress) -> PublishResult:
         return PublishResult(
             version=version, step=step, changed=changed, total=self._table.total, full_bytes=self._table.full_bytes,
-            diff_seconds=diff_seconds, progress=progress,
+            progress=progress,
         )  # fmt: skip
 
 
