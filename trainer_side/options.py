@@ -148,10 +148,7 @@ def chosen_keys(
 
 def check_step(step: int) -> int:
     """Return the optimizer step as an int; raise UsageError if it is invalid."""
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
+    number = _integer(step)
     if not 0 <= number < 2**53:
         raise UsageError(f"step is {step!r}; give the optimizer step as an integer from 0 to 2^53 - 1")
     return number
@@ -159,13 +156,18 @@ def check_step(step: int) -> int:
 
 def check_version(version: int) -> int:
     """Return a version number as an int; raise UsageError if it is invalid."""
-    try:
-        number = operator.index(version)
-    except TypeError:
-        number = -1
+    number = _integer(version)
     if isinstance(version, bool) or number < 0:
         raise UsageError(f"version is {version!r}; give the number of a version")
     return number
+
+
+def _integer(value: int) -> int:
+    """Return the value of an integer of any kind, such as numpy's; -1 for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return -1
 
 
 def checked_sidecars(sidecars: Mapping[str, SidecarData] | None) -> dict[str, bytes]:

@@ -1,8 +1,7 @@
 """``PendingDelta``: the changes of one version, reverted if the version cannot be made durable."""
 
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -16,16 +15,9 @@ from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import TensorMismatchError
 from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.bits import Bits, Positions, revert_distances
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
-
-
-@dataclass
-class _TensorChanges:
-    """The changes of one tensor."""
-
-    tensor: int
-    log: ChangeLog
 
 
 class PendingDelta:
@@ -44,7 +36,7 @@ class PendingDelta:
         self._codec = codec
         self._compression = compression
         self._detector = detector
-        self._touched: list[_TensorChanges] = []
+        self._touched: list[tuple[int, ChangeLog]] = []
         self._lock = threading.Lock()
         self._closed = False
         self.changed = 0
@@ -54,11 +46,6 @@ class PendingDelta:
     def open(self) -> bool:
         """Whether the baseline may hold changes that are neither durable nor reverted."""
         return not self._closed
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Fingerprint of the model with the delta minus without."""
-        return sum(self.fingerprints.values(), Fingerprint())
 
     def add_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Compare (live name, tensor) pairs, one after another.
@@ -86,10 +73,10 @@ class PendingDelta:
         """
         spec = self._baseline.table[tensor]
         buffer = self._baseline.buffer_on(tensor, live.device)
-        touched = _TensorChanges(tensor, ChangeLog(spec.element))
-        self._touched.append(touched)
-        change = self._detector.collect(spec, buffer, live, touched.log)
-        changed = touched.log.size
+        log = ChangeLog(spec.element)
+        self._touched.append((tensor, log))
+        change = self._detector.collect(spec, buffer, live, log)
+        changed = log.size
         if not changed:
             self._touched.pop()
             return 0
@@ -120,95 +107,95 @@ class PendingDelta:
                 return
             # An interrupted caller may have left the detector's threads running.
             self._detector.wait_idle()
-            for touched in reversed(self._touched):
-                touched.log.revert(self._baseline.buffer(touched.tensor))
+            for tensor, log in reversed(self._touched):
+                log.revert(self._baseline.buffer(tensor))
             self._closed = True
             self._touched.clear()
 
-    def pieces(self, most: int) -> Iterator[tuple[int, Iterator[tuple[Bits, Bits]]]]:
-        """Yield tensor id, and the bits (before, now) of its changed elements in pieces of up to ``most`` elements."""
-        for touched in self._touched:
-            yield touched.tensor, ((before, now) for _, before, now in self._elements(touched, most))
+    def elements(self, most: int) -> Iterator[tuple[int, Iterator[tuple[Positions, Bits, Bits]]]]:
+        """Yield tensor id, and its changed elements in pieces of up to ``most``: positions, bits before and now."""
+        for tensor, log in self._touched:
+            yield tensor, self._elements(tensor, log, most)
 
-    def elements(self, most: int) -> Iterator[tuple[int, Positions, Bits, Bits]]:
-        """Yield changed elements in pieces of up to ``most``: tensor id, positions, bits before and now."""
-        for touched in self._touched:
-            for positions, before, now in self._elements(touched, most):
-                yield touched.tensor, positions, before, now
-
-    def _elements(self, touched: _TensorChanges, most: int) -> Iterator[tuple[Positions, Bits, Bits]]:
-        buffer = self._baseline.buffer(touched.tensor)
-        for positions, distances in touched.log.pieces():
+    def _elements(self, tensor: int, log: ChangeLog, most: int) -> Iterator[tuple[Positions, Bits, Bits]]:
+        buffer = self._baseline.buffer(tensor)
+        for positions, distances in log.pieces():
             every = np.arange(min(most, positions.size), dtype=np.int64)
             for start in range(0, positions.size, most):
                 here = positions[start : start + most]
                 now = buffer.get(here)
                 before = now.copy()
-                revert_distances(touched.log.element, before, every[: now.size], distances[start : start + most])
+                revert_distances(log.element, before, every[: now.size], distances[start : start + most])
                 yield here, before, now
 
-    def before(self, tensors: Iterable[int]) -> dict[int, Bits]:
+    def before(self, tensors: Collection[int]) -> dict[int, Bits]:
         """Return copies of the (numel,) bits that changed tensors had before this delta."""
-        wanted = set(tensors)
         found: dict[int, Bits] = {}
-        for touched in self._touched:
-            if touched.tensor in wanted:
-                bits = found[touched.tensor] = np.array(self._baseline.read(touched.tensor))
-                for positions, distances in touched.log.pieces():
-                    revert_distances(touched.log.element, bits, positions, distances)
+        for tensor, log in self._touched:
+            if tensor in tensors:
+                bits = found[tensor] = np.array(self._baseline.read(tensor))
+                for positions, distances in log.pieces():
+                    revert_distances(log.element, bits, positions, distances)
         return found
 
     def changes(self) -> Changes:
         """Return the delta as the codecs take it; valid until it is reverted or the next delta begins."""
         full: list[Full] = []
-        sparse: list[_TensorChanges] = []
+        sparse: dict[int, ChangeLog] = {}
         # Decided here and not during the comparison, since training waits for that.
-        for touched in self._touched:
-            if self._is_smaller_in_full(touched):
-                full.append(Full(touched.tensor, self._baseline.read(touched.tensor)))
+        for tensor, log in self._touched:
+            if self._is_smaller_in_full(tensor, log):
+                full.append(Full(tensor, self._baseline.read(tensor)))
             else:
-                sparse.append(touched)
-        return Changes([self._group(batch) for batch in self._batches(sparse)], full, dict(self.fingerprints))
+                sparse[tensor] = log
+        sizes = {tensor: log.size for tensor, log in sparse.items()}
+        groups = [
+            self._group(batch, [sparse[tensor] for tensor in batch]) for batch in batches(sizes, self._baseline.table)
+        ]
+        return Changes(groups, full, dict(self.fingerprints))
 
-    def _is_smaller_in_full(self, touched: _TensorChanges) -> bool:
-        spec, baseline = self._baseline.table[touched.tensor], self._baseline
-        return baseline.may_send_in_full(touched.tensor) and full_is_smaller(
-            spec, touched.log, self._codec, self._compression, lambda: baseline.read(touched.tensor)
+    def _is_smaller_in_full(self, tensor: int, log: ChangeLog) -> bool:
+        baseline = self._baseline
+        return baseline.may_send_in_full(tensor) and full_is_smaller(
+            baseline.table[tensor], log, self._codec, self._compression, lambda: baseline.read(tensor)
         )
 
-    def _batches(self, sparse: list[_TensorChanges]) -> Iterator[list[_TensorChanges]]:
-        """Yield tensors of one dtype, ascending by id, in batches of about a block: bounds what joining copies."""
-        table = self._baseline.table
-        batch: list[_TensorChanges] = []
-        size = 0
-        for touched in sorted(sparse, key=lambda touched: (table[touched.tensor].dtype, touched.tensor)):
-            full = size + touched.log.size > BLOCK_ELEMENTS
-            if batch and (full or table[touched.tensor].dtype != table[batch[0].tensor].dtype):
-                yield batch
-                batch, size = [], 0
-            batch.append(touched)
-            size += touched.log.size
-        if batch:
-            yield batch
-
-    def _group(self, batch: list[_TensorChanges]) -> Sparse:
+    def _group(self, batch: list[int], logs: list[ChangeLog]) -> Sparse:
         relative = self._codec in RELATIVE_CODECS
-        counts = np.array([touched.log.size for touched in batch], np.int64)
+        counts = np.array([log.size for log in logs], np.int64)
         positions = np.empty(counts.sum(), np.int64)
-        distances = np.empty(positions.size, batch[0].log.element.uint)
+        distances = np.empty(positions.size, logs[0].element.uint)
         start = 0
-        for touched, count in zip(batch, counts.tolist(), strict=True):
+        for log, count in zip(logs, counts.tolist(), strict=True):
             # The joined arrays replace the single ones, so that both exist for one batch only.
-            touched.log.join_into(positions[start : start + count], distances[start : start + count])
+            log.join_into(positions[start : start + count], distances[start : start + count])
             start += count
         data = distances
         if not relative:
             data = np.concatenate(
                 [
-                    self._baseline.buffer(touched.tensor).get(positions)
-                    for touched in batch
-                    for positions, _ in touched.log.pieces()
+                    self._baseline.buffer(tensor).get(positions)
+                    for tensor, log in zip(batch, logs, strict=True)
+                    for positions, _ in log.pieces()
                 ]
             )
-        ids = np.array([touched.tensor for touched in batch], np.uint32)
-        return Sparse(self._baseline.table[batch[0].tensor].dtype, ids, counts, positions, data, relative)
+        ids = np.array(batch, np.uint32)
+        return Sparse(self._baseline.table[batch[0]].dtype, ids, counts, positions, data, relative)
+
+
+def batches(sizes: Mapping[int, int], table: TensorTable) -> Iterator[list[int]]:
+    """Yield tensor ids of one dtype, ascending, in batches of about a block: bounds what joining a batch copies.
+
+    Args:
+        sizes: tensor id → number of changed elements.
+    """
+    batch: list[int] = []
+    size = 0
+    for tensor in sorted(sizes, key=lambda tensor: (table[tensor].dtype, tensor)):
+        if batch and (size + sizes[tensor] > BLOCK_ELEMENTS or table[tensor].dtype != table[batch[0]].dtype):
+            yield batch
+            batch, size = [], 0
+        batch.append(tensor)
+        size += sizes[tensor]
+    if batch:
+        yield batch

@@ -58,7 +58,7 @@ class ChangeLog:
     @property
     def size(self) -> int:
         """Number of changed elements, once all are found."""
-        return sum(entry.size for part in self.parts for entry in part)
+        return sum(entry.size for entry in self._entries())
 
     def revert(self, buffer: BaselineBuffer) -> None:
         """Restore the baseline of the tensor."""
@@ -70,29 +70,31 @@ class ChangeLog:
 
     def pieces(self) -> Iterator[tuple[Positions, Bits]]:
         """Yield (positions, distances) in consecutive pieces of bounded size, or as they were joined."""
-        for part in self.parts:
-            for entry in part:
-                if entry.size and not isinstance(entry, PendingWrite):
-                    yield _expanded(entry)
+        yield from map(_expanded, self._entries())
 
     def samples(self, most: int) -> Iterator[tuple[Positions, Bits]]:
         """Yield (positions, distances) of up to ``most`` pieces of SAMPLE_ELEMENTS or fewer, spread evenly."""
-        pieces = [entry for part in self.parts for entry in part if entry.size and not isinstance(entry, PendingWrite)]
-        for number in np.unique(np.linspace(0, len(pieces) - 1, most).astype(int)).tolist():
-            positions, distances = _expanded(pieces[number])
+        entries = list(self._entries())
+        for number in np.unique(np.linspace(0, len(entries) - 1, most).astype(int)).tolist():
+            positions, distances = _expanded(entries[number])
             yield positions[:SAMPLE_ELEMENTS], distances[:SAMPLE_ELEMENTS]
 
     def join_into(self, positions: Positions, distances: Bits) -> None:
         """Write all elements into arrays of that size, and keep views of these instead of the entries."""
         cursor = 0
+        for entry in self._entries():
+            end = cursor + entry.size
+            entry.expand(positions[cursor:end])
+            distances[cursor:end] = entry.distances[: entry.size]
+            cursor = end
+        self.parts = [[ExpandedChanges(positions, distances)]]
+
+    def _entries(self) -> Iterator[Segment | ExpandedChanges]:
+        """Yield the entries that hold changes."""
         for part in self.parts:
             for entry in part:
                 if entry.size and not isinstance(entry, PendingWrite):
-                    end = cursor + entry.size
-                    entry.expand(positions[cursor:end])
-                    distances[cursor:end] = entry.distances[: entry.size]
-                    cursor = end
-        self.parts = [[ExpandedChanges(positions, distances)]]
+                    yield entry
 
 
 def _expanded(entry: Segment | ExpandedChanges) -> tuple[Positions, Bits]:

@@ -111,7 +111,10 @@ class UpdateGate:
 
     def judge(self, pending: PendingDelta) -> list[str]:
         """Return how the baseline with its pending delta exceeds the bounds, one line each; empty if it does not."""
-        current = {tensor: self._compare(tensor, found) for tensor, found in pending.pieces(PIECE_ELEMENTS)}
+        current = {
+            tensor: self._compare(tensor, ((before, now) for _, before, now in found))
+            for tensor, found in pending.elements(PIECE_ELEMENTS)
+        }
         against_sound = {
             tensor: self._compare(tensor, pieces(self._sound_bits[tensor], self._baseline.bits(tensor)))
             if tensor in self._sound_bits
@@ -122,8 +125,7 @@ class UpdateGate:
         verdict = _Verdict(reasons, against_sound, current)
         if reasons and self.gate.action == "quarantine":
             # Saved before the version is written, so that nothing can fail afterwards.
-            needed = [tensor for tensor in current if tensor not in self._sound_bits]
-            verdict.saved = pending.before(needed)
+            verdict.saved = pending.before(current.keys() - self._sound_bits.keys())
         self._verdict = verdict
         return reasons
 

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 
 from trainer_side.diff.baseline import Baseline, names_in_run, new_run_tensors
-from trainer_side.diff.pending_delta import PendingDelta
+from trainer_side.diff.pending_delta import PendingDelta, batches
 from trainer_side.model.sources import LiveTensors
 from trainer_side.ranks.shard_parts import ModuleParts, ShardPart
-from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -59,7 +58,8 @@ class ShardBaseline:
         targets_of: dict[str, list[str]] = {}
         for part_name, part in live.parts.items():
             for target in names[part.name]:
-                name = _part_name(part_name, part, target)
+                # ``target`` is the tensor of the part, or one that is tied to it.
+                name = target + part_name.removeprefix(part.name)
                 spec = TensorSpec(name, table.by_name(target).dtype, part.box.shape)
                 found[name] = spec, table.index(target), part.box
                 targets_of.setdefault(part_name, []).append(name)
@@ -135,11 +135,6 @@ class ShardBaseline:
         return self._of_tensor.get(name, [])
 
 
-def _part_name(part_name: str, part: ShardPart, target: str) -> str:
-    """Return the name of a part of ``target``, the part's own tensor or one tied to it."""
-    return target + part_name.removeprefix(part.name)
-
-
 def changes_of_tensors(baseline: ShardBaseline, pending: PendingDelta) -> Changes:
     """Return the changes of a pending delta of this rank's parts, in terms of whole tensors.
 
@@ -153,32 +148,19 @@ def changes_of_tensors(baseline: ShardBaseline, pending: PendingDelta) -> Change
             found.setdefault(tensor, []).append((box.positions(positions), data))
     full = [Full(baseline.boxes[one.id][0], one.bits) for one in own.full]
     relative = all(group.relative for group in own.sparse)
-    sparse = list(_groups(found, baseline.whole, relative))
+    sizes = {tensor: sum(positions.size for positions, _ in pieces) for tensor, pieces in found.items()}
+    sparse = [_group(batch, found, baseline.whole, relative) for batch in batches(sizes, baseline.whole)]
     return Changes(sparse, full, _fingerprint_changes(baseline, pending))
 
 
 def _fingerprint_changes(baseline: ShardBaseline, pending: PendingDelta) -> dict[int, Fingerprint]:
     changes: dict[int, Fingerprint] = {}
-    for part, positions, before, now in pending.elements(_PIECE_ELEMENTS):
+    for part, pieces in pending.elements(_PIECE_ELEMENTS):
         tensor, box = baseline.boxes[part]
-        change = fingerprint_change(baseline.whole[tensor].name, box.positions(positions), before, now)
-        changes[tensor] = changes.get(tensor, Fingerprint()) + change
+        for positions, before, now in pieces:
+            change = fingerprint_change(baseline.whole[tensor].name, box.positions(positions), before, now)
+            changes[tensor] = changes.get(tensor, Fingerprint()) + change
     return changes
-
-
-def _groups(found: dict[int, list[tuple[Positions, Bits]]], table: TensorTable, relative: bool) -> Iterator[Sparse]:
-    """Yield tensors of one dtype, ascending by id, about a block each, grouped as by ``PendingDelta.changes``."""
-    batch: list[int] = []
-    size_so_far = 0
-    for tensor in sorted(found, key=lambda tensor: (table[tensor].dtype, tensor)):
-        size = sum(positions.size for positions, _ in found[tensor])
-        if batch and (size_so_far + size > BLOCK_ELEMENTS or table[tensor].dtype != table[batch[0]].dtype):
-            yield _group(batch, found, table, relative)
-            batch, size_so_far = [], 0
-        batch.append(tensor)
-        size_so_far += size
-    if batch:
-        yield _group(batch, found, table, relative)
 
 
 def _group(
