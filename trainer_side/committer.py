@@ -134,11 +134,7 @@ class Committer:
         return self._weights.run
 
     def begin(self) -> None:
-        """Compile kernels and, if there is a gate, measure the current version. Call before any delta is pending.
-
-        Raises:
-            StoreError: the store failed.
-        """
+        """Compile kernels and, if there is a gate, measure the current version. Call before any delta is pending."""
         self._encoder.compile()
         self._start_gate(self.current, self._reference(self.current))
 
@@ -200,12 +196,7 @@ class Committer:
             self.repair_baseline()
 
     def rebase(self, version: int) -> None:
-        """Check out an older version, so that the next one builds on it.
-
-        Raises:
-            NotFoundError: there is no such version. LimitError: the run has too many breaks.
-            DeltaSyncError: it cannot be rebuilt; nothing has changed.
-        """
+        """Check out an older version, so that the next one builds on it; after an error nothing has changed."""
         self._run_on_rank0("rebase", lambda: self._rebase(version))
 
     def close(self) -> None:
@@ -216,20 +207,16 @@ class Committer:
         self.writer.finalize_head()
 
     def rescan(self) -> list[str]:
-        """See ``Publisher.rescan``; raises as ``repair_baseline``. Returns names of all ranks."""
-        reports = self._group.all_or_raise("rescan", self.repair_baseline)
-        names: list[str] = self._group.from_rank0(
-            "rescanned", lambda: sorted({name for names in reports or [] for name in names})
+        """Do ``repair_baseline`` on every rank; return the names of all."""
+        names: list[str] = self._group.reduce_on_rank0(
+            "rescan", self.repair_baseline, lambda reports: sorted({name for names in reports for name in names})
         )
         return names
 
     def repair_baseline(self) -> list[str]:
         """Compare this rank's whole baseline with what was published, and repair differences from the bucket.
 
-        No delta may be pending.
-
-        Returns:
-            Names of the tensors that were damaged.
+        No delta may be pending. Returns the names of the damaged tensors.
 
         Raises:
             PublishError: they cannot be repaired now; ``suspect`` stays set.
@@ -252,12 +239,7 @@ class Committer:
         return names
 
     def write_anchor(self) -> int:
-        """Write an anchor of the current version from memory, replacing any anchor of it in the bucket.
-
-        Raises:
-            PublishError: the baseline is damaged. FingerprintError: the base on disk is. StoreError: the store failed.
-            ConflictError: another writer has taken over the run, or it was removed.
-        """
+        """Write an anchor of the current version from memory, replacing any anchor of it in the bucket."""
         try:
             self._group.all_or_raise("anchor: baseline", self._check_undamaged)
             return self._run_on_rank0("anchor", self._write_anchor)
@@ -319,11 +301,7 @@ class Committer:
         )
 
     def _judge(self, pending: PendingDelta, version: int, step: int, progress: PublishProgress) -> None:
-        """Have the gate judge the pending delta.
-
-        Raises:
-            GateError: it refuses the version.
-        """
+        """Have the gate judge the pending delta; raise GateError if it refuses the version."""
         reasons = [] if self._gate is None else self._gate.judge(pending)
         if reasons and self._options.gate is not None and self._options.gate.action == "refuse":
             raise GateError(
@@ -495,9 +473,6 @@ class Committer:
 
         Returns:
             Its number, and its bits per tensor id; None if it is not needed, or cannot be rebuilt.
-
-        Raises:
-            StoreError: the store failed.
         """
         current = manifest
         if self._gate is None or current.quarantine is None:
@@ -521,7 +496,7 @@ class Committer:
             self._gate.start(manifest.version, manifest.quarantine is not None, reference)
 
     def _check_undamaged(self) -> None:
-        """Raise unless this rank's baseline can be written as an anchor; raises as ``write_anchor``."""
+        """Raise PublishError or FingerprintError unless this rank's baseline can be written as an anchor."""
         self.repair_baseline()
         overwritten = self.baseline.overwritten()
         if overwritten:

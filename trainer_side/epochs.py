@@ -212,11 +212,7 @@ def check_tail(run: Run, tail: HistoryTail) -> None:
 
 
 def is_revoked_tail(run: Run, tail: HistoryTail) -> bool:
-    """Return whether everything after the last good version is signed by keys that were retired or revoked since.
-
-    Raises:
-        StoreError: the store failed.
-    """
+    """Return whether everything after the last good version is signed by keys that were retired or revoked since."""
     last = tail.manifest
     if tail.problem is None or last is None:
         return False

@@ -104,7 +104,7 @@ class Shards:
 
 
 def put_shards(baseline: Baseline, shard_bytes: int, put: Put) -> list[ObjectRef]:
-    """Store all tensors as an anchor's objects; arguments and errors as in ``Shards``."""
+    """Store all tensors as an anchor's objects."""
     with Shards(put) as files:
         return [files.add(table, baseline.tensors(table)) for table in shard_tables(baseline.table, shard_bytes)]
 

@@ -171,11 +171,7 @@ def _integer(value: int) -> int:
 
 
 def checked_sidecars(sidecars: Mapping[str, SidecarData] | None) -> dict[str, bytes]:
-    """Return name → bytes, copied so that later writes by the caller have no effect.
-
-    Raises:
-        UsageError: a name, a size, or the number of sidecars is invalid.
-    """
+    """Return name → bytes, copied so that later writes by the caller have no effect."""
     if sidecars is None:
         return {}
     if not isinstance(sidecars, Mapping):

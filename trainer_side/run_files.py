@@ -40,9 +40,6 @@ def collect_files(model: object, files: str | Path | None, base: ResolvedBase | 
 
     Args:
         model: as of ``Publisher``. files: folder of the user. base: checkpoint that version 0 starts from.
-
-    Raises:
-        UsageError: see ``check_folder``. StoreError: a file or folder cannot be read.
     """
     budget = _SizeBudget()
     kept: dict[str, bytes] = {}

@@ -61,27 +61,16 @@ class RunWeights(Protocol):
 
         Returns:
             On rank 0 the state of all weights, and the first tensor that differs from the base; None if none does.
-
-        Raises:
-            ModelError: the ranks do not publish the same tensors, or not each element once. Other errors as
-                ``Baseline.captured``.
         """
 
     def run_on_rank0(self, what: str, work: Callable[[], _Result]) -> _Result:
         """Return the result of ``work``, done on rank 0, on every rank.
 
         Within ``work`` the four methods below act on the weights of all ranks.
-
-        Raises:
-            DeltaSyncError: ``work`` raised it. LostRankError: a rank is lost.
         """
 
     def fit(self, run: Run) -> None:
-        """Find out which tensors of an existing run the model has.
-
-        Raises:
-            ModelError: the ranks do not own each element once. Other errors as ``Baseline.of_run``.
-        """
+        """Find out which tensors of an existing run the model has."""
 
     def capture(self, fallback: Checkpoint | None) -> None:
         """Copy the current values of the model; tensors that it lacks come from ``fallback``."""
@@ -91,14 +80,14 @@ class RunWeights(Protocol):
 
         Raises:
             FingerprintError: they do not have the manifest's fingerprint; nothing was replaced.
-            PublishError: only another rank cannot rebuild its parts. Other errors as ``restore``.
+            PublishError: only another rank cannot rebuild its parts.
         """
 
     def put_shards(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
-        """Store all weights as an anchor's objects; return their state and the objects. Raises as ``put``."""
+        """Store all weights as an anchor's objects; return their state and the objects."""
 
     def restore(self, manifest: Manifest) -> list[Bits]:
-        """Return (numel,) bits per tensor of ``baseline`` at a version, from the bucket; raises as ``restore``."""
+        """Return (numel,) bits per tensor of ``baseline`` at a version, from the bucket."""
 
     def changes(self, pending: PendingDelta) -> Changes:
         """Return the changes of a pending delta in terms of ``table``; valid as ``PendingDelta.changes``."""

@@ -100,11 +100,7 @@ class PublishSession:
         return self._hand_over(step, pending, watch, sidecar_bytes)
 
     def finish(self) -> None:
-        """Wait for the version under way, without the other ranks; if there are none, as ``wait_durable``.
-
-        Raises:
-            PublishError, ConflictError: its error, unless it was raised before.
-        """
+        """Wait for the version under way, without the other ranks; if there are none, as ``wait_durable``."""
         if self._group.alone:
             self.wait_durable()
             return
@@ -126,11 +122,7 @@ class PublishSession:
             raise PublishError(f"rank {_listed(failed)} could not continue, and raises its error; call this again")
 
     def call(self, work: Callable[[], _Value]) -> _Value:
-        """Return what ``work`` does on the baseline, in the background thread; nothing else touches it until it ends.
-
-        Raises:
-            PublishError, ConflictError: as ``wait_durable``, which runs first. Otherwise whatever ``work`` raises.
-        """
+        """Return what ``work`` does on the baseline, in the background thread; nothing else touches it until it ends."""
         self.wait_durable()
         self._call_interrupted = True
         result = self._background.call(work)
@@ -291,11 +283,7 @@ class SkipLog:
 
 
 def ranks_of(model: ModelLike) -> RankGroups:
-    """Return the ranks that publish a model together: those of the world, or this process alone.
-
-    Raises:
-        PublishError: a rank does not take part.
-    """
+    """Return the ranks that publish a model together: those of the world, or this process alone."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return RankGroups(alone=True)
     from trainer_side.ranks.shard_parts import needs_ranks

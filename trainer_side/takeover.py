@@ -112,10 +112,6 @@ def open_or_begin(
         base: see ``Publisher``.
         files: returns the model's small files; called on rank 0, if a run begins.
         background: a thread that no interrupt hits.
-
-    Raises:
-        ConflictError: the URL holds part of a run, or a run and ``resume`` is False.
-            Other errors as ``begin`` and ``Takeover``.
     """
     found: list[UrlContents] = []
     opened: list[OpenedRun] = []
@@ -332,9 +328,6 @@ class RunStart:
 
         Args:
             unfinished: run.json of that start. If another one is stored by now, nothing is removed.
-
-        Raises:
-            ConflictError: that start has committed version 0 meanwhile. StoreError: the store failed.
         """
         if not self._has_content(RUN_KEY, unfinished):
             return
@@ -369,16 +362,12 @@ class RunStart:
             )
 
     def claim(self) -> None:
-        """Write run.json and tensors.json.
-
-        Raises:
-            ConflictError: the URL holds a run already. StoreError: the store failed.
-        """
+        """Write run.json and tensors.json."""
         self._create(RUN_KEY, self._info.to_bytes())
         self._create(TABLE_KEY, self._table.to_bytes())
 
     def put_files(self, files: Mapping[str, bytes]) -> None:
-        """Store the files that run.json lists; raise StoreError if that fails."""
+        """Store the files that run.json lists."""
         written = self._written
         for key, item in {item.key: item for item in self._info.files}.items():
             # Garbage collection never removes these: after a failure, remove puts of unknown outcome and leftovers too.
@@ -389,7 +378,7 @@ class RunStart:
                 written.keys.append(key)
 
     def put(self, ref: Stored, content: bytes | Path) -> None:
-        """Store an object that is named by its content, from any thread; raise StoreError if that fails."""
+        """Store an object that is named by its content, from any thread."""
         try:
             with self._writer.bandwidth.upload(ref.bytes):
                 self._bucket.put(ref.key, content, if_absent=True)
@@ -400,7 +389,7 @@ class RunStart:
         self._writer.check_object(ref)
 
     def commit(self, manifest: Manifest) -> None:
-        """Commit version 0; raises as ``RunWriter.commit``."""
+        """Commit version 0."""
         self._written.committing = manifest
         self._writer.commit(manifest)
 
@@ -408,11 +397,7 @@ class RunStart:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """After an error, remove what was written, unless version 0 is or may be stored; the message then says so.
-
-        Raises:
-            DeltaSyncError: the original error, with the keys that are left.
-        """
+        """After an error, remove what was written, unless version 0 is or may be stored; the message then says so."""
         if error is None:
             return
         if isinstance(error, UncertainError):
@@ -517,11 +502,6 @@ class Takeover:
     Args:
         weights: receives those of the newest version. Of several ranks, rank 0 takes over for all.
         background: see ``open_or_begin``.
-
-    Raises:
-        TensorMismatchError, ModelError: the model does not fit the run.
-        SignatureError: the run is signed and there is no signing key, or the reverse, or the key may not sign it.
-        DeltaSyncError: run.json or tensors.json is missing or damaged.
     """
 
     def __init__(self, bucket: Bucket, weights: RunWeights, options: Options, background: BackgroundThread) -> None:

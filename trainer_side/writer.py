@@ -124,28 +124,20 @@ class RunWriter:
         self.notify()
 
     def put_object(self, data: bytes) -> ObjectRef:
-        """Store a version's object under its digest; from any thread.
-
-        Raises:
-            StoreError: it was not stored, or reads back differently.
-        """
+        """Store a version's object under its digest; from any thread."""
         digest = sha256(data).hexdigest()
         ref = ObjectRef(key=object_key(digest), bytes=len(data), sha256=digest)
         self.put_file(ref, data)
         return ref
 
     def put_file(self, ref: Stored, content: bytes | Path) -> None:
-        """Store an object whose reference is known, from any thread; raise as ``put_object``."""
+        """Store an object whose reference is known, from any thread."""
         with self.bandwidth.upload(ref.bytes):
             self._bucket.put(ref.key, content)
         self.check_object(ref)
 
     def put_sidecars(self, sidecars: Mapping[str, bytes]) -> list[tuple[Sidecar, bytes]]:
-        """Store sidecars under their digests, several at once; the manifest that lists them follows.
-
-        Raises:
-            StoreError: one could not be stored.
-        """
+        """Store sidecars under their digests, several at once; the manifest that lists them follows."""
         stored = []
         for name, data in sidecars.items():
             digest = sha256(data).hexdigest()

@@ -24,7 +24,7 @@ logger = guarded_logger(__name__)
 def new_run_tensors(
     live: LiveTensors, base: str | Path | None
 ) -> tuple[TensorTable, dict[str, list[str]], Checkpoint | None]:
-    """Return a new run's tensors, live name → names in the run, and the base; raise as ``Baseline.captured``."""
+    """Return a new run's tensors, live name → names in the run, and the base."""
     if base is None:
         names = target_names(live, None, "")
         table = TensorTable(own_spec(tensor) for tensor in live.tensors.values())
@@ -40,7 +40,7 @@ def new_run_tensors(
 
 
 def names_in_run(live: LiveTensors, table: TensorTable) -> dict[str, list[str]]:
-    """Return live name → names in an existing run; raise as ``Baseline.of_run``."""
+    """Return live name → names in an existing run."""
     specs = {spec.name: spec for spec in table}
     try:
         return target_names(live, specs, "the run that is to be resumed")
@@ -92,13 +92,7 @@ class Baseline:
         """Return the baseline of a new run, from the current values of the live tensors.
 
         Args:
-            live: the model.
             base: checkpoint directory; decides names and dtypes, and provides tensors that the model does not have.
-
-        Raises:
-            NotFoundError, FormatError: the base cannot be read.
-            TensorMismatchError: a live tensor is not in the base, or has another shape there.
-            ModelError: a tensor cannot be published.
         """
         table, names, checkpoint = new_run_tensors(live, base)
         baseline = cls(table, names, checkpoint)
@@ -110,21 +104,13 @@ class Baseline:
 
     @classmethod
     def of_run(cls, live: LiveTensors, table: TensorTable) -> Self:
-        """Return the baseline of an existing run, still without values.
-
-        Raises:
-            TensorMismatchError, ModelError: a live tensor does not fit the run.
-        """
+        """Return the baseline of an existing run, still without values."""
         baseline = cls(table, names_in_run(live, table), None)
         baseline.warn_of_missing("run")
         return baseline
 
     def buffer_on(self, tensor: int, device: torch.device) -> BaselineBuffer:
-        """Return a tensor id's bits, moved to where a live tensor on ``device`` is compared; read from a base once.
-
-        Raises:
-            TensorMismatchError: the tensor has no values. ModelError: the device's memory is full.
-        """
+        """Return a tensor id's bits, moved to where a live tensor on ``device`` is compared; read from a base once."""
         buffer = self._buffers[tensor] or HostBuffer(np.array(self.read(tensor)))
         buffer = self._buffers[tensor] = move_buffer(buffer, self.table[tensor].name, device, self.location)
         return buffer
@@ -138,11 +124,7 @@ class Baseline:
         return self.buffer(tensor).read()
 
     def read(self, tensor: int) -> Bits:
-        """Return (numel,) bits of a tensor id, read only; bits of a base are not kept in memory.
-
-        Raises:
-            TensorMismatchError: neither the model nor a base provided them.
-        """
+        """Return (numel,) bits of a tensor id, read only; bits of a base are not kept in memory."""
         buffer = self._buffers[tensor]
         if buffer is not None:
             return buffer.read()
@@ -225,11 +207,7 @@ class Baseline:
             yield spec.name, self.read(self.table.index(spec.name))
 
     def capture(self, live: LiveTensors, fallback: Checkpoint | None = None) -> None:
-        """Copy the current values of the live tensors; tensors that the model lacks come from ``fallback``, if given.
-
-        Raises:
-            TensorMismatchError: tied tensors differ, or the model has changed.
-        """
+        """Copy the current values of the live tensors; tensors that the model lacks come from ``fallback``, if given."""
         captured: list[HostBuffer | None] = [None] * len(self.table)
         for name, tensor in live.read():
             for target in self.targets_of[name]:
@@ -275,12 +253,7 @@ class Baseline:
         return fingerprint_tensor(self.table[tensor].name, self.read(tensor))
 
     def match(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Turn (live name, tensor) into (live name, tensor id, detached tensor), one at a time.
-
-        Raises:
-            TensorMismatchError: a name is unknown or repeated, or a tensor has another shape or kind of dtype.
-            ModelError: a tensor cannot be read, see ``check_readable``. UsageError: not pairs.
-        """
+        """Turn (live name, tensor) into (live name, tensor id, detached tensor), one at a time."""
         seen: set[str] = set()
         for name, value in pairs(tensors):
             if name in seen:

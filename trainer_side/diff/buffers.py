@@ -102,11 +102,7 @@ class DeviceBuffer(BaselineBuffer):
 
 
 def move_buffer(buffer: BaselineBuffer, name: str, device: torch.device, location: BaselineLocation) -> BaselineBuffer:
-    """Return the same bits where a live tensor on ``device`` is compared; ``buffer`` itself if they are there.
-
-    Raises:
-        ModelError: the device's memory is full.
-    """
+    """Return the same bits where a live tensor on ``device`` is compared; ``buffer`` itself if they are there."""
     if device.type == "cpu":
         return buffer if isinstance(buffer, HostBuffer) else HostBuffer(buffer.read())
     if location == "host":

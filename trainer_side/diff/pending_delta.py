@@ -48,11 +48,7 @@ class PendingDelta:
         return not self._closed
 
     def add_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Compare (live name, tensor) pairs, one after another.
-
-        Raises:
-            TensorMismatchError: tied tensors differ. Other errors as ``Baseline.match``; the caller must ``revert``.
-        """
+        """Compare (live name, tensor) pairs, one after another; after an error the caller must ``revert``."""
         owners: dict[int, str] = {}
         for name, tensor, live in self._baseline.match(tensors):
             changed = self.add(tensor, live)

@@ -12,11 +12,7 @@ from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, dtype_name
 
 
 def own_spec(tensor: CheckpointTensor) -> TensorSpec:
-    """Return the spec of a live tensor in a run that has no base.
-
-    Raises:
-        ModelError: its dtype cannot be published.
-    """
+    """Return the spec of a live tensor in a run that has no base."""
     own = dtype_name(tensor.dtype, tensor.name)
     # torch calls the scales of F8_E8M0 floating-point, but they cannot be rounded to the model's dtype.
     if tensor.configured is not None and DTYPES[own].is_float:
@@ -30,10 +26,6 @@ def target_names(live: LiveTensors, specs: Mapping[str, TensorSpec] | None, wher
     Args:
         specs: the run's tensors, which must include the live ones; None if the live ones make up the run.
         where: what ``specs`` belong to, for messages.
-
-    Raises:
-        TensorMismatchError: a live tensor is not in ``specs``, or has another shape or kind of dtype there.
-        ModelError: it would need scales.
     """
     groups: dict[str, list[str]] = {name: [name] for name in live.tensors}
     for alias, owner in live.aliases.items():

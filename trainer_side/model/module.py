@@ -46,9 +46,6 @@ class ModuleForm:
 
         Args:
             described: the module only describes the model, and its tensors may be on the meta device.
-
-        Raises:
-            ModelError: see ``check_readable``; or the conversion cannot be traced, or there is no tensor.
         """
         self._model = unwrap(model)
         _refuse_unpublishable(self._model)
@@ -68,12 +65,7 @@ class ModuleForm:
             raise ModelError(f"{type(model).__name__} has no tensor to publish")
 
     def state(self) -> State:
-        """Return the module's current tensors, sharded ones unchanged, all others detached.
-
-        Raises:
-            TensorMismatchError: a tensor is new, missing, or has another shape, dtype, tie or sharding than before.
-            ModelError: a tensor can no longer be read, see ``check_readable``.
-        """
+        """Return the module's current tensors, sharded ones unchanged, all others detached."""
         state = _module_state(self._model, self._described)
         self._check_unchanged(state)
         return state
@@ -192,9 +184,6 @@ def _module_state(model: nn.Module, described: bool) -> State:
     """Return the parameters and persistent buffers that a checkpoint of the module has, ties included.
 
     Sharded ones are those of the module; all others are detached.
-
-    Raises:
-        ModelError: see ``check_readable``; also two tensors of one name once wrappers are stripped.
     """
     wrapped = [
         (f"{name}.{attribute}.", f"{name}.")
@@ -272,11 +261,7 @@ def _transformers_model(model: nn.Module) -> Any:
 
 
 def _follow_conversion(model: nn.Module, state: State) -> dict[str, Route]:
-    """Find how each checkpoint tensor is read from ``state``, where sharded ones count as complete and contiguous.
-
-    Raises:
-        ModelError: the model's conversion back to its checkpoint form fails or cannot be traced.
-    """
+    """Find how each checkpoint tensor is read from ``state``, where sharded ones count as complete and contiguous."""
     state = {
         name: torch.empty(whole_shape(tensor), dtype=_dtype(tensor), device="meta") if is_sharded(tensor) else tensor
         for name, tensor in state.items()

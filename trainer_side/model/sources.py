@@ -48,11 +48,7 @@ class LiveTensors(ABC):
     """Whether ``read`` yields the values; otherwise they come with each version only, through ``convert``."""
 
     def convert(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (checkpoint name, tensor) pairs from the ``weights=`` of a publish, one at a time.
-
-        Raises:
-            UsageError: not pairs. TensorMismatchError, ModelError: a tensor does not fit.
-        """
+        """Yield (checkpoint name, tensor) pairs from the ``weights=`` of a publish, one at a time."""
         return pairs(weights)
 
     @abstractmethod
@@ -71,12 +67,7 @@ ModelLike = nn.Module | Mapping[str, torch.Tensor] | NamedTensors | Callable[[],
 
 
 def live_tensors(model: ModelLike) -> LiveTensors:
-    """Return the tensors of what a user passed as the model.
-
-    Raises:
-        ModelError: a tensor cannot be published; the message names it, the reason and the remedy.
-        UsageError: ``model`` has none of the accepted forms.
-    """
+    """Return the tensors of what a user passed as the model."""
     if isinstance(model, LiveTensors):
         return model
     if isinstance(model, nn.Module):
@@ -102,11 +93,7 @@ def live_tensors(model: ModelLike) -> LiveTensors:
 
 
 def pairs(items: Mapping[str, torch.Tensor] | NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over (name, tensor) pairs; of a mapping, over its items.
-
-    Raises:
-        UsageError: an item is not such a pair.
-    """
+    """Iterate over (name, tensor) pairs; of a mapping, over its items. UsageError: an item is not such a pair."""
     for item in items.items() if isinstance(items, Mapping) else items:
         if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
             raise UsageError(f"expected (checkpoint name, tensor) pairs, got a {type(item).__name__}")
@@ -114,11 +101,7 @@ def pairs(items: Mapping[str, torch.Tensor] | NamedTensors) -> Iterator[tuple[st
 
 
 def check_readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` detached, if this process can read its bits now.
-
-    Raises:
-        ModelError: it is sharded, partitioned, quantized, sparse, or without data.
-    """
+    """Return ``tensor`` detached; raise ModelError if this process cannot read its bits now."""
     if not isinstance(tensor, torch.Tensor):
         raise ModelError(f"tensor {name!r} is a {type(tensor).__name__}, not a torch.Tensor")
     if hasattr(tensor, "ds_id"):

@@ -43,9 +43,6 @@ class RankCoordinator:
 
     Args:
         group: of the thread that publishes.
-
-    Raises:
-        UsageError: the model is not a module. ModelError: as ``ModuleParts``.
     """
 
     def __init__(self, model: ModelLike, bucket: Bucket, options: Options, group: ProcessGroup) -> None:

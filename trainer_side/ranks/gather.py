@@ -26,9 +26,6 @@ def put_shards(group: ProcessGroup, baseline: ShardBaseline, shard_bytes: int, p
 
     Returns:
         On rank 0 the objects, in the order of their tensors; None elsewhere.
-
-    Raises:
-        DeltaSyncError: on every rank, the error of any rank.
     """
     own: list[tuple[int, ObjectRef]] = []
 

@@ -41,7 +41,8 @@ class LostRankError(PublishError):
 class ProcessGroup:
     """The ranks that publish together, each with one thread at a time. Every rank makes the same calls in one order.
 
-    A process that publishes alone is a group of one, which communicates with nothing.
+    A process that publishes alone is a group of one, which communicates with nothing. Each call raises LostRankError if
+    a rank is lost or at another call.
 
     Attributes:
         rank, size: of the group. is_rank0: whether this is rank 0. alone: whether there is no other rank.
@@ -49,9 +50,6 @@ class ProcessGroup:
     Args:
         seconds: how long a rank waits for another before it counts as lost.
         alone: a group of this process only; otherwise of all ranks of the world.
-
-    Raises:
-        LostRankError: a rank does not take part.
     """
 
     def __init__(self, seconds: float, alone: bool = False) -> None:
@@ -81,9 +79,6 @@ class ProcessGroup:
 
         Returns:
             On rank 0 those of all ranks, in order; None elsewhere.
-
-        Raises:
-            LostRankError: a rank is lost, or at another call.
         """
         self.check()
         self._sequence += 1
@@ -107,7 +102,7 @@ class ProcessGroup:
         return reports
 
     def broadcast(self, what: str, document: Json = None) -> Json:
-        """Return rank 0's document on every rank, ignoring those of others. Raises LostRankError as ``gather``."""
+        """Return rank 0's document on every rank, ignoring those of others."""
         self.check()
         self._sequence += 1
         mine = {"what": what, "sequence": self._sequence, "value": document}
@@ -128,11 +123,7 @@ class ProcessGroup:
         return theirs["value"]
 
     def from_rank0(self, what: str, work: Callable[[], Json]) -> Json:
-        """Do ``work`` on rank 0; return its result on every rank.
-
-        Raises:
-            DeltaSyncError: ``work`` raised it. LostRankError: as ``gather``.
-        """
+        """Do ``work`` on rank 0; return its result on every rank."""
         if not self.is_rank0:
             answer = self.broadcast(what)
             if "error" in answer:
@@ -156,9 +147,6 @@ class ProcessGroup:
 
         Returns:
             On rank 0 the result of each rank; None elsewhere.
-
-        Raises:
-            DeltaSyncError: as ``reduce_on_rank0``.
         """
         found: list[Json] = []
 
@@ -171,7 +159,7 @@ class ProcessGroup:
         return found if self.is_rank0 else None
 
     def on_every_rank(self, what: str, work: Callable[[], _Result]) -> _Result:
-        """Return what ``work`` returns here, after it succeeded on every rank; raises as ``reduce_on_rank0``."""
+        """Return what ``work`` returns here, after it succeeded on every rank."""
         found: list[_Result] = []
         self.all_or_raise(what, lambda: found.append(work()))
         return found[0]
@@ -180,7 +168,7 @@ class ProcessGroup:
         """Do ``work`` on every rank; return, on every rank, what ``judge`` on rank 0 makes of the results.
 
         Raises:
-            DeltaSyncError: on every rank, the error of any rank, or of ``judge``. LostRankError: as ``gather``.
+            DeltaSyncError: on every rank, the error of any rank, or of ``judge``.
         """
         own_error: Exception | None = None
         document: Json = None
@@ -220,21 +208,17 @@ class ProcessGroup:
     # Between two ranks
 
     def send(self, rank: int, data: Bytes) -> None:
-        """Send (n,) bytes to a rank, which must ``receive`` them. Raises LostRankError as ``gather``."""
+        """Send (n,) bytes to a rank, which must ``receive`` them."""
         self.check()
         self._send_bytes(rank, data)
 
     def receive(self, rank: int, into: Bytes | None = None) -> Bytes:
-        """Return the (n,) bytes that a rank sends, received in ``into`` if given.
-
-        Raises:
-            LostRankError: as ``gather``; or their number is not that of ``into``.
-        """
+        """Return the (n,) bytes that a rank sends, received in ``into`` if given."""
         self.check()
         return self._receive_bytes(rank, into=into)
 
     def skip(self, rank: int) -> None:
-        """Receive and discard what a rank sends, in the memory of one piece. Raises LostRankError."""
+        """Receive and discard what a rank sends, in the memory of one piece."""
         self.check()
         self._receive_bytes(rank, skip=True)
 

@@ -80,7 +80,7 @@ class ShardBaseline:
 
     @classmethod
     def captured_parts(cls, live: ModuleParts, base: str | Path | None, rank: int) -> Self:
-        """Return the baseline of a new run, from the current parts; arguments and errors as ``captured``."""
+        """Return the baseline of a new run, from the current parts."""
         table, names, checkpoint = new_run_tensors(_WholeTensors(live), base)
         baseline = cls(live, table, names, checkpoint, rank)
         baseline.parts.capture(live)
@@ -98,7 +98,7 @@ class ShardBaseline:
 
     @classmethod
     def parts_of_run(cls, live: ModuleParts, table: TensorTable, rank: int) -> Self:
-        """Return the baseline of an existing run, still without values; errors as ``of_run``."""
+        """Return the baseline of an existing run, still without values."""
         baseline = cls(live, table, names_in_run(_WholeTensors(live), table), None, rank)
         baseline.parts.warn_of_missing("run")
         return baseline

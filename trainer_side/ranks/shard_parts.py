@@ -144,11 +144,7 @@ def _windows(name: str, view: View, box: Box) -> list[ShardView]:
 
 
 def _joined(name: str, route: Route, sharded: Container[str]) -> JoinedViews:
-    """Return the windows into sharded sources that compose a checkpoint tensor.
-
-    Raises:
-        ModelError: it is more than a concatenation of such windows.
-    """
+    """Return the windows into sharded sources that compose a tensor; raise ModelError if it is more than joined ones."""
     if isinstance(route, View):
         return (((0,) * len(route.shape), route),)
     if route.joined is None or not all(source in sharded for source in route.sources):
