@@ -64,7 +64,7 @@ class BackgroundThread:
         self._queue.put((job, work))
 
     def call(self, work: Callable[[], _Result]) -> _Result:
-        """Make the call ``work`` and wait for it; return or raise what it does. In this very thread, call it at once."""
+        """Make the call ``work``, wait for it, and return or raise what it does; from this very thread, at once."""
         if threading.current_thread() is self._thread:
             return work()
         found: list[_Result] = []

@@ -1,4 +1,4 @@
-"""``PublishSession``: compare, hand over to the background thread, wait. ``agreed_options``: what all ranks agree on."""
+"""``PublishSession``: compare, hand over to the background thread, wait. ``agreed_options``: of all ranks."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -122,7 +122,7 @@ class PublishSession:
             raise PublishError(f"rank {_listed(failed)} could not continue, and raises its error; call this again")
 
     def call(self, work: Callable[[], _Value]) -> _Value:
-        """Return what ``work`` does on the baseline, in the background thread; nothing else touches it until it ends."""
+        """Return what ``work`` does in the background thread; until it ends, nothing else touches the baseline."""
         self.wait_durable()
         self._call_interrupted = True
         result = self._background.call(work)

@@ -7,7 +7,7 @@ a step fails, at most a claim is left, which fences the former writer and has no
 import secrets
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -178,8 +178,8 @@ def _follow(bucket: Bucket, weights: RunWeights, text: str, options: Options, ra
     current, run = Manifest.from_bytes(text.encode()), weights.run
     if run.info.run != current.run:
         raise UsageError(
-            f"rank {rank} finds another run in the bucket than rank 0 has written: give every rank the URL of one bucket "
-            "that all of them reach"
+            f"rank {rank} finds another run in the bucket than rank 0 has written: give every rank the URL of one "
+            "bucket that all of them reach"
         )
     writer = RunWriter(bucket, run.info, 0, options, run.document_limit)
     writer.set_newest(current)
@@ -295,20 +295,6 @@ def new_run(table: TensorTable, files: Mapping[str, bytes]) -> RunInfo:
     )
 
 
-@dataclass
-class _WrittenKeys:
-    """What a start has written so far.
-
-    Attributes:
-        keys: certainly created by it. uncertain: key → content, of puts whose outcome is unknown.
-        committing: version 0, if its commit has begun.
-    """
-
-    keys: list[str] = field(default_factory=list)
-    uncertain: dict[str, bytes] = field(default_factory=dict)
-    committing: Manifest | None = None
-
-
 class RunStart:
     """Starts one run at an empty URL. As a context manager it removes what it wrote if an error ends it early.
 
@@ -321,7 +307,10 @@ class RunStart:
         self._writer = writer
         self._info = info
         self._table = table
-        self._written = _WrittenKeys()
+        # Keys that it has certainly created; key → content, of puts whose outcome is unknown.
+        self._created: list[str] = []
+        self._uncertain: dict[str, bytes] = {}
+        self._committing: Manifest | None = None
 
     def replace(self, unfinished: bytes) -> None:
         """Remove what an interrupted start left. If that start is still running, its commit will fail.
@@ -368,21 +357,20 @@ class RunStart:
 
     def put_files(self, files: Mapping[str, bytes]) -> None:
         """Store the files that run.json lists."""
-        written = self._written
         for key, item in {item.key: item for item in self._info.files}.items():
             # Garbage collection never removes these: after a failure, remove puts of unknown outcome and leftovers too.
-            written.uncertain[key] = files[item.name]
+            self._uncertain[key] = files[item.name]
             self.put(item, files[item.name])
-            del written.uncertain[key]
-            if key not in written.keys:
-                written.keys.append(key)
+            del self._uncertain[key]
+            if key not in self._created:
+                self._created.append(key)
 
     def put(self, ref: Stored, content: bytes | Path) -> None:
         """Store an object that is named by its content, from any thread."""
         try:
             with self._writer.bandwidth.upload(ref.bytes):
                 self._bucket.put(ref.key, content, if_absent=True)
-            self._written.keys.append(ref.key)
+            self._created.append(ref.key)
         except ConflictError:
             # Left by an earlier start, and possibly damaged since.
             self._bucket.put(ref.key, content)
@@ -390,7 +378,7 @@ class RunStart:
 
     def commit(self, manifest: Manifest) -> None:
         """Commit version 0."""
-        self._written.committing = manifest
+        self._committing = manifest
         self._writer.commit(manifest)
 
     def __enter__(self) -> "RunStart":
@@ -410,8 +398,7 @@ class RunStart:
             raise type(error)(f"{error.message}; {self._leftovers(left)}") from error
 
     def _create(self, key: str, data: bytes) -> None:
-        written = self._written
-        written.uncertain[key] = data
+        self._uncertain[key] = data
         try:
             self._bucket.put(key, data, if_absent=True)
         except ConflictError as error:
@@ -420,28 +407,27 @@ class RunStart:
             if not self._has_content(key, data):
                 raise self._conflict(key) from error
             if key != RUN_KEY:
-                del written.uncertain[key]
+                del self._uncertain[key]
                 return
         if key == RUN_KEY and not confirm_created(self._bucket, key, data):
             raise self._conflict(key)
-        written.keys.append(key)
-        del written.uncertain[key]
+        self._created.append(key)
+        del self._uncertain[key]
 
     def _conflict(self, key: str) -> ConflictError:
-        del self._written.uncertain[key]
+        del self._uncertain[key]
         return ConflictError(f"{self._bucket.url} holds {key} of another publisher; publish to a new run URL")
 
     def _remove_written(self) -> list[str]:
         """Remove what this start has created; return the keys that may still be there."""
         left: list[str] = []
-        written = self._written
-        if RUN_KEY in written.keys and self._is_replaced():
+        if RUN_KEY in self._created and self._is_replaced():
             # The writer that replaced run.json may use the table and the objects too, which are named by content.
             return left
         # run.json last: while it exists, no other publisher writes here.
-        for key in [*reversed(written.uncertain), *reversed(written.keys)]:
+        for key in [*reversed(self._uncertain), *reversed(self._created)]:
             try:
-                if key in written.keys or self._has_content(key, written.uncertain[key]):
+                if key in self._created or self._has_content(key, self._uncertain[key]):
                     self._bucket.delete(key)
             except DeltaSyncError as error:
                 logger.warning("%s of a failed start was not removed: %s", key, error)
@@ -451,7 +437,7 @@ class RunStart:
     def _clean_up_interrupted(self) -> None:
         """After an interrupt: remove what was written, unless version 0 may be stored."""
         try:
-            written = self._written.committing is not None and self._writer.is_stored(self._written.committing)
+            written = self._committing is not None and self._writer.is_stored(self._committing)
         except UncertainError:
             written = True
         if written:

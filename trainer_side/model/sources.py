@@ -19,12 +19,10 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """What is known of a tensor from construction.
+    """What is known of a checkpoint tensor from construction.
 
     Attributes:
-        name: checkpoint name.
-        shape: shape in the checkpoint.
-        dtype: dtype of the live tensor.
+        dtype: of the live tensor.
         configured: dtype that the model's configuration gives to checkpoints; None if it does not say.
     """
 

@@ -23,11 +23,7 @@ _OF_ALL_RANKS = {"DistributedDataParallel", "DeepSpeedEngine", "FSDPModule"}
 
 @dataclass(frozen=True)
 class ShardPart:
-    """A piece of a checkpoint tensor that this rank publishes.
-
-    Attributes:
-        name: checkpoint name. box: where it is in that tensor; never empty.
-    """
+    """A piece of a checkpoint tensor that this rank publishes; its box in that tensor is never empty."""
 
     name: str
     box: Box
@@ -144,7 +140,7 @@ def _windows(name: str, view: View, box: Box) -> list[ShardView]:
 
 
 def _joined(name: str, route: Route, sharded: Container[str]) -> JoinedViews:
-    """Return the windows into sharded sources that compose a tensor; raise ModelError if it is more than joined ones."""
+    """Return the windows into sharded sources that compose a tensor; ModelError if it is more than joined ones."""
     if isinstance(route, View):
         return (((0,) * len(route.shape), route),)
     if route.joined is None or not all(source in sharded for source in route.sources):
