@@ -207,7 +207,7 @@ class Baseline:
             yield spec.name, self.read(self.table.index(spec.name))
 
     def capture(self, live: LiveTensors, fallback: Checkpoint | None = None) -> None:
-        """Copy the current values of the live tensors; tensors that the model lacks come from ``fallback``, if given."""
+        """Copy the current values of the live tensors; tensors that the model lacks come from ``fallback``."""
         captured: list[HostBuffer | None] = [None] * len(self.table)
         for name, tensor in live.read():
             for target in self.targets_of[name]:

@@ -10,7 +10,7 @@ import torch
 from trainer_side.diff.baseline import Baseline, names_in_run, new_run_tensors
 from trainer_side.diff.pending_delta import PendingDelta, batches
 from trainer_side.model.sources import LiveTensors
-from trainer_side.ranks.shard_parts import ModuleParts, ShardPart
+from trainer_side.ranks.shard_parts import ModuleParts
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
