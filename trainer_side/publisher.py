@@ -273,7 +273,8 @@ class Publisher:
             PublishError, ConflictError: a version could not be made durable.
         """
         with self._lock:
-            self._wait_durable()
+            self._check_open()
+            self._session.wait_durable()
 
     def rebase(self, version: int) -> None:
         """Build the next version on an older one instead of the newest; version numbers continue.
@@ -341,7 +342,7 @@ class Publisher:
         with self._lock:
             self._check_open()
             self._session.check_same_arguments("tag", checked_arguments)
-            self._wait_durable()
+            self._session.wait_durable()
             number = self.version if version is None else check_version(version)
             run = self._committer.run
             text: str = self._ranks.caller.from_rank0(
@@ -371,7 +372,7 @@ class Publisher:
         with self._lock:
             self._check_open()
             if version is None:
-                self._wait_durable()
+                self._session.wait_durable()
             wanted = self.version if version is None else check_version(version)
             run = self._committer.run
         return Fleet(run).wait(wanted, replicas, timeout)
@@ -416,8 +417,3 @@ class Publisher:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the publisher is closed; make a new one with a new run URL")
-
-    def _wait_durable(self) -> None:
-        """Wait until everything published is durable; raise UsageError if the publisher is closed."""
-        self._check_open()
-        self._session.wait_durable()
