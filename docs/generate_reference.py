@@ -155,7 +155,6 @@ def shape_of(entry: dict[str, Any]) -> str:
 
 def commands() -> Iterator[str]:
     yield "## Commands"
-    parser = cli.build_parser()
     yield (
         "Commands print text for people, or with `--json` one JSON document; an error is then "
         '`{"error": {"kind", "message"}}`. Exit codes: 0 done, 1 a check failed or data were refused, 2 usage, '
@@ -164,10 +163,7 @@ def commands() -> Iterator[str]:
         "named and that does not exist is 3; an object or manifest missing from a run is 1. "
         "`--help` of a command lists what its exit code 1 means."
     )
-    choices: dict[str, argparse.ArgumentParser] = next(
-        dict(action.choices) for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-    )
-    for name, command in choices.items():
+    for name, command in cli.build_parser().commands.items():
         yield f"### delta-sync {name}"
         yield str(command.description)
         if name == "serve":

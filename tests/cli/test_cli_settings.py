@@ -66,7 +66,7 @@ def world(tmp_path: Path) -> KeyedRun:
 
 
 def test_every_command_has_its_case() -> None:
-    assert {command.split()[0] for command in OF_EVERY_KIND} == set(cli.COMMANDS)
+    assert {command.split()[0] for command in OF_EVERY_KIND} == set(cli.build_parser().commands)
 
 
 def test_what_the_file_does_not_trust_is_refused(world: KeyedRun) -> None:

@@ -35,7 +35,7 @@ from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.doctor import bucket_checks, doctor, server_checks
 from vllm_delta_sync.doctor.bucket_checks import ago
-from vllm_delta_sync.doctor.doctor import DoctorRequest, examine
+from vllm_delta_sync.doctor.doctor import examine
 from vllm_delta_sync.doctor.findings import CheckResult
 from vllm_delta_sync.doctor.server_checks import MAX_ANSWER_BYTES, NOT_LOADED, ask, check_server_url
 from vllm_delta_sync.engine import WORKER_EXTENSION
@@ -62,9 +62,9 @@ WRITING = ["put", "create", "delete", "clock"]
 
 def look(url: str | Path, **request: Any) -> dict[str, CheckResult]:
     """Findings by check, of a doctor who goes on."""
-    chosen = {"size": SIZE, "keep_going": True, **request}
+    chosen = {"keyring": Keyring(), "size": SIZE, "keep_going": True, **request}
     options = chosen.pop("options", OPTIONS)
-    found = examine(DoctorRequest(str(url), options, **chosen))
+    found = examine(str(url), options, **chosen)
     assert [finding.check for finding in found][: len(BUCKET_CHECKS)] == list(BUCKET_CHECKS)
     return {finding.check: finding for finding in found}
 
@@ -138,7 +138,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
             open_bucket(url).put("run.json", b"{}")
 
     # What others put there meanwhile stays.
-    examine(DoctorRequest(str(url), OPTIONS, size=0), put)
+    examine(str(url), OPTIONS, Keyring(), size=0, on_finding=put)
     assert keys(str(url)) == {"run.json"}
 
 
@@ -215,7 +215,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            examine(DoctorRequest(str(tmp_path), OPTIONS, size=SIZE), interrupt)
+            examine(str(tmp_path), OPTIONS, Keyring(), size=SIZE, on_finding=interrupt)
         assert keys(str(tmp_path)) == set(), check
     put = LocalBucket.put
 
@@ -573,7 +573,7 @@ WELL: dict[str, Any] = {
 
 def look_at(server: str, bucket: Path | str = "/nowhere") -> dict[str, CheckResult]:
     """Findings on the server's side, of a doctor who goes on and puts nothing."""
-    found = examine(DoctorRequest(str(bucket), OPTIONS, server=server, keep_going=True, reads_only=True, size=0))
+    found = examine(str(bucket), OPTIONS, Keyring(), server, keep_going=True, reads_only=True, size=0)
     assert [finding.check for finding in found[len(BUCKET_CHECKS) :]] == list(SERVER_CHECKS)
     return {finding.check: finding for finding in found[len(BUCKET_CHECKS) :]}
 

@@ -25,7 +25,7 @@ from vllm_delta_sync.settings import load_settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust import keys as key_files
 
-COMMANDS = sorted(cli.COMMANDS)
+COMMANDS = sorted(cli.build_parser().commands)
 
 
 @pytest.fixture

@@ -3,6 +3,6 @@
 ``main`` is the entry point: it parses, runs one command, prints and returns the exit code. ``keygen`` is in ``keys``.
 """
 
-from vllm_delta_sync.cli.main import COMMANDS, INTERRUPTED, build_parser, main, run
+from vllm_delta_sync.cli.main import INTERRUPTED, build_parser, main, run
 
-__all__ = ["COMMANDS", "INTERRUPTED", "build_parser", "main", "run"]
+__all__ = ["INTERRUPTED", "build_parser", "main", "run"]

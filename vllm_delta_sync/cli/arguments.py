@@ -17,7 +17,6 @@ FLAGS = ("bucket", "trusted_keys", "signing_key")
 
 Answer = tuple[dict[str, Any], Callable[[], None]]
 """The document for ``--json``, and a function that prints it as text."""
-Command = Callable[[argparse.Namespace], Answer]
 
 
 class CheckFailedError(Exception):
@@ -49,7 +48,6 @@ def add_bucket(parser: argparse.ArgumentParser) -> None:
 
 
 def add_base(parser: argparse.ArgumentParser) -> None:
-    """Add ``--base``."""
     parser.add_argument("--base", metavar="DIR", help="checkpoint of version 0, if it is not at the recorded path")
 
 
@@ -71,11 +69,6 @@ def add_trust(parser: argparse.ArgumentParser, signing: bool = False) -> None:
 
 def _default(field: str) -> str:
     return f"${environment_name(field)}, else {field} in the settings file"
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``."""
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def settings_of(options: argparse.Namespace) -> ClientSettings:

@@ -3,7 +3,8 @@
 import argparse
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import Answer, Command, add_bucket, add_json, add_trust, opened, version
+from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, opened, version
+from vllm_delta_sync.cli.text import print_fields
 
 BRANCH_EXAMPLES = """\
 Nothing is copied: version 0 of the new run refers to the version, which the old run keeps as long as its tag branch-…
@@ -17,7 +18,6 @@ examples:
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand."""
     branch = commands.add_parser(
         "branch",
         help="start a new run at a version of this one",
@@ -28,11 +28,10 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     add_bucket(branch)
     add_trust(branch, signing=True)
     branch.add_argument("--version", type=version, metavar="N|tag:NAME", help="version to start at; default: the head")
-    add_json(branch)
+    branch.set_defaults(handler=_branch)
 
 
 def _branch(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.cli.text import print_fields
     from vllm_delta_sync.maintenance.branch import branch
 
     run = opened(options, writes=True)
@@ -52,6 +51,3 @@ def _branch(options: argparse.Namespace) -> Answer:
         ("fingerprint", first.fingerprint),
     ]
     return document, lambda: print_fields(fields)
-
-
-COMMANDS: dict[str, Command] = {"branch": _branch}

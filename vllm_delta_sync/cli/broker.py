@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import Answer, Command, add_json
+from vllm_delta_sync.cli.arguments import Answer
 
 EXAMPLES = """\
 Publishers then send notices to connect:tcp://HOST:5556, and servers subscribe to tcp://HOST:5555. CURVE keys keep out
@@ -24,7 +24,6 @@ examples:
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand."""
     broker = commands.add_parser(
         "broker",
         help="forward notices between publishers and servers that both connect to the broker",
@@ -43,7 +42,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     broker.add_argument(
         "--allowed-subscribers", type=Path, metavar="DIR", help="public certificates of the allowed servers"
     )
-    add_json(broker)
+    broker.set_defaults(handler=_broker)
 
 
 def _broker(options: argparse.Namespace) -> Answer:
@@ -73,6 +72,3 @@ def _broker(options: argparse.Namespace) -> Answer:
         logging.info("forwarded %d notices, dropped %d messages", broker.passed, broker.dropped)
     # Nothing is left to print: the addresses were printed at the start.
     return {}, lambda: None
-
-
-COMMANDS: dict[str, Command] = {"broker": _broker}

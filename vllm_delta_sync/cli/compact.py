@@ -11,16 +11,15 @@ from typing import Any
 
 from vllm_delta_sync.cli.arguments import (
     Answer,
-    Command,
     add_base,
     add_bucket,
-    add_json,
     add_trust,
     exit_codes,
     failed_check,
     opened,
     version,
 )
+from vllm_delta_sync.cli.text import ProgressBar, clean, print_columns, print_fields, size
 from vllm_delta_sync.errors import NotFoundError, UsageError
 from vllm_delta_sync.format.codecs import RELATIVE_CODECS
 
@@ -46,7 +45,6 @@ examples:
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "compact",
         help="make the merged deltas that a run lacks, and an anchor",
@@ -69,11 +67,10 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument("--scratch", metavar="DIR", help="folder for temporary files; default: the system's")
     parser.add_argument("--dry-run", action="store_true", help="only report what is missing")
-    add_json(parser)
+    parser.set_defaults(handler=_compact)
 
 
 def _compact(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.cli.text import ProgressBar
     from vllm_delta_sync.maintenance.compact import compact
     from vllm_delta_sync.run.checks import check_base
     from vllm_delta_sync.run.roots import BaseUnavailableError
@@ -156,8 +153,6 @@ def _anchor_version(text: str) -> int | str:
 
 
 def _print(document: dict[str, Any]) -> None:
-    from vllm_delta_sync.cli.text import clean, print_columns, print_fields, size
-
     verb = "to make" if document["dry_run"] else "made"
     fields = [
         ("head", f"version {document['head']}"),
@@ -173,6 +168,3 @@ def _print(document: dict[str, Any]) -> None:
         print_columns(["first", "last"], [(row["first"], row["last"]) for row in document["folds"]], left=())
     for row in document["skipped"]:
         print(clean(f"skipped versions {row['first']} to {row['last']}: {row['reason']}"))
-
-
-COMMANDS: dict[str, Command] = {"compact": _compact}

@@ -6,9 +6,7 @@ from typing import Any
 
 from vllm_delta_sync.cli.arguments import (
     Answer,
-    Command,
     add_bucket,
-    add_json,
     add_trust,
     bucket_url,
     count,
@@ -44,7 +42,6 @@ _WIDTH = 12
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "doctor",
         help="test a bucket, and how a server follows it",
@@ -67,16 +64,16 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument("--keep-going", action="store_true", help="after a failure, continue with the other checks")
     add_trust(parser)
-    add_json(parser)
+    parser.set_defaults(handler=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.doctor.doctor import DoctorRequest, examine
+    from vllm_delta_sync.doctor.doctor import examine
 
     settings = settings_of(options)
     url = bucket_url(options)
     check_bucket(url)
-    request = DoctorRequest(
+    findings = examine(
         url,
         settings.store(),
         keyring_of(options),
@@ -84,13 +81,13 @@ def _doctor(options: argparse.Namespace) -> Answer:
         size=options.bytes,
         reads_only=options.read_only,
         keep_going=options.keep_going,
+        on_finding=(lambda finding: None) if options.json else _print_finding,
     )
-    findings = examine(request, (lambda finding: None) if options.json else _print_finding)
     failed = [finding for finding in findings if finding.error is not None]
     document: dict[str, Any] = {
         "verdict": not failed,
-        "bucket": public_url(request.url),
-        "server": None if request.server is None else public_url(request.server),
+        "bucket": public_url(url),
+        "server": None if options.server is None else public_url(options.server),
         "findings": [finding.document() for finding in findings],
     }
     if failed and failed[0].error is not None:
@@ -124,6 +121,3 @@ def _print_remedies(findings: list[CheckResult], keeps_going: bool) -> None:
     counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in MARKS}
     warnings = f"{counts['warning']} warning{'' if counts['warning'] == 1 else 's'}"
     print(f"\n{counts['failed']} failed, {warnings}, {counts['ok']} ok, {counts['skipped']} skipped")
-
-
-COMMANDS: dict[str, Command] = {"doctor": _doctor}

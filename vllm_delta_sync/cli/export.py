@@ -4,18 +4,8 @@ import argparse
 import sys
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import (
-    Answer,
-    Command,
-    add_base,
-    add_bucket,
-    add_json,
-    add_trust,
-    exit_codes,
-    opened,
-    positive,
-    version,
-)
+from vllm_delta_sync.cli.arguments import Answer, add_base, add_bucket, add_trust, exit_codes, opened, positive, version
+from vllm_delta_sync.cli.text import ProgressBar, clean, print_fields, size
 
 EXAMPLES = """\
 The result is an ordinary Hugging Face checkpoint, which transformers, vLLM and other tools load. Every tensor has the
@@ -36,7 +26,6 @@ examples:
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "export",
         help="write a version as an ordinary checkpoint folder",
@@ -59,11 +48,10 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         help="bytes of tensors in one file; default: 5 GB",
     )
     add_trust(parser)
-    add_json(parser)
+    parser.set_defaults(handler=_export)
 
 
 def _export(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.cli.text import ProgressBar
     from vllm_delta_sync.maintenance.export import SHARD_BYTES, export
 
     run = opened(options)
@@ -91,8 +79,6 @@ def _export(options: argparse.Namespace) -> Answer:
 
 
 def _print(document: dict[str, Any]) -> None:
-    from vllm_delta_sync.cli.text import clean, print_fields
-
     print_fields(
         [
             ("version", f"{document['version']} (step {document['step']})"),
@@ -115,11 +101,6 @@ def _print(document: dict[str, Any]) -> None:
 
 
 def _weights(document: dict[str, Any]) -> str:
-    from vllm_delta_sync.cli.text import size
-
     names = [name for name in document["files"] if name.endswith(".safetensors")]
     where = names[0] if len(names) == 1 else f"{len(names)} files"
     return f"{size(document['bytes'])} in {where}" + (", already present" if document["present"] else "")
-
-
-COMMANDS: dict[str, Command] = {"export": _export}

@@ -6,17 +6,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.cli.arguments import (
-    Answer,
-    Command,
-    add_bucket,
-    add_json,
-    add_trust,
-    count,
-    exit_codes,
-    opened,
-    version,
-)
+from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, count, exit_codes, opened, version
+from vllm_delta_sync.cli.text import clean, print_columns
 from vllm_delta_sync.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,7 +29,6 @@ LONGEST_ERROR = 60
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand."""
     fleet = commands.add_parser(
         "fleet",
         help="list the servers that follow a run, or wait for them",
@@ -57,7 +47,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     fleet.add_argument(
         "--timeout", type=_seconds, default=None, metavar="SECONDS", help="with --wait: longest wait (default: 60)"
     )
-    add_json(fleet)
+    fleet.set_defaults(handler=_fleet)
 
 
 def _seconds(text: str) -> float:
@@ -135,7 +125,7 @@ def _row(replica: "Replica") -> dict[str, Any]:
         "waiting": lease.waiting,
         "paused": lease.paused,
         "pause_ms": lease.pause_ms,
-        "error": None if lease.error is None else {"kind": lease.error.kind, "message": lease.error.message},
+        "error": None if lease.error is None else lease.error.model_dump(),
         "age_seconds": round(replica.age, 1),
         "started_at": lease.started_at,
     }
@@ -143,8 +133,6 @@ def _row(replica: "Replica") -> dict[str, Any]:
 
 def print_fleet(document: dict[str, Any]) -> None:
     """Print a table, and one line of totals."""
-    from vllm_delta_sync.cli.text import clean, print_columns
-
     rows = document["replicas"]
     if rows:
         titles = ("receiver", "served", "step", "lag", "state", "target", "pause", "heartbeat", "last error")
@@ -179,6 +167,3 @@ def _cells(row: dict[str, Any]) -> tuple[object, ...]:
 
 def _text(value: object) -> str:
     return "-" if value is None else str(value)
-
-
-COMMANDS: dict[str, Command] = {"fleet": _fleet}

@@ -4,16 +4,8 @@ import argparse
 import re
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import (
-    Answer,
-    Command,
-    add_bucket,
-    add_json,
-    add_trust,
-    exit_codes,
-    opened,
-    positive,
-)
+from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, exit_codes, opened, positive
+from vllm_delta_sync.cli.text import ProgressBar, print_columns, print_fields, size
 from vllm_delta_sync.errors import UsageError
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
@@ -43,7 +35,6 @@ examples:
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand."""
     gc = commands.add_parser(
         "gc",
         help="remove objects that no kept version needs",
@@ -76,7 +67,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     gc.add_argument("--yes", action="store_true", help="collect by the defaults, without any --keep-… option")
     gc.add_argument("--dry-run", action="store_true", help="only report what would be removed")
-    add_json(gc)
+    gc.set_defaults(handler=_gc)
 
 
 def _duration(text: str) -> float:
@@ -88,7 +79,6 @@ def _duration(text: str) -> float:
 
 
 def _gc(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.cli.text import ProgressBar, size
     from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 
     chosen = (options.keep_last, options.keep_every, options.keep_for)
@@ -137,7 +127,6 @@ def _reasons(versions: dict[int, list[str]]) -> list[dict[str, Any]]:
 
 
 def _print_gc(document: dict[str, Any]) -> None:
-    from vllm_delta_sync.cli.text import print_columns, print_fields, size
     from vllm_delta_sync.maintenance.gc.record import spelled
 
     removed = document["removed"]
@@ -168,6 +157,3 @@ def _print_gc(document: dict[str, Any]) -> None:
         print_columns(("version", "kept because of"), rows, left=(1,))
         if len(named) > SHOWN:
             print(f"… {len(named) - SHOWN} more; --json lists them")
-
-
-COMMANDS: dict[str, Command] = {"gc": _gc}

@@ -6,17 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.cli.arguments import (
-    Answer,
-    Command,
-    add_json,
-    add_trust,
-    count,
-    exit_codes,
-    failed_check,
-    opened,
-    positive,
-)
+from vllm_delta_sync.cli.arguments import Answer, add_trust, count, exit_codes, failed_check, opened, positive
 from vllm_delta_sync.cli.log import Document, describe_signature, signed, summary
 from vllm_delta_sync.cli.text import percent, print_columns, print_fields, shape, size
 from vllm_delta_sync.errors import NotFoundError, StoreError, UsageError
@@ -25,12 +15,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from vllm_delta_sync.client import Run
-    from vllm_delta_sync.run.objects import ChangeSummary
     from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand."""
     inspect = commands.add_parser(
         "inspect",
         help="show a run, one of its versions, or a single file",
@@ -45,7 +33,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     inspect.add_argument("--top", type=positive, default=20, metavar="N", help="tensors to list (default: 20)")
     inspect.add_argument("--all", action="store_true", help="list every tensor")
     add_trust(inspect)
-    add_json(inspect)
+    inspect.set_defaults(handler=_inspect)
 
 
 def _inspect(options: argparse.Namespace) -> Answer:
@@ -141,7 +129,10 @@ def version_document(run: "Run", version: int) -> Document:
         if needs_base_bits(manifest):
             # Without the weights before this version, distances are unknown; counts are known.
             found = summarize_changes(manifest, run.table, [run.fetch(ref) for ref in manifest.objects])
-            tensors = [_changed_row(run, tensor, found) for tensor in sorted(found.counts)]
+            tensors = [
+                _row(run, tensor, "full" if tensor in found.full else "sparse", changed)
+                for tensor, changed in sorted(found.counts.items())
+            ]
         else:
             tensors = _changed_tensors(run, run.changes(manifest))
     except NotFoundError as error:
@@ -160,14 +151,9 @@ def version_document(run: "Run", version: int) -> Document:
     }
 
 
-def _changed_row(run: "Run", tensor: int, found: "ChangeSummary") -> Document:
-    how = "full" if tensor in found.full else "sparse"
-    return {**_row(run, tensor, how), "changed": found.counts[tensor]}
-
-
-def _row(run: "Run", tensor: int, how: str) -> Document:
+def _row(run: "Run", tensor: int, how: str, changed: int = 0) -> Document:
     spec = run.table[tensor]
-    row = {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "sent": how, "changed": 0}
+    row = {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "sent": how, "changed": changed}
     return {**row, "total": spec.numel, "bytes": spec.nbytes, "one_ulp": None}
 
 
@@ -296,6 +282,3 @@ def print_file(document: Document, top: int | None) -> None:
     print_fields(fields)
     print()
     _print_tensors(document["entries"], top)
-
-
-COMMANDS: dict[str, Command] = {"inspect": _inspect}

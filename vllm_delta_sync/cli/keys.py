@@ -8,17 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import (
-    Answer,
-    Command,
-    add_bucket,
-    add_json,
-    add_trust,
-    bucket_url,
-    keyring_of,
-    opened,
-    without_mirror,
-)
+from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, bucket_url, keyring_of, opened, without_mirror
+from vllm_delta_sync.cli.text import clean, print_columns, print_fields
 from vllm_delta_sync.errors import UsageError
 
 KEYGEN_EXAMPLES = """\
@@ -45,7 +36,6 @@ examples:
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add both subcommands."""
     keygen = commands.add_parser(
         "keygen",
         help="make a key pair, for signatures or for notices",
@@ -56,7 +46,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     keygen.add_argument(
         "--notice", action="store_true", help="make a CURVE key pair for encrypted notices instead of signatures"
     )
-    add_json(keygen)
+    keygen.set_defaults(handler=_keygen)
 
     parser = commands.add_parser(
         "keys",
@@ -81,7 +71,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         help="last version whose signatures by retired or revoked keys stay valid; with --revoke also none; default: "
         "the head",
     )
-    add_json(parser)
+    parser.set_defaults(handler=_keys)
 
 
 def _last_version(text: str) -> int | str:
@@ -140,8 +130,6 @@ def _keys(options: argparse.Namespace) -> Answer:
 
 
 def _print_list(document: dict[str, Any]) -> None:
-    from vllm_delta_sync.cli.text import print_columns, print_fields
-
     signed = "no list: only trusted keys may sign"
     if document["sequence"]:
         checked = "" if document["checked"] else ", not checked"
@@ -198,11 +186,6 @@ def _public(text: str) -> str:
 
 
 def _print_change(document: dict[str, Any]) -> None:
-    from vllm_delta_sync.cli.text import clean
-
     print(f"keys.json now has sequence {document['sequence']} and lists {len(document['keys'])} keys")
     for note in document["notes"]:
         print(clean(note))
-
-
-COMMANDS: dict[str, Command] = {"keygen": _keygen, "keys": _keys}

@@ -3,17 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.cli.arguments import (
-    Answer,
-    Command,
-    add_bucket,
-    add_json,
-    add_trust,
-    exit_codes,
-    failed_check,
-    opened,
-    positive,
-)
+from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, exit_codes, failed_check, opened, positive
 from vllm_delta_sync.cli.text import percent, print_columns, size, times
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.trust.keyring import short
@@ -26,7 +16,6 @@ Document = dict[str, Any]
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand."""
     log = commands.add_parser(
         "log",
         help="list the versions of a run",
@@ -39,7 +28,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     add_bucket(log)
     add_trust(log)
     log.add_argument("--last", type=positive, metavar="N", help="only the newest N versions")
-    add_json(log)
+    log.set_defaults(handler=_log)
 
 
 def _log(options: argparse.Namespace) -> Answer:
@@ -137,6 +126,3 @@ def print_log(document: Document) -> None:
     print_columns(titles, rows, left=(2, 6, 7, *([8] if any(signers) else [])))
     if any(signers) and not any(row["signature_holds"] for row in document["versions"]):
         print("signatures were not checked: no trusted keys were given")
-
-
-COMMANDS: dict[str, Command] = {"log": _log}

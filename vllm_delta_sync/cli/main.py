@@ -29,12 +29,9 @@ from vllm_delta_sync.cli import (
     tag,
     verify,
 )
-from vllm_delta_sync.cli.arguments import (
-    CheckFailedError,
-    Command,
-    settings_of,
-)
+from vllm_delta_sync.cli.arguments import CheckFailedError, settings_of
 from vllm_delta_sync.cli.serve import before_dashes, split_serve
+from vllm_delta_sync.cli.text import clean
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
 
 CHECK_FAILED = 1
@@ -60,16 +57,21 @@ examples:
 
 """
 MODULES = (serve, log, inspect, export, verify, repair, gc, tag, branch, compact, keys, doctor, broker, fleet)
-"""The subcommands, in the order of ``--help``: each module has ``add`` and ``COMMANDS``."""
+"""The subcommands, in the order of ``--help``. ``add`` of each module adds its parser, whose ``handler`` runs it."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError for a bad command line, so that it is reported like every error."""
+    """Raises UsageError for a bad command line, so that it is reported like every error.
+
+    Attributes:
+        commands: the parser of each subcommand, by name.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.formatter_class = argparse.RawDescriptionHelpFormatter
         self.allow_abbrev = False
+        self.commands: dict[str, Parser] = {}
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
@@ -86,10 +88,10 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in MODULES:
         module.add(commands)
+    parser.commands = commands.choices
+    for command in commands.choices.values():
+        command.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
-
-
-COMMANDS: dict[str, Command] = {name: command for module in MODULES for name, command in module.COMMANDS.items()}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -113,8 +115,6 @@ def report(error: DeltaSyncError, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"error": {"kind": error.kind, "message": error.message}}, indent=2))
         return
-    from vllm_delta_sync.cli.text import clean
-
     print(f"delta-sync: {error.kind}: {clean(error.message)}", file=sys.stderr)
 
 
@@ -126,7 +126,7 @@ def run(arguments: Sequence[str]) -> int:
         if options.command != "serve":  # serve reads a server's settings, and has a flag for each
             settings_of(options)
         with options.closing:
-            document, show = COMMANDS[options.command](options)
+            document, show = options.handler(options)
             if not as_json:
                 show()
             elif document:

@@ -5,10 +5,8 @@ from typing import Any
 
 from vllm_delta_sync.cli.arguments import (
     Answer,
-    Command,
     add_base,
     add_bucket,
-    add_json,
     add_trust,
     bucket_url,
     exit_codes,
@@ -31,7 +29,6 @@ examples:
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "repair",
         help="repair a damaged run, and report what is lost",
@@ -47,7 +44,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     add_base(parser)
     add_trust(parser, signing=True)
     parser.add_argument("--dry-run", action="store_true", help="only report what could be repaired and what is lost")
-    add_json(parser)
+    parser.set_defaults(handler=_repair)
 
 
 def _repair(options: argparse.Namespace) -> Answer:
@@ -104,6 +101,3 @@ def _print(document: dict[str, Any]) -> None:
             *(("note", note) for note in document["notes"]),
         ]
     )
-
-
-COMMANDS: dict[str, Command] = {"repair": _repair}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from vllm_delta_sync.cli.arguments import Answer, Command, add_json
+from vllm_delta_sync.cli.arguments import Answer
 from vllm_delta_sync.redaction import public_url
 from vllm_delta_sync.settings import Settings, StoreOptions
 
@@ -48,7 +48,6 @@ def metavar(field: str) -> str:
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand."""
     serve = commands.add_parser(
         "serve",
         help="start a vLLM server that follows a run",
@@ -69,7 +68,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
             _flag(field), metavar=metavar(field), help=f"{setting.description}{default}".replace("%", "%%")
         )
     serve.add_argument("--dry-run", action="store_true", help="print the environment and the command; start nothing")
-    add_json(serve)
+    serve.set_defaults(handler=_serve)
 
 
 def _flag(field: str) -> str:
@@ -119,6 +118,3 @@ def before_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the arguments before the first ``--``, and those after it."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return list(arguments[:end]), list(arguments[end + 1 :])
-
-
-COMMANDS: dict[str, Command] = {"serve": _serve}

@@ -1,10 +1,14 @@
 """``delta-sync tag``: arguments and output; the work is done by ``maintenance.tags``."""
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.cli.arguments import Answer, Command, add_bucket, add_json, add_trust, opened, version
+from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, opened, version
+from vllm_delta_sync.cli.text import print_columns
 from vllm_delta_sync.errors import UsageError
+
+if TYPE_CHECKING:
+    from vllm_delta_sync.format.documents import Tag
 
 TAG_EXAMPLES = """\
 examples:
@@ -17,7 +21,6 @@ examples:
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand."""
     tag = commands.add_parser(
         "tag",
         help="name a version, so that gc keeps it",
@@ -32,7 +35,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         "--milestone", action="store_true", help="the publisher makes an anchor of the version, which gc keeps"
     )
     tag.add_argument("--delete", action="store_true", help="remove the tag")
-    add_json(tag)
+    tag.set_defaults(handler=_tag)
 
 
 def _tag(options: argparse.Namespace) -> Answer:
@@ -54,25 +57,13 @@ def _tag(options: argparse.Namespace) -> Answer:
     return {"run": run.info.run, **row}, lambda: print(f"version {row['version']} is tagged {options.name}")
 
 
-def _tag_document(name: str, tag: Any) -> dict[str, Any]:
-    return {
-        "tag": name,
-        "version": tag.version,
-        "manifest": tag.manifest,
-        "milestone": tag.milestone,
-        "branch": tag.branch,
-        "created_at": tag.created_at,
-    }
+def _tag_document(name: str, tag: "Tag") -> dict[str, Any]:
+    return {"tag": name, **tag.model_dump(include={"version", "manifest", "milestone", "branch", "created_at"})}
 
 
 def _print_tags(rows: list[dict[str, Any]]) -> None:
-    from vllm_delta_sync.cli.text import print_columns
-
     cells = [
         (row["tag"], row["version"], "yes" if row["milestone"] else "-", row["created_at"], row["branch"] or "-")
         for row in rows
     ]
     print_columns(("tag", "version", "milestone", "created", "branch"), cells, left=(0, 2, 3, 4))
-
-
-COMMANDS: dict[str, Command] = {"tag": _tag}

@@ -3,17 +3,7 @@
 import argparse
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import (
-    Answer,
-    Command,
-    add_base,
-    add_bucket,
-    add_json,
-    add_trust,
-    exit_codes,
-    failed_check,
-    opened,
-)
+from vllm_delta_sync.cli.arguments import Answer, add_base, add_bucket, add_trust, exit_codes, failed_check, opened
 from vllm_delta_sync.cli.text import ProgressBar, clean, print_fields, size
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.verify.report import Finding, Findings
@@ -32,7 +22,6 @@ examples:
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand."""
     parser = commands.add_parser(
         "verify",
         help="check a run from version 0 to the head",
@@ -44,7 +33,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     add_base(parser)
     add_trust(parser)
     parser.add_argument("--all", action="store_true", help="list every problem, not only the first")
-    add_json(parser)
+    parser.set_defaults(handler=_verify)
 
 
 def _verify(options: argparse.Namespace) -> Answer:
@@ -146,6 +135,3 @@ def _weights(document: dict[str, Any]) -> str:
     if not document["replayed"]:
         return "not rebuilt; the declared changes match the fingerprints"
     return "rebuilt, and equal to the fingerprint of every version" + (" that is kept" if document["gone"] else "")
-
-
-COMMANDS: dict[str, Command] = {"verify": _verify}

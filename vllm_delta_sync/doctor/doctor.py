@@ -1,11 +1,11 @@
 """``examine`` runs the checks of ``delta-sync doctor``: those of a bucket, then those of a server."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from vllm_delta_sync.bucket import StoreOptions
+from vllm_delta_sync.bucket.threads import start_call
 from vllm_delta_sync.doctor.bucket_checks import BucketProbe
-from vllm_delta_sync.doctor.findings import DEFAULT_BYTES, CheckResult, CheckRunner, HungError, bounded
+from vllm_delta_sync.doctor.findings import DEFAULT_BYTES, CheckResult, CheckRunner, HungError, wait_for
 from vllm_delta_sync.doctor.server_checks import REQUEST_SECONDS, ServerProbe
 from vllm_delta_sync.trust import Keyring
 
@@ -13,49 +13,40 @@ SETTLE_SECONDS = 3.0
 """Seconds to wait, after an interrupt, for the request in flight."""
 
 
-@dataclass(frozen=True)
-class DoctorRequest:
-    """What to check.
-
-    Attributes:
-        url: of a run. options: of the store's client; the mirror is not used. server: URL of a vLLM server.
-        size: bytes of the throughput test; 0: no test. reads_only: put nothing. keep_going: see ``CheckRunner``.
-    """
-
-    url: str
-    options: StoreOptions
-    keyring: Keyring = field(default_factory=Keyring)
-    server: str | None = None
-    size: int = DEFAULT_BYTES
-    reads_only: bool = False
-    keep_going: bool = False
-
-
 def examine(
-    request: DoctorRequest, on_finding: Callable[[CheckResult], None] = lambda finding: None
+    url: str,
+    options: StoreOptions,
+    keyring: Keyring,
+    server: str | None = None,
+    size: int = DEFAULT_BYTES,
+    reads_only: bool = False,
+    keep_going: bool = False,
+    on_finding: Callable[[CheckResult], None] = lambda finding: None,
 ) -> list[CheckResult]:
     """Run all checks. Removes the test objects at the end, even after an interrupt.
 
     Args:
+        url: of a run. options: of the store's client; the mirror is not used. server: URL of a vLLM server.
+        size: bytes of the throughput test; 0: no test. reads_only: put nothing. keep_going: see ``CheckRunner``.
         on_finding: called with each finding at once.
 
     Returns:
         the findings, those of the bucket first. Raises only interrupts.
     """
-    runner = CheckRunner(on_finding, request.keep_going)
-    probe = BucketProbe(request.url, request.options, request.keyring, request.size, request.reads_only)
+    runner = CheckRunner(on_finding, keep_going)
+    probe = BucketProbe(url, options, keyring, size, reads_only)
     # A request with retries takes up to three deadlines, and a check makes few requests; directories never retry.
-    seconds = request.options.store_deadline * (2 if probe.is_directory else 6)
-    limits = {"throughput": seconds + 6 * request.options.allowance(request.size), "run": 10 * seconds}
-    unwanted = {} if request.size else {"throughput": "--bytes 0"}
-    if request.reads_only:
+    seconds = options.store_deadline * (2 if probe.is_directory else 6)
+    limits = {"throughput": seconds + 6 * options.allowance(size), "run": 10 * seconds}
+    unwanted = {} if size else {"throughput": "--bytes 0"}
+    if reads_only:
         unwanted |= dict.fromkeys(("put", "create", "delete", "clock"), "--read-only")
     try:
         for name, call, needs in (
             ("url", probe.url, ""),
             ("credentials", probe.credentials, "url"),
             ("put", probe.put, "credentials"),
-            ("get", probe.get, "credentials" if request.reads_only else "put"),
+            ("get", probe.get, "credentials" if reads_only else "put"),
             ("list", probe.listing, "get"),
             ("create", probe.create, "put"),
             ("delete", probe.delete, "get"),
@@ -70,9 +61,9 @@ def examine(
                 runner.check(name, call, limits.get(name, seconds), needs)
     finally:
         _clean_up(runner, probe, seconds)
-    if request.server is None:
+    if server is None:
         return runner.findings
-    return runner.findings + _examine_server(request.server, probe, CheckRunner(on_finding, request.keep_going))
+    return runner.findings + _examine_server(server, probe, CheckRunner(on_finding, keep_going))
 
 
 def _clean_up(runner: CheckRunner, probe: BucketProbe, seconds: float) -> None:
@@ -81,7 +72,7 @@ def _clean_up(runner: CheckRunner, probe: BucketProbe, seconds: float) -> None:
     left = probe.made
     try:
         if not runner.hung:
-            left = bounded(probe.clean_up, seconds)
+            left = wait_for(start_call(probe.clean_up), seconds)
     except HungError:
         pass
     if left:

@@ -105,7 +105,7 @@ class CheckRunner:
     def _run(self, name: str, call: Callable[[], CheckResult], seconds: float) -> CheckResult:
         self._running = start_call(call)
         try:
-            return _wait_for(self._running, seconds)
+            return wait_for(self._running, seconds)
         except Failure as failure:
             return CheckResult(name, "failed", failure.message, failure.figures, failure.remedy, failure.error)
         except DeltaSyncError as error:
@@ -116,16 +116,8 @@ class CheckRunner:
             return CheckResult(name, "failed", unexpected.message, error=unexpected)
 
 
-def bounded(call: Callable[[], _Result], seconds: float) -> _Result:
-    """Run ``call`` in another thread, so that this one stays interruptible; return or raise what it does.
-
-    Raises:
-        HungError: ``call`` did not return in time.
-    """
-    return _wait_for(start_call(call), seconds)
-
-
-def _wait_for(call: Future[_Result], seconds: float) -> _Result:
+def wait_for(call: Future[_Result], seconds: float) -> _Result:
+    """Return the result of a call, or raise its error; HungError if it does not return in time."""
     try:
         return call.result(seconds)
     except TimeoutError:
