@@ -117,7 +117,7 @@ class BackgroundMaintenance:
         )
 
     def _anchor(self, version: int) -> None:
-        from vllm_delta_sync.maintenance.compact import make_anchor
+        from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 
         make_anchor(self._reader, version, self._base, stop=self._stop)
 

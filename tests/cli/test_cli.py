@@ -18,7 +18,8 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.safetensors_file import write_container
-from vllm_delta_sync.maintenance.compact import make_anchor, make_merged_delta
+from vllm_delta_sync.maintenance.anchor_writer import make_anchor
+from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 
 GOLDEN = str(DIRECTORY)
 

@@ -36,18 +36,13 @@ from vllm_delta_sync.format.manifest import HEAD_KEY, ObjectRef, object_key, ver
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance import rolling_weights
+from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.branch import branch
-from vllm_delta_sync.maintenance.compact import (
-    StoppedError,
-    compact,
-    due_ranges,
-    maintain,
-    make_anchor,
-    make_merged_delta,
-)
+from vllm_delta_sync.maintenance.compact import compact, due_ranges, maintain
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
+from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.maintenance.repair.repair import repair
-from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
+from vllm_delta_sync.maintenance.rolling_weights import RollingWeights, StoppedError
 from vllm_delta_sync.run.checks import decode_objects
 from vllm_delta_sync.run.objects import open_step_objects, scratch_folder
 from vllm_delta_sync.run.read_plan import GapError, find_steps
@@ -433,7 +428,7 @@ def test_whatever_ends_it_leaves_nothing(tmp_path: Path, scratch: Path, monkeypa
 SMALL_FILES = """
 import resource, sys
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.maintenance.compact import make_merged_delta
+from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.format.kernels import add_distances
 from vllm_delta_sync.codec import merge_kernels

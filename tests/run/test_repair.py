@@ -21,7 +21,7 @@ from vllm_delta_sync.format.manifest import Head
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
-from vllm_delta_sync.maintenance.repair.deltas import put_merged_delta
+from vllm_delta_sync.maintenance.merge_writer import put_merged_delta
 from vllm_delta_sync.maintenance.repair.repair import RepairReport, repair
 from vllm_delta_sync.verify.verify import verify_run
 

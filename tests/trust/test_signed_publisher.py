@@ -49,8 +49,9 @@ from vllm_delta_sync.format.documents import (
     merged_delta_key,
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Document, Head, Manifest, version_key
+from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.branch import branch
-from vllm_delta_sync.maintenance.compact import compact, maintain, make_anchor
+from vllm_delta_sync.maintenance.compact import compact, maintain
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.run.read_plan import find_steps as way
 

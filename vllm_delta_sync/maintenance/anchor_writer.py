@@ -1,10 +1,15 @@
-"""``make_anchor`` writes a standalone anchor: all tensors of a version as checkpoint shards."""
+"""``make_anchor`` writes a standalone anchor: all tensors of a version as checkpoint shards.
 
+``put_document`` commits an anchor or a merged delta.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.errors import ConflictError, DataError, UnsupportedError
-from vllm_delta_sync.format.documents import Anchor, anchor_key
+from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, object_key
 from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
 from vllm_delta_sync.format.table import TensorTable
@@ -13,6 +18,8 @@ from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import file_digest, scratch_folder
 from vllm_delta_sync.tensors.state import ModelState
+
+_Document = TypeVar("_Document", Anchor, MergedDelta)
 
 
 def make_anchor(
@@ -59,31 +66,49 @@ def make_anchor(
             refs.append(_put(run, state, shard, folder))
         declared = {spec.name: value.hex() for spec, value in zip(state.table, state.fingerprints, strict=True)}
         document = run.keyring.signed(Anchor.of(target, declared, refs))
-        key = anchor_key(version)
-        check_document_size(document, run.document_limit, key)
-        try:
-            run.bucket.put(key, document.to_bytes(), if_absent=not replace)
-        except ConflictError:
-            theirs = existing_anchor(run, target)
-            if theirs is not None:
-                return theirs
-            # The existing document is damaged, lacks a valid signature, or is of a replaced version: readers skip it.
-            run.bucket.put(key, document.to_bytes())
-        for shard, ref in zip(shards, refs, strict=True):
-            if not has_object(run.bucket, ref):
-                _put(run, state, shard, folder)
-    return document
+        stored = put_document(run, anchor_key(version), document, lambda: existing_anchor(run, target), replace)
+        if stored is document:
+            for shard, ref in zip(shards, refs, strict=True):
+                if not has_object(run.bucket, ref):
+                    _put(run, state, shard, folder)
+    return stored
 
 
 def existing_anchor(run: RunDocuments, target: Manifest) -> Anchor | None:
     """Return the anchor in the bucket if it is valid and of this version, else None."""
+    found = read_if_valid(lambda: run.anchor(target.version))
+    same = found is not None and (found.manifest, found.fingerprint) == (target.digest, target.fingerprint)
+    return found if same else None
+
+
+def read_if_valid(read: Callable[[], _Document]) -> _Document | None:
+    """Return the document that ``read`` returns; None if it is missing, damaged or not validly signed."""
     try:
-        found = run.anchor(target.version)
+        return read()
     except UnsupportedError:
         raise
     except DataError:
         return None
-    return found if (found.manifest, found.fingerprint) == (target.digest, target.fingerprint) else None
+
+
+def put_document(
+    run: RunDocuments, key: str, document: _Document, existing: Callable[[], _Document | None], replace: bool
+) -> _Document:
+    """Put an anchor or merged delta whose objects are stored; return the document in the bucket.
+
+    Args:
+        existing: returns the valid document of another writer, which stays unless ``replace``; None if there is none.
+    """
+    check_document_size(document, run.document_limit, key)
+    try:
+        run.bucket.put(key, document.to_bytes(), if_absent=not replace)
+    except ConflictError:
+        theirs = existing()
+        if theirs is not None:
+            return theirs
+        # The existing document is damaged, lacks a valid signature, or is of replaced versions: readers skip it.
+        run.bucket.put(key, document.to_bytes())
+    return document
 
 
 def _put(run: RunDocuments, state: ModelState, shard: TensorTable, folder: Path) -> ObjectRef:

@@ -7,10 +7,11 @@ the nearest anchor reads more bytes than the model has.
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from vllm_delta_sync.bucket.threads import in_parallel
@@ -29,24 +30,11 @@ from vllm_delta_sync.format.documents import (
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.anchor_writer import existing_anchor, make_anchor
 from vllm_delta_sync.maintenance.merge_writer import RawCodecError, make_merged_delta
-from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, StoppedError, never_stop
+from vllm_delta_sync.maintenance.rolling_weights import RollingWeights, Stop, StoppedError, never_stop
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner
-
-__all__ = [
-    "ANCHOR_RATIO",
-    "MERGES_PER_CALL",
-    "OBJECT_BYTES",
-    "CompactReport",
-    "StoppedError",
-    "compact",
-    "due_ranges",
-    "maintain",
-    "make_anchor",
-    "make_merged_delta",
-]
 
 logger = guarded_logger(__name__)
 
@@ -58,6 +46,7 @@ READ_PER_CALL = 64
 """Maximum signed documents that one call of ``maintain`` reads, so that a long run is not read at once."""
 
 VersionRange = tuple[int, int]
+_Item = TypeVar("_Item", int, VersionRange)
 
 # Per run, the state at the last ``maintain``: the newest version that ends a range, the newest k-th version, the tags.
 _maintained: WeakKeyDictionary[RunDocuments, tuple[int, int, tuple[tuple[str, float], ...]]] = WeakKeyDictionary()
@@ -157,7 +146,7 @@ def _missing_ranges(run: RunDocuments, manifest: Manifest, aligned: int) -> list
     shared = next((digit for digit in range(10) if low[digit] != high[digit]), 10)
     items = run.bucket.list(FOLDS_PREFIX + low[:shared])
     ranges = (pair for item in items if (pair := merged_delta_of_key(item.key)) is not None)
-    listed = trusted_merged_deltas(run, ranges, READ_PER_CALL)
+    listed = _trusted_merged_deltas(run, ranges, READ_PER_CALL)
     missing = [pair for pair in due_ranges(start, aligned, _breaks(manifest)) if pair not in listed]
     missing.sort(key=lambda pair: (pair[1] != aligned, pair[1] - pair[0], -pair[1]))
     if any(pair[1] != aligned for pair in missing):
@@ -190,7 +179,7 @@ def _due_anchor(run: RunDocuments, manifest: Manifest, kth: int) -> int | None:
         kth: the newest k-th version, which gets an anchor whatever it costs; 0 for none.
     """
     version = manifest.version
-    anchors = trusted_anchors(run, run.anchors(), READ_PER_CALL)
+    anchors = _trusted_anchors(run, READ_PER_CALL)
     if kth and not any(kth <= anchor <= version for anchor in anchors):
         sound = _newest_sound(run, manifest, kth)
         if sound and not any(sound <= anchor <= version for anchor in anchors):
@@ -345,7 +334,7 @@ def _make_or_skip(make: Callable[[], MergedDelta], pair: VersionRange, report: C
 
 def _missing_mergeable(run: RunDocuments, head: Manifest, report: CompactReport) -> Iterator[VersionRange]:
     """Yield ranges that are due and missing, without those whose versions gc removed."""
-    listed = trusted_merged_deltas(run, run.merged_deltas())
+    listed = _trusted_merged_deltas(run, run.merged_deltas())
     report.present = len(listed)
     retention = run.retention()
     made = set(listed)
@@ -358,54 +347,49 @@ def _missing_mergeable(run: RunDocuments, head: Manifest, report: CompactReport)
 # Signatures
 
 
-# Per run: the sequence of keys.json, and the keys of documents whose signatures were found valid under it.
-_trusted: WeakKeyDictionary[RunDocuments, tuple[int, set[str]]] = WeakKeyDictionary()
+# Per run: the sequence of keys.json, and the anchors and merged deltas whose signatures were valid under it.
+_trusted: WeakKeyDictionary[RunDocuments, tuple[int, set[object]]] = WeakKeyDictionary()
 
 
-def trusted_merged_deltas(
+def _trusted_merged_deltas(
     run: RunDocuments, listed: Iterable[VersionRange], most: int | None = None
 ) -> set[VersionRange]:
-    """Return the listed merged deltas with valid signatures; all of them if the run's keyring checks no signatures.
+    newest_first = sorted(listed, key=lambda pair: (-pair[1], pair))
+    return _trusted_only(run, newest_first, lambda pair: run.merged_delta(*pair), most)
 
-    A merged delta without a valid signature counts as missing, so that it is made again.
+
+def _trusted_anchors(run: RunDocuments, most: int) -> list[int]:
+    return sorted(_trusted_only(run, run.anchors()[::-1], run.anchor, most))
+
+
+def _trusted_only(
+    run: RunDocuments, listed: Sequence[_Item], read: Callable[[_Item], object], most: int | None
+) -> set[_Item]:
+    """Return the listed documents with valid signatures; all if the run's keyring checks no signatures.
+
+    A document without a valid signature counts as missing, so that it is made again.
 
     Args:
-        most: read at most this many unread documents, those that end last; the rest count as valid.
-
-    Raises:
-        StoreError: the store failed.
+        most: read at most this many unread documents, the first; the rest count as valid.
     """
-    ranges = {merged_delta_key(*pair): pair for pair in sorted(listed, key=lambda pair: (-pair[1], pair))}
-    reads = {key: partial(run.merged_delta, *pair) for key, pair in ranges.items()}
-    return {ranges[key] for key in ranges.keys() - _untrusted(run, reads, most)}
-
-
-def trusted_anchors(run: RunDocuments, listed: Iterable[int], most: int | None = None) -> list[int]:
-    """Return the listed anchors with valid signatures, ascending; see ``trusted_merged_deltas``."""
-    versions = {anchor_key(version): version for version in sorted(listed, reverse=True)}
-    reads = {key: partial(run.anchor, version) for key, version in versions.items()}
-    return sorted(versions[key] for key in versions.keys() - _untrusted(run, reads, most))
-
-
-def _untrusted(run: RunDocuments, reads: Mapping[str, Callable[[], object]], most: int | None) -> set[str]:
     if not run.keyring.checks_signatures:
-        return set()
+        return set(listed)
     file = run.verifier.keys.file
     sequence = 0 if file is None else file.sequence
     known, good = _trusted.get(run, (0, set()))
     if known != sequence:
         good = set()
     _trusted[run] = sequence, good
-    unknown = [key for key in reads if key not in good][:most]
-    answers = in_parallel(lambda key: _is_trusted(reads[key]), unknown)
-    refused = {key for key, answer in zip(unknown, answers, strict=True) if not answer}
-    good.update(set(unknown) - refused)
-    return refused
+    unread = [item for item in listed if item not in good][:most]
+    answers = in_parallel(lambda item: _is_trusted(read, item), unread)
+    refused = {item for item, answer in zip(unread, answers, strict=True) if not answer}
+    good.update(set(unread) - refused)
+    return set(listed) - refused
 
 
-def _is_trusted(read: Callable[[], object]) -> bool:
+def _is_trusted(read: Callable[[_Item], object], item: _Item) -> bool:
     try:
-        read()
+        read(item)
     except SignatureError:
         return False
     except DataError:

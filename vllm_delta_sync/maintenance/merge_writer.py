@@ -6,44 +6,35 @@ is produced, so memory is bounded by a batch of elements or by one tensor. If co
 merge also reads the weights at the first version, and carries copies of a few tensors through the versions.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_delta_sync.bucket import Bucket
+import numpy as np
+
 from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
 from vllm_delta_sync.codec.delta_reader import LazyDelta
 from vllm_delta_sync.codec.merge import RollingBase, merge_lazily
 from vllm_delta_sync.codec.merge_spool import DeltaSpool
-from vllm_delta_sync.errors import (
-    ChainError,
-    ConflictError,
-    DataError,
-    DeltaSyncError,
-    FingerprintError,
-    UnsupportedError,
-    UsageError,
-)
+from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, FingerprintError, UnsupportedError, UsageError
 from vllm_delta_sync.format.codecs import BASE_CODECS, RelativeCodec
 from vllm_delta_sync.format.documents import MergedDelta, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, timestamp
+from vllm_delta_sync.maintenance.anchor_writer import put_document, read_if_valid
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import declared_change, needs_base_bits, open_step_objects, scratch_folder
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 from vllm_delta_sync.run.restore import check_step
+from vllm_delta_sync.tensors.bits import BaseLookup, diff
 from vllm_delta_sync.tensors.changes import Full, Sparse
 from vllm_delta_sync.tensors.state import ModelState
 
 logger = guarded_logger(__name__)
-
-Written = Sequence[tuple[ObjectRef, Path]]
 
 
 class RawCodecError(UnsupportedError):
@@ -96,41 +87,51 @@ def make_merged_delta(
     return _MergeBuilder(run, ends, avoid, object_bytes, stop, codec, weights).make(scratch, replace)
 
 
-def write_merged_delta(
-    run: RunDocuments,
-    ends: tuple[Manifest, Manifest],
-    pieces: Iterator[Sparse | Full],
-    fingerprints: dict[int, Fingerprint],
-    object_bytes: int = OBJECT_BYTES,
-) -> MergedDelta:
-    """Write the merged delta between two versions piece by piece, replacing one that exists.
-
-    Args:
-        ends: manifests of the first and the last version.
-        pieces: distances, or full tensors: by dtype, tensors ascending, each tensor once.
-        fingerprints: tensor id → change of its fingerprint; must contain a tensor by the time its piece is yielded.
-        object_bytes: size at which an object is full.
-
-    Raises:
-        StoreError: the store failed, or there is no room for the scratch files.
-    """
-    builder = _MergeBuilder(run, ends, set(), object_bytes, never_stop, "packed", None)
-    purpose = f"the merged delta of versions {ends[0].version} to {ends[1].version}"
-    # The size is not known in advance; a full disk is reported during the write.
-    with scratch_folder(None, purpose, 0) as folder:
-        spool = partial(DeltaSpool, folder, run.table, builder.context, "zstd", "packed", None)
-        return builder._publish(builder._write(pieces, fingerprints, folder, spool), replace=True)
-
-
 def existing_merged_delta(run: RunDocuments, first: Manifest, last: Manifest) -> MergedDelta | None:
     """Return the merged delta in the bucket if it is valid and of these two versions, else None."""
-    try:
-        found = run.merged_delta(first.version, last.version)
-    except UnsupportedError:
-        raise
-    except DataError:
-        return None
-    return found if (found.first_manifest, found.last_manifest) == (first.digest, last.digest) else None
+    found = read_if_valid(lambda: run.merged_delta(first.version, last.version))
+    same = found is not None and (found.first_manifest, found.last_manifest) == (first.digest, last.digest)
+    return found if same else None
+
+
+def put_merged_delta(
+    run: RunDocuments,
+    first: Manifest,
+    last: Manifest,
+    before: ModelState,
+    after: ModelState,
+    object_bytes: int = OBJECT_BYTES,
+) -> str:
+    """Write the merged delta between two versions from their weights, replacing one that exists; return its key.
+
+    Takes the memory of a few tensors.
+
+    Args:
+        object_bytes: size at which an object is full.
+    """
+    builder = _MergeBuilder(run, (first, last), object_bytes=object_bytes)
+    fingerprints: dict[int, Fingerprint] = {}
+    # The size is not known in advance; a full disk is reported during the write.
+    with scratch_folder(None, f"the merged delta of versions {first.version} to {last.version}", 0) as folder:
+        builder.publish(builder.write(_changed_pieces(before, after, fingerprints), fingerprints, folder), replace=True)
+    return merged_delta_key(first.version, last.version)
+
+
+def _changed_pieces(
+    before: ModelState, after: ModelState, fingerprints: dict[int, Fingerprint]
+) -> Iterator[Sparse | Full]:
+    """Yield the changed tensors by dtype; before each, add the change of its fingerprint to ``fingerprints``."""
+    table = before.table
+    for tensor in sorted(range(len(table)), key=lambda tensor: (table[tensor].dtype, tensor)):
+        if before.fingerprints[tensor] == after.fingerprints[tensor]:
+            continue
+        spec, new = table[tensor], after.bits[tensor]
+        positions, distances, fingerprints[tensor] = diff(spec.name, spec.element, before.bits[tensor].copy(), new)
+        if positions.size * (1 + spec.element.itemsize) + 8 * (spec.numel // 255) >= spec.nbytes:
+            yield Full(tensor, new)  # smaller than its changes
+        else:
+            ids, counts = np.array([tensor], np.uint32), np.array([positions.size], np.int64)
+            yield Sparse(spec.dtype, ids, counts, positions, distances, relative=True)
 
 
 @dataclass
@@ -143,11 +144,11 @@ class _MergeBuilder:
 
     run: RunDocuments
     ends: tuple[Manifest, Manifest]
-    avoid: set[str]
-    object_bytes: int
-    stop: Stop
-    codec: RelativeCodec
-    weights: RollingWeights | None
+    avoid: set[str] = field(default_factory=set)
+    object_bytes: int = OBJECT_BYTES
+    stop: Stop = never_stop
+    codec: RelativeCodec = "packed"
+    weights: RollingWeights | None = None
 
     @property
     def context(self) -> DeltaContext:
@@ -163,19 +164,18 @@ class _MergeBuilder:
             payload = sum(step.payload_bytes for step in steps)
             purpose = f"merging versions {self.context.base_version} to {self.context.version}"
             state = self._weights_if_needed(steps)
-            rolling = None if state is None else RollingBase(state.base_tensor)
+            old = None if state is None else state.base_tensor
+            rolling = None if old is None else RollingBase(old)
             with scratch_folder(scratch, purpose, 2 * payload + min(payload, self.object_bytes)) as folder:
                 deltas = self._open(steps, folder, rolling)
                 if isinstance(deltas, DeltaSyncError):
                     first_error = first_error or deltas
                     continue
-                fingerprints = _sum_fingerprints(deltas)
-                old = None if state is None else state.base_tensor
-                spool = partial(DeltaSpool, folder, self.run.table, self.context, "zstd", self.codec, old)
-                written = self._write(merge_lazily(deltas, self.run.table, rolling), fingerprints, folder, spool)
+                pieces = merge_lazily(deltas, self.run.table, rolling)
+                written = self.write(pieces, _sum_fingerprints(deltas), folder, old)
                 if first_error is not None:
                     logger.warning("%s used other documents, because one is damaged: %s", purpose, first_error)
-                return self._publish(written, replace)
+                return self.publish(written, replace)
 
     def _steps(self) -> list[Step]:
         planner = ReadPlanner(self.run, self.avoid)
@@ -224,22 +224,26 @@ class _MergeBuilder:
             deltas += opened
         return deltas
 
-    def _write(
+    def write(
         self,
         pieces: Iterator[Sparse | Full],
         fingerprints: dict[int, Fingerprint],
         folder: Path,
-        make: Callable[[], DeltaSpool],
+        old: BaseLookup | None = None,
     ) -> "_WrittenObjects":
-        """Write the pieces into as many objects as needed, as files of ``folder``."""
+        """Write the pieces into as many objects as needed, as files of ``folder``.
+
+        Args:
+            pieces: distances, or full tensors: by dtype, tensors ascending, each tensor once.
+            fingerprints: tensor id → change of its fingerprint; must contain a tensor by the time its piece is yielded.
+            old: the bits at the first version, which codec ``context`` needs.
+        """
         result = _WrittenObjects([], 0, self.codec not in BASE_CODECS)
         carried: set[int] = set()
         more = True
         while more:
             more = False
-            with ExitStack() as stack:
-                spool = make()
-                stack.callback(spool.close)
+            with closing(DeltaSpool(folder, self.run.table, self.context, "zstd", self.codec, old)) as spool:
                 for piece in pieces:
                     check_stop(self.stop)
                     spool.add(piece)
@@ -259,7 +263,8 @@ class _MergeBuilder:
             )
         return result
 
-    def _publish(self, result: "_WrittenObjects", replace: bool) -> MergedDelta:
+    def publish(self, result: "_WrittenObjects", replace: bool) -> MergedDelta:
+        """Put the objects, then the document that names them."""
         first, last = self.ends
         document = MergedDelta(
             requires=required_features(self.codec, "zstd") if result.written else [],
@@ -277,20 +282,16 @@ class _MergeBuilder:
             created_at=timestamp(),
         )
         document = self.run.keyring.signed(document)
-        bucket = self.run.bucket
+        for ref, path in result.written:
+            self.run.bucket.put(ref.key, path)
         key = merged_delta_key(first.version, last.version)
-        check_document_size(document, self.run.document_limit, key)
-        put_objects(bucket, result.written)
-        try:
-            bucket.put(key, document.to_bytes(), if_absent=not replace)
-        except ConflictError:
-            theirs = existing_merged_delta(self.run, first, last)
-            if theirs is not None:
-                return theirs
-            # The existing document is damaged, lacks a valid signature, or is of replaced versions: readers skip it.
-            bucket.put(key, document.to_bytes())
-        put_missing(bucket, result.written)
-        return document
+        stored = put_document(self.run, key, document, lambda: existing_merged_delta(self.run, first, last), replace)
+        if stored is document:
+            for ref, path in result.written:
+                # A collection may have removed it before the document named it.
+                if not has_object(self.run.bucket, ref):
+                    self.run.bucket.put(ref.key, path)
+        return stored
 
 
 @dataclass
@@ -308,15 +309,3 @@ def _sum_fingerprints(deltas: list[LazyDelta]) -> dict[int, Fingerprint]:
         for tensor, change in part.fingerprints.items():
             sums[tensor] = sums.get(tensor, Fingerprint()) + change
     return sums
-
-
-def put_objects(bucket: Bucket, written: Written) -> None:
-    for ref, path in written:
-        bucket.put(ref.key, path)
-
-
-def put_missing(bucket: Bucket, written: Written) -> None:
-    """Put objects again that a collection removed before the document named them."""
-    for ref, path in written:
-        if not has_object(bucket, ref):
-            bucket.put(ref.key, path)

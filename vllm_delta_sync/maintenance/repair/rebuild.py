@@ -5,16 +5,15 @@ and if each tensor changes as every step on the path to it declares.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TypeVarTuple
 
 from vllm_delta_sync.errors import DataError, SettingsError, UsageError
 from vllm_delta_sync.format.documents import anchor_key, anchor_of_key, merged_delta_of_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.keys import check_signer
-from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
-from vllm_delta_sync.maintenance.repair.deltas import put_merged_delta
+from vllm_delta_sync.maintenance.merge_writer import make_merged_delta, put_merged_delta
 from vllm_delta_sync.maintenance.repair.orphans import bridge, orphans
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.run.checks import check_fingerprint
@@ -25,8 +24,6 @@ from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.replay_audit import apply_checked
 from vllm_delta_sync.verify.report import VerifyReport
-
-_Arguments = TypeVarTuple("_Arguments")
 
 
 class Rebuilder:
@@ -47,37 +44,29 @@ class Rebuilder:
         self.unsigned: list[str] = []
 
     def versions(self) -> None:
-        """Replace lost objects of versions, and rebuild versions that no path reaches and paths across lost manifests.
-
-        Raises:
-            StoreError: the store failed.
-        """
+        """Replace lost objects, rebuild versions that no path reaches, and bridge lost manifests."""
         listing = {finding.document for finding in self._report.findings if finding.ref is not None}
         for version in sorted(self._audit.digests.keys() - self._unreadable):
             if version_key(version) in listing:
-                self._attempt(self._rebuild_readable, version)
+                self._attempt(partial(self._rebuild_readable, version))
         for first, last in self._unreadable_ranges():
-            self._attempt(self._rebuild_from_above, first, last)
+            self._attempt(partial(self._rebuild_from_above, first, last))
         lost = sorted(self._audit.unreadable & set(range(1, self._audit.top)))
         candidates = orphans(self._run, self._audit) if lost else []
         for version in lost:
-            self._attempt(self._bridge, version, candidates)
+            self._attempt(partial(self._bridge, version, candidates))
 
     def standalone_documents(self) -> None:
-        """Rebuild damaged anchors and merged deltas whose versions can be read.
-
-        Raises:
-            StoreError: the store failed.
-        """
+        """Rebuild damaged anchors and merged deltas whose versions can be read."""
         for key in sorted(self._avoid):
             if (version := anchor_of_key(key)) is not None:
-                self._attempt(self._anchor, version, key)
+                self._attempt(partial(self._anchor, version, key))
             elif (pair := merged_delta_of_key(key)) is not None:
-                self._attempt(self._merged_delta, pair, key)
+                self._attempt(partial(self._merged_delta, pair, key))
 
-    def _attempt(self, rebuild: Callable[[*_Arguments], None], *arguments: *_Arguments) -> None:
+    def _attempt(self, rebuild: Callable[[], None]) -> None:
         try:
-            rebuild(*arguments)
+            rebuild()
         except SettingsError as error:
             line = f"a repair was not written: {error.message}"
             if line not in self.unsigned:
@@ -87,9 +76,6 @@ class Rebuilder:
 
     def _readable(self, version: int) -> bool:
         return version in self._audit.digests and version not in self._unreadable
-
-    def _manifest(self, version: int) -> Manifest | None:
-        return self._audit.manifest(version)
 
     def _state(self, manifest: Manifest) -> ModelState:
         state = restore(self._run, manifest, self._base).state
@@ -101,7 +87,7 @@ class Rebuilder:
         the one before."""
         begin: int | None = None
         for version in range(self._audit.top + 2):
-            manifest = self._manifest(version) if version in self._unreadable else None
+            manifest = self._audit.manifest(version) if version in self._unreadable else None
             regular = manifest is not None and manifest.base_version == version - 1
             if begin is not None and not regular:
                 yield begin, version - 1
@@ -111,7 +97,7 @@ class Rebuilder:
 
     def _rebuild_from_above(self, first: int, last: int) -> None:
         """Reach unreadable versions from the version after them, by reverting deltas, as far as possible."""
-        above = self._manifest(last + 1)
+        above = self._audit.manifest(last + 1)
         if above is None or above.base_version != last or not self._readable(last + 1):
             return
         state = self._state(above)
@@ -123,7 +109,7 @@ class Rebuilder:
             except DataError:
                 break
             at -= 1
-        reached = self._manifest(at)
+        reached = self._audit.manifest(at)
         if at > last or reached is None or state.fingerprint != reached.model_fingerprint:
             return
         self._replace_objects(reached, state)
@@ -136,7 +122,7 @@ class Rebuilder:
         """Write what replaces the objects of a version with known weights: a merged delta, or a standalone anchor."""
         check_signer(self._run)
         version = manifest.version
-        before = self._manifest(version - 1) if manifest.base_version == version - 1 else None
+        before = self._audit.manifest(version - 1) if manifest.base_version == version - 1 else None
         if before is not None and self._readable(before.version):
             key = put_merged_delta(self._run, before, manifest, self._state(before), state)
         else:
@@ -145,7 +131,7 @@ class Rebuilder:
         self.done.append(f"{key}: replaces the objects of version {version}")
 
     def _bridge(self, version: int, candidates: list[ObjectRef]) -> None:
-        first, after = self._manifest(version - 1), self._manifest(version + 1)
+        first, after = self._audit.manifest(version - 1), self._audit.manifest(version + 1)
         if first is None or after is None or not self._readable(first.version):
             return
         if (version - 1, version) in self._audit.usable_merged_deltas():
@@ -164,7 +150,7 @@ class Rebuilder:
         self.done.append(f"{key}: rebuilt from the history")
 
     def _merged_delta(self, pair: tuple[int, int], key: str) -> None:
-        first, last = (self._manifest(version) for version in pair)
+        first, last = (self._audit.manifest(version) for version in pair)
         if pair[1] in self._audit.refused:
             self._remove_revoked(key, pair[1])
         if first is None or last is None:
