@@ -4,7 +4,7 @@ A manifest is bound by its digest: the next manifest names it, and so do HEAD.js
 claims. Manifests are read from the newest down, so that each is checked against one that was checked already.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from typing import TypeVar
 
@@ -18,17 +18,23 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
+    ANCHORS_PREFIX,
     CLAIMS_PREFIX,
+    FOLDS_PREFIX,
     KEYS_KEY,
     RETENTION_KEY,
     TAGS_PREFIX,
+    Anchor,
     Claim,
+    MergedDelta,
     Retention,
+    Tag,
     anchor_key,
+    anchor_of_key,
     claim_key,
     claim_of_key,
     merged_delta_key,
-    tag_key,
+    merged_delta_of_key,
     tag_of_key,
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, Manifest, version_key
@@ -41,8 +47,53 @@ MISSING_AT_MOST = 1000
 """Maximum number of missing manifests. A HEAD.json that names a version further beyond the newest, or a manifest
 further beyond the others, is itself treated as damaged."""
 
+Standalone = Anchor | MergedDelta | Tag | Claim | Retention
 _Found = TypeVar("_Found")
-_Item = TypeVar("_Item")
+
+
+def read_head(run: RunDocuments) -> Head:
+    """Read and check HEAD.json. Raises NotFoundError, or another DataError if it is damaged or not validly signed."""
+    head = Head.from_bytes(run.bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES), HEAD_KEY)
+    if head.run != run.info.run:
+        raise ChainError(f"{HEAD_KEY} points into run {head.run}, this is {run.info.run}")
+    run.verifier.check_head(head, HEAD_KEY)
+    return head
+
+
+def read_standalone(run: RunDocuments, key: str) -> Standalone | None:
+    """Read and check the anchor, merged delta, tag, claim or retention record under a key; None for another key."""
+    if (version := anchor_of_key(key)) is not None:
+        return run.anchor(version)
+    if (pair := merged_delta_of_key(key)) is not None:
+        return run.merged_delta(*pair)
+    if (name := tag_of_key(key)) is not None:
+        return run.tag(name)
+    if (epoch := claim_of_key(key)) is not None:
+        claim = run.claim(epoch)
+        if claim.epoch != epoch:
+            raise ChainError(f"{key} is a claim of epoch {claim.epoch}")
+        return claim
+    if key == RETENTION_KEY:
+        record = Retention.from_bytes(run.bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), key)
+        if record.run != run.info.run:
+            raise ChainError(f"{key} belongs to run {record.run}, this is {run.info.run}")
+        return record
+    return None
+
+
+def named_versions(document: Standalone) -> list[tuple[int, str, str | None]]:
+    """Return the versions that a document names: each with its manifest's digest, and its fingerprint if that is named.
+
+    A retention record only lists numbers, so it names none.
+    """
+    if isinstance(document, Retention):
+        return []
+    if isinstance(document, MergedDelta):
+        return [
+            (document.first, document.first_manifest, document.first_fingerprint),
+            (document.last, document.last_manifest, document.last_fingerprint),
+        ]
+    return [(document.version, document.manifest, document.fingerprint if isinstance(document, Anchor) else None)]
 
 
 class DocumentAudit:
@@ -72,6 +123,7 @@ class DocumentAudit:
         self._claims: dict[int, Claim] = {}
         self.confirmed: set[int] = set()
         self._found: list[tuple[int, Finding]] = []
+        self._bad_keys: set[str] = set()
         self.unreadable: set[int] = set()
         self.digests: dict[int, str] = {}
         self.fingerprints: dict[int, str] = {}
@@ -81,13 +133,13 @@ class DocumentAudit:
         self.refused: set[int] = set()
         self._read_keys()
         # HEAD.json comes first: if a publisher is running, what is read later can only be newer.
-        self.head = head = self._read_head()
-        self._read_standalone()
-        self._read_claims()
-        self._read_retention()
-        self.top = self._top(head)
+        self.head = self._read_head()
+        self.pointed = None if self.head is None else self.head.version
+        for prefix in (ANCHORS_PREFIX, FOLDS_PREFIX, TAGS_PREFIX, CLAIMS_PREFIX, RETENTION_KEY):
+            self._read_standalone(prefix)
+        self.top = self._top()
         self._read_manifests()
-        self._check_references(head)
+        self._check_references()
         self._check_claims()
 
     @property
@@ -115,29 +167,9 @@ class DocumentAudit:
         """Return whether HEAD.json is the only document that names this version's digest."""
         return set(self._named.get(version, {}).values()) <= {HEAD_KEY} and version + 1 not in self._parents
 
-    def _add(self, rank: int, finding: Finding) -> None:
-        self._found.append((rank, finding))
-
-    def _taken(self, key: str, outcome: _Found | DeltaSyncError, version: int | None = None) -> _Found | None:
-        """Return the document; None if it was removed after listing, or is bad, which becomes a finding."""
-        if not isinstance(outcome, DeltaSyncError):
-            return outcome
-        if not isinstance(outcome, NotFoundError):
-            self._add(_LAST, Finding(key, outcome, version))
-        return None
-
-    def _all(
-        self,
-        items: Sequence[_Item],
-        key: Callable[[_Item], str],
-        read: Callable[[_Item], _Found],
-        version: Callable[[_Item], int | None],
-    ) -> Iterator[tuple[_Item, str, _Found]]:
-        """Yield each item with its key and its document, if that is good; reads in parallel."""
-        for item, outcome in zip(items, read_ahead(lambda item: _outcome(lambda: read(item)), items), strict=True):
-            found = self._taken(key(item), outcome, version(item))
-            if found is not None:
-                yield item, key(item), found
+    def _add(self, rank: int, key: str, error: DeltaSyncError, version: int | None = None) -> None:
+        self._found.append((rank, Finding(key, error, version)))
+        self._bad_keys.add(key)
 
     def _read_keys(self) -> None:
         """Read keys.json again; if the new one is refused, the one accepted before stays in use."""
@@ -146,88 +178,67 @@ class DocumentAudit:
             try:
                 check()
             except DataError as error:
-                self._add(_FIRST, Finding(key, error))
+                self._add(_FIRST, key, error)
 
     def _check_info(self) -> None:
         if self._run.keyring.checks_signatures:
             self._run.verifier.keys.check_info(self._run.info)
 
     def _read_head(self) -> Head | None:
-        self.pointed: int | None = None
         try:
-            data = self._run.bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES)
-            head = Head.from_bytes(data, HEAD_KEY)
-            if head.run != self._run.info.run:
-                raise ChainError(f"{HEAD_KEY} points into run {head.run}, this is {self._run.info.run}")
-            self._run.verifier.check_head(head, HEAD_KEY)
+            head = read_head(self._run)
         except NotFoundError:
             return None
         except DataError as error:
-            self._add(_FIRST, Finding(HEAD_KEY, error))
+            self._add(_FIRST, HEAD_KEY, error)
             return None
-        self.pointed = head.version
         self._name(head.version, head.manifest, HEAD_KEY)
         return head
 
-    def _name(self, version: int, digest: str, key: str, fingerprint: str | None = None) -> None:
+    def _name(self, version: int, digest: str, key: str) -> None:
         self._named.setdefault(version, {}).setdefault(digest, key)
-        if key != HEAD_KEY:
-            self._references.append((key, version, digest, fingerprint))
 
-    def _read_standalone(self) -> None:
-        run = self._run
-        anchors, pairs = run.anchors(), run.merged_deltas()
-        for version, key, anchor in self._all(anchors, anchor_key, run.anchor, lambda version: version):
-            self.anchors.add(version)
-            self._name(version, anchor.manifest, key, anchor.fingerprint)
-        for pair, key, merged in self._all(
-            pairs, lambda pair: merged_delta_key(*pair), lambda pair: run.merged_delta(*pair), lambda pair: pair[1]
-        ):
-            self.folds.add(pair)
-            self._name(merged.first, merged.first_manifest, key, merged.first_fingerprint)
-            self._name(merged.last, merged.last_manifest, key, merged.last_fingerprint)
-        names = [name for item in run.bucket.list(TAGS_PREFIX) if (name := tag_of_key(item.key))]
-        for name, key, tag in self._all(names, tag_key, run.tag, lambda _: None):
-            self.tags[name] = tag.version
-            self._name(tag.version, tag.manifest, key)
+    def _read_standalone(self, prefix: str) -> None:
+        keys = [item.key for item in self._run.bucket.list(prefix)]
+        documents = read_ahead(lambda key: _outcome(lambda: read_standalone(self._run, key)), keys)
+        for key, document in zip(keys, documents, strict=True):
+            if isinstance(document, NotFoundError) or document is None:
+                continue  # removed after listing, or not a key of the format
+            if isinstance(document, DeltaSyncError):
+                pair = merged_delta_of_key(key)
+                self._add(_LAST, key, document, anchor_of_key(key) if pair is None else pair[1])
+                continue
+            for version, digest, fingerprint in named_versions(document):
+                self._name(version, digest, key)
+                self._references.append((key, version, digest, fingerprint))
+            if isinstance(document, Anchor):
+                self.anchors.add(document.version)
+            elif isinstance(document, MergedDelta):
+                self.folds.add((document.first, document.last))
+            elif isinstance(document, Tag):
+                self.tags[document.name] = document.version
+            elif isinstance(document, Claim):
+                self._claims[document.epoch] = document
 
-    def _read_claims(self) -> None:
-        keys = [item.key for item in self._run.bucket.list(CLAIMS_PREFIX)]
-        epochs = [epoch for key in keys if (epoch := claim_of_key(key)) is not None]
-        for epoch, key, claim in self._all(epochs, claim_key, self._run.claim, lambda _: None):
-            if claim.epoch != epoch:
-                self._add(_LAST, Finding(key, ChainError(f"{key} is a claim of epoch {claim.epoch}")))
-            else:
-                self._claims[epoch] = claim
-                self._name(claim.version, claim.manifest, key)
-
-    def _read_retention(self) -> None:
-        def read() -> None:
-            data = self._run.bucket.get(RETENTION_KEY, max_bytes=limits.MAX_JSON_BYTES)
-            record = Retention.from_bytes(data, RETENTION_KEY)
-            if record.run != self._run.info.run:
-                raise ChainError(f"{RETENTION_KEY} belongs to run {record.run}, this is {self._run.info.run}")
-
-        self._taken(RETENTION_KEY, _outcome(read))
-
-    def _top(self, head: Head | None) -> int:
+    def _top(self) -> int:
         newest = -1
         for count, version in enumerate(self._run.versions()):
             if version > count + MISSING_AT_MOST:
                 # A stray file with this name must not cause a search for ten billion versions before it.
                 key = version_key(version)
                 stray = ChainError(f"{key} is more than {MISSING_AT_MOST} versions beyond the versions before it")
-                self._add(_LAST, Finding(key, stray, version))
+                self._add(_LAST, key, stray, version)
                 continue
             newest = version
         if newest < 0 and not self._named:
             raise NotFoundError(f"run {self._run.info.run} at {self._run.bucket.url!r} has no version")
+        head = self.head
         if head is not None and head.version > newest + MISSING_AT_MOST:
             error = NotFoundError(
                 f"{HEAD_KEY} names version {head.version}, whose manifest {version_key(head.version)} is missing; the "
                 f"newest is {newest}"
             )
-            self._add(_FIRST, Finding(HEAD_KEY, error, head.version))
+            self._add(_FIRST, HEAD_KEY, error, head.version)
         return max([newest, *(version for version in self._named if version <= newest + MISSING_AT_MOST)])
 
     # Manifests
@@ -245,7 +256,7 @@ class DocumentAudit:
                     above = None
                     continue
                 error = self._explain_damaged(version, manifest, above)
-                self._add(version, Finding(version_key(version), error, version))
+                self._add(version, version_key(version), error, version)
                 self.unreadable.add(version)
                 above = None
                 continue
@@ -287,12 +298,12 @@ class DocumentAudit:
                 wrong_epoch = above.parent == digest
                 if wrong_epoch or digest in named or above.version not in self.confirmed:
                     # In each of these cases, the manifest above is the bad one.
-                    self._add(above.version, Finding(version_key(above.version), error, above.version))
+                    self._add(above.version, version_key(above.version), error, above.version)
                     for known in (self.digests, self.fingerprints):
                         known.pop(above.version, None)
                     above = manifest if wrong_epoch else None
                 else:
-                    self._add(version, Finding(version_key(version), error, version))
+                    self._add(version, version_key(version), error, version)
                     return False
         if above is None and named and digest not in named:
             other, key = next(iter(named.items()))
@@ -300,7 +311,7 @@ class DocumentAudit:
                 f"{key} points at manifest {other} as version {version}, which has digest {digest}: one of them was "
                 "rewritten"
             )
-            self._add(version, Finding(version_key(version), contradiction, version))
+            self._add(version, version_key(version), contradiction, version)
             return False
         if above is not None or digest in named:
             self.confirmed.add(version)
@@ -308,55 +319,53 @@ class DocumentAudit:
 
     # Documents that name a version
 
-    def _check_references(self, head: Head | None) -> None:
+    def _check_references(self) -> None:
         error: DeltaSyncError
+        head = self.head
         if head is not None and self.digests.get(head.version, head.manifest) != head.manifest:
             error = ChainError(
                 f"{HEAD_KEY} points at manifest {head.manifest} as version {head.version}, which has digest "
                 f"{self.digests[head.version]}: {HEAD_KEY} was rewritten"
             )
-            self._add(_FIRST, Finding(HEAD_KEY, error, head.version))
+            self._add(_FIRST, HEAD_KEY, error, head.version)
         for key, version, digest, fingerprint in self._references:
             if version > self.top:
-                self._add(_LAST, Finding(key, NotFoundError(f"{key} names version {version}, which does not exist")))
+                self._add(_LAST, key, NotFoundError(f"{key} names version {version}, which does not exist"))
             elif self.digests.get(version, digest) != digest:
                 error = ChainError(
                     f"{key} names manifest {digest} as version {version}, which has digest {self.digests[version]}"
                 )
-                self._add(_LAST, Finding(key, error, version))
+                self._add(_LAST, key, error, version)
             elif fingerprint is not None and self.fingerprints.get(version, fingerprint) != fingerprint:
                 error = FingerprintError(
                     f"{key} gives version {version} fingerprint {fingerprint}, its manifest says "
                     f"{self.fingerprints[version]}"
                 )
-                self._add(_LAST, Finding(key, error, version))
+                self._add(_LAST, key, error, version)
 
     def _check_claims(self) -> None:
         error: DeltaSyncError
-        damaged = {finding.key for _, finding in self._found}
         for epoch, first in self.epochs.items():
             key = claim_key(epoch)
-            if epoch == 0 or key in damaged:
+            if epoch == 0 or key in self._bad_keys:
                 continue
             claim = self._claims.get(epoch)
             if claim is None:
                 error = NotFoundError(f"version {first} is of epoch {epoch}, and {key} is missing")
-                self._add(_LAST, Finding(key, error, first))
+                self._add(_LAST, key, error, first)
             elif claim.version >= first:
                 error = ChainError(
                     f"{key} was written after version {claim.version}, but version {first} is already of its epoch"
                 )
-                self._add(_LAST, Finding(key, error, first))
+                self._add(_LAST, key, error, first)
 
     def usable_merged_deltas(self) -> list[tuple[int, int]]:
         """Return (first, last) of merged deltas without a finding, ascending."""
-        damaged = {finding.key for _, finding in self._found}
-        return sorted(pair for pair in self.folds if merged_delta_key(*pair) not in damaged)
+        return sorted(pair for pair in self.folds if merged_delta_key(*pair) not in self._bad_keys)
 
     def usable_anchors(self) -> set[int]:
         """Return the versions with a standalone anchor that has no finding."""
-        damaged = {finding.key for _, finding in self._found}
-        return {version for version in self.anchors if anchor_key(version) not in damaged}
+        return {version for version in self.anchors if anchor_key(version) not in self._bad_keys}
 
 
 def _outcome(read: Callable[[], _Found]) -> _Found | DeltaSyncError:

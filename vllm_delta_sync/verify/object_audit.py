@@ -17,14 +17,14 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.format.manifest import Manifest, Sidecar
+from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.run.checks import decode_objects, describe_document, read_shard
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.model_files import fetch_run_file
 from vllm_delta_sync.run.objects import needs_base_bits, summarize_changes
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.state import ModelState
-from vllm_delta_sync.verify.report import Finding, VerifyReport
+from vllm_delta_sync.verify.report import Finding, Findings, VerifyReport
 from vllm_delta_sync.verify.simulate import first_damaged_tensor
 
 Listing = Manifest | MergedDelta | Anchor
@@ -47,7 +47,7 @@ class ObjectAudit:
         """
         objects, lost = [], []
         for ref in document.objects:
-            data = self._fetch(ref.key, document, key, version, state)
+            data = self._fetch(ref, document, key, version, state)
             if isinstance(data, Finding):
                 lost.append(data)
             else:
@@ -76,20 +76,16 @@ class ObjectAudit:
         return found.changes
 
     def _fetch(
-        self, object_key: str, document: Listing, key: str, version: int, state: ModelState | None
+        self, ref: ObjectRef, document: Listing, key: str, version: int, state: ModelState | None
     ) -> bytes | Finding:
-        ref = next(item for item in document.objects if item.key == object_key)
         try:
             data = self._run.fetch(ref)
         except DigestError as error:
             data = self._run.bucket.get(ref.key)
-            tensor = None
-            if len(data) == ref.bytes:
-                tensor = first_damaged_tensor(document, data, self._run.table, state)
-            shown = (
-                f" ({describe_document(document)}" + ("" if tensor is None else f"; first bad tensor {tensor!r}") + ")"
-            )
-            return Finding(ref.key, type(error)(f"{error.message}{shown}"), version, key, ref, tensor)
+            whole = len(data) == ref.bytes
+            tensor = first_damaged_tensor(document, data, self._run.table, state) if whole else None
+            where = describe_document(document) + ("" if tensor is None else f"; first bad tensor {tensor!r}")
+            return Finding(ref.key, type(error)(f"{error.message} ({where})"), version, key, ref, tensor)
         except DataError as error:
             return Finding(ref.key, type(error)(f"{error.message} ({describe_document(document)})"), version, key, ref)
         self._report.objects += 1
@@ -117,7 +113,7 @@ class ObjectAudit:
         seen: set[str] = set()
         found: list[Finding] = []
         for ref in document.objects:
-            data = self._fetch(ref.key, document, key, version, None)
+            data = self._fetch(ref, document, key, version, None)
             if isinstance(data, Finding):
                 found.append(data)
                 continue
@@ -151,55 +147,38 @@ def wrong_tensor(what: str, tensor: str) -> FingerprintError:
     )
 
 
-def check_files(run: RunDocuments, report: VerifyReport) -> list[Finding]:
-    """Read all files of a run, count them in the report, and return what is wrong.
-
-    Raises:
-        StoreError: the store failed.
-    """
-    findings: list[Finding] = []
+def check_files(run: RunDocuments, report: VerifyReport, found: Findings) -> None:
+    """Read all files of a run, count them in the report, and add what is wrong."""
     for item in run.info.files:
         try:
             data = fetch_run_file(run, item)
         except DataError as error:
-            findings.append(Finding(item.key, error, run_file=item))
+            found.add(Finding(item.key, error, run_file=item))
             continue
         report.files += 1
         report.bytes += len(data)
-    return findings
 
 
-def check_sidecars(run: RunDocuments, manifest: Manifest, report: VerifyReport, good: set[str]) -> list[Finding]:
-    """Read the sidecars of a version, count them in the report, and return what is wrong.
+def check_sidecars(
+    run: RunDocuments, manifest: Manifest, report: VerifyReport, found: Findings, good: set[str]
+) -> None:
+    """Read the sidecars of a version, count them in the report, and add what is wrong.
 
     Args:
         good: keys of good sidecars, which are not read again; those of this version are added.
-
-    Raises:
-        StoreError: the store failed.
     """
-    findings: list[Finding] = []
     for item in manifest.sidecars:
         if item.key in good:
             continue
         try:
             data = fetch_object(run.bucket, item)
         except DataError as error:
-            if not isinstance(error, NotFoundError) or not _was_collected(run, manifest.version):
-                findings.append(_sidecar_finding(item, manifest.version, error))
+            # A collection may be running, so read retention.json again.
+            record = run.retention() if isinstance(error, NotFoundError) else None
+            if record is None or not record.gave_up(manifest.version):
+                shown = type(error)(f"{error.message} (sidecar {item.name!r} of version {manifest.version})")
+                found.add(Finding(item.key, shown, manifest.version, sidecar=item))
             continue
         good.add(item.key)
         report.sidecars += 1
         report.bytes += len(data)
-    return findings
-
-
-def _sidecar_finding(item: Sidecar, version: int, error: DeltaSyncError) -> Finding:
-    shown = type(error)(f"{error.message} (sidecar {item.name!r} of version {version})")
-    return Finding(item.key, shown, version, sidecar=item)
-
-
-def _was_collected(run: RunDocuments, version: int) -> bool:
-    """Return whether garbage collection removed the version; reads retention.json again, since one may be running."""
-    record = run.retention()
-    return record is not None and record.gave_up(version)

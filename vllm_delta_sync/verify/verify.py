@@ -21,7 +21,7 @@ def verify_run(
     run: RunDocuments,
     base: str | Path | None = None,
     progress: Progress | None = None,
-    findings: bool | Findings = False,
+    findings: bool = False,
 ) -> VerifyReport:
     """Check the whole run, from version 0 to the head.
 
@@ -40,7 +40,7 @@ def verify_run(
 
     Args:
         base: as ``Run.snapshot``. progress: called with the report so far after each version.
-        findings: True keeps every finding in the report and continues; False raises the first one; or a ``Findings``.
+        findings: True keeps every finding in the report and continues; False raises the first one.
 
     Raises:
         NotFoundError: nothing is published, or ``base`` is given and not there. (If it is not given, a recorded base
@@ -48,19 +48,16 @@ def verify_run(
         StoreError: the store failed.
         DeltaSyncError: the first problem, naming version, object, tensor or base.
     """
-    return examine(run, base, progress, findings)[0]
+    return examine(run, base, progress, Findings(findings))[0]
 
 
 def examine(
-    run: RunDocuments,
-    base: str | Path | None = None,
-    progress: Progress | None = None,
-    findings: bool | Findings = False,
+    run: RunDocuments, base: str | Path | None, progress: Progress | None, found: Findings
 ) -> tuple[VerifyReport, DocumentAudit]:
     """As ``verify_run``, and return the document audit as well."""
     check_base(base)
     with run.caching_manifests():
-        return _examine(run, base, progress, findings if isinstance(findings, Findings) else Findings(findings))
+        return _examine(run, base, progress, found)
 
 
 def _examine(
@@ -74,14 +71,13 @@ def _examine(
     report = VerifyReport(
         findings=found.items, pointed=documents.pointed, signed=signed, checked=run.keyring.checks_signatures
     )
-    for finding in check_files(run, report):
-        found.add(finding)
+    check_files(run, report, found)
     all_replayed, good_sidecars = True, set[str]()
     replay = ReplayAudit(run, documents, base, found, report)
     for version, manifest in enumerate(documents.manifests()):
         replay.audit_version(version, manifest)
-        for finding in check_sidecars(run, manifest, report, good_sidecars) if manifest is not None else ():
-            found.add(finding)
+        if manifest is not None:
+            check_sidecars(run, manifest, report, found, good_sidecars)
         report.versions += 1
         if version in documents.digests:
             report.head = version

@@ -14,8 +14,7 @@ from vllm_delta_sync.bucket import Bucket, open_beside
 from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.bucket.middleware.dry_run import DryRunBucket
 from vllm_delta_sync.errors import DataError, SettingsError
-from vllm_delta_sync.format import limits
-from vllm_delta_sync.format.manifest import HEAD_KEY, Head
+from vllm_delta_sync.format.manifest import HEAD_KEY
 from vllm_delta_sync.maintenance.gc.record import spelled
 from vllm_delta_sync.maintenance.keys import check_signer
 from vllm_delta_sync.maintenance.repair.from_mirror import Mirror, restore_identity, restore_keys
@@ -23,8 +22,8 @@ from vllm_delta_sync.maintenance.repair.rebuild import Rebuilder
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import make_head
-from vllm_delta_sync.verify.document_audit import DocumentAudit
-from vllm_delta_sync.verify.report import VerifyReport
+from vllm_delta_sync.verify.document_audit import DocumentAudit, read_head
+from vllm_delta_sync.verify.report import Findings, VerifyReport
 from vllm_delta_sync.verify.verify import Progress, examine
 
 ROUNDS = 16
@@ -96,7 +95,7 @@ def _repair(
     run = RunDocuments(bucket, keyring)
     unsigned: list[str] = []
     for _ in range(ROUNDS):
-        report, audit = examine(run, base, progress, findings=True)
+        report, audit = examine(run, base, progress, Findings(keep=True))
         unsigned = []
         done = _round(run, mirror, base, report, audit, unsigned)
         new = [line for line in done if line not in outcome.repaired]
@@ -104,7 +103,7 @@ def _repair(
         if not new:
             break
     else:
-        report, audit = examine(run, base, progress, findings=True)
+        report, audit = examine(run, base, progress, Findings(keep=True))
     outcome.notes = report.notes
     outcome.unreadable = report.unreadable
     outcome.lost = _lost(report, audit) + (unsigned if report.findings else [])
@@ -158,10 +157,8 @@ def _repair_head(run: RunDocuments, report: VerifyReport) -> list[str]:
         return []
     head = make_head(run.manifest(report.head), run.keyring)
     try:
-        data = run.bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES)
-        there = Head.from_bytes(data, HEAD_KEY)
-        run.verifier.check_head(there, HEAD_KEY)
-        if (there.run, there.version, there.manifest) == (head.run, head.version, head.manifest):
+        there = read_head(run)
+        if (there.version, there.manifest) == (head.version, head.manifest):
             return []  # a publisher wrote it meanwhile
     except DataError:
         pass  # missing, damaged, or without a valid signature
