@@ -65,9 +65,6 @@ def read_heartbeats(run: RunDocuments, unchanged: Mapping[ObjectInfo, StoredHear
 
     Args:
         unchanged: heartbeats read before, which are reused for objects that were not put again.
-
-    Raises:
-        StoreError: the store failed.
     """
     found = Heartbeats()
     unchanged = {} if unchanged is None else unchanged
@@ -116,18 +113,17 @@ def write_heartbeat(
         UsageError: the id is not a valid name, or a value is out of bounds. StoreError: the store failed.
     """
     key = lease_key(receiver_id)
-    fields: dict[str, Any] = {
-        "run": run.info.run,
-        "receiver": receiver_id,
-        "served": served,
-        "target": target,
-        "pins": [] if pins is None else pins,
-        "seconds": seconds,
-        "created_at": timestamp(),
-        **more,
-    }
     try:
-        lease = Lease.model_validate(fields)
+        lease = Lease(
+            run=run.info.run,
+            receiver=receiver_id,
+            served=served,
+            target=target,
+            pins=[] if pins is None else pins,
+            seconds=seconds,
+            created_at=timestamp(),
+            **more,
+        )
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, problem["loc"]))

@@ -10,9 +10,6 @@ class StoreClock:
     The bound is exact if an object was observed right after its put, and otherwise too low by the time in between. It
     is never too high, however wrong this machine's clock is. Times are seconds since the epoch; the store truncates
     them to whole seconds, so the actual time may be one second later.
-
-    Args:
-        monotonic: clock of this machine, as ``time.monotonic``.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:

@@ -10,13 +10,7 @@ from contextlib import ExitStack
 from vllm_delta_sync.bucket import Bucket, open_beside
 from vllm_delta_sync.bucket.conditional_put import confirm_created, has_content
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.errors import (
-    ChainError,
-    ConflictError,
-    DeltaSyncError,
-    FingerprintError,
-    UsageError,
-)
+from vllm_delta_sync.errors import ChainError, ConflictError, DeltaSyncError, FingerprintError, UsageError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
@@ -30,7 +24,7 @@ from vllm_delta_sync.format.manifest import (
     version_key,
 )
 from vllm_delta_sync.maintenance.gc.record import lasting_plan
-from vllm_delta_sync.maintenance.tags import delete_tag, put_tag
+from vllm_delta_sync.maintenance.tags import delete_tag, set_tag
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.model_files import fetch_run_file
 from vllm_delta_sync.run.objects import summarize_changes
@@ -86,7 +80,7 @@ def _begin(run: Run, version: int | str | None, bucket: Bucket) -> None:
     first = run.keyring.signed(_version_0(run, source, info))
     files = {item.key: fetch_run_file(run, item) for item in info.files}
     name = branch_tag(info.run)
-    put_tag(run, name, source.version, branch=bucket.url)
+    set_tag(run, name, source.version, branch=bucket.url)
     try:
         _create(bucket, {RUN_KEY: info.to_bytes(), TABLE_KEY: run.table.to_bytes()}, files, first)
     except BaseException:  # including interrupts: release the URL and the tag

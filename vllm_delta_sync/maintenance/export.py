@@ -147,7 +147,8 @@ def export(
             weights.finish(made)
             kept = set()
         report.files = sorted({*weights.names, *small, *kept, EXPORT_NAME})
-        report.missing = missing_files({*report.files, *_other_names(target, work)})
+        others = {path.name for path in target.iterdir() if path.is_file()} - _exported_names(target, work)
+        report.missing = missing_files({*report.files, *others})
         about = {
             "format_version": 1,
             "run": run.info.run,
@@ -158,7 +159,8 @@ def export(
             "files": report.files,
         }
         for name, data in {**small, EXPORT_NAME: (json.dumps(about, indent=2) + "\n").encode()}.items():
-            if not (report.present and _reads(target / name, data)):
+            there = target / name
+            if not (report.present and there.is_file() and there.read_bytes() == data):
                 write_file(made / name, data)
         if report.present and (added := sorted(path.name for path in made.iterdir() if path.name != EXPORT_NAME)):
             notes.append(f"the folder already held the weights; wrote only {', '.join(added)}")
@@ -318,15 +320,6 @@ def _is_file_name(name: object) -> bool:
 def _exported_names(*folders: Path) -> set[str]:
     """Return the names of the files that earlier exports wrote, from their lists in these folders."""
     return {name for written in map(_written, folders) if written is not None for name in written["files"]}
-
-
-def _other_names(target: Path, work: Path) -> set[str]:
-    """Return the names of the files in the folder that no export wrote."""
-    return {path.name for path in target.iterdir() if path.is_file()} - _exported_names(target, work)
-
-
-def _reads(path: Path, data: bytes) -> bool:
-    return path.is_file() and path.read_bytes() == data
 
 
 def _holds(target: Path, written: Mapping[str, Any], run: Run, manifest: Manifest, weights: "_WeightFiles") -> bool:

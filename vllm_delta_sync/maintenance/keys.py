@@ -65,10 +65,8 @@ def check_signer(run: RunDocuments) -> None:
     signature = run.info.signature
     if signature is None:
         return
-    ours, allowed = (
-        run.keyring.public,
-        run.verifier.keys.allowed() if run.keyring.checks_signatures else {signature.key},
-    )
+    ours = run.keyring.public
+    allowed = run.verifier.keys.allowed() if run.keyring.checks_signatures else {signature.key}
     known = ", ".join(sorted(map(short, allowed))) or "(no key is in use)"
     if ours is None:
         raise SettingsError(
@@ -120,11 +118,7 @@ def _row(key: str, trusted: bool, entry: KeyEntry | None) -> KeyRow:
 
 
 def newest_file(bucket: Bucket, keyring: Keyring, run: str) -> KeyFile | None:
-    """Return the newest list that a trusted key has signed, in ``keys.json`` or a change; None if there is none.
-
-    Raises:
-        StoreError: the store failed.
-    """
+    """Return the newest list that a trusted key has signed, in ``keys.json`` or a change; None if there is none."""
     names = [KEYS_KEY, *(item.key for item in bucket.list(CHANGES_PREFIX))]
     best: KeyFile | None = None
     for name in names:

@@ -7,7 +7,7 @@ retention.json announces. So one of the two sees the other: the version is kept,
 
 import re
 
-from vllm_delta_sync.errors import ConflictError, DataError, DeltaSyncError, NotFoundError
+from vllm_delta_sync.errors import ConflictError, DataError, NotFoundError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import Tag, tag_key
 from vllm_delta_sync.format.manifest import timestamp
@@ -28,26 +28,29 @@ def rebase_epoch(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def set_tag(run: RunDocuments, name: str, version: int | str | None = None, milestone: bool = False) -> Tag:
+def set_tag(
+    run: RunDocuments,
+    name: str,
+    version: int | str | None = None,
+    milestone: bool = False,
+    branch: str | None = None,
+) -> Tag:
     """Tag a version; an existing tag of that name moves to it.
 
     Args:
         version: a number, ``tag:NAME``, or None for the head. milestone: whether the version gets an anchor.
+        branch: for the tag of a branch, the URL of the run that needs the version.
 
     Raises:
         UsageError: the name is not valid. NotFoundError: no such version, or it was removed; the tag is unchanged.
         ConflictError: a branch needs the tag of that name. StoreError: the store failed.
     """
-    return put_tag(run, name, version, milestone)
-
-
-def put_tag(
-    run: RunDocuments, name: str, version: int | str | None, milestone: bool = False, branch: str | None = None
-) -> Tag:
-    """Do ``set_tag``. Args: branch: for the tag of a branch, the URL of the run that needs the version."""
     key = tag_key(name)
     before = _stored(run, key)
-    branch_url = None if before is None else _branch_of(before, key)
+    try:
+        branch_url = None if before is None else Tag.from_bytes(before, key).branch
+    except DataError:
+        branch_url = None
     if branch_url is not None:
         raise ConflictError(
             f"tag {name!r} keeps a version for the branch {branch_url!r}; choose another name, or delete the tag if "
@@ -94,13 +97,6 @@ def _stored(run: RunDocuments, key: str) -> bytes | None:
         return None
     except DataError:
         return b""
-
-
-def _branch_of(data: bytes, key: str) -> str | None:
-    try:
-        return Tag.from_bytes(data, key).branch
-    except DeltaSyncError:
-        return None
 
 
 def _restore(run: RunDocuments, key: str, written: bytes, before: bytes | None) -> None:

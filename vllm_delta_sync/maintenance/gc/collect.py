@@ -44,6 +44,8 @@ Progress = Callable[[int, int, int], None]
 
 CHECK_SECONDS = 5.0
 """Seconds between checks, during removal, that no collection of an older release is running."""
+SHOWN_SECONDS = 24 * 3600.0
+"""Seconds that a heartbeat stays after it expired, so that operators see which servers ended."""
 
 
 @dataclass
@@ -116,7 +118,7 @@ class _Collector:
         found = survey(self._run, record=record)
         at = time.time() if now is None else now
         planned = plan_collection(found, self._policy, at, record)
-        removals = [*_planned_removals(planned), *self._stale_fleet_objects(found, at)]
+        removals = [*_planned_removals(planned), *self._stale_fleet_objects(found.leases, at)]
         return self._report(found, planned, removals, True)
 
     def collect(self, now: float | None) -> CollectionReport:
@@ -147,13 +149,25 @@ class _Collector:
             self._check_announced(written)
             self._announce(declared)
             written = declared
-        removals = [*_planned_removals(again), *self._stale_fleet_objects(found, at)]
+        removals = [*_planned_removals(again), *self._stale_fleet_objects(found.leases, at)]
         removed = self._remove(removals, found, written)
         self._finish(written)
         return self._report(found, again, removed, False)
 
-    def _stale_fleet_objects(self, found: RunGraph, at: float) -> list[ObjectInfo]:
-        return stale_fleet_objects(self._run, found.leases, at, self._policy.min_age)
+    def _stale_fleet_objects(self, leases: Heartbeats, now: float) -> list[ObjectInfo]:
+        """Return heartbeats that expired a day ago or more, and pause slot entries that are ``min_age`` old or older.
+
+        The newest entry of each pause slot always stays: the next entry continues its numbering.
+        """
+        min_age = self._policy.min_age
+        ended = [held.info for held in leases.stored if now - held.expires >= max(min_age, SHOWN_SECONDS)]
+        listed = self._run.bucket.list(TURNS_PREFIX)
+        entries = [(entry, info) for info in listed if (entry := pause_slot_of_key(info.key))]
+        newest: dict[int, int] = {}
+        for (slot, number, _), _ in entries:
+            newest[slot] = max(number, newest.get(slot, 0))
+        old = [info for (slot, number, _), info in entries if number < newest[slot] and now - info.modified >= min_age]
+        return ended + old
 
     def _announce(self, record: Retention) -> None:
         self._lock.renew()
@@ -261,27 +275,3 @@ def _gone(found: RunGraph, planned: CollectionPlan) -> set[int]:
 
 def _in_both(one: dict[str, ObjectInfo], other: dict[str, ObjectInfo]) -> dict[str, ObjectInfo]:
     return {key: info for key, info in other.items() if one.get(key) == info}
-
-
-SHOWN_SECONDS = 24 * 3600.0
-"""Seconds that a heartbeat stays after it expired, so that operators see which servers ended."""
-
-
-def stale_fleet_objects(run: RunDocuments, leases: Heartbeats, now: float, min_age: float) -> list[ObjectInfo]:
-    """Return heartbeats that expired a day ago or more, and pause slot entries that are ``min_age`` old or older.
-
-    The newest entry of each pause slot always stays: the next entry continues its numbering.
-
-    Args:
-        now: by the store's clock, in seconds; ``min_age`` too.
-
-    Raises:
-        StoreError: the store failed.
-    """
-    ended = [held.info for held in leases.stored if now - held.expires >= max(min_age, SHOWN_SECONDS)]
-    entries = [(entry, info) for info in run.bucket.list(TURNS_PREFIX) if (entry := pause_slot_of_key(info.key))]
-    newest: dict[int, int] = {}
-    for (slot, number, _), _ in entries:
-        newest[slot] = max(number, newest.get(slot, 0))
-    old = [info for (slot, number, _), info in entries if number < newest[slot] and now - info.modified >= min_age]
-    return ended + old

@@ -46,9 +46,6 @@ def bridge(
 
     Returns:
         key of the merged delta; None if the objects are missing.
-
-    Raises:
-        StoreError: the store failed.
     """
     lost = first.version + 1
     if run.info.signature is not None or after.base_version != lost or after.parent is None:
