@@ -7,22 +7,25 @@ any of them.
 import re
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import (
+    FILE_NAME,
     Count,
+    DatedDocument,
     Digest,
-    Document,
-    FormatVersion,
+    DocumentPart,
+    FileName,
     Hex32,
     Manifest,
     ObjectRef,
     PublicKey,
     Timestamp,
     Version,
+    check_objects,
     timestamp,
 )
 
@@ -38,7 +41,7 @@ COLLECTIONS_CLOCK = "collections/clock"
 RETENTION_KEY = "retention.json"
 KEYS_KEY = "keys.json"
 
-TAG_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+TAG_NAME = re.compile(FILE_NAME)
 RECEIVER_ID = TAG_NAME
 
 _ANCHOR = re.compile(r"anchors/([0-9]{10})\.json")
@@ -72,20 +75,12 @@ def claim_key(epoch: int) -> str:
 
 
 def tag_key(name: str) -> str:
-    """Return the key of a tag.
-
-    Raises:
-        UsageError: the name is not a valid tag name.
-    """
+    """Return the key of a tag. Raises UsageError if its name is malformed."""
     return f"{TAGS_PREFIX}{_checked('tag', name)}.json"
 
 
 def lease_key(receiver: str) -> str:
-    """Return the key of a receiver's lease.
-
-    Raises:
-        UsageError: the name is not a valid receiver id.
-    """
+    """Return the key of a receiver's lease. Raises UsageError if its id is malformed."""
     return f"{LEASES_PREFIX}{_checked('receiver id', receiver)}.json"
 
 
@@ -123,8 +118,7 @@ def collection_of_key(key: str) -> tuple[int, bool] | None:
 
 def anchor_of_key(key: str) -> int | None:
     """Inverse of ``anchor_key``; None for any other key."""
-    match = _ANCHOR.fullmatch(key)
-    return int(match[1]) if match else None
+    return _number(_ANCHOR, key)
 
 
 def merged_delta_of_key(key: str) -> tuple[int, int] | None:
@@ -135,14 +129,18 @@ def merged_delta_of_key(key: str) -> tuple[int, int] | None:
 
 def claim_of_key(key: str) -> int | None:
     """Inverse of ``claim_key``; None for any other key."""
-    match = _CLAIM.fullmatch(key)
-    return int(match[1]) if match else None
+    return _number(_CLAIM, key)
 
 
 def tag_of_key(key: str) -> str | None:
     """Inverse of ``tag_key``; None for any other key."""
     match = _TAG.fullmatch(key)
     return match[1] if match and TAG_NAME.fullmatch(match[1]) else None
+
+
+def _number(form: re.Pattern[str], key: str) -> int | None:
+    match = form.fullmatch(key)
+    return int(match[1]) if match else None
 
 
 def _checked(what: str, name: str) -> str:
@@ -153,7 +151,7 @@ def _checked(what: str, name: str) -> str:
     return name
 
 
-class Anchor(Document):
+class Anchor(DatedDocument):
     """anchors/<n>.json: all tensors of a version, so that readers need not replay its history.
 
     Attributes:
@@ -162,16 +160,12 @@ class Anchor(Document):
     """
 
     KIND = "anchor"
-    format_version: FormatVersion = 1
-    requires: list[str] = Field(default_factory=list)
-    run: Hex32
     version: Version
     manifest: Digest
     objects: Objects
     payload_bytes: Count
     fingerprint: Hex32
     tensor_fingerprints: dict[str, Hex32]
-    created_at: Timestamp
 
     @classmethod
     def of(cls, manifest: Manifest, tensor_fingerprints: dict[str, str], objects: list[ObjectRef]) -> Self:
@@ -189,7 +183,7 @@ class Anchor(Document):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        _check_objects(self.objects, self.payload_bytes)
+        check_objects(self.objects, self.payload_bytes)
         return self
 
     @property
@@ -197,7 +191,7 @@ class Anchor(Document):
         return Fingerprint.from_hex(self.fingerprint)
 
 
-class MergedDelta(Document):
+class MergedDelta(DatedDocument):
     """folds/<a>-<b>.json: one delta that leads from version a to version b.
 
     Attributes:
@@ -208,9 +202,6 @@ class MergedDelta(Document):
     """
 
     KIND = "fold"
-    format_version: FormatVersion = 1
-    requires: list[str] = Field(default_factory=list)
-    run: Hex32
     first: Version
     last: Version
     first_manifest: Digest
@@ -221,17 +212,16 @@ class MergedDelta(Document):
     changed: Count
     payload_bytes: Count
     reversible: bool
-    created_at: Timestamp
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        _check_objects(self.objects, self.payload_bytes)
+        check_objects(self.objects, self.payload_bytes)
         if self.first >= self.last:
             raise ValueError("first does not precede last")
         return self
 
 
-class Tag(Document):
+class Tag(DatedDocument):
     """tags/<name>.json: a name for a version, which is then retained. Tags may be overwritten and deleted.
 
     Attributes:
@@ -241,18 +231,14 @@ class Tag(Document):
     """
 
     KIND = "tag"
-    format_version: FormatVersion = 1
-    requires: list[str] = Field(default_factory=list)
-    run: Hex32
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    name: FileName
     version: Version
     manifest: Digest
     milestone: bool = False
     branch: Annotated[str, Field(max_length=4096)] | None = None
-    created_at: Timestamp
 
 
-class Claim(Document):
+class Claim(DatedDocument):
     """claims/<e>.json: a writer's takeover of the run, which starts epoch e. Written create-if-absent.
 
     Attributes:
@@ -261,25 +247,20 @@ class Claim(Document):
     """
 
     KIND = "claim"
-    format_version: FormatVersion = 1
-    requires: list[str] = Field(default_factory=list)
-    run: Hex32
     epoch: Count
     version: Version
     manifest: Digest
     writer: Hex32
-    created_at: Timestamp
 
 
-class LeaseError(BaseModel):
+class LeaseError(DocumentPart):
     """Last error of a receiver: its kind, and the beginning of its message."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     kind: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]
     message: Annotated[str, Field(max_length=limits.MAX_LEASE_TEXT)]
 
 
-class Lease(Document):
+class Lease(DatedDocument):
     """receivers/<id>.json: a receiver's heartbeat, which says what it serves and how long that is valid. A hint.
 
     Attributes:
@@ -294,10 +275,7 @@ class Lease(Document):
     """
 
     KIND = "lease"
-    format_version: FormatVersion = 1
-    requires: list[str] = Field(default_factory=list)
-    run: Hex32
-    receiver: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    receiver: FileName
     served: Version | None
     target: Version | None = None
     pins: Annotated[list[Version], Field(default_factory=list, max_length=limits.MAX_LEASE_PINS)]
@@ -313,10 +291,9 @@ class Lease(Document):
     started_at: Timestamp | None = None
     error: LeaseError | None = None
     pause_ms: Annotated[float, Field(ge=0, le=1e9)] | None = None
-    created_at: Timestamp
 
 
-class PauseSlotClaim(Document):
+class PauseSlotClaim(DatedDocument):
     """turns/<s>/<n>.json: a receiver's claim on pause slot s, written create-if-absent.
 
     Attributes:
@@ -326,19 +303,15 @@ class PauseSlotClaim(Document):
     """
 
     KIND = "turn"
-    format_version: FormatVersion = 1
-    requires: list[str] = Field(default_factory=list)
-    run: Hex32
     slot: Annotated[int, Field(ge=0, lt=limits.MAX_SLOTS)]
     number: Annotated[int, Field(ge=1, le=limits.MAX_VERSION)]
-    receiver: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    receiver: FileName
     holder: Hex32
     version: Version
     seconds: Annotated[int, Field(ge=1, le=limits.MAX_TURN_SECONDS)]
-    created_at: Timestamp
 
 
-class Collection(Document):
+class Collection(DatedDocument):
     """collections/<n>.json: a garbage collection's claim, so that only one runs at a time. Create-if-absent.
 
     Attributes:
@@ -347,16 +320,12 @@ class Collection(Document):
     """
 
     KIND = "collection"
-    format_version: FormatVersion = 1
-    requires: list[str] = Field(default_factory=list)
-    run: Hex32
     number: Annotated[int, Field(ge=1, le=limits.MAX_VERSION)]
     holder: Hex32
     seconds: Annotated[int, Field(ge=1, le=limits.MAX_COLLECTION_SECONDS)]
-    created_at: Timestamp
 
 
-class Retention(Document):
+class Retention(DatedDocument):
     """retention.json: what garbage collections removed, and what the current one is about to remove. A hint.
 
     Attributes:
@@ -369,14 +338,10 @@ class Retention(Document):
     """
 
     KIND = "retention"
-    format_version: FormatVersion = 1
-    requires: list[str] = Field(default_factory=list)
-    run: Hex32
     gone: Annotated[list[Range], Field(max_length=limits.MAX_RANGES)]
     going: list[str] = Field(default_factory=list, max_length=limits.MAX_RANGES)
     head: Version | None = None
     kept: list[Range] = Field(default_factory=list, max_length=limits.MAX_RANGES)
-    created_at: Timestamp
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -396,15 +361,14 @@ class Retention(Document):
         return self.head is not None and version <= self.head and not any(a <= version <= b for a, b in self.kept)
 
 
-class KeyValidity(BaseModel):
+class KeyValidity(DocumentPart):
     """Last version for which a key's signatures are valid, in the history that ends with that version's manifest."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     version: Version
     manifest: Digest
 
 
-class KeyEntry(BaseModel):
+class KeyEntry(DocumentPart):
     """A key, and which of its signatures are valid.
 
     Attributes:
@@ -413,13 +377,12 @@ class KeyEntry(BaseModel):
             contain their digests.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     key: PublicKey
     last: KeyValidity | None = None
     revoked: bool = False
 
 
-class KeyFile(Document):
+class KeyFile(DatedDocument):
     """keys.json: keys that may sign the run besides those in a reader's settings, and keys that no longer may.
 
     Attributes:
@@ -429,13 +392,9 @@ class KeyFile(Document):
     """
 
     KIND = "keys"
-    format_version: FormatVersion = 1
-    requires: list[str] = Field(default_factory=list)
-    run: Hex32
     info: Digest
     sequence: Annotated[int, Field(ge=1, le=2**53 - 1)]
     keys: Annotated[list[KeyEntry], Field(max_length=limits.MAX_KEYS)]
-    created_at: Timestamp
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -446,10 +405,3 @@ class KeyFile(Document):
     def entry(self, key: str) -> KeyEntry | None:
         """Return the entry of a key, if it is listed."""
         return next((entry for entry in self.keys if entry.key == key), None)
-
-
-def _check_objects(objects: list[ObjectRef], payload_bytes: int) -> None:
-    if payload_bytes != sum(item.bytes for item in objects):
-        raise ValueError("payload_bytes is not the sum of the objects' bytes")
-    if len({item.key for item in objects}) != len(objects):
-        raise ValueError("an object is listed twice")

@@ -26,39 +26,31 @@ class DType:
     uint: "np.dtype[np.unsignedinteger]"
 
 
-def _dtype(name: str, itemsize: int, is_float: bool) -> DType:
-    return DType(name, itemsize, is_float, np.dtype(f"<u{itemsize}"))
-
-
 DTYPES: dict[str, DType] = {
-    dtype.name: dtype
-    for dtype in (
-        _dtype("BF16", 2, True),
-        _dtype("F16", 2, True),
-        _dtype("F32", 4, True),
-        _dtype("F64", 8, True),
-        _dtype("F8_E4M3", 1, True),
-        _dtype("F8_E5M2", 1, True),
-        _dtype("F8_E8M0", 1, False),
-        _dtype("I64", 8, False),
-        _dtype("I32", 4, False),
-        _dtype("I16", 2, False),
-        _dtype("I8", 1, False),
-        _dtype("U64", 8, False),
-        _dtype("U32", 4, False),
-        _dtype("U16", 2, False),
-        _dtype("U8", 1, False),
-        _dtype("BOOL", 1, False),
+    name: DType(name, itemsize, is_float, np.dtype(f"<u{itemsize}"))
+    for name, itemsize, is_float in (
+        ("BF16", 2, True),
+        ("F16", 2, True),
+        ("F32", 4, True),
+        ("F64", 8, True),
+        ("F8_E4M3", 1, True),
+        ("F8_E5M2", 1, True),
+        ("F8_E8M0", 1, False),
+        ("I64", 8, False),
+        ("I32", 4, False),
+        ("I16", 2, False),
+        ("I8", 1, False),
+        ("U64", 8, False),
+        ("U32", 4, False),
+        ("U16", 2, False),
+        ("U8", 1, False),
+        ("BOOL", 1, False),
     )
 }
 
 
 def dtype_of(name: str, what: str) -> DType:
-    """Look up an element type.
-
-    Raises:
-        FormatError: the name is not one of DTYPES.
-    """
+    """Return an element type by name; raises FormatError if it is not one of DTYPES."""
     try:
         return DTYPES[name]
     except KeyError:

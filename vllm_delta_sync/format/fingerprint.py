@@ -36,11 +36,7 @@ class Fingerprint:
 
     @classmethod
     def from_hex(cls, text: str) -> "Fingerprint":
-        """Parse ``hex()``.
-
-        Raises:
-            FormatError: not 32 lower-case hex digits.
-        """
+        """Parse ``hex()``; raises FormatError unless it is 32 lower-case hex digits."""
         if len(text) != 32 or any(c not in "0123456789abcdef" for c in text):
             raise FormatError(f"fingerprint {text[:40]!r} is not 32 lower-case hex digits")
         return cls(low=int(text[16:], 16), high=int(text[:16], 16))

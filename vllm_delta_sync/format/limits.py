@@ -86,11 +86,7 @@ def check_object_count(count: int, shard_bytes: int, total: int, most: int = MAX
 
 
 def check_limit(field: str, value: int, limit: int, limit_name: str) -> int:
-    """Return ``value`` if ``0 <= value <= limit``.
-
-    Raises:
-        LimitError: it is not; the message names field, value and limit.
-    """
+    """Return ``value``; raise LimitError unless ``0 <= value <= limit``."""
     if not 0 <= value <= limit:
         raise LimitError(
             f"{field} is {shown(value)}, outside 0..{limit} ({limit_name}); the data is corrupt or hostile"

@@ -57,7 +57,8 @@ def file_key(digest: str) -> str:
 
 _HEX32 = re.compile(r"[0-9a-f]{32}")
 FILE_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
-"""Names of sidecars and run files."""
+"""Names of sidecars, run files, tags and receivers."""
+FileName = Annotated[str, Field(pattern=f"^{FILE_NAME}$")]
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
@@ -67,9 +68,15 @@ PublicKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FormatVersion = Literal[1]
 
 
-def timestamp() -> str:
-    """Return the current time in UTC, in the format of documents."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+def timestamp(moment: datetime | None = None) -> str:
+    """Return a time in UTC, by default the current one, in the format of documents."""
+    return (moment or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+class DocumentPart(BaseModel):
+    """A strict, immutable object in a document; fields that this release does not know are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
 class Signature(BaseModel):
@@ -85,19 +92,26 @@ def signed_form(kind: str, data: bytes) -> bytes:
     return b"vllm-delta-sync/" + kind.encode() + b"/1\0" + data
 
 
-class Document(BaseModel):
-    """A canonical JSON document. Fields that this release does not know count in its digest and are ignored.
-
-    ``requires`` lists the features that a reader must know; an unknown one is refused.
+class Document(DocumentPart):
+    """A canonical JSON document. Fields that this release does not know count in its digest.
 
     Attributes:
         KIND: kind of document. It is signed too, so that one kind cannot be passed off as another.
+        OMITTED_IF_EMPTY: fields of later releases; without them, a document has the same bytes as before they existed.
+        run: 32 random hex digits that name the run.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     KIND: ClassVar[str]
+    OMITTED_IF_EMPTY: ClassVar[tuple[str, ...]] = ()
+    format_version: FormatVersion = 1
+    run: Hex32
     signature: Signature | None = None
     _raw: bytes | None = PrivateAttr(default=None)
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        return {name: value for name, value in fields.items() if value or name not in self.OMITTED_IF_EMPTY}
 
     def to_bytes(self) -> bytes:
         """Return the bytes that the document was parsed from, or else its canonical JSON."""
@@ -171,47 +185,55 @@ def _first_problem(error: ValidationError) -> str:
     return f"field {field[:120]!r}: {problem['msg']} (value {str(problem['input'])[:80]!r})"
 
 
-class Stored(BaseModel):
-    """Immutable bytes in the bucket: key, size in bytes, SHA-256."""
+class DatedDocument(Document):
+    """A document that says when it was written, and which features (``requires``) a reader must know."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    requires: list[str] = []
+    created_at: Timestamp
+
+
+class Stored(DocumentPart):
+    """Immutable bytes in the bucket, under a key that contains their SHA-256.
+
+    Attributes:
+        KEY_FORM: of the key.
+    """
+
+    KEY_FORM: ClassVar[str]
     key: str
     bytes: Count
     sha256: Digest
+
+    @model_validator(mode="after")
+    def _named_by_digest(self) -> Self:
+        if self.key != self.KEY_FORM.replace("<sha256>", self.sha256):
+            raise ValueError(f"key is not {self.KEY_FORM}")
+        return self
 
 
 class RunFile(Stored):
     """A small model file that all versions share, such as config.json or tokenizer.json. No weights.
 
     Attributes:
-        name: file name, 1 to 100 of ``A-Z a-z 0-9 . _ -``, beginning with a letter or digit; unique in a run.
+        name: file name; unique in a run.
     """
 
+    KEY_FORM = "files/<sha256>"
     bytes: Annotated[int, Field(ge=0, le=limits.MAX_RUN_FILE_BYTES)]
-    name: Annotated[str, Field(pattern=f"^{FILE_NAME}$")]
-
-    @model_validator(mode="after")
-    def _named_by_digest(self) -> Self:
-        if self.key != file_key(self.sha256):
-            raise ValueError("key is not files/<sha256>")
-        return self
+    name: FileName
 
 
-class RunInfo(Document):
+class RunInfo(DatedDocument):
     """run.json: describes the run; the first document written, and never changed.
 
     Attributes:
-        run: 32 random hex digits that name the run in manifests and notices.
         tensors: SHA-256 of tensors.json.
         total: elements of all tensors. full_bytes: their bytes in the served dtypes.
         files: configuration, tokenizer and generation settings of the model; empty in runs of older publishers.
     """
 
     KIND = "run"
-    format_version: FormatVersion = 1
-    requires: list[str] = []
-    run: Hex32
-    created_at: Timestamp
+    OMITTED_IF_EMPTY = ("files",)
     tensors: Digest
     total: Count
     full_bytes: Count
@@ -226,45 +248,35 @@ class RunInfo(Document):
             raise ValueError(f"files have more than {limits.MAX_RUN_FILES_BYTES} bytes in all (MAX_RUN_FILES_BYTES)")
         return self
 
-    @model_serializer(mode="wrap")
-    def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit ``files`` if empty: such a run has the same bytes as before the field existed."""
-        value: dict[str, Any] = serialize(self)
-        if not self.files:
-            value.pop("files", None)
-        return value
-
 
 class ObjectRef(Stored):
     """An object of a version, and the publisher rank that wrote it."""
 
+    KEY_FORM = "objects/<sha256>.safetensors"
     rank: Count = 0
-
-    @model_validator(mode="after")
-    def _named_by_digest(self) -> Self:
-        if self.key != object_key(self.sha256):
-            raise ValueError("key is not objects/<sha256>.safetensors")
-        return self
 
 
 class Sidecar(Stored):
     """The caller's bytes that are committed with a version, such as a small training state. No weights.
 
     Attributes:
-        name: 1 to 100 of ``A-Z a-z 0-9 . _ -``, beginning with a letter or digit; unique in a version.
+        name: unique in a version.
     """
 
+    KEY_FORM = "sidecars/<sha256>"
     bytes: Annotated[int, Field(ge=0, le=limits.MAX_SIDECAR_BYTES)]
-    name: Annotated[str, Field(pattern=f"^{FILE_NAME}$")]
-
-    @model_validator(mode="after")
-    def _named_by_digest(self) -> Self:
-        if self.key != sidecar_key(self.sha256):
-            raise ValueError("key is not sidecars/<sha256>")
-        return self
+    name: FileName
 
 
-class Base(BaseModel):
+def check_objects(objects: list[ObjectRef], payload_bytes: int) -> None:
+    """Raise ValueError if a document lists an object twice, or another sum of their bytes."""
+    if payload_bytes != sum(item.bytes for item in objects):
+        raise ValueError("payload_bytes is not the sum of the objects' bytes")
+    if len({item.key for item in objects}) != len(objects):
+        raise ValueError("an object is listed twice")
+
+
+class Base(DocumentPart):
     """Where the weights of a ``reference`` version 0 lie. A hint: readers check the fingerprint.
 
     Attributes:
@@ -273,7 +285,6 @@ class Base(BaseModel):
         run, version, manifest: for a branch, the other run's id, its version, and the digest of that manifest.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     location: Annotated[str, Field(max_length=4096)]
     model: Annotated[str, Field(max_length=256)] | None = None
     revision: Annotated[str, Field(max_length=256)] | None = None
@@ -290,15 +301,14 @@ class Base(BaseModel):
         return self
 
 
-class Break(BaseModel):
+class Break(DocumentPart):
     """A version that builds on ``base_version`` instead of its predecessor; null for an anchor, which has no base."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     version: Version
     base_version: Version | None
 
 
-class Quarantine(BaseModel):
+class Quarantine(DocumentPart):
     """Why receivers skip a version that is part of the run's history.
 
     Attributes:
@@ -306,7 +316,6 @@ class Quarantine(BaseModel):
         sound: newest version before this one that is not quarantined; null if there is none.
     """
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     reasons: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(min_length=1, max_length=64)]
     sound: Version | None
 
@@ -316,7 +325,7 @@ class Quarantine(BaseModel):
         return f"{self.reasons[0][:300]!r}{f' and {more} more' if more else ''}"
 
 
-class Manifest(Document):
+class Manifest(DatedDocument):
     """versions/<n>.json: writing the manifest commits the version.
 
     Attributes:
@@ -336,9 +345,7 @@ class Manifest(Document):
     """
 
     KIND = "manifest"
-    format_version: FormatVersion = 1
-    requires: list[str] = []
-    run: Hex32
+    OMITTED_IF_EMPTY = ("sidecars",)
     version: Version
     step: Count
     kind: Literal["anchor", "reference", "delta"]
@@ -359,7 +366,6 @@ class Manifest(Document):
     full_bytes: Count
     fingerprint: Hex32
     tensor_fingerprints: Annotated[dict[str, Hex32] | None, BeforeValidator(reject_bad_fingerprint)] = None
-    created_at: Timestamp
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -372,10 +378,7 @@ class Manifest(Document):
             raise ValueError("base_version does not precede version")
         if (self.kind == "delta") == (self.tensor_fingerprints is not None):
             raise ValueError("tensor_fingerprints must be set for anchors and references, and for no delta")
-        if self.payload_bytes != sum(item.bytes for item in self.objects):
-            raise ValueError("payload_bytes is not the sum of the objects' bytes")
-        if len({item.key for item in self.objects}) != len(self.objects):
-            raise ValueError("an object is listed twice")
+        check_objects(self.objects, self.payload_bytes)
         if len({item.name for item in self.sidecars}) != len(self.sidecars):
             raise ValueError("two sidecars have the same name")
         if self.kind == "reference" and (self.objects or not first):
@@ -398,14 +401,6 @@ class Manifest(Document):
         if regular == (self.version in versions) or (not regular and self.breaks[-1].base_version != self.base_version):
             raise ValueError("breaks do not match base_version")
 
-    @model_serializer(mode="wrap")
-    def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit ``sidecars`` if empty: such a manifest has the same bytes as before the field existed."""
-        value: dict[str, Any] = serialize(self)
-        if not self.sidecars:
-            value.pop("sidecars", None)
-        return value
-
     @property
     def model_fingerprint(self) -> Fingerprint:
         return Fingerprint.from_hex(self.fingerprint)
@@ -425,8 +420,6 @@ class Head(Document):
     """
 
     KIND = "head"
-    format_version: FormatVersion = 1
-    run: Hex32
     version: Version
     manifest: Digest
     epoch: Count = 0

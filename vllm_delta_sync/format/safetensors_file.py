@@ -139,11 +139,7 @@ class Container:
             raise FormatError(f"{self._what}: {len(self._data) - cursor} bytes after the last entry")
 
     def bits(self, name: str) -> npt.NDArray[np.unsignedinteger]:
-        """Return the entry as a flat array of bit patterns, without a copy.
-
-        Raises:
-            FormatError: there is no such entry.
-        """
+        """Return an entry as a flat array of bit patterns, without a copy; raises FormatError if there is none."""
         try:
             entry = self.entries[name]
         except KeyError:

@@ -70,11 +70,7 @@ class TensorTable:
         return name in self._index
 
     def index(self, name: str) -> int:
-        """Return the id of a tensor.
-
-        Raises:
-            TensorMismatchError: the run has no tensor of that name.
-        """
+        """Return the id of a tensor; raises TensorMismatchError if the run has none of that name."""
         try:
             return self._index[name]
         except KeyError:

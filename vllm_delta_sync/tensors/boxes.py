@@ -90,8 +90,7 @@ class Box:
     def positions(self, local: Positions) -> Positions:
         """Return the global flat positions of (n,) local ones; ascending stays ascending.
 
-        Raises:
-            TensorMismatchError: a position is outside the box.
+        Raises TensorMismatchError if a position is outside the box.
         """
         if local.size and not 0 <= int(local.min()) <= int(local.max()) < self.numel:
             raise TensorMismatchError(f"positions {local.min()} to {local.max()} are not inside {self.numel} elements")
@@ -134,11 +133,7 @@ class Box:
         return mask, local[chosen]
 
     def view(self, bits: Bits) -> Bits:
-        """Return the box in the (numel of the whole,) flat array of its tensor: a view of shape ``shape``.
-
-        Raises:
-            TensorMismatchError: the array has another number of elements.
-        """
+        """Return the box in the flat array of its tensor, as a view; raises TensorMismatchError if the sizes differ."""
         if bits.size != math.prod(self.whole):
             raise TensorMismatchError(f"{bits.size} elements are not those of a tensor {list(self.whole)}")
         cut: Bits = bits.reshape(self.whole)[self.index]
@@ -148,8 +143,7 @@ class Box:
 def boxes_of_range(start: int, stop: int, whole: tuple[int, ...]) -> list[Box]:
     """Cover a range of flat indices with few boxes, ascending; each box is a contiguous range.
 
-    Raises:
-        TensorMismatchError: the range is not inside the tensor.
+    Raises TensorMismatchError if the range is not inside the tensor.
     """
     if not 0 <= start <= stop <= math.prod(whole):
         raise TensorMismatchError(f"elements {start} to {stop} are not inside a tensor {list(whole)}")

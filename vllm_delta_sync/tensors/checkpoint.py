@@ -75,11 +75,7 @@ def missing_files(names: Collection[str]) -> list[str]:
 
 
 def model_files(folder: Path) -> dict[str, Path]:
-    """Return name → path of the small files of a model folder, by name, without its subfolders.
-
-    Raises:
-        StoreError: the folder cannot be read.
-    """
+    """Return name → path of the small files of a model folder, by name, without its subfolders. Raises StoreError."""
     try:
         found = sorted(folder.iterdir())
     except OSError as error:
@@ -169,8 +165,7 @@ class Checkpoint:
     def bits(self, name: str) -> Bits:
         """Return a tensor's flat (numel,) bits, read only; its pages are read on access.
 
-        Raises:
-            TensorMismatchError: the checkpoint has no such tensor.
+        Raises TensorMismatchError if the checkpoint has no such tensor.
         """
         if name not in self._container_of:
             raise TensorMismatchError(f"checkpoint {str(self.path)!r} has no tensor {name[:120]!r}")

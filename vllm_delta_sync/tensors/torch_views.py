@@ -33,11 +33,7 @@ SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def dtype_name(dtype: torch.dtype, tensor: str) -> str:
-    """Return the safetensors name of a torch dtype.
-
-    Raises:
-        ModelError: the format has no such element type.
-    """
+    """Return the safetensors name of a torch dtype; raises ModelError if there is none."""
     try:
         return _NAMES[dtype]
     except KeyError:

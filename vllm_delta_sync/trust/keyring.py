@@ -79,24 +79,25 @@ class Keyring:
 
     def signed(self, document: _Doc) -> _Doc:
         """Return the document with a signature of the signing key; unchanged without one."""
-        if self._signer is None:
-            return document
-        value = self._signer.sign(document.signed_bytes()).hex()
-        return document.with_signature(Signature(key=self.public or "", value=value))
+        signature = self._signature(document.signed_bytes())
+        return document if signature is None else document.with_signature(signature)
 
     def sign_bytes(self, kind: str, data: bytes) -> Signature | None:
         """Sign a message of the given kind; None without a signing key."""
+        return self._signature(signed_form(kind, data))
+
+    def _signature(self, data: bytes) -> Signature | None:
         if self._signer is None:
             return None
-        return Signature(key=self.public or "", value=self._signer.sign(signed_form(kind, data)).hex())
+        return Signature(key=self.public or "", value=self._signer.sign(data).hex())
 
     def check_bytes(
         self, kind: str, data: bytes, signature: Signature | None, what: str, allowed: frozenset[str]
     ) -> None:
         """Raise SignatureError unless a message is signed by one of ``allowed``."""
-        check_signature(signature, signed_form(kind, data), what)
-        if signature is None or signature.key not in allowed:
-            raise _untrusted(what, "" if signature is None else signature.key)
+        key = check_signature(signature, signed_form(kind, data), what)
+        if key not in allowed:
+            raise _untrusted(what, key)
 
 
 class RunKeys:
@@ -129,8 +130,7 @@ class RunKeys:
         if file is not None:
             if file.run != self._run:
                 raise ChainError(f"keys.json belongs to run {file.run}, this is {self._run}")
-            check_signature(file.signature, file.signed_bytes(), "keys.json")
-            key = "" if file.signature is None else file.signature.key
+            key = check_signature(file.signature, file.signed_bytes(), "keys.json")
             entry = file.entry(key)
             if key not in self._keyring.trusted:
                 raise SignatureError(
@@ -213,28 +213,31 @@ class RunKeys:
 
     def _signer(self, document: Document, what: str) -> KeyEntry | None:
         """Check the signature; return the entry in ``keys.json`` of its key."""
-        signature = document.signature
-        check_signature(signature, document.signed_bytes(), what)
-        key = "" if signature is None else signature.key
+        key = check_signature(document.signature, document.signed_bytes(), what)
         entry = None if self.file is None else self.file.entry(key)
         if entry is None and key not in self._keyring.trusted:
             raise _untrusted(what, key)
         return entry
 
 
-def check_signature(signature: Signature | None, data: bytes, what: str) -> None:
-    """Raise SignatureError unless ``data`` is signed by the key that the signature names, trusted or not."""
+def check_signature(signature: Signature | None, data: bytes, what: str) -> str:
+    """Return the key that signed ``data``, trusted or not; raise SignatureError unless the signature is its own."""
     if signature is None:
-        raise SignatureError(
-            f"{what} is not signed, and trusted_keys requires signatures; publish with signing_key, or use a signed "
-            "copy of the run"
-        )
+        raise not_signed_error(what)
     try:
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(signature.key)).verify(bytes.fromhex(signature.value), data)
     except (InvalidSignature, ValueError) as error:
         raise SignatureError(
             f"{what} does not match the signature of key {short(signature.key)} that it carries: it was changed"
         ) from error
+    return signature.key
+
+
+def not_signed_error(what: str) -> SignatureError:
+    return SignatureError(
+        f"{what} is not signed, and trusted_keys requires signatures; publish with signing_key, or use a signed copy "
+        "of the run"
+    )
 
 
 def short(key: str) -> str:

@@ -5,8 +5,7 @@ from itertools import islice
 
 from vllm_delta_sync.errors import FormatError, SignatureError
 from vllm_delta_sync.format.manifest import Signature
-from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.keyring import check_signature
+from vllm_delta_sync.trust.keyring import Keyring, not_signed_error
 
 PRECHECK_BYTES = 8192
 """Documents below this size are parsed without a precheck: parsing gives better error messages."""
@@ -39,9 +38,7 @@ def precheck_signature(data: bytes, kind: str, keyring: Keyring, allowed: frozen
             return
         except SignatureError as error:
             first = first or error
-    if first is not None:
-        raise first
-    check_signature(None, b"", what)
+    raise first or not_signed_error(what)
 
 
 def _without(data: bytes, start: int, end: int) -> bytes:
