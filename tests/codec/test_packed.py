@@ -1,5 +1,7 @@
 """Codec packed against a second one in plain numpy, which only knows docs/FORMAT.md; and the loops it runs."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from tests.support import reference_packed as reference
 from tests.support.samples import CONTEXT, changes_between, patterns
 from vllm_delta_sync.codec import packed, packed_kernels
-from vllm_delta_sync.codec.delta_object import open_blocks, parse_blocks
+from vllm_delta_sync.codec.delta_object import Arrays, BlockEntries, open_blocks, parse_blocks
 from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.packed import FullReader, LazyFullTensors, encode_full
@@ -27,6 +29,12 @@ def group_of(dtype: str, tensors: list[reference.Tensor]) -> tuple[Sparse, Tenso
     positions, distances = (np.concatenate([tensor[part] for tensor in tensors]) for part in (0, 1))
     ids = np.arange(len(tensors), dtype=np.uint32)
     return Sparse(dtype, ids, counts, positions.astype(np.int64), distances, relative=True), table
+
+
+def encoded(group: Sparse, table: TensorTable, compression: str) -> tuple[Arrays, list[dict[str, Any]]]:
+    blocks = BlockEntries()
+    packed.encode(blocks, [group], table, compression)  # type: ignore[arg-type]
+    return blocks.arrays, blocks.rows
 
 
 @st.composite
@@ -51,7 +59,7 @@ def test_planes_are_those_of_the_reference_and_come_back(data: st.DataObject, dt
     tensors = data.draw(tensors_of(dtype))
     group, table = group_of(dtype, tensors)
     width = 8 * DTYPES[dtype].itemsize
-    arrays, rows = packed.encode([group], table, "none")
+    arrays, rows = encoded(group, table, "none")
     blocks = parse_blocks(rows, "object")
     kinds = {False: "sparse", True: "dense"}
     of_kind = {dense: [t for t in tensors if (4 * t[0].size > t[2]) is dense] for dense in kinds}
@@ -72,14 +80,14 @@ def test_planes_are_those_of_the_reference_and_come_back(data: st.DataObject, dt
 @pytest.mark.parametrize(("changed", "kind"), [(15, "sparse"), (16, "sparse"), (17, "dense")])
 def test_a_mask_is_written_when_more_than_a_quarter_changed(changed: int, kind: str) -> None:
     group, table = group_of("BF16", [(np.arange(changed), np.ones(changed, np.uint16), 64)])
-    _, rows = packed.encode([group], table, "none")
+    _, rows = encoded(group, table, "none")
     assert [block.kind for block in parse_blocks(rows, "object")] == [kind]
 
 
 @given(st.data(), st.sampled_from(sorted(DTYPES)), st.sampled_from(["zstd", "none"]))
 def test_decoding_gives_what_was_encoded(data: st.DataObject, dtype: str, compression: str) -> None:
     group, table = group_of(dtype, data.draw(tensors_of(dtype)))
-    arrays, rows = packed.encode([group], table, compression)  # type: ignore[arg-type]
+    arrays, rows = encoded(group, table, compression)
     container = Container(write_container(arrays, {}))
     opened = open_blocks(container, table, parse_blocks(rows, "object"), None, "object")
     assert sum(int(item.directory.counts.sum()) for item in opened) == group.positions.size
@@ -171,7 +179,7 @@ def test_the_writer_takes_whichever_is_smaller() -> None:
         for ratio in (1, 10**9):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(packed, "DENSE_RATIO", ratio)
-                arrays, rows = packed.encode([group], table, "zstd")
+                arrays, rows = encoded(group, table, "zstd")
             sizes[share, rows[0]["kind"]] = sum(array.nbytes for _, array in arrays.values())
     assert sizes[0.1, "sparse"] < 0.98 * sizes[0.1, "dense"]
     assert sizes[0.6, "dense"] < 0.9 * sizes[0.6, "sparse"]
@@ -190,7 +198,7 @@ def test_size_is_near_the_entropy_of_positions_and_values(share: float, most: fl
         np.array([-1, 1, -2, 2, 3, -9], np.int16), positions.size, p=[0.45, 0.44, 0.04, 0.04, 0.02, 0.01]
     )
     group, table = group_of("BF16", [(positions, steps.view(np.uint16), numel)])
-    arrays, _ = packed.encode([group], table, "zstd")
+    arrays, _ = encoded(group, table, "zstd")
     p = positions.size / numel
     bits = -p * np.log2(p) - (1 - p) * np.log2(1 - p)
     weights = np.unique(steps, return_counts=True)[1] / steps.size
@@ -208,7 +216,9 @@ def test_tensors_in_full_come_back(data: st.DataObject, dtype: str, compression:
         tensors.append(Full(tensor, np.array(bits, DTYPES[dtype].uint)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm_delta_sync.codec.packed.BLOCK_ELEMENTS", most)
-        arrays, rows = encode_full(tensors[::-1], table, compression, 3)  # type: ignore[arg-type]
+        written = BlockEntries(3)
+        encode_full(written, tensors[::-1], table, compression)  # type: ignore[arg-type]
+    arrays, rows = written.arrays, written.rows
     assert all(name.startswith(tuple(f"@{3 + row}." for row in range(len(rows)))) for name in arrays)
     blocks = parse_blocks([{"dtype": dtype, "kind": "full"}] * 3 + rows, "object")[3:]
     container = Container(write_container(arrays, {}))

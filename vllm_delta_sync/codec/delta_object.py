@@ -4,7 +4,7 @@ A block contains tensors of one dtype; a tensor never spans blocks. The entries 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -64,10 +64,24 @@ class Block:
         """Prefix of the names of its entries, before the dot."""
         return f"@{self.index}"
 
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Its row in the ``blocks`` metadata."""
-        return {"dtype": self.element.name, "kind": self.kind}
+
+@dataclass
+class BlockEntries:
+    """The blocks of an object that is being written: its container entries, and the rows of its ``blocks`` metadata.
+
+    Attributes:
+        first: number of the first block.
+    """
+
+    first: int = 0
+    arrays: Arrays = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, element: DType, kind: Kind, entries: Arrays) -> None:
+        """Append a block; the names in ``entries`` lack the block's number."""
+        block = Block(self.first + len(self.rows), element, kind)
+        self.arrays |= {f"{block.name}.{part}": entry for part, entry in entries.items()}
+        self.rows.append({"dtype": element.name, "kind": kind})
 
 
 @dataclass(frozen=True)
@@ -155,23 +169,14 @@ def open_blocks(
     for block in blocks:
         where = f"{what}, block {block.index}"
         opened.append(OpenedBlock(block, read_directory(container, table, block, where), where))
-    check_carried((item.directory for item in opened), most, what)
+    carried = sum(int(item.directory.counts.sum()) for item in opened)
+    if most is not None and carried > most:
+        raise FormatError(f"{what}: blocks carry {carried} elements, the manifest says {most}")
     return opened
 
 
-def check_carried(directories: Iterable[Directory], most: int | None, what: str) -> None:
-    """Raise FormatError if blocks carry more elements than ``most``."""
-    carried = sum(int(directory.counts.sum()) for directory in directories)
-    if most is not None and carried > most:
-        raise FormatError(f"{what}: blocks carry {carried} elements, the manifest says {most}")
-
-
 def bytes_of(container: Container, name: str) -> npt.NDArray[np.uint8]:
-    """Return a view of an entry of type U8.
-
-    Raises:
-        FormatError: the entry is missing or has another type.
-    """
+    """Return a view of an entry of type U8; raises FormatError if it is missing or has another type."""
     bits = container.bits(name)
     if container.entries[name].dtype.name != "U8":
         raise FormatError(f"entry {name!r} is not U8")

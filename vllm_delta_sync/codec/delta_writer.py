@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_delta_sync.codec import packed, raw
-from vllm_delta_sync.codec.delta_object import FINGERPRINTS, METADATA_KEY, Arrays, DeltaContext
+from vllm_delta_sync.codec.delta_object import FINGERPRINTS, METADATA_KEY, BlockEntries, DeltaContext
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.canonical_json import dump_canonical
@@ -42,33 +42,40 @@ def encode(
     """
     if any(group.relative != (codec in RELATIVE_CODECS) for group in changes.sparse):
         raise UsageError(f"codec {codec!r} takes {'ULP distances' if codec in RELATIVE_CODECS else 'absolute values'}")
-    arrays, rows = encode_sparse(changes.sparse, table, codec, compression, old)
+    blocks = BlockEntries()
+    encode_sparse(blocks, changes.sparse, table, codec, compression, old)
     if codec in RELATIVE_CODECS and compression == "zstd":
-        entries, more = packed.encode_full(changes.full, table, compression, len(rows))
-        arrays, rows = arrays | entries, rows + more
+        packed.encode_full(blocks, changes.full, table, compression)
     else:
         # Any safetensors reader can read a tensor under its own name.
         for tensor in changes.full:
             spec = table[tensor.id]
-            arrays[spec.name] = (spec.dtype, tensor.bits.reshape(spec.shape))
-    arrays[FINGERPRINTS] = ("U64", fingerprint_lanes(changes.fingerprints))
-    return write_container(arrays, {METADATA_KEY: metadata_text(codec, compression, context, rows)})
+            blocks.arrays[spec.name] = (spec.dtype, tensor.bits.reshape(spec.shape))
+    blocks.arrays[FINGERPRINTS] = ("U64", fingerprint_lanes(changes.fingerprints))
+    return write_container(blocks.arrays, {METADATA_KEY: metadata_text(codec, compression, context, blocks.rows)})
 
 
 def encode_sparse(
-    groups: list[Sparse], table: TensorTable, codec: Codec, compression: Compression, old: BaseLookup | None
-) -> tuple[Arrays, list[dict[str, Any]]]:
+    blocks: BlockEntries,
+    groups: list[Sparse],
+    table: TensorTable,
+    codec: Codec,
+    compression: Compression,
+    old: BaseLookup | None,
+) -> None:
+    """Append the entries of changed elements."""
     if codec == "packed":
-        return packed.encode(groups, table, compression)
-    if codec == "raw":
-        return raw.encode(groups, table), []
-    if codec == "context":
+        packed.encode(blocks, groups, table, compression)
+    elif codec == "raw":
+        blocks.arrays |= raw.encode(groups, table)
+    elif codec == "context":
         if old is None:
             raise UsageError("codec 'context' needs the bits of the base version; pass old")
         from vllm_delta_sync.codec.context import coder
 
-        return coder.encode(groups, table, compression, old)
-    raise UsageError(f"codec {codec!r} is unknown to the encoder; use packed, context or raw")
+        coder.encode(blocks, groups, table, compression, old)
+    else:
+        raise UsageError(f"codec {codec!r} is unknown to the encoder; use packed, context or raw")
 
 
 def fingerprint_lanes(fingerprints: Mapping[int, Fingerprint]) -> npt.NDArray[np.uint64]:

@@ -112,12 +112,11 @@ def _merged_fulls(parts: Sequence[Changes], fulls: dict[int, Full], last_full: C
 
 def apply_row(bits: Bits, group: Sparse, row: int) -> None:
     """Apply row ``row`` of ``group`` to its tensor's (numel,) bits, in place."""
-    start = int(group.counts[:row].sum())
-    piece = slice(start, start + int(group.counts[row]))
+    changed = group.rows(row, row + 1)
     if group.relative:
-        apply_distances(group.element, bits, group.positions[piece], group.data[piece])
+        apply_distances(group.element, bits, changed.positions, changed.data)
     else:
-        bits[group.positions[piece]] = group.data[piece]
+        bits[changed.positions] = changed.data
 
 
 def merge_groups(groups: list[Sparse], last_full: Counts) -> list[Sparse]:
@@ -141,24 +140,9 @@ def _batches(groups: list[Sparse]) -> Iterator[list[Sparse]]:
     """Split groups between tensors, as views: all layers of a tensor are in one batch."""
     tensors, sizes = sizes_by_tensor([group.ids for group in groups], [group.counts for group in groups])
     starts = batch_starts(sizes, BATCH_ELEMENTS)
-    row_cuts = [np.append(np.searchsorted(group.ids, tensors[starts]), group.ids.size).tolist() for group in groups]
-    offsets = [np.append(0, np.cumsum(group.counts)) for group in groups]
+    cuts = [np.append(np.searchsorted(group.ids, tensors[starts]), group.ids.size).tolist() for group in groups]
     for batch in range(starts.size):
-        pieces = []
-        for group, cuts, offset in zip(groups, row_cuts, offsets, strict=True):
-            first, last = cuts[batch], cuts[batch + 1]
-            start, stop = int(offset[first]), int(offset[last])
-            pieces.append(
-                Sparse(
-                    group.dtype,
-                    group.ids[first:last],
-                    group.counts[first:last],
-                    group.positions[start:stop],
-                    group.data[start:stop],
-                    group.relative,
-                )
-            )
-        yield pieces
+        yield [group.rows(rows[batch], rows[batch + 1]) for group, rows in zip(groups, cuts, strict=True)]
 
 
 @dataclass

@@ -9,7 +9,7 @@ layers one by one.
 import numpy as np
 
 # numba's cache ignores changes of functions inlined from another file; docs/FORMAT.md fixes these functions.
-from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, _inline, _key, _mirror_mask, _unkey
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, _key, _mirror_mask, _unkey, trailing_zeros
 
 TILE = np.uint64(4096)
 """Positions per step. They have 64 words of flags, and one more word flags which of these are used."""
@@ -17,20 +17,7 @@ WORDS = 64
 AHEAD = 3
 S6 = np.uint64(6)
 LOW6 = np.uint64(63)
-S58 = np.uint64(58)
 END = np.int64(np.iinfo(np.int64).max)
-
-# The product of a power of two and a de Bruijn sequence has six leading bits that identify the power.
-SEQUENCE = np.uint64(0x03F79D71B4CB0A89)
-BIT_OF = np.zeros(64, np.uint64)
-for _bit in range(64):
-    BIT_OF[((int(SEQUENCE) << _bit) & (2**64 - 1)) >> 58] = _bit
-
-
-@_inline
-def _lowest(word):
-    """Return the position of the lowest set bit; 0 if there is none."""
-    return BIT_OF[((word & (ZERO - word)) * SEQUENCE) >> S58]
 
 
 @_compile
@@ -67,17 +54,17 @@ def _list_bits(seen, used, offsets):
     """List the ascending positions of the bits set in the ``used`` words of ``seen``; clear these words → count."""
     found = 0
     while used != ZERO:
-        word = _lowest(used)
+        word = trailing_zeros(used)
         used &= used - ONE
         bits = seen[word]
         seen[word] = ZERO
         # Most words have a few bits, but an unpredictable number: list AHEAD without branches; surplus is overwritten.
         for _ in range(AHEAD):
-            offsets[found] = (word << S6) | _lowest(bits)
+            offsets[found] = (word << S6) | trailing_zeros(bits)
             found += bits != ZERO
             bits &= bits - ONE
         while bits != ZERO:
-            offsets[found] = (word << S6) | _lowest(bits)
+            offsets[found] = (word << S6) | trailing_zeros(bits)
             found += 1
             bits &= bits - ONE
     return found

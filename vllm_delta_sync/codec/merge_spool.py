@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 
 from vllm_delta_sync.codec import packed
-from vllm_delta_sync.codec.delta_object import FINGERPRINTS, METADATA_KEY, DeltaContext
+from vllm_delta_sync.codec.delta_object import FINGERPRINTS, METADATA_KEY, BlockEntries, DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode_sparse, fingerprint_lanes, metadata_text
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import StoreError
@@ -147,19 +147,20 @@ class DeltaSpool:
                 for part in ("ids", "counts", "positions", "data")
             )
             joined = Sparse(joined.dtype, ids, counts, positions, data, relative=True)
-        arrays, blocks = encode_sparse([joined], self._table, self._codec, self._compression, self._old)
-        base = len(self._blocks)
-        for name, (dtype, array) in arrays.items():
-            block, _, part = name[1:].partition(".")
-            self._write(f"@{base + int(block)}.{part}", dtype, array.shape, array)
-        self._blocks += blocks
+        blocks = BlockEntries(len(self._blocks))
+        encode_sparse(blocks, [joined], self._table, self._codec, self._compression, self._old)
+        self._write_blocks(blocks)
 
     def _flush_full(self) -> None:
         tensors, self._whole = self._whole, []
-        arrays, blocks = packed.encode_full(tensors, self._table, self._compression, len(self._blocks))
-        for name, (dtype, array) in arrays.items():
+        blocks = BlockEntries(len(self._blocks))
+        packed.encode_full(blocks, tensors, self._table, self._compression)
+        self._write_blocks(blocks)
+
+    def _write_blocks(self, blocks: BlockEntries) -> None:
+        for name, (dtype, array) in blocks.arrays.items():
             self._write(name, dtype, array.shape, array)
-        self._blocks += blocks
+        self._blocks += blocks.rows
 
     def _write(self, name: str, dtype: str, shape: tuple[int, ...], array: np.ndarray) -> None:
         try:

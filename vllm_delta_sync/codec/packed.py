@@ -8,7 +8,6 @@ kind full has whole tensors as byte planes of their bits, also in codec ``contex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from vllm_delta_sync.codec.delta_object import (
     BLOCK_ELEMENTS,
     Arrays,
     Block,
+    BlockEntries,
     Directory,
     Kind,
     OpenedBlock,
@@ -37,12 +37,8 @@ GAP_BITS = 6
 """Maximum length in bits of the mean gap without its low bits; then at most one gap in fifty exceeds a byte."""
 
 
-def encode(
-    groups: list[Sparse], table: TensorTable, compression: Compression, first_block: int = 0
-) -> tuple[Arrays, list[dict[str, Any]]]:
-    """Return container entries and ``blocks`` rows for relative groups; the first block is ``first_block``."""
-    arrays: Arrays = {}
-    rows: list[dict[str, Any]] = []
+def encode(blocks: BlockEntries, groups: list[Sparse], table: TensorTable, compression: Compression) -> None:
+    """Append relative groups as blocks of kind sparse and dense."""
     for group in groups:
         numels = np.array([table[tensor].numel for tensor in group.ids.tolist()], np.int64)
         dense = group.counts * DENSE_RATIO > numels
@@ -50,13 +46,8 @@ def encode(
         for kind, chosen in kinds:
             part, sizes = select_tensors(group, chosen), numels[chosen]
             for first, last in block_ranges(part.counts, BLOCK_ELEMENTS):
-                block = Block(first_block + len(rows), group.element, kind)
-                start = int(part.counts[:first].sum())
-                elements = slice(start, start + int(part.counts[first:last].sum()))
-                directory = Directory(part.ids[first:last], part.counts[first:last], sizes[first:last])
-                _encode_block(arrays, block, directory, part.positions[elements], part.data[elements], compression)
-                rows.append(block.metadata)
-    return arrays, rows
+                entries = _encode_block(part.rows(first, last), sizes[first:last], kind, compression)
+                blocks.add(group.element, kind, entries)
 
 
 def select_tensors(group: Sparse, chosen: np.ndarray) -> Sparse:
@@ -73,20 +64,12 @@ def select_tensors(group: Sparse, chosen: np.ndarray) -> Sparse:
     )
 
 
-def _encode_block(
-    arrays: Arrays,
-    block: Block,
-    directory: Directory,
-    positions: np.ndarray,
-    distances: np.ndarray,
-    compression: Compression,
-) -> None:
-    arrays[f"{block.name}.ids"] = ("U32", directory.ids.astype("<u4"))
-    arrays[f"{block.name}.counts"] = ("U64", directory.counts.astype("<u8"))
-    planes = _mask_planes if block.kind == "dense" else _gap_planes
-    parts = planes(positions, directory) | value_planes(distances, directory.counts)
-    for part, plane in parts.items():
-        arrays[f"{block.name}.{part}"] = ("U8", compress(plane, compression))
+def _encode_block(group: Sparse, numels: np.ndarray, kind: Kind, compression: Compression) -> Arrays:
+    find_planes = _mask_planes if kind == "dense" else _gap_planes
+    planes = find_planes(group.positions, Directory(group.ids, group.counts, numels))
+    planes |= value_planes(group.data, group.counts)
+    entries: Arrays = {"ids": ("U32", group.ids.astype("<u4")), "counts": ("U64", group.counts.astype("<u8"))}
+    return entries | {part: ("U8", compress(plane, compression)) for part, plane in planes.items()}
 
 
 def _gap_planes(positions: np.ndarray, directory: Directory) -> dict[str, np.ndarray]:
@@ -305,25 +288,20 @@ class BlockReader:
             raise FormatError(f"{self._what}: more small or wide distances than codes")
 
 
-def encode_full(
-    tensors: Sequence[Full], table: TensorTable, compression: Compression, first: int
-) -> tuple[Arrays, list[dict[str, Any]]]:
-    """Return the container entries and rows of ``blocks`` for tensors in full; the first block has number ``first``."""
-    arrays: Arrays = {}
-    rows: list[dict[str, Any]] = []
+def encode_full(blocks: BlockEntries, tensors: Sequence[Full], table: TensorTable, compression: Compression) -> None:
+    """Append tensors in full as blocks of kind full."""
     ordered = sorted(tensors, key=lambda tensor: (table[tensor.id].dtype, tensor.id))
     for dtype, run in groupby(ordered, key=lambda tensor: table[tensor.id].dtype):
-        members, width = list(run), DTYPES[dtype].itemsize
+        members, element = list(run), DTYPES[dtype]
         sizes = np.array([tensor.bits.size for tensor in members], np.int64)
         for start, stop in block_ranges(sizes, BLOCK_ELEMENTS):
-            block, part = Block(first + len(rows), DTYPES[dtype], "full"), members[start:stop]
-            arrays[f"{block.name}.ids"] = ("U32", np.array([tensor.id for tensor in part], "<u4"))
-            for byte in range(width):
-                pieces = [np.ascontiguousarray(tensor.bits).view(np.uint8)[byte::width] for tensor in part]
+            part = members[start:stop]
+            entries: Arrays = {"ids": ("U32", np.array([tensor.id for tensor in part], "<u4"))}
+            for byte in range(element.itemsize):
+                pieces = [np.ascontiguousarray(tensor.bits).view(np.uint8)[byte :: element.itemsize] for tensor in part]
                 plane = np.concatenate(pieces) if len(part) > 1 else np.ascontiguousarray(pieces[0])
-                arrays[f"{block.name}.bits.{byte}"] = ("U8", compress(plane, compression))
-            rows.append(block.metadata)
-    return arrays, rows
+                entries[f"bits.{byte}"] = ("U8", compress(plane, compression))
+            blocks.add(element, "full", entries)
 
 
 def full_entry_names(found: Iterable[Block]) -> set[str]:

@@ -18,11 +18,7 @@ Arrays = dict[str, tuple[str, np.ndarray]]
 
 
 def encode(groups: list[Sparse], table: TensorTable) -> Arrays:
-    """Return the container entries of absolute groups.
-
-    Raises:
-        UsageError: the table has tensors with the names of the codec's entries.
-    """
+    """Return the container entries of absolute groups; raises UsageError if the table has a tensor named like one."""
     clash = next(
         (
             s.name

@@ -35,45 +35,18 @@ def decompress(data: np.ndarray, size: int, compression: Compression, what: str)
         FormatError: not one zstd frame of that declared size.
         LimitError: the declared size or window is above its limit; nothing was allocated.
     """
-    if compression == "none":
-        if data.size != size:
-            raise FormatError(f"{what} has {data.size} bytes, {size} expected")
-        return data
+    declared_size(data, compression, what, size)
+    if compression == "none" or size == 0:
+        return data[:size]
     try:
-        plain = _decompress_frame(data, size, what)
+        plain: bytes = zstandard.ZstdDecompressor().decompress(
+            data.data, max_output_size=size, read_across_frames=False, allow_extra_data=False
+        )
     except zstandard.ZstdError as error:
         raise FormatError(f"{what} is not a valid zstd frame: {error}") from error
     if len(plain) != size:
         raise FormatError(f"{what} expands to {len(plain)} bytes, {size} expected")
     return np.frombuffer(plain, np.uint8)
-
-
-def _decompress_frame(data: np.ndarray, size: int, what: str) -> bytes:
-    if bytes(data[:4]) != _MAGIC:
-        raise FormatError(f"{what} is not a zstd frame: it begins with {bytes(data[:4]).hex()}")
-    frame = zstandard.get_frame_parameters(data.data)
-    if frame.content_size != size:
-        raise FormatError(f"{what} declares {frame.content_size} bytes, {size} expected")
-    _check_frame(frame, data, size, what)
-    if size == 0:
-        return _decompress_empty(data, what)
-    plain: bytes = zstandard.ZstdDecompressor().decompress(
-        data.data, max_output_size=size, read_across_frames=False, allow_extra_data=False
-    )
-    return plain
-
-
-def _decompress_empty(data: np.ndarray, what: str) -> bytes:
-    # The one-call interface returns early for a declared size of 0 and ignores what follows.
-    check_limit(f"{what}: bytes of an empty frame", data.size, limits.MAX_EMPTY_FRAME_BYTES, "MAX_EMPTY_FRAME_BYTES")
-    stream = zstandard.ZstdDecompressor().decompressobj()
-    try:
-        plain: bytes = stream.decompress(data.data)
-    except zstandard.ZstdError as error:
-        raise FormatError(f"{what} is not a valid zstd frame: {error}") from error
-    if not stream.eof or stream.unused_data:
-        raise FormatError(f"{what} is not one whole zstd frame")
-    return plain
 
 
 class Plane:
@@ -140,8 +113,7 @@ def declared_size(data: np.ndarray, compression: Compression, what: str, expecte
     if bytes(data[:4]) != _MAGIC:
         raise FormatError(f"{what} is not a zstd frame: it begins with {bytes(data[:4]).hex()}")
     try:
-        frame = zstandard.get_frame_parameters(data.data)
-        start = zstandard.frame_header_size(data.data)
+        frame, start = zstandard.get_frame_parameters(data.data), zstandard.frame_header_size(data.data)
     except zstandard.ZstdError as error:
         raise FormatError(f"{what} is not a zstd frame: {error}") from error
     size: int = frame.content_size
@@ -149,16 +121,25 @@ def declared_size(data: np.ndarray, compression: Compression, what: str, expecte
         raise FormatError(f"{what} does not declare its size")
     if expected not in (None, size):
         raise FormatError(f"{what} declares {size} bytes, {expected} expected")
-    _check_frame(frame, data, size, what)
+    check_limit(f"{what}: zstd window", frame.window_size, 1 << limits.MAX_ZSTD_WINDOW_LOG, "MAX_ZSTD_WINDOW_LOG")
+    check_limit(f"{what}: declared size", size, data.size * limits.MAX_ZSTD_RATIO, "MAX_ZSTD_RATIO")
+    if size == 0:
+        _check_empty(data, what)
+        return 0
     # A stream reader does not report bytes after its frame.
     end = packed_kernels.frame_end(data, start)
     if end < 0 or end + (4 if frame.has_checksum else 0) != data.size:
         raise FormatError(f"{what} is not one whole zstd frame")
-    if size == 0:
-        _decompress_empty(data, what)
     return size
 
 
-def _check_frame(frame: zstandard.FrameParameters, data: np.ndarray, size: int, what: str) -> None:
-    check_limit(f"{what}: zstd window", frame.window_size, 1 << limits.MAX_ZSTD_WINDOW_LOG, "MAX_ZSTD_WINDOW_LOG")
-    check_limit(f"{what}: declared size", size, data.size * limits.MAX_ZSTD_RATIO, "MAX_ZSTD_RATIO")
+def _check_empty(data: np.ndarray, what: str) -> None:
+    # ``ZstdDecompressor.decompress`` returns early for a declared size of 0 and ignores what follows.
+    check_limit(f"{what}: bytes of an empty frame", data.size, limits.MAX_EMPTY_FRAME_BYTES, "MAX_EMPTY_FRAME_BYTES")
+    stream = zstandard.ZstdDecompressor().decompressobj()
+    try:
+        plain = stream.decompress(data.data)
+    except zstandard.ZstdError as error:
+        raise FormatError(f"{what} is not a valid zstd frame: {error}") from error
+    if plain or not stream.eof or stream.unused_data:
+        raise FormatError(f"{what} is not one whole zstd frame")

@@ -195,6 +195,16 @@ def prefetch(typing_context, array, index):
     return types.void(array, index), generate
 
 
+@intrinsic
+def trailing_zeros(typing_context, word):
+    """Count the zeros below the lowest bit set in a uint64, as uint64; 64 for 0."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.cttz(arguments[0], ir.IntType(1)(0))
+
+    return types.uint64(word), generate
+
+
 # The three loops below touch memory far apart, so their speed depends on how many cache misses are in flight. They
 # work in pieces of PIECE elements and in passes: prefetch the next piece, fetch, compute, store. The next piece arrives
 # while this one is computed. In a single loop, the arithmetic of each element would fill the processor's window, and

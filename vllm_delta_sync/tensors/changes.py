@@ -44,6 +44,12 @@ class Sparse:
         for tensor, end, count in zip(self.ids.tolist(), ends.tolist(), self.counts.tolist(), strict=True):
             yield tensor, self.positions[end - count : end], self.data[end - count : end]
 
+    def rows(self, first: int, last: int) -> "Sparse":
+        """Return tensors ``first`` to ``last`` − 1 of the group, as views."""
+        ids, counts, start = self.ids[first:last], self.counts[first:last], int(self.counts[:first].sum())
+        elements = slice(start, start + int(counts.sum()))
+        return replace(self, ids=ids, counts=counts, positions=self.positions[elements], data=self.data[elements])
+
 
 @dataclass
 class Full:
@@ -73,10 +79,7 @@ class Changes:
     @property
     def fingerprint(self) -> Fingerprint:
         """Sum of ``fingerprints``: change of the model's fingerprint."""
-        total = Fingerprint()
-        for change in self.fingerprints.values():
-            total += change
-        return total
+        return sum(self.fingerprints.values(), Fingerprint())
 
     @property
     def reversible(self) -> bool:
@@ -112,27 +115,12 @@ class Changes:
         for group in self.sparse:
             chosen = [row for row, tensor in enumerate(group.ids.tolist()) if tensor in tensors]
             if chosen:
-                rows = slice(chosen[0], chosen[-1] + 1)
-                start = int(group.counts[: rows.start].sum())
-                elements = slice(start, start + int(group.counts[rows].sum()))
-                sparse.append(
-                    replace(
-                        group,
-                        ids=group.ids[rows],
-                        counts=group.counts[rows],
-                        positions=group.positions[elements],
-                        data=group.data[elements],
-                    )
-                )
+                sparse.append(group.rows(chosen[0], chosen[-1] + 1))
         full = [full for full in self.full if full.id in tensors]
         return Changes(sparse, full, {id: change for id, change in self.fingerprints.items() if id in tensors})
 
     def reversed(self) -> "Changes":
-        """Return the changes that revert these. Arrays of positions are shared.
-
-        Raises:
-            ChainError: they replace bits and do not contain the old ones.
-        """
+        """Return the changes that revert these; raises ChainError unless they are ``reversible``."""
         if not self.reversible:
             raise ChainError("changes that replace bits cannot be reverted: they do not contain the old bits")
         sparse = [replace(group, data=group.data.dtype.type(0) - group.data) for group in self.sparse]

@@ -13,7 +13,18 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, _high, _inline, _key, _low, _mirror_mask, _premix
+from vllm_delta_sync.format.kernels import (
+    ONE,
+    ZERO,
+    _compile,
+    _high,
+    _inline,
+    _key,
+    _low,
+    _mirror_mask,
+    _premix,
+    trailing_zeros,
+)
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
 
 LANES = np.uint64(64)
@@ -48,16 +59,6 @@ def differing(typing_context, old, new, start):
     return types.uint64(old, new, types.uint64), generate
 
 
-@intrinsic
-def lowest(typing_context, word):
-    """Return the index of the lowest bit set in a uint64 that is not zero."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.uint64(types.uint64), generate
-
-
 @_inline
 def _note(old, fresh, i, offset, first, sign, mirror, mask, seed, relative, distances, cursor):
     """Write one element's entry, update the baseline → change of the fingerprint (low, high)."""
@@ -88,7 +89,7 @@ def _extract(old, new, offset, first, sign, mirror, mask, seed, relative, distan
         word = differing(old, new, start)
         # Most words are zero, so this branch is rare.
         while word != ZERO:
-            i = start + lowest(word)
+            i = start + trailing_zeros(word)
             word &= word - ONE
             # Another thread may write, so the mask is only a hint. The element is read once: the same value is
             # compared, collected and stored.

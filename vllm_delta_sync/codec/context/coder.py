@@ -5,7 +5,7 @@ positions are gaps between its members and values are ULP distances, each with i
 ``@k.ids`` U32, ``@k.counts`` U64, ``@k.tables`` U8, ``@k.streams`` U8. docs/FORMAT.md specifies every byte.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -26,7 +26,7 @@ from vllm_delta_sync.codec.context.tables import (
     token_ranges,
 )
 from vllm_delta_sync.codec.context.tiles import BLOCK_BYTES, Grid, choose_grid, excess_bytes, read_grid, select_tiles
-from vllm_delta_sync.codec.delta_object import Arrays, Block, Directory, block_ranges, bytes_of
+from vllm_delta_sync.codec.delta_object import Arrays, Block, BlockEntries, Directory, block_ranges, bytes_of
 from vllm_delta_sync.codec.zstd import Compression, compress, declared_size, decompress
 from vllm_delta_sync.errors import FormatError, TensorMismatchError
 from vllm_delta_sync.format.dtypes import DType
@@ -47,9 +47,9 @@ _WRONG = {-1: "ends too early", -2: "has bytes after its end", -3: "names an ele
 
 
 def encode(
-    groups: list[Sparse], table: TensorTable, compression: Compression, old: BaseLookup
-) -> tuple[Arrays, list[dict[str, Any]]]:
-    """Return the container entries and rows of ``blocks`` for relative groups.
+    blocks: BlockEntries, groups: list[Sparse], table: TensorTable, compression: Compression, old: BaseLookup
+) -> None:
+    """Append relative groups as blocks, first those of kind tiles.
 
     Args:
         compression: of the entries besides the streams. old: the bits at the base version.
@@ -57,8 +57,6 @@ def encode(
     Raises:
         TensorMismatchError: ``old`` returns bits of another size or width.
     """
-    arrays: Arrays = {}
-    rows: list[dict[str, Any]] = []
     rest: list[Sparse] = []
     for whole in groups:
         pairs = zip(whole.ids.tolist(), whole.counts.tolist(), strict=True)
@@ -67,19 +65,9 @@ def encode(
         tiled = (excess < 0) | (excess[excess >= 0].sum() < BLOCK_BYTES)
         rest.append(packed.select_tensors(whole, ~tiled))
         group = packed.select_tensors(whole, tiled)
-        ends = np.cumsum(group.counts)
-        for start, stop in block_ranges(group.counts, BLOCK_CHANGES):
-            block = Block(len(rows), group.element, "tiles")
-            elements = slice(int(ends[start] - group.counts[start]), int(ends[stop - 1]))
-            part = replace(
-                group, ids=group.ids[start:stop], counts=group.counts[start:stop],
-                positions=group.positions[elements], data=group.data[elements],
-            )  # fmt: skip
-            for name, plane in _encode_block(part, table, compression, old).items():
-                arrays[f"{block.name}.{name}"] = plane
-            rows.append(block.metadata)
-    others, more = packed.encode(rest, table, compression, len(rows))
-    return arrays | others, rows + more
+        for first, last in block_ranges(group.counts, BLOCK_CHANGES):
+            blocks.add(group.element, "tiles", _encode_block(group.rows(first, last), table, compression, old))
+    packed.encode(blocks, rest, table, compression)
 
 
 @dataclass

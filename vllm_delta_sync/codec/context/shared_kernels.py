@@ -47,16 +47,6 @@ def ones(typing_context, word):
 
 
 @intrinsic
-def trailing_zeros(typing_context, word):
-    """Count the zeros below the lowest bit set in a uint64 that is not 0, as uint64."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.cttz(arguments[0], ir.IntType(1)(1))
-
-    return types.uint64(word), generate
-
-
-@intrinsic
 def leading_zeros(typing_context, word):
     def generate(context, builder, signature, arguments):
         return builder.ctlz(arguments[0], ir.IntType(1)(1))

@@ -65,12 +65,6 @@ def normalized(counts: npt.NDArray[np.int64]) -> Frequencies:
     return found.astype(np.uint16)
 
 
-def starts_of(frequencies: Frequencies) -> Frequencies:
-    """Return (…, TOKENS) sum of the frequencies before each token."""
-    ends = np.cumsum(frequencies, axis=-1, dtype=np.int64)
-    return (ends - frequencies).astype(np.uint16)
-
-
 def decoding(frequencies: Frequencies) -> Decoding:
     """Return decoding tables for (tables, TOKENS) frequencies; from a row of zeros, of token 0 and no bits."""
     from vllm_delta_sync.codec.context import shared_kernels
@@ -86,7 +80,8 @@ def encoding(frequencies: Frequencies) -> Encoding:
 
     states = np.zeros((frequencies.shape[0], STATES), np.uint16)
     shared_kernels.fill_tables(frequencies, np.zeros(states.shape, np.uint32), states)
-    return Encoding(states, frequencies, starts_of(frequencies))
+    starts = np.cumsum(frequencies, axis=-1, dtype=np.int64) - frequencies
+    return Encoding(states, frequencies, starts.astype(np.uint16))
 
 
 KEYS = 256
