@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.chains import Chain
 from tests.support.commands import answer
-from tests.support.publishers import Hooked
+from tests.support.publishers import FailAt, Hooked
 from tests.support.signed_runs import PUBLISHER, ROOT, Signed, name_of
 from tests.support.trusted import keyring_at
 from tests.support.written import Written
@@ -33,6 +33,7 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     SignatureError,
     StoreError,
+    UnavailableError,
 )
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format.canonical_json import dump_canonical, load_canonical
@@ -297,6 +298,24 @@ def test_a_version_that_a_key_may_not_sign_is_refused_as_before(tmp_path: Path) 
     for last, rows, failure in ((None, 7, SignatureError), (5, 5, None), (6, 0, SignatureError)):
         document, error = log_document(run, last)
         assert (len(document["versions"]), None if error is None else type(error)) == (rows, failure)
+
+
+def test_a_store_that_fails_during_a_check_of_a_signature_makes_no_manifest_bad(tmp_path: Path) -> None:
+    signed = Signed(ROOT, open_bucket(tmp_path / "run"))
+    signed.deltas(*["packed"] * 2)
+    behind = signed.bucket.get(HEAD_KEY)
+    signed.writer.keyring = PUBLISHER
+    signed.deltas(*["packed"] * 4)
+    signed.list_keys(1, KeyEntry(key=name_of(PUBLISHER), last=signed.last_word(6)))
+    signed.bucket.put(HEAD_KEY, behind)
+    bucket = Hooked(tmp_path / "run")
+    run = Run(bucket, Keyring(ROOT.trusted))
+    # That the key signed version 3 while it was valid is shown by the manifests from the last valid version down.
+    bucket.reading = FailAt(version_key(5), UnavailableError("down"))
+    with pytest.raises(UnavailableError):
+        run.reachable_head()
+    manifest, error = run.reachable_head()
+    assert (manifest.version, error) == (6, None)
 
 
 def test_few_answers_wait_to_be_taken() -> None:

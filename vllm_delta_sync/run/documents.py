@@ -241,7 +241,7 @@ class RunDocuments:
                 following = self._parsed(version, data)
                 check_follows(newest, following, digest)
                 newest, bad, bytes_left, skipped = following, None, allowed_bytes, 0
-            except DeltaSyncError as error:
+            except DataError as error:
                 bad = bad or error
                 if self.verifier.signed_by_ended_key(data, version_key(version)) is None:
                     bytes_left, skipped = bytes_left - len(data), skipped + 1
