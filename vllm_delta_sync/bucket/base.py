@@ -3,6 +3,7 @@
 Every implementation keeps the promises listed on :class:`Bucket`; ``tests/bucket/contract/`` tests each of them.
 """
 
+import io
 import os
 import secrets
 from abc import ABC, abstractmethod
@@ -10,10 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from vllm_delta_sync.errors import LimitError, StoreError, UsageError
+from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
 from vllm_delta_sync.urls import MAX_KEY_BYTES as MAX_KEY_BYTES
 from vllm_delta_sync.urls import MAX_KEY_PART_BYTES as MAX_KEY_PART_BYTES
 from vllm_delta_sync.urls import check_key as check_key
@@ -150,30 +150,62 @@ class Bucket(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
-def check_range(key: str, start: int, length: int) -> None:
-    """Refuse a byte range with a negative bound.
+def is_key(key: str) -> bool:
+    """Return whether ``check_key`` accepts a key."""
+    try:
+        check_key(key)
+    except UsageError:
+        return False
+    return True
 
-    Raises:
-        UsageError: naming key, start and length.
-    """
+
+def exists(bucket: Bucket, key: str) -> bool:
+    """Return whether there is such an object. Raises StoreError."""
+    try:
+        bucket.stat(key)
+    except NotFoundError:
+        return False
+    return True
+
+
+def check_range(key: str, start: int, length: int) -> None:
+    """Raise UsageError if a bound of a byte range is negative."""
     if start < 0 or length < 0:
         raise UsageError(f"range of {length} bytes at {start} of key {key!r} is not a range: neither may be negative")
 
 
 def check_size(key: str, size: int, max_bytes: int | None) -> None:
-    """Refuse an object that is larger than the reader's limit.
-
-    Raises:
-        LimitError: naming key, size and limit.
-    """
+    """Raise LimitError if an object is larger than the reader's limit."""
     if max_bytes is not None and size > max_bytes:
         raise LimitError(f"object {key!r} has {size} bytes, more than the {max_bytes} allowed here; not read")
+
+
+def read_pieces(key: str, data: bytes | Path, size: int) -> Iterator[bytes]:
+    """Yield the data of a put in pieces of ``size`` bytes.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    try:
+        with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as source:
+            while piece := source.read(size):
+                yield piece
+    except OSError as error:
+        raise unreadable_error(key, data, error) from error
+
+
+def unreadable_error(key: str, data: bytes | Path, error: OSError) -> UsageError:
+    """Return the error of ``put`` for a file that cannot be read."""
+    return UsageError(f"cannot read {data!s} to put it under key {key!r}: {error.strerror}; check the path")
+
+
+def conflict_error(url: str, key: str) -> ConflictError:
+    """Return the error of ``put`` with ``if_absent`` for a key that exists in the bucket at ``url``."""
+    return ConflictError(f"key {key!r} exists already in {url}; another writer was first")
 
 
 @contextmanager

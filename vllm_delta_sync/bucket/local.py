@@ -28,8 +28,10 @@ from vllm_delta_sync.bucket.base import (
     check_prefix,
     check_range,
     check_size,
+    conflict_error,
     copy_error,
     replacing,
+    unreadable_error,
 )
 from vllm_delta_sync.bucket.local_fs import (
     StagedFile,
@@ -40,7 +42,7 @@ from vllm_delta_sync.bucket.local_fs import (
     retry_stale,
 )
 from vllm_delta_sync.bucket.transfer_observers import report_bytes
-from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
+from vllm_delta_sync.errors import LimitError, NotFoundError, StoreError, UsageError
 
 STAGING = "~staging"
 """Staging directory; its name is not a valid part of a key, so no object can have it."""
@@ -72,15 +74,12 @@ class LocalBucket(Bucket):
             source = data if isinstance(data, bytes) else stack.enter_context(_open_source(key, data))
             stack.enter_context(self._write_errors(key))
             # Refuse a conflict before any byte is written.
-            retry_stale(
-                lambda: self._in_folder(folders, lambda folder: self._check_target(key, folder, name, if_absent))
-            )
+            self._in_folder(folders, lambda folder: self._check_target(key, folder, name, if_absent))
             # A pipe can be read only once.
             readable_once = not isinstance(source, bytes) and not source.seekable()
             staged = self._stage(source) if readable_once else retry_stale(lambda: self._stage(source))
-            publish = partial(self._publish, key, staged, name, if_absent)
             try:
-                retry_stale(lambda: self._in_folder(folders, publish))
+                self._in_folder(folders, partial(self._publish, key, staged, name, if_absent))
             finally:
                 self._discard(staged)
 
@@ -130,7 +129,7 @@ class LocalBucket(Bucket):
             return self._info(key, os.stat(name, dir_fd=folder, follow_symlinks=False))
 
         with self._read_errors("look up", key):
-            return retry_stale(lambda: self._in_folder(folders, read_info, create=False))
+            return self._in_folder(folders, read_info, create=False)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         check_prefix(prefix)
@@ -145,14 +144,19 @@ class LocalBucket(Bucket):
 
         try:
             with self._read_errors("delete", key):
-                retry_stale(lambda: self._in_folder(folders, remove, create=False))
-                retry_stale(lambda: self._in_folder(folders, os.fsync, create=False))
+                self._in_folder(folders, remove, create=False)
+                self._in_folder(folders, os.fsync, create=False)
         except NotFoundError:
             return
 
     def _in_folder(self, folders: Sequence[str], call: Callable[[int], _Result], create: bool = True) -> _Result:
-        with open_folder(self._root, folders, create) as folder:
-            return call(folder)
+        """Call with an open directory; again while a handle is stale, so ``call`` looks up all names itself."""
+
+        def attempt() -> _Result:
+            with open_folder(self._root, folders, create) as folder:
+                return call(folder)
+
+        return retry_stale(attempt)
 
     # Writing
 
@@ -168,7 +172,7 @@ class LocalBucket(Bucket):
             # The object may be the caller's own, from a put whose last fsync failed: make it durable, because the
             # caller accepts it after reading it back.
             os.fsync(folder)
-            raise self._conflict(key)
+            raise conflict_error(self.url, key)
 
     def _publish(self, key: str, staged: StagedFile, name: str, if_absent: bool, folder: int) -> None:
         """Give a staged file its name. Safe to repeat after an error whose outcome is unknown."""
@@ -192,7 +196,7 @@ class LocalBucket(Bucket):
             linked = os.stat(staged.name, dir_fd=staging, follow_symlinks=False).st_nlink > 1
             if not linked and not staged.is_at(name, folder):
                 os.fsync(folder)
-                raise self._conflict(key) from error
+                raise conflict_error(self.url, key) from error
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
@@ -200,9 +204,6 @@ class LocalBucket(Bucket):
                 f"cannot write key {key!r} of {self.url}: no hard links there ({error.strerror}), so two "
                 "writers could both succeed; use a file system that has them, such as ext4, xfs, tmpfs or NFS"
             ) from error
-
-    def _conflict(self, key: str) -> ConflictError:
-        return ConflictError(f"key {key!r} exists already in {self.url}; another writer was first")
 
     def _stage(self, data: bytes | BufferedIOBase) -> StagedFile:
         """Write ``data`` durably to the staging directory, where no reader sees it."""
@@ -269,7 +270,7 @@ class LocalBucket(Bucket):
                 return read(file, self._info(key, os.fstat(opened)))
 
         with self._read_errors("read", key):
-            return retry_stale(lambda: self._in_folder(folders, attempt, create=False))
+            return self._in_folder(folders, attempt, create=False)
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         path, slash, start = prefix.rpartition("/")
@@ -281,7 +282,7 @@ class LocalBucket(Bucket):
     def _list_folder(self, path: str, start: str) -> Iterator[ObjectInfo]:
         folders = path.split("/")[:-1]
         with self._read_errors("list", path):
-            names = retry_stale(lambda: self._in_folder(folders, lambda folder: _names(folder, start), create=False))
+            names = self._in_folder(folders, lambda folder: _names(folder, start), create=False)
         with ExitStack() as stack:
             with self._read_errors("list", path):
                 folder = stack.enter_context(open_folder(self._root, folders))
@@ -369,7 +370,7 @@ def _open_source(key: str, path: Path) -> BufferedIOBase:
     try:
         return open(path, "rb")
     except OSError as error:
-        raise UsageError(f"cannot read {path} to put it under key {key!r}: {error.strerror}; check the path") from error
+        raise unreadable_error(key, path, error) from error
 
 
 def _blocks(source: BufferedIOBase) -> Iterator[memoryview]:

@@ -100,11 +100,7 @@ def _make_folders(path: Path) -> None:
 
 
 def refuse_link(name: str, found: os.stat_result) -> None:
-    """Refuse a symbolic link.
-
-    Raises:
-        StoreError: ``found`` describes a symbolic link; the message names it.
-    """
+    """Raise StoreError if ``found`` describes a symbolic link."""
     if stat.S_ISLNK(found.st_mode):
         raise StoreError(f"{name!r} is a symbolic link, which is not followed; replace it by what it points to")
 

@@ -19,8 +19,12 @@ from vllm_delta_sync.bucket.base import (
     check_prefix,
     check_range,
     check_size,
+    conflict_error,
     copy_error,
+    exists,
+    is_key,
     replacing,
+    unreadable_error,
 )
 from vllm_delta_sync.bucket.factory import StoreLocation
 from vllm_delta_sync.bucket.obstore_clients import (
@@ -34,15 +38,7 @@ from vllm_delta_sync.bucket.obstore_clients import (
 )
 from vllm_delta_sync.bucket.obstore_errors import CLIENT_ERRORS, Cause, FailedRequest, translate_error
 from vllm_delta_sync.bucket.transfer_observers import report_bytes
-from vllm_delta_sync.errors import (
-    AccessError,
-    ConflictError,
-    LimitError,
-    NotFoundError,
-    StoreError,
-    UnavailableError,
-    UsageError,
-)
+from vllm_delta_sync.errors import AccessError, LimitError, NotFoundError, StoreError, UnavailableError, UsageError
 from vllm_delta_sync.redaction import public_url, redact
 from vllm_delta_sync.settings import StoreOptions
 
@@ -219,8 +215,8 @@ class ObjectStoreBucket(ObjectReader):
                 if len(data) <= limit:
                     self._put_whole(key, path, data, if_absent)
                     return
-            if if_absent and self._exists(key):
-                raise ConflictError(f"key {key!r} exists already in {self.url}; another writer was first")
+            if if_absent and exists(self, key):
+                raise conflict_error(self.url, key)
             self._put_parts(key, path, source)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -264,22 +260,15 @@ class ObjectStoreBucket(ObjectReader):
             if not isinstance(error.__cause__, Exception) or Cause.of(error.__cause__).status is None:
                 raise
 
-    def _exists(self, key: str) -> bool:
-        try:
-            self.stat(key)
-        except NotFoundError:
-            return False
-        return True
-
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         last = ""
         for item in self._list_folder(prefix):
             if item.key > prefix and not item.key.startswith(prefix):
                 return
-            if not item.key.startswith(prefix) or not _is_key(item.key):
+            if not item.key.startswith(prefix) or not is_key(item.key):
                 continue
             # Web consoles create empty objects called "folder/", which obstore lists as "folder".
-            if item.bytes == 0 and not self._exists(item.key):
+            if item.bytes == 0 and not exists(self, item.key):
                 continue
             if item.key <= last:
                 raise StoreError(
@@ -334,9 +323,7 @@ class _PutSource:
             self._file = stack.enter_context(data.open("rb"))
             found = os.fstat(self._file.fileno())
         except OSError as error:
-            raise UsageError(
-                f"cannot read {data} to put it under key {key!r}: {error.strerror}; check the path"
-            ) from error
+            raise unreadable_error(key, data, error) from error
         if stat.S_ISREG(found.st_mode):
             self.size = found.st_size
 
@@ -362,14 +349,6 @@ class _PutSource:
             raise StoreError(
                 f"cannot read {self._name} to put it under key {self._key!r}: {error.strerror or error}; check its disk"
             ) from error
-
-
-def _is_key(key: str) -> bool:
-    try:
-        check_key(key)
-    except UsageError:
-        return False
-    return True
 
 
 def _offset_before(prefix: str) -> str:

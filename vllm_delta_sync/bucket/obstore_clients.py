@@ -156,7 +156,7 @@ def check_process(url: str) -> None:
 
 def make_clients(location: StoreLocation, options: StoreOptions) -> Clients:
     """Return clients for ``s3``, ``gs``, ``az`` and ``memory``; raises UsageError."""
-    build = {"s3": _s3, "gs": _gs, "az": _az, "memory": _in_memory}[location.scheme]
+    build = {"s3": _s3, "gs": _gs_or_az, "az": _gs_or_az, "memory": _in_memory}[location.scheme]
     return Clients(location.url, lambda client, retry: build(location, options, client, retry), options)
 
 
@@ -187,21 +187,11 @@ def _s3(location: StoreLocation, options: StoreOptions, client: dict[str, Any], 
     )
 
 
-def _gs(location: StoreLocation, options: StoreOptions, client: dict[str, Any], retry: dict[str, Any]) -> Any:
-    from obstore.store import GCSStore
+def _gs_or_az(location: StoreLocation, options: StoreOptions, client: dict[str, Any], retry: dict[str, Any]) -> Any:
+    from obstore.store import AzureStore, GCSStore
 
-    return GCSStore(
-        location.authority,
-        config=_endpoint(location.scheme, options),
-        client_options={**client, **_plain_http(location.scheme, options)},
-        retry_config=retry,
-    )
-
-
-def _az(location: StoreLocation, options: StoreOptions, client: dict[str, Any], retry: dict[str, Any]) -> Any:
-    from obstore.store import AzureStore
-
-    return AzureStore(
+    store: Any = GCSStore if location.scheme == "gs" else AzureStore
+    return store(
         location.authority,
         config=_endpoint(location.scheme, options),
         client_options={**client, **_plain_http(location.scheme, options)},

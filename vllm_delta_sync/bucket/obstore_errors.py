@@ -8,15 +8,8 @@ import os
 import re
 from dataclasses import dataclass
 
-from vllm_delta_sync.errors import (
-    AccessError,
-    ConflictError,
-    DeltaSyncError,
-    NotFoundError,
-    StoreError,
-    UnavailableError,
-    UsageError,
-)
+from vllm_delta_sync.bucket.base import conflict_error
+from vllm_delta_sync.errors import AccessError, DeltaSyncError, NotFoundError, StoreError, UnavailableError, UsageError
 
 try:
     from obstore.exceptions import AlreadyExistsError, PermissionDeniedError, PreconditionError, UnauthenticatedError
@@ -147,7 +140,7 @@ def translate_error(error: Exception, request: FailedRequest) -> DeltaSyncError:
         return _missing(cause, failed, request)
     # 409 may also mean a lease, a legal hold, or a bucket that is being deleted.
     if isinstance(error, AlreadyExistsError) and request.writing and not request.overwriting:
-        return ConflictError(f"key {request.key!r} exists already in {request.url}; another writer was first")
+        return conflict_error(request.url, request.key)
     if isinstance(error, PreconditionError) and not request.writing:
         return UnavailableError(f"{failed}; it was replaced while it was read: try again")
     return StoreError(f"{failed}; {_remedy(cause, full_text)}")

@@ -154,73 +154,52 @@ def in_parallel(
         ahead: how many calls may start before their results are taken; None means any number.
         workers: how many calls may run at once.
     """
-    slots = None if ahead is None else threading.Semaphore(ahead)
     queue: deque[tuple[_Item, Future[_Result]]] = deque((item, Future()) for item in items)
     answers = deque(future for _, future in queue)
+    slots = threading.Semaphore(len(queue) + workers if ahead is None else ahead)
     threads: list[Future[None]] = []
+
+    def work() -> None:
+        while True:
+            slots.acquire()
+            try:
+                item, future = queue.popleft()
+            except IndexError:
+                return
+            try:
+                future.set_result(call(item))
+            except BaseException as error:  # noqa: BLE001  raised by ``Future.result``
+                future.set_exception(error)
+                # Later results will not be taken, and earlier items have been started already.
+                queue.clear()
+
+    def start_no_more() -> None:
+        queue.clear()
+        slots.release(max(1, len(threads)))
+
     try:
-        _start_workers(threads, call, queue, slots, workers)
+        for _ in range(min(workers, len(queue))):
+            try:
+                threads.append(start_call(work))
+            except RuntimeError:  # too many threads
+                break
+        if not threads:
+            slots.release(len(queue) + 1)
+            work()
         while answers:
             wait_for_call(answers[0])
             yield answers.popleft().result()
-            if slots is not None:
-                slots.release()
+            slots.release()
     except Exception:  # after any error wait for the running calls; an interrupt is a BaseException and does not wait
-        _cancel(queue, threads, slots)
+        start_no_more()
         for thread in threads:
             wait_for_call(thread)
         raise
     finally:
-        # After an error or an interrupt no further call is started.
-        _cancel(queue, threads, slots)
+        start_no_more()
 
 
 def wait_for_call(future: "Future[_Result]") -> None:
     """Wait until a call has ended; an interrupt is handled meanwhile."""
     while not future.done():
         wait((future,), SLICE_SECONDS)
-
-
-def _start_workers(
-    threads: "list[Future[None]]",
-    call: Callable[[_Item], _Result],
-    queue: "deque[tuple[_Item, Future[_Result]]]",
-    slots: threading.Semaphore | None,
-    workers: int,
-) -> None:
-    for _ in range(min(workers, len(queue))):
-        try:
-            threads.append(start_call(_work, call, queue, slots))
-        except RuntimeError:  # too many threads
-            break
-    if not threads:
-        _work(call, queue, None)
-
-
-def _cancel(
-    queue: "deque[tuple[_Item, Future[_Result]]]", threads: "list[Future[None]]", slots: threading.Semaphore | None
-) -> None:
-    """Drop all queued items and wake threads that wait for a slot."""
-    queue.clear()
-    if slots is not None:
-        slots.release(max(1, len(threads)))
-
-
-def _work(
-    call: Callable[[_Item], _Result],
-    queue: "deque[tuple[_Item, Future[_Result]]]",
-    slots: threading.Semaphore | None,
-) -> None:
-    while True:
-        if slots is not None:
-            slots.acquire()
-        try:
-            item, future = queue.popleft()
-        except IndexError:
-            return
-        try:
-            future.set_result(call(item))
-        except BaseException as error:  # noqa: BLE001  raised by ``Future.result``
-            future.set_exception(error)
-            # Later results will not be taken, and earlier items have been started already.
-            queue.clear()

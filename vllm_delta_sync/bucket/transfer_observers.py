@@ -8,10 +8,7 @@ the observers through ``with_observers``.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from typing import ParamSpec, TypeVar
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+from functools import partial
 
 
 class TransferObserver:
@@ -52,11 +49,6 @@ def observed_by(observer: TransferObserver) -> Iterator[None]:
         _observers.reset(token)
 
 
-def with_observers(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+def with_observers(call: Callable[[], None]) -> Callable[[], None]:
     """Return ``call`` bound to this thread's observers, to be run in one other thread."""
-    context = copy_context()
-
-    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        return context.run(call, *args, **kwargs)
-
-    return run
+    return partial(copy_context().run, call)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from vllm_delta_sync.bucket.base import Bucket, remove_quietly
 from vllm_delta_sync.bucket.factory import OpenedBucket
-from vllm_delta_sync.bucket.middleware import mirror
+from vllm_delta_sync.bucket.middleware.mirror import allow_mirrors
 from vllm_delta_sync.bucket.middleware.ranged import CONNECTIONS, download
 from vllm_delta_sync.errors import DigestError, NotFoundError
 from vllm_delta_sync.format.manifest import ObjectRef, Stored
@@ -42,11 +42,7 @@ def check_object(ref: Stored, data: bytes) -> None:
 
 
 def check_stored_size(bucket: Bucket, ref: ObjectRef) -> None:
-    """Check that the bucket's object has the listed size.
-
-    Raises:
-        DigestError: it has another size. NotFoundError: no such object. StoreError.
-    """
+    """Raise DigestError unless the bucket's object has the listed size; also raises NotFoundError and StoreError."""
     size = bucket.stat(ref.key).bytes
     if size != ref.bytes:
         raise DigestError(f"object {ref.key} has {size} bytes, {ref.bytes} are listed: truncated or replaced")
@@ -77,11 +73,12 @@ def download_object(
         DeltaSyncError: as ``Bucket.get_range``.
     """
     connections = bucket.options.store_connections if isinstance(bucket, OpenedBucket) else CONNECTIONS
-    with mirror.allow_mirrors() as used, bucket.transfer(ref.key):
+    with allow_mirrors() as used, bucket.transfer(ref.key):
         resumed = download(bucket, ref.key, ref.bytes, path, connections=connections, journal=journal)
     found = read()
-    used.report_verified(found is not None)
-    if found is None and (resumed or used.mirrors):
+    for mirror in used:
+        mirror.report_verified(found is not None)
+    if found is None and (resumed or used):
         # Any piece may be the wrong one, so download all of them again, and without the mirror.
         if journal is not None:
             remove_quietly(journal)

@@ -107,32 +107,26 @@ class CacheFolder:
         if not resumed:
             self.discard(digest)
         self.make_room(digest, size)
-        part, disk_full = os.open(self.part_path(digest), _CONTINUE if resumed else _CREATE, 0o600), None
+        part = os.open(self.part_path(digest), _CONTINUE if resumed else _CREATE, 0o600)
+        try:
+            return self._allocate_or_evict(digest, part, size)
+        except OSError:
+            self.discard(digest)
+            raise
+        finally:
+            os.close(part)
+
+    def _allocate_or_evict(self, digest: str, part: int, size: int) -> OSError | None:
         try:
             _allocate(part, size)
         except OSError as error:
             if error.errno not in _FULL:
-                self.discard(digest)
                 raise
-            disk_full = error
-        finally:
-            os.close(part)
-        if disk_full is not None:
-            self._reserve_on_full(digest, size)
-        return disk_full
-
-    def _reserve_on_full(self, digest: str, size: int) -> None:
-        """Evict objects when the disk is full below the limit; otherwise a full cache would never change again."""
-        try:
+            # Full below the limit. Without eviction, a full cache would never change again.
             self._evict(digest, size)
-            part = os.open(self.part_path(digest), _CONTINUE)
-            try:
-                _allocate(part, size)
-            finally:
-                os.close(part)
-        except OSError:
-            self.discard(digest)
-            raise
+            _allocate(part, size)
+            return error
+        return None
 
     def write_object(self, digest: str, data: bytes) -> None:
         """Write an object's bytes into its reserved file and finish it."""
@@ -174,15 +168,11 @@ class CacheFolder:
         for entry in sorted(self._others(digest), key=lambda entry: entry.used_ns):
             if excess <= 0:
                 return
-            if self._remove(entry):
-                excess -= entry.bytes
-
-    def _remove(self, entry: _CacheEntry) -> bool:
-        """Remove an entry; return False if it is being downloaded."""
-        if entry.complete:
-            self.object_path(entry.digest).unlink(missing_ok=True)
-            return True
-        return self._sweep(entry.digest)
+            if entry.complete:
+                self.object_path(entry.digest).unlink(missing_ok=True)
+            elif not self._sweep(entry.digest):
+                continue  # it is being downloaded
+            excess -= entry.bytes
 
     def _sweep(self, digest: str) -> bool:
         """Remove an unfinished download and its lock file; return False if a process is downloading it."""

@@ -152,19 +152,15 @@ class HubApi:
             if response.status_code == 404 and not response.headers.get("x-error-code") and self.info(path) is None:
                 raise RefusedError(404, NO_FILE, "there is no such file", True)
             self._check(response, headers)
-            first = start if response.status_code == 206 else 0
-            if response.status_code == 206 and not response.headers.get("content-range", "").startswith(
-                f"bytes {start}-"
-            ):
-                raise UnexpectedAnswerError(
-                    f"it answers bytes from {start} with {response.headers.get('content-range')!r}"
-                )
+            partial, found = response.status_code == 206, response.headers.get("content-range", "")
+            if partial and not found.startswith(f"bytes {start}-"):
+                raise UnexpectedAnswerError(f"it answers bytes from {start} with {found!r}")
             linked = [
                 answer.headers["x-linked-size"] for answer in response.history if "x-linked-size" in answer.headers
             ]
             text = linked[-1] if linked else response.headers.get("content-length") if length is None else None
             size = int(text) if text is not None and text.isdigit() else None
-            yield HubContent(size, first, response.iter_bytes(_BLOCK_BYTES))
+            yield HubContent(size, start if partial else 0, response.iter_bytes(_BLOCK_BYTES))
 
     def connection(self, right: str) -> tuple[Connection, bool]:
         """Return a connection to the content store, and whether it was requested just now.

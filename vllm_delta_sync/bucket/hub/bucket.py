@@ -12,8 +12,12 @@ from vllm_delta_sync.bucket.base import (
     check_prefix,
     check_range,
     check_size,
+    conflict_error,
     copy_error,
+    is_key,
+    read_pieces,
     replacing,
+    unreadable_error,
 )
 from vllm_delta_sync.bucket.factory import StoreLocation
 from vllm_delta_sync.bucket.hub.api import HubApi, HubContent, HubFile
@@ -21,7 +25,7 @@ from vllm_delta_sync.bucket.hub.errors import HubLocation, RefusedError, transla
 from vllm_delta_sync.bucket.hub.s3_gateway import MAX_BYTES, open_gateway
 from vllm_delta_sync.bucket.hub.xet import Transfers
 from vllm_delta_sync.bucket.transfer_observers import report_bytes
-from vllm_delta_sync.errors import ConflictError, NotFoundError, UnavailableError, UsageError
+from vllm_delta_sync.errors import NotFoundError, UnavailableError, UsageError
 from vllm_delta_sync.settings import StoreOptions
 
 _BLOCK_BYTES = 1 << 20
@@ -62,10 +66,10 @@ class HubBucket(Bucket):
         if if_absent and self._gateway is not None and size <= MAX_BYTES:
             self._gateway.create(key, data)
             return
-        with _blocks(key, data) as blocks, self._translate_errors(f"write key {key!r}"):
+        with self._translate_errors(f"write key {key!r}"):
             if if_absent and size > _CHECK_FIRST_BYTES:
                 self._check_absent(key, path)
-            hash = self._transfers.upload(blocks, size)
+            hash = self._transfers.upload(read_pieces(key, data, _BLOCK_BYTES), size)
             if if_absent:
                 self._check_absent(key, path)
             self._name(path, hash)
@@ -139,7 +143,7 @@ class HubBucket(Bucket):
                 return
         for file in files:
             key = file.path.removeprefix(self._root)
-            if file.path.startswith(begin) and _is_key(key):
+            if file.path.startswith(begin) and is_key(key):
                 yield ObjectInfo(key, file.bytes, file.modified)
 
     def _file(self, key: str) -> HubFile:
@@ -163,15 +167,12 @@ class HubBucket(Bucket):
 
     def _check_absent(self, key: str, path: str) -> None:
         if self._api.info(path) is not None:
-            raise self._conflict(key)
+            raise conflict_error(self.url, key)
 
     def _check_kept(self, key: str, path: str, hash: str) -> None:
         file = self._api.info(path)
         if file is None or file.hash != hash:
-            raise self._conflict(key)
-
-    def _conflict(self, key: str) -> ConflictError:
-        return ConflictError(f"key {key!r} exists already in {self.url}; another writer was first")
+            raise conflict_error(self.url, key)
 
     # Reading
 
@@ -214,42 +215,13 @@ class HubBucket(Bucket):
             raise found from (None if found is error else error)
 
 
-@contextmanager
-def _blocks(key: str, data: bytes | Path) -> Iterator[Iterator[bytes]]:
-    """Yield the content to put in blocks; raises UsageError if it cannot be read."""
-    if isinstance(data, bytes):
-        yield (data[start : start + _BLOCK_BYTES] for start in range(0, len(data), _BLOCK_BYTES))
-        return
-    try:
-        source = open(data, "rb")  # noqa: SIM115  closed below; here only errors of opening are UsageErrors
-    except OSError as error:
-        raise _unreadable(key, data, error) from error
-
-    def read() -> Iterator[bytes]:
-        while True:
-            try:
-                block = source.read(_BLOCK_BYTES)
-            except OSError as error:
-                raise _unreadable(key, data, error) from error
-            if not block:
-                return
-            yield block
-
-    with source:
-        yield read()
-
-
-def _unreadable(key: str, path: Path, error: OSError) -> UsageError:
-    return UsageError(f"cannot read {path} to put it under key {key!r}: {error.strerror}; check the path")
-
-
 def _size(key: str, data: bytes | Path) -> int:
     if isinstance(data, bytes):
         return len(data)
     try:
         return data.stat().st_size
     except OSError as error:
-        raise _unreadable(key, data, error) from error
+        raise unreadable_error(key, data, error) from error
 
 
 def _cut(opened: HubContent, start: int, length: int) -> bytes:
@@ -266,11 +238,3 @@ def _cut(opened: HubContent, start: int, length: int) -> bytes:
         if found == length:
             break
     return b"".join(parts)
-
-
-def _is_key(key: str) -> bool:
-    try:
-        check_key(key)
-    except UsageError:
-        return False
-    return True

@@ -7,13 +7,17 @@ Tokens, Generate S3 credentials) and set the environment variables below.
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from vllm_delta_sync.bucket.base import read_pieces
 from vllm_delta_sync.bucket.hub.errors import HubLocation, is_full
 from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import AccessError, StoreError, UsageError
 from vllm_delta_sync.redaction import redact
 from vllm_delta_sync.settings import StoreOptions
+
+if TYPE_CHECKING:
+    from vllm_delta_sync.bucket.obstore_clients import Clients
 
 KEY_ID = "HF_S3_ACCESS_KEY_ID"
 SECRET = "HF_S3_SECRET_ACCESS_KEY"
@@ -39,7 +43,7 @@ class HubGateway:
     def __init__(self, location: HubLocation, root: str, endpoint: str, options: StoreOptions) -> None:
         self._location = location
         self._root = root
-        self._store = _store(location.id, endpoint, options)
+        self._clients = _clients(location, endpoint, options)
 
     def create(self, key: str, data: bytes | Path) -> None:
         """Store an object of at most ``MAX_BYTES`` bytes.
@@ -47,20 +51,14 @@ class HubGateway:
         Raises:
             ConflictError: the object exists. UsageError: ``data`` cannot be read. StoreError: as ``Bucket.put``.
         """
-        from vllm_delta_sync.bucket.obstore_clients import check_process
         from vllm_delta_sync.bucket.obstore_errors import CLIENT_ERRORS, Cause, FailedRequest, translate_error
 
-        check_process(self._location.url)
-
-        try:
-            content = data if isinstance(data, bytes) else data.read_bytes()
-        except OSError as error:
-            raise UsageError(
-                f"cannot read {data!s} to put it under key {key!r}: {error.strerror}; check the path"
-            ) from error
+        # It never retries: after a lost answer, a second try would report its own object as a conflict.
+        client = self._clients.writing
+        content = b"".join(read_pieces(key, data, MAX_BYTES))
         report_bytes(len(content))
         try:
-            self._store.put(self._root + key, content, mode="create", use_multipart=False)
+            client.put(self._root + key, content, mode="create", use_multipart=False)
         except CLIENT_ERRORS as error:
             action = f"write key {key!r}"
             found = translate_error(error, FailedRequest(action, key, self._location.url, "s3", writing=True))
@@ -93,31 +91,27 @@ def open_gateway(location: HubLocation, root: str, hub: str, options: StoreOptio
     return HubGateway(location, root, endpoint.rstrip("/"), options)
 
 
-def _store(id: str, endpoint: str, options: StoreOptions) -> Any:
+def _clients(location: HubLocation, endpoint: str, options: StoreOptions) -> "Clients":
     from obstore.store import S3Store
 
-    namespace, _, name = id.partition("/")
+    from vllm_delta_sync.bucket.obstore_clients import Clients
+
+    namespace, _, name = location.id.partition("/")
     address = f"{endpoint}/{namespace}"
-    return S3Store(
-        name,
-        # Set every option that AWS_* variables could set: those are for another store.
-        config={
-            "endpoint": address,
-            "aws_endpoint_url_s3": address,
-            "region": _REGION,
-            "virtual_hosted_style_request": False,
-            "skip_signature": False,
-        },
-        client_options={
-            "allow_http": endpoint.startswith("http://"),
-            "connect_timeout": timedelta(seconds=min(5.0, options.store_deadline / 3)),
-            "read_timeout": timedelta(seconds=options.allowance(MAX_BYTES)),
-            "timeout": timedelta(days=365),
-        },
-        # No retries: after a lost answer, a second try would report its own object as a conflict.
-        retry_config={"max_retries": 0, "retry_timeout": timedelta(0)},
-        credential_provider=_credentials,
-    )
+    # Set every option that AWS_* variables could set: those are for another store.
+    config = {
+        "endpoint": address,
+        "aws_endpoint_url_s3": address,
+        "region": _REGION,
+        "virtual_hosted_style_request": False,
+        "skip_signature": False,
+    }
+
+    def build(client: dict[str, Any], retry: dict[str, Any]) -> Any:
+        client = {**client, "allow_http": endpoint.startswith("http://")}
+        return S3Store(name, config=config, client_options=client, retry_config=retry, credential_provider=_credentials)
+
+    return Clients(location.url, build, options)
 
 
 def _credentials() -> dict[str, Any]:

@@ -6,7 +6,8 @@ not detect a damaged chunk, so readers must check the digest of an object.
 
 import os
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -44,21 +45,23 @@ class Transfers:
         connection, fresh = self._api.connection(WRITE)
         # The timeout for the answer includes the time to send the request.
         wait = self._wait if size <= _SMALL_BYTES else self._options.allowance(_BLOCK_BYTES)
-        try:
+        with self._stale_errors(fresh):
             return self._upload(connection, blocks, wait)
-        except Exception as error:  # hf_xet raises many classes; any of them may come from a stale connection
-            raise self._check_stale(error, fresh) from error
 
     def download(self, file: HubFile) -> Generator[bytes, None, None]:
         """Yield a file's content in order, in blocks of up to 64 MB; close the iterator to cancel the download."""
         connection, fresh = self._api.connection(READ)
         left = file.bytes
+        with self._stale_errors(fresh):
+            session = _session(self._options.store_deadline, self._wait)
+            group = session.new_download_stream_group(**connection.arguments)
+            stream = group.download_stream(hf_xet.XetFileInfo(file.hash, file.bytes))
         try:
-            stream = self._group(connection).download_stream(hf_xet.XetFileInfo(file.hash, file.bytes))
-        except Exception as error:  # as in ``upload``
-            raise self._check_stale(error, fresh) from error
-        try:
-            while (block := self._next(stream, fresh)) is not None:
+            while True:
+                with self._stale_errors(fresh):
+                    block: bytes | None = next(stream, None)
+                if block is None:
+                    break
                 left -= len(block)
                 yield block
         finally:
@@ -66,13 +69,6 @@ class Transfers:
         if left:
             # hf_xet ends some failed downloads without an error.
             raise ConnectionError(f"received {file.bytes - left} of {file.bytes} bytes")
-
-    def _next(self, stream: Any, fresh: bool) -> bytes | None:
-        try:
-            block: bytes | None = next(stream, None)
-        except Exception as error:  # as in ``upload``
-            raise self._check_stale(error, fresh) from error
-        return block
 
     def _upload(self, connection: Connection, blocks: Iterable[bytes], wait: float) -> str:
         with _session(self._options.store_deadline, wait).new_upload_commit(**connection.arguments) as commit:
@@ -84,16 +80,18 @@ class Transfers:
             stored = stream.finish().xet_info
         return str(stored.hash)
 
-    def _group(self, connection: Connection) -> Any:
-        session = _session(self._options.store_deadline, self._wait)
-        return session.new_download_stream_group(**connection.arguments)
-
-    def _check_stale(self, error: Exception, fresh: bool) -> Exception:
-        """Return StaleError if the cached connection may have expired, or belongs to a bucket since created again."""
-        if isinstance(error, DeltaSyncError):
-            return error
-        self._api.forget()
-        return error if fresh else StaleError(text_of(error))
+    @contextmanager
+    def _stale_errors(self, fresh: bool) -> Iterator[None]:
+        """Raise StaleError if a cached connection may have expired, or belongs to a bucket since created again."""
+        try:
+            yield
+        except DeltaSyncError:
+            raise
+        except Exception as error:  # hf_xet raises many classes; any of them may come from a stale connection
+            self._api.forget()
+            if fresh:
+                raise
+            raise StaleError(text_of(error)) from error
 
     @property
     def _wait(self) -> float:

@@ -5,9 +5,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, conflict_error, exists
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.errors import ConflictError, NotFoundError
+from vllm_delta_sync.errors import NotFoundError
 
 
 class DryRunBucket(Bucket):
@@ -21,8 +21,8 @@ class DryRunBucket(Bucket):
         self.url = inner.url
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        if if_absent and self._exists(key):
-            raise ConflictError(f"key {key!r} exists already in {self.url}; another writer was first")
+        if if_absent and exists(self, key):
+            raise conflict_error(self.url, key)
         self._overlay.put(key, data)
         self._deleted.discard(key)
 
@@ -52,18 +52,7 @@ class DryRunBucket(Bucket):
     def close(self) -> None:
         self._folder.cleanup()
 
-    def _exists(self, key: str) -> bool:
-        try:
-            self.stat(key)
-        except NotFoundError:
-            return False
-        return True
-
     def _bucket_of(self, key: str) -> Bucket:
         if key in self._deleted:
             raise NotFoundError(f"no object {key!r} in {self.url}")
-        try:
-            self._overlay.stat(key)
-        except NotFoundError:
-            return self._inner
-        return self._overlay
+        return self._overlay if exists(self._overlay, key) else self._inner

@@ -28,34 +28,21 @@ PAUSE_SECONDS = 60.0
 _Result = TypeVar("_Result")
 
 
-class MirrorUse:
-    """Records the mirrors that served ranges of a download.
-
-    Attributes:
-        mirrors: those that served at least one range.
-    """
-
-    def __init__(self) -> None:
-        self.mirrors: set[MirrorBucket] = set()
-
-    def report_verified(self, good: bool) -> None:
-        """Report to these mirrors whether the complete object was good."""
-        for mirror in self.mirrors:
-            mirror.report_verified(good)
-
-
-_mirror_use: ContextVar[MirrorUse | None] = ContextVar("delta_sync_mirror_use", default=None)
+_used_mirrors: "ContextVar[set[MirrorBucket] | None]" = ContextVar("delta_sync_used_mirrors", default=None)
 
 
 @contextmanager
-def allow_mirrors() -> Iterator[MirrorUse]:
-    """Allow mirrors to answer ``get_range`` in the block: the caller verifies the object and reports the outcome."""
-    used = MirrorUse()
-    token = _mirror_use.set(used)
+def allow_mirrors() -> "Iterator[set[MirrorBucket]]":
+    """Allow mirrors to answer ``get_range`` in the block, and yield the set of those that did.
+
+    The caller verifies the object and reports the outcome to them (``report_verified``).
+    """
+    used: set[MirrorBucket] = set()
+    token = _used_mirrors.set(used)
     try:
         yield used
     finally:
-        _mirror_use.reset(token)
+        _used_mirrors.reset(token)
 
 
 class MirrorBucket(BucketMiddleware):
@@ -96,11 +83,11 @@ class MirrorBucket(BucketMiddleware):
         return self._inner.get(key, max_bytes=max_bytes)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        used = _mirror_use.get()
+        used = _used_mirrors.get()
         if used is not None and digest_of(key) is not None and self._may_use_mirror():
             data = self._ask_mirror(lambda: self._whole_range(key, start, length))
             if data is not None:
-                used.mirrors.add(self)
+                used.add(self)
                 return data
         return self._inner.get_range(key, start, length)
 
@@ -117,7 +104,8 @@ class MirrorBucket(BucketMiddleware):
                     download(self, key, size, part, connections=self._connections)
                 with part.open("rb") as file:
                     good = file_digest(file, "sha256").hexdigest() == digest
-                used.report_verified(good)
+                if used:
+                    self.report_verified(good)
                 if not good:
                     raise DigestError(f"object {key} of {self.url} is damaged")
         except DigestError:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, read_pieces
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
 from vllm_delta_sync.bucket.middleware.metrics import Metrics, Tally
 from vllm_delta_sync.bucket.threads import wait_interruptibly
 from vllm_delta_sync.bucket.transfer_observers import observed_by, report_bytes
-from vllm_delta_sync.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError, UsageError
+from vllm_delta_sync.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.settings import StoreOptions
 
@@ -141,7 +141,7 @@ class RetryingBucket(BucketMiddleware):
             if self.stat(key).bytes != size_of(data):
                 return False
             start = 0
-            for piece in _pieces(key, data):
+            for piece in read_pieces(key, data, COMPARED_BYTES):
                 if self.get_range(key, start, len(piece)) != piece:
                     return False
                 start += len(piece)
@@ -175,18 +175,3 @@ class _Tries(Tally):
         self.count += 1
         self.longest = max(self.longest, now - self._began - self.wait_seconds)
         return now - self._first - self._limited_seconds - self.wait_seconds
-
-
-def _pieces(key: str, data: bytes | Path) -> Iterator[bytes]:
-    if isinstance(data, bytes):
-        for start in range(0, len(data), COMPARED_BYTES):
-            yield data[start : start + COMPARED_BYTES]
-        return
-    try:
-        with open(data, "rb") as source:
-            while piece := source.read(COMPARED_BYTES):
-                yield piece
-    except OSError as error:
-        raise UsageError(
-            f"cannot read {data} again to compare it with key {key!r}: {error.strerror}; check the path"
-        ) from error
