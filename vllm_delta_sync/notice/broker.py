@@ -24,6 +24,7 @@ from vllm_delta_sync.notice.sockets import (
     check_port,
     error_text,
     open_socket,
+    received,
     wait_ms,
 )
 from vllm_delta_sync.redaction import guarded_logger
@@ -146,12 +147,12 @@ class Broker:
             self._authenticator.serve()
         for monitor in self._monitors:
             monitor.read()
-        requests = _read(self._subscriber_socket)
+        requests = list(received(self._subscriber_socket, MAX_BATCH))
         for frames in requests:
             # Only subscriptions matter; ignore everything else from subscribers.
             if frames[0][:1] == b"\x01":
                 self._last.resend_soon(frames[0][1:])
-        messages = _read(self._publisher_socket)
+        messages = list(received(self._publisher_socket, MAX_BATCH))
         for frames in messages:
             self._pass_on(frames)
         for frames in self._last.due():
@@ -166,16 +167,6 @@ class Broker:
         self.passed += 1
         self._last.put(frames)
         self._subscriber_socket.send_multipart(frames, zmq.DONTWAIT)
-
-
-def _read(socket: Socket) -> list[list[bytes]]:
-    found: list[list[bytes]] = []
-    for _ in range(MAX_BATCH):
-        try:
-            found.append(socket.recv_multipart(zmq.DONTWAIT))
-        except zmq.Again:
-            break
-    return found
 
 
 def _keys(

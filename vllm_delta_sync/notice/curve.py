@@ -14,7 +14,7 @@ from zmq.auth import Authenticator, load_certificate
 from zmq.utils import z85
 
 from vllm_delta_sync.errors import SettingsError
-from vllm_delta_sync.notice.sockets import Context, LogThrottle, Socket
+from vllm_delta_sync.notice.sockets import Context, LogThrottle, Socket, received
 from vllm_delta_sync.trust.keys import PUBLIC_SUFFIX, check_private, write_pair
 
 SUFFIXES = (PUBLIC_SUFFIX, ".key")
@@ -180,11 +180,7 @@ class CurveAuthenticator:
 
     def serve(self) -> None:
         """Answer ZeroMQ's pending requests."""
-        for _ in range(MAX_REQUESTS):
-            try:
-                request = self.socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
+        for request in received(self.socket, MAX_REQUESTS):
             self._loop.run_until_complete(self._authenticator.handle_zap_message(request))
 
     def close(self) -> None:

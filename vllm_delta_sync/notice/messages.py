@@ -52,11 +52,7 @@ def encode(notice: Notice, keyring: Keyring | None) -> list[bytes]:
 
 
 def parse(frames: list[bytes], run: str) -> Message:
-    """Parse a message with the topic of a run.
-
-    Raises:
-        FormatError: it is not a notice of that run.
-    """
+    """Parse a message with the topic of a run; raises FormatError if it is not a notice of that run."""
     if len(frames) != 2:
         raise FormatError(f"notice has {len(frames)} frames, not 2")
     value = load_canonical(frames[1], "notice", MAX_NOTICE_BYTES)

@@ -23,6 +23,7 @@ from vllm_delta_sync.notice.sockets import (
     check_port,
     error_text,
     open_socket,
+    received,
     wait_ms,
 )
 from vllm_delta_sync.redaction import guarded_logger
@@ -169,14 +170,11 @@ class NoticePublisher:
             self._monitor.read()
         if self._connection is not None:
             self._connection.reconnect_if_due()
-        for _ in range(MAX_REQUESTS):
-            try:
-                request = self._socket.recv(zmq.DONTWAIT)
-            except zmq.Again:
-                break
-            if request[:1] == b"\x01":
-                self._last.resend_soon(request[1:])
-        else:
+        requests = list(received(self._socket, MAX_REQUESTS))
+        for frames in requests:
+            if frames[0][:1] == b"\x01":
+                self._last.resend_soon(frames[0][1:])
+        if len(requests) == MAX_REQUESTS:
             # In a storm of subscriptions, leave the interpreter to the trainer.
             time.sleep(STORM_SECONDS)
         while self._outbox:

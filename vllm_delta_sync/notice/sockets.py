@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -132,11 +132,7 @@ class ReconnectingSocket:
     """A socket that connects to an address, and reconnects when ZeroMQ itself no longer tries."""
 
     def __init__(self, socket: Socket, address: str, log: LogThrottle) -> None:
-        """Connect, in the background.
-
-        Raises:
-            NoticeError: the address is malformed.
-        """
+        """Connect, in the background; raises NoticeError if the address is malformed."""
         self._socket = socket
         self.address = address
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
@@ -186,6 +182,16 @@ def open_socket(context: Context, kind: int, max_frame_bytes: int) -> Socket:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HEARTBEAT_TIMEOUT_MS)
     return socket
+
+
+def received(socket: Socket, most: int) -> Iterator[list[bytes]]:
+    """Yield the messages that have arrived, at most ``most``; each may be answered before the next one is read."""
+    for _ in range(most):
+        try:
+            message = socket.recv_multipart(zmq.DONTWAIT)
+        except zmq.Again:
+            return
+        yield message
 
 
 def bind(socket: Socket, address: str) -> str:

@@ -17,6 +17,7 @@ from vllm_delta_sync.notice.sockets import (
     check_port,
     error_text,
     open_socket,
+    received,
 )
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.keyring import Keyring
@@ -123,11 +124,7 @@ class NoticeSubscriber:
 
     def _drain(self) -> list[Message]:
         found: list[Message] = []
-        for _ in range(MAX_DRAIN):
-            try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                break
+        for frames in received(self._socket, MAX_DRAIN):
             # Subscriptions match by prefix: run "a" receives notices of run "ab" too.
             if frames[0] != self._run.encode():
                 continue
