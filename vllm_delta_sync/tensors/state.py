@@ -6,6 +6,7 @@ Each move is checked by fingerprint.
 from collections.abc import Callable, Iterable, Sequence, Set
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_delta_sync.errors import FingerprintError, TensorMismatchError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor
@@ -44,7 +45,7 @@ def apply_changes(
     for group in changes.sparse:
         for tensor, positions, data in group.tensors():
             for box, bits in pieces(tensor):
-                chosen: slice | Positions = slice(None)
+                chosen: slice | npt.NDArray[np.bool_] = slice(None)
                 local = positions
                 if box is not None:
                     chosen, local = box.inside(positions)
