@@ -528,7 +528,7 @@ def test_an_older_run_takes_them_from_its_base(tmp_path: Path, monkeypatch: pyte
     base = save_checkpoint(model, tmp_path / "base")
     (base / "modeling.py").write_bytes(b"never")
     (base / "trainer_state.json").write_bytes(b"never")
-    monkeypatch.setattr("trainer_side.session.collect_files", lambda *given: {})  # as older publishers
+    monkeypatch.setattr("trainer_side.publisher.collect_files", lambda *given: {})  # as older publishers
     with Publisher(model, str(tmp_path / "run"), base=base):
         pass
     made = branch(open_run(str(tmp_path / "run")), 0, str(tmp_path / "branch"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.damage import TABLE
 from tests.support.samples import state_of
 from tests.support.written import Written, assert_bits
-from vllm_delta_sync.errors import DeltaSyncError, NotFoundError
+from vllm_delta_sync.errors import DeltaSyncError, FormatError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH, GapError, ReadPlanner, Step, find_steps, plan_read
@@ -178,6 +178,26 @@ def test_cheapest_root_is_taken(tree: Written) -> None:
     assert plan_read(tree.run, tree.run.manifest(2)).root.version == 0
     with pytest.raises(NotFoundError, match="version 0"):
         plan_read(tree.run, head, avoid={keys.version_key(0), *anchors})
+
+
+def test_a_bad_anchor_is_reported_where_no_other_root_is_left(tree: Written) -> None:
+    grow(tree, 12)
+    tree.beside(6)
+    tree.bucket.put(side.anchor_key(6), b"{}")
+    assert plan_read(tree.run, tree.run.head()).root.version == 0
+    with pytest.raises(FormatError, match="anchor"):
+        plan_read(tree.run, tree.run.head(), avoid={keys.version_key(0)})
+
+
+def test_what_retention_says_is_gone_is_not_planned_once_an_anchor_was_bad(tree: Written) -> None:
+    grow(tree, 12)
+    tree.beside(6)
+    gone = side.Retention(run=tree.run.info.run, gone=[[1, 5]], created_at="2026-01-02T03:04:05Z")
+    tree.bucket.put(side.RETENTION_KEY, gone.to_bytes())
+    assert plan_read(tree.run, tree.run.head()).root.version == 6
+    tree.bucket.put(side.anchor_key(6), b"{}")
+    with pytest.raises(FormatError, match="anchor"):
+        plan_read(tree.run, tree.run.head())
 
 
 @given(st.data())

@@ -17,7 +17,10 @@ from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, NotFou
 from vllm_delta_sync.format.documents import Anchor, MergedDelta, Retention, anchor_key, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
+from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.documents import RunDocuments
+
+logger = guarded_logger(__name__)
 
 MERGE_WIDTH = 4
 """How many of the next shorter merged deltas one merged delta spans. Powers of two up to 8 make little difference:
@@ -184,6 +187,7 @@ class ReadPlanner:
         self._rewritten: set[int] = set()
         self._retention: Retention | None = None
         self._retention_read = False
+        self._damaged = False
 
     def add_manifests(self, *manifests: Manifest) -> None:
         """Add manifests that were read already, so that they are not read again."""
@@ -285,7 +289,14 @@ class ReadPlanner:
         Raises:
             NotFoundError, ChainError, FormatError: the root is missing, bad, or avoided. Otherwise as ``path``.
         """
-        if (anchor_key(version) if anchored else version_key(version)) in self._avoid:
+        return Plan(self._run, self._root(version, anchored, target), self.path(version, target))
+
+    def is_avoided(self, version: int, anchored: bool) -> bool:
+        """Return whether the document of one of ``roots`` turned out to be bad."""
+        return (anchor_key(version) if anchored else version_key(version)) in self._avoid
+
+    def _root(self, version: int, anchored: bool, target: int) -> Root:
+        if self.is_avoided(version, anchored):
             raise NotFoundError(f"version {version}, which version {target} builds on, is damaged or missing")
         manifest = self.manifest(version)
         anchor = self._run.anchor(version) if anchored else None
@@ -293,7 +304,7 @@ class ReadPlanner:
             raise ChainError(
                 f"the anchor of version {version} was made from another manifest of that version, {anchor.manifest}"
             )
-        return Plan(self._run, Root(manifest, anchor), self.path(version, target))
+        return Root(manifest, anchor)
 
     def cheapest(self, target: Manifest) -> Plan:
         """Plan the cheapest way to rebuild a version from the bucket and, if the run refers to one, its base.
@@ -301,11 +312,12 @@ class ReadPlanner:
         Compares the newest usable standalone anchor with the version that all others build on.
 
         Raises:
-            GapError, or another error of the last root tried. StoreError: the store failed.
+            DataError: of the first bad anchor, else of the last root tried. StoreError: the store failed.
         """
         self.add_manifests(target)
         segments = _lineage(target.version, {item.version: item.base_version for item in target.breaks})
         best: Plan | None = None
+        bad_anchor: DataError | None = None
         failure: DeltaSyncError = GapError(f"version {target.version} cannot be rebuilt: no usable root is left")
         for version, anchored in self.roots(target):
             if anchored:
@@ -315,14 +327,23 @@ class ReadPlanner:
             elif version != segments[-1][0]:
                 continue
             try:
-                found = self.plan_from(version, anchored, target.version)
+                root = self._root(version, anchored, target.version)
+            except DataError as error:
+                failure = error
+                if anchored and not self.is_avoided(version, anchored):
+                    logger.warning("%s cannot be used: %s", anchor_key(version), error)
+                    bad_anchor = bad_anchor or error
+                    self._damaged = True
+                continue
+            try:
+                found = Plan(self._run, root, self.path(version, target.version))
             except DataError as error:
                 failure = error
                 continue
             if best is None or found.bytes < best.bytes:
                 best = found
         if best is None:
-            raise failure
+            raise bad_anchor or failure
         return best
 
     def _forward(self, at: int, to: int, steps: list[Step]) -> None:
@@ -413,7 +434,7 @@ class ReadPlanner:
 
     def _is_collected(self, version: int) -> bool:
         # Reading retention.json is one more request, so it is read only after something turned out to be bad.
-        if not self._avoid:
+        if not self._avoid and not self._damaged:
             return False
         if not self._retention_read:
             self._retention_read, self._retention = True, self._run.retention()

@@ -312,7 +312,11 @@ class UpdatePlanner:
             complete: whether steps must lead from it to the target.
             below: what reading it and these steps must be less than, in bytes; None for any amount.
         """
-        roots = [root for root in self._own.roots(self._own.manifest(target)) if root[0] > above]
+        roots = [
+            root
+            for root in self._own.roots(self._own.manifest(target))
+            if root[0] > above and not self._own.is_avoided(*root)
+        ]
         for version, anchored in roots[:MAX_SNAPSHOTS]:
             try:
                 found = self._own.plan_from(version, anchored, target if complete else version)
