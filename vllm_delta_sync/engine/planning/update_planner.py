@@ -195,7 +195,7 @@ class UpdatePlanner:
         Raises:
             ChainError: no version on the path can be served.
         """
-        floor = self._served_version(position)
+        floor = self._held_version(position)
         if self.feedback.contains_undecodable(step for step, _ in path):
             ends = (end for _, end in reversed(path) if end is not None and end > floor)
             for last in islice(ends, MAX_SNAPSHOTS):
@@ -240,11 +240,11 @@ class UpdatePlanner:
         cost = sum(step.payload_bytes for step, _ in path)
         if cost <= self._run.info.full_bytes:
             return None
-        return self._snapshot_after(self._served_version(position), target, below=cost)
+        return self._snapshot_after(self._held_version(position), target, below=cost)
 
     def _plan_around(self, position: WeightPosition | None, target: int, memory_bytes: int) -> UpdatePlan | None:
         """Plan where no steps lead to the target; None if that is impossible or a document was just marked bad."""
-        above = self._served_version(position)
+        above = self._held_version(position)
         plan = self._snapshot_after(above, target)
         if plan is not None:
             return plan
@@ -268,8 +268,8 @@ class UpdatePlanner:
     def _as_in_bucket(self, position: WeightPosition | None) -> WeightPosition | None:
         """Return the position with the bucket's manifest of the version held, where that is another one.
 
-        A manifest without a signature may have been damaged when the receiver read it, so that nobody noticed. If both
-        declare the same weights, those are held.
+        The receiver may have read an unsigned manifest while it was damaged, which nothing showed. If both manifests
+        declare the same weights, the ranks hold those weights.
 
         Raises:
             ChainError: the bucket has other weights under that version: the history was rewritten.
@@ -289,8 +289,8 @@ class UpdatePlanner:
             )
         return WeightPosition(position.run, there)
 
-    def _served_version(self, position: WeightPosition | None) -> int:
-        """Return the version held of the followed run, which no plan forward goes back behind; -1 if it is another."""
+    def _held_version(self, position: WeightPosition | None) -> int:
+        """Return the version held, which plans forward must pass; -1 for another run or unknown weights."""
         return position.version if position is not None and self._history.is_followed_run(position) else -1
 
     def _plan_rebuild(self, target: int) -> UpdatePlan | None:
