@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.collecting import Crash, Grown, MemoryBucket, long_run
-from vllm_delta_sync.errors import ConflictError, NotFoundError, UsageError
+from vllm_delta_sync.errors import ChainError, ConflictError, NotFoundError, UsageError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format.documents import RETENTION_KEY, Tag
+from vllm_delta_sync.format.manifest import version_key
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.gc.record import empty_record
 from vllm_delta_sync.maintenance.tags import delete_tag, set_tag
@@ -44,6 +45,20 @@ def test_a_damaged_tag_can_be_deleted_and_replaced(grown: Grown) -> None:
         grown.memory.put(side.tag_key("best"), data)
         delete_tag(run, "best")
         assert run.tags() == {}
+
+
+@pytest.mark.parametrize("version", [3, 6])
+def test_a_manifest_that_was_altered_unnoticed_gets_no_tag(grown: Grown, version: int) -> None:
+    """Its digest would be wrong once the manifest is repaired."""
+    key = version_key(version)
+    manifest = grown.memory.get(key)
+    year = manifest.index(b'"created_at":"2') + len(b'"created_at":"2')
+    grown.memory.put(key, manifest[:year] + b"9" + manifest[year + 1 :])
+    with pytest.raises(ChainError, match=r"altered|rewritten"):
+        set_tag(grown.run_, "best", version)
+    assert grown.run_.tags() == {}
+    grown.memory.put(key, manifest)
+    assert set_tag(grown.run_, "best", version).manifest == grown.manifests[version].digest
 
 
 def test_names_and_versions_that_are_none(grown: Grown) -> None:

@@ -7,10 +7,10 @@ retention.json announces. So one of the two sees the other: the version is kept,
 
 import re
 
-from vllm_delta_sync.errors import ConflictError, DataError, NotFoundError
+from vllm_delta_sync.errors import ChainError, ConflictError, DataError, NotFoundError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import Tag, tag_key
-from vllm_delta_sync.format.manifest import timestamp
+from vllm_delta_sync.format.manifest import Manifest, timestamp
 from vllm_delta_sync.maintenance.gc.record import lasting_plan
 from vllm_delta_sync.run.documents import RunDocuments
 
@@ -43,7 +43,8 @@ def set_tag(
 
     Raises:
         UsageError: the name is not valid. NotFoundError: no such version, or it was removed; the tag is unchanged.
-        ConflictError: a branch needs the tag of that name. StoreError: the store failed.
+        ConflictError: a branch needs the tag of that name. ChainError: the version's manifest was altered, so that a
+        tag with its digest would be wrong once it is repaired. StoreError: the store failed.
     """
     key = tag_key(name)
     before = _stored(run, key)
@@ -57,6 +58,7 @@ def set_tag(
             "that run no longer exists"
         )
     manifest = run.resolve(version)
+    _check_unaltered(run, manifest)
     lasting_plan(run, manifest)
     tag = Tag(
         run=run.info.run,
@@ -87,6 +89,23 @@ def delete_tag(run: RunDocuments, name: str) -> None:
     if _stored(run, key) is None:
         raise NotFoundError(f"run {run.info.run} has no tag {name!r}")
     run.bucket.delete(key)
+
+
+def _check_unaltered(run: RunDocuments, manifest: Manifest) -> None:
+    """Compare a manifest's digest with what names it: unsigned, damage to a digit of a time does not show."""
+    try:
+        following = run.manifest(manifest.version + 1)
+    except NotFoundError:
+        # HEAD.json names the newest version; this raises ChainError if it names another manifest.
+        run.head()
+        return
+    except DataError:
+        return
+    if following.parent != manifest.digest:
+        raise ChainError(
+            f"the manifest of version {manifest.version} has digest {manifest.digest}, but version {following.version} "
+            f"was made after {following.parent}: one of them was altered; run `delta-sync verify`"
+        )
 
 
 def _stored(run: RunDocuments, key: str) -> bytes | None:
