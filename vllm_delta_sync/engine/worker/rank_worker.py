@@ -234,7 +234,7 @@ class RankWorker:
         # Tracing calls the model's loader, which counts as an external write. Reset here; later ones count.
         self.external_writer = None
         traced = time.perf_counter()
-        measured = [list(routes.fingerprint_routes(position)) for position in range(len(run.table))]
+        measured = routes.fingerprint_routes(range(len(run.table)))
         elements = {spec.element for spec in run.table}
         apply.compile_kernels(elements)
         device_patch.compile_kernels(elements, routes)
@@ -434,7 +434,7 @@ class RankWorker:
 
     def _rescan(self, routes: RouteMap, tensors: list[int]) -> protocol.Scanned:
         return protocol.Scanned(
-            measured={tensor: list(found) for tensor, found in routes.measure(tensors)},
+            measured=routes.measure(tensors),
             expected={tensor: self.fingerprints[tensor] for tensor in tensors},
             dead=[routes.table[tensor].name for tensor in tensors if not routes.is_live(tensor)],
         )
