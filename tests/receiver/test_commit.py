@@ -1,4 +1,4 @@
-"""Commit, forwards and back: the compiled loops and the torch path do the same for every dtype and bit pattern."""
+"""Commit, forwards and back: in host memory and on a (simulated) device, the same for every dtype and bit pattern."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_delta_sync.engine.commit.apply import apply_patch, apply_torch
+from tests.support.device import staged_on_device
+from vllm_delta_sync.engine.commit.apply import apply_patch
 from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch, route_changes
 from vllm_delta_sync.engine.model.regions import Region
 from vllm_delta_sync.engine.model.route_map import Destination, Route, RouteMap
@@ -47,8 +48,10 @@ def patches(draw: st.DrawFn) -> tuple[str, np.ndarray, SparsePatch]:
     return dtype, bits, SparsePatch(0, 3, element, draw(st.booleans()), narrow, data, premix)
 
 
-@given(patches())
-def test_torch_path_equals_compiled_path_and_both_go_back(case: tuple[str, np.ndarray, SparsePatch]) -> None:
+@given(patches(), st.booleans())
+def test_device_path_equals_compiled_path_and_both_go_back(
+    case: tuple[str, np.ndarray, SparsePatch], uploaded: bool
+) -> None:
     dtype, bits, patch = case
     table = TensorTable([TensorSpec("weight", dtype, (64,))])
     compiled, plain = destination_of(bits, dtype), destination_of(bits, dtype)
@@ -56,14 +59,16 @@ def test_torch_path_equals_compiled_path_and_both_go_back(case: tuple[str, np.nd
     other = replace(patch, data=patch.data.copy())
     staged = StagedPatch(1, [patch], Fingerprint(), [], [Fingerprint()])
     routes = RouteMap(table, [compiled], [[]])
+    on_device, device_routes = staged_on_device([other], [plain], uploaded)
     measured = apply_patch(staged, routes)
-    assert measured == {3: apply_torch(other, plain, False)}
+    assert measured == {3: apply_patch(on_device, device_routes)[3]}
     assert torch.equal(compiled.flat, plain.flat)
     if not patch.relative:
         assert np.array_equal(compiled.bits[patch.positions], new)
         assert np.array_equal(patch.data, bits[patch.positions])
+        assert np.array_equal(other.data, patch.data)
     back = apply_patch(staged, routes, reverse=True)
-    assert back == {3: apply_torch(other, plain, True)} == {3: Fingerprint() - measured[3]}
+    assert back == apply_patch(on_device, device_routes, reverse=True) == {3: Fingerprint() - measured[3]}
     assert np.array_equal(compiled.bits, bits)
     assert np.array_equal(plain.bits, bits)
     assert np.array_equal(other.data, patch.data)
@@ -99,33 +104,6 @@ def test_failure_midway_leaves_every_bit_as_it_was() -> None:
     assert np.array_equal(good.flat.numpy().view(element.uint), bits)
 
 
-class FailingTensor(torch.Tensor):
-    """A flat tensor that runs out of memory when it is read for the second time."""
-
-    reads = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        FailingTensor.reads += 1
-        if FailingTensor.reads == 2:
-            raise torch.OutOfMemoryError("no memory for the second piece")
-        return super().__getitem__(index).as_subclass(torch.Tensor)
-
-
-@pytest.mark.parametrize("relative", [True, False])
-def test_torch_path_that_fails_midway_takes_its_pieces_back(relative: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_delta_sync.engine.commit.apply.HASH_ELEMENTS", 4)
-    element = DTYPES["BF16"]
-    bits = np.arange(64, dtype=element.uint)
-    good = destination_of(bits, "BF16")
-    FailingTensor.reads = 0
-    bad = Destination("weight", torch.bfloat16, good.flat.as_subclass(FailingTensor))
-    where = np.arange(0, 60, 6)
-    patch = SparsePatch(0, 0, element, relative, where, where.astype(element.uint) + 9, np.zeros(10, np.uint64))
-    with pytest.raises(torch.OutOfMemoryError):
-        apply_torch(patch, bad, False)
-    assert np.array_equal(good.bits, bits)
-
-
 def test_dense_patch_through_a_transpose_and_back() -> None:
     element = DTYPES["BF16"]
     bits = np.zeros(24, element.uint)
@@ -148,16 +126,16 @@ class CountingTensor(torch.Tensor):
 
     largest = 0
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
+    def clone(self, *args: Any, **kwargs: Any) -> Any:
         CountingTensor.largest = max(CountingTensor.largest, self.numel())
-        return super().to(*args, **kwargs).as_subclass(torch.Tensor)
+        return super().clone(*args, **kwargs).as_subclass(torch.Tensor)
 
 
 @pytest.mark.parametrize("shape", [(), (300,), (3, 100), (2, 3, 50), (1, 300), (150, 2)], ids=str)
 def test_exchange_takes_little_memory_whatever_the_shape(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_delta_sync.engine.commit.apply.HASH_ELEMENTS", 16)
+    monkeypatch.setattr("vllm_delta_sync.engine.commit.apply.EXCHANGE_ELEMENTS", 16)
     monkeypatch.setattr(CountingTensor, "largest", 0)
     element = DTYPES["BF16"]
     numel = int(np.prod(shape))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.device import SimulatedDevice
 from tests.support.forge import BAD_VERSIONS
 from tests.support.hooks import HookedPort, failing, hooked, nothing, watch_commits
 from tests.support.modules import ModulePort, named
@@ -27,6 +28,8 @@ from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.core.engine_core import common_version, is_settled
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.updater import MAX_REPAIRS
+from vllm_delta_sync.engine.model import device_patch
+from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.protocol import A, Describe, Identified, Identify, Progress, RankFailure, RankRequest
 from vllm_delta_sync.engine.worker.rank_worker import Background
 from vllm_delta_sync.errors import (
@@ -40,6 +43,15 @@ from vllm_delta_sync.errors import (
     WeightsLostError,
 )
 from vllm_delta_sync.settings import Settings
+
+
+@pytest.fixture(params=["in host memory", "on a device"], autouse=True)
+def weights(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test of this file runs on both paths of a commit."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "on a device":
+            patch.setattr(WeightMemory, "for_model", lambda model: WeightMemory(SimulatedDevice()))
+        yield
 
 
 @pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
@@ -517,16 +529,22 @@ def expect_before(moved: World, bits: list[torch.Tensor]) -> None:
 
 def at_passes(monkeypatch: pytest.MonkeyPatch, when: set[int], do: Callable[[], None]) -> list[int]:
     """Do something right after the loop of those passes has written weights, before anybody has noted that."""
-    apply, passes = commits.apply_sparse, [0]
+    passes = [0]
 
-    def wrapped(*arguments: Any) -> Any:
-        change = apply(*arguments)
-        passes[0] += 1
-        if passes[0] in when:
-            do()
-        return change
+    def wrap(module: Any, name: str) -> None:
+        write = getattr(module, name)
 
-    monkeypatch.setattr(commits, "apply_sparse", wrapped)
+        def wrapped(*arguments: Any) -> Any:
+            change = write(*arguments)
+            passes[0] += 1
+            if passes[0] in when:
+                do()
+            return change
+
+        monkeypatch.setattr(module, name, wrapped)
+
+    wrap(commits, "apply_sparse")
+    wrap(device_patch, "_commit_piece")
     return passes
 
 

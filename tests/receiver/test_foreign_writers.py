@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.device import SimulatedDevice, staged_on_device
 from tests.support.hooks import hooked, nothing
 from tests.support.modules import FusedModel, ModulePort
 from tests.support.services import WAIT
@@ -20,9 +21,10 @@ from vllm_delta_sync.engine.commit import apply as commits
 from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
 from vllm_delta_sync.engine.compat import write_hooks
 from vllm_delta_sync.engine.model import route_map as engine_routes
-from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch, to_device
+from vllm_delta_sync.engine.model.device_patch import DevicePatch
+from vllm_delta_sync.engine.model.patch import SparsePatch
 from vllm_delta_sync.engine.model.route_map import Destination
-from vllm_delta_sync.engine.model.weight_memory import Accelerator, WeightMemory
+from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.protocol import Identify, Outcome, Poll, Progress, RankFailure, Scan
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import BusyError, FingerprintError
@@ -189,27 +191,28 @@ def test_touch_between_staging_and_commit_is_not_overlooked(world: World) -> Non
 MAIN, BACKGROUND = "MainThread", "delta-sync-stage"
 
 
-class Recorded(Accelerator):
-    """An accelerator that only writes down what it is asked, by thread."""
+class Recorded(SimulatedDevice):
+    """A device that writes down what it is asked, by thread."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked: list[tuple[str, str]] = []
 
-    def _write(self, what: str) -> None:
+    def write(self, what: str) -> None:
         self.asked.append((threading.current_thread().name, what))
 
     def set_device(self) -> None:
         assert torch.is_inference_mode_enabled()
-        self._write("set_device")
+        self.write("set_device")
 
     def set_new_stream(self) -> None:
-        self._write("set_new_stream")
+        self.write("set_new_stream")
 
     def synchronize_stream(self) -> None:
-        self._write("synchronize_stream")
+        self.write("synchronize_stream")
 
     def synchronize(self) -> None:
-        self._write("synchronize")
+        self.write("synchronize")
 
     def of(self, thread: str) -> list[str]:
         return [what for name, what in self.asked if name == thread]
@@ -243,14 +246,14 @@ def test_a_commit_waits_for_the_device_before_and_after(
     world, accelerator = recorded
     world.follow_each(1)
     accelerator.asked.clear()
-    original = commits.apply_sparse
+    original = DevicePatch.apply
 
-    def applied(*arguments: Any) -> Fingerprint:
+    def applied(*arguments: Any) -> None:
         assert torch.is_inference_mode_enabled()
-        accelerator.asked.append((threading.current_thread().name, "write"))
-        return original(*arguments)
+        accelerator.write("write")
+        original(*arguments)
 
-    monkeypatch.setattr(commits, "apply_sparse", applied)
+    monkeypatch.setattr(DevicePatch, "apply", applied)
     world.train(2)
     world.receiver.advance()
     asked = accelerator.of(MAIN)
@@ -262,7 +265,8 @@ def test_a_commit_waits_for_the_device_before_and_after(
     world.receiver.rollback(1)
     asked = accelerator.of(MAIN)
     assert asked[:3] == ["set_device", "synchronize", "write"]
-    assert asked[-2:] == ["write", "synchronize"]
+    # The confirmed patch is no longer on the device, and passes through its workspace.
+    assert asked[3:] == ["synchronize_stream", "synchronize_stream", "synchronize"]
 
 
 def test_an_error_that_a_device_reports_late_reverts_the_commit(recorded: tuple[World, Recorded]) -> None:
@@ -303,19 +307,19 @@ def test_a_patch_stays_on_the_device_until_its_commit_is_confirmed(relative: boo
     data = random.integers(0, 1 << 16, 20, dtype=np.uint64).astype(np.uint16)
     premix = random.integers(0, 2**64, 20, dtype=np.uint64)
     sparse = SparsePatch(0, 0, DTYPES["BF16"], relative, positions, data, premix)
-    sparse.uploaded = to_device(sparse, slice(None), torch.device("cpu"))
     destination = Destination("weight", torch.bfloat16, torch.from_numpy(bits.copy().view(np.int16)))
-    staged = StagedPatch(1, [sparse], Fingerprint(), [], [Fingerprint()])
-    change = commits.apply_torch(sparse, destination, False)
+    staged, routes = staged_on_device([sparse], [destination])
+    change = commits.apply_patch(staged, routes)[0]
     log = UndoLog()
     log.push(UndoEntry(staged, {0: change}, [Fingerprint()], 0))
     assert not np.array_equal(destination.bits, bits)
     # A revert within the same pause takes what is on the device, and copies nothing to it.
     sparse.positions, sparse.premix = np.full(20, -1, np.int32), np.zeros(20, np.uint64)
-    assert commits.apply_torch(sparse, destination, True) == Fingerprint() - change
+    assert commits.apply_patch(staged, routes, reverse=True) == {0: Fingerprint() - change}
     assert np.array_equal(destination.bits, bits)
     log.confirm()
-    assert sparse.uploaded is None
+    assert staged.on_device is not None
+    assert [batch.uploaded for batch in staged.on_device.batches] == [None]
 
 
 def test_what_is_committed_is_confirmed_once_all_ranks_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,9 +441,9 @@ def test_a_rank_that_fell_asleep_reads_nothing(tmp_path: Path) -> None:
     write_hooks.watch_writes(worker, world.model, rank)
     worker.sleep()
     assert rank.routes is not None
-    for read in (lambda: rank.routes.fingerprint_routes(0), lambda: list(rank.routes.measure([0, 1]))):  # type: ignore[union-attr]
+    for read in (rank.routes.fingerprint_routes, rank.routes.measure):
         with pytest.raises(BusyError, match="asleep"):
-            read()
+            read([0, 1])
     with pytest.raises(BusyError, match="asleep"):
         rank.identify(Identify(world.url))
     worker.wake_up()

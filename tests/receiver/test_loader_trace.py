@@ -51,8 +51,8 @@ def test_routes_gather_what_was_loaded() -> None:
     before = [parameter.clone() for parameter in model.parameters()]
     routes = trace_routes(model, specs)
     assert routes.unloaded == []
-    for position, spec in enumerate(specs):
-        assert routes.fingerprint_routes(position) == [fingerprint_tensor(spec.name, bits_of(tensors[spec.name]))]
+    for spec, found in zip(specs, routes.fingerprint_routes(range(len(specs))), strict=True):
+        assert found == [fingerprint_tensor(spec.name, bits_of(tensors[spec.name]))]
     for parameter, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, old), "tracing must not write"
 
@@ -72,11 +72,11 @@ def test_copies_of_weights_are_hashed_as_the_weights(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(engine_routes, "READ_ELEMENTS", limit)
     for model, shapes in ((Toy(_column_slices), [(4, 2)] * 3), (Toy(_transposed), [(6, 4)])):
         routes = trace_routes(model, table(*shapes))
-        for tensor, of_tensor in enumerate(routes.routes):
-            name = routes.table[tensor].name
-            for route, held in zip(of_tensor, routes.fingerprint_routes(tensor), strict=True):
+        found = routes.fingerprint_routes(range(len(routes.table)))
+        for spec, of_tensor, of_routes in zip(routes.table, routes.routes, found, strict=True):
+            for route, held in zip(of_tensor, of_routes, strict=True):
                 flat = routes.destinations[route.destination].flat
-                assert fingerprint_via_copy(name, flat, route.source, route.target) == held
+                assert fingerprint_via_copy(spec.name, flat, route.source, route.target) == held
 
 
 def _transposed(model: Toy, name: str, tensor: torch.Tensor) -> None:

@@ -368,7 +368,7 @@ def test_models_worked_on_after_loading_are_followed_exactly_or_refused(
         assert "parts." in routes or any(name in routes for name, _ in names)
         event("refused at start")
         return
-    gathered = [routes.fingerprint_routes(tensor)[:1] for tensor in range(len(table))]
+    gathered = [found[:1] for found in routes.fingerprint_routes(range(len(table)))]
     try:
         patch = staged(routes, first, second)
     except ModelError:
@@ -384,4 +384,4 @@ def test_models_worked_on_after_loading_are_followed_exactly_or_refused(
         assert routes.reload_units.up_to_date(routes.reload_units.tensors, routes) == set(routes.reload_units.tensors)
     apply_patch(patch, routes, reverse=True)
     assert model.everything() == held
-    assert [routes.fingerprint_routes(tensor)[:1] for tensor in range(len(table))] == gathered
+    assert [found[:1] for found in routes.fingerprint_routes(range(len(table)))] == gathered

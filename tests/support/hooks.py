@@ -4,9 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.support.modules import ModulePort, named
 from tests.support.world import World
+from vllm_delta_sync.engine.model import device_patch
+from vllm_delta_sync.engine.model.device_patch import PackedBatch, Part
 from vllm_delta_sync.engine.model.route_map import Destination
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
@@ -95,6 +98,19 @@ class WatchedDestination(Destination):
     def bits(self) -> np.ndarray:
         self.on_take()
         return super().bits
+
+
+def _watched_piece(
+    scratch: torch.Tensor, packed: PackedBatch, part: Part, piece: slice, sums: torch.Tensor, reverse: bool
+) -> None:
+    if isinstance(part.destination, WatchedDestination):
+        part.destination.on_take()
+    _commit_piece(scratch, packed, part, piece, sums, reverse)
+
+
+# For all tests that use these hooks: on a device nothing asks a destination for its ``bits``.
+_commit_piece = device_patch._commit_piece
+device_patch._commit_piece = _watched_piece
 
 
 def watch_commits(rank: RankWorker, parameter: str, on_take: Callable[[], None]) -> None:

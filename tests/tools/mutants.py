@@ -73,6 +73,11 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "receiver/test_commit.py",
         "receiver/test_commit_faults.py",
     ),
+    "vllm_delta_sync/engine/model/device_patch.py": (
+        "receiver/test_device_commit.py",
+        "receiver/test_commit.py",
+        "receiver/test_commit_faults.py",
+    ),
     "vllm_delta_sync/engine/model/route_map.py": (
         "receiver/test_follow.py",
         "receiver/test_commit_faults.py",

@@ -1,26 +1,30 @@
 """``apply_patch`` commits a patch: gather old bits, add, scatter and hash, in one pass over the changed elements.
 
-With ``reverse`` it takes the patch back. On the CPU a compiled loop does this; on other devices the same arithmetic
-runs as torch operations.
+With ``reverse`` it takes the patch back. A compiled loop does this in host memory, ``device_patch`` on a device.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 
-from vllm_delta_sync.engine.model.patch import DensePatch, SparsePatch, StagedPatch, region_view, to_device
+from vllm_delta_sync.engine.model.device_patch import Batch, is_on_device, stage_on_device
+from vllm_delta_sync.engine.model.patch import DensePatch, SparsePatch, StagedPatch, region_view
 from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
-from vllm_delta_sync.errors import WeightsLostError
+from vllm_delta_sync.engine.model.take_back import take_back
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.tensors.bits import order_masks
-from vllm_delta_sync.tensors.torch_views import SIGNED
 
-HASH_ELEMENTS = 1 << 22
-"""Elements per step of the torch path and of an exchange: bounds scratch memory."""
+EXCHANGE_ELEMENTS = 1 << 22
+"""Elements that are exchanged at a time in host memory: bounds scratch memory."""
 
 GroupChanges = dict[int, Fingerprint]
+Exchange = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+Step = SparsePatch | Batch | DensePatch
 
 
 def apply_patch(patch: StagedPatch, routes: RouteMap, reverse: bool = False) -> GroupChanges:
@@ -36,49 +40,49 @@ def apply_patch(patch: StagedPatch, routes: RouteMap, reverse: bool = False) -> 
     Raises:
         WeightsLostError: it failed midway, and undoing it failed too.
     """
+    if patch.on_device is None:
+        # Staging has done this; a patch that did not come from there must not skip the weights on a device.
+        stage_on_device(patch, routes)
+    on_device = patch.on_device
     measured: GroupChanges = {}
-    done: list[SparsePatch | DensePatch] = []
-    steps: list[SparsePatch | DensePatch] = [*patch.sparse, *patch.dense]
+    done: list[Step] = []
+    on_host = [sparse for sparse in patch.sparse if not is_on_device(routes.destinations[sparse.destination], routes)]
+    steps: list[Step] = [*on_host, *([] if on_device is None else on_device.batches), *patch.dense]
     with routes.memory.committing():
         try:
+            if on_device is not None:
+                on_device.clear_sums()
             for step in reversed(steps) if reverse else steps:
-                if isinstance(step, DensePatch):
-                    _exchange_tensor(step, routes)
-                else:
-                    change = apply_sparse(step, routes.destinations[step.destination], reverse)
+                change = _apply_step(step, patch, routes, reverse)
+                if isinstance(step, SparsePatch):
                     measured[step.group] = measured.get(step.group, Fingerprint()) + change
                 done.append(step)
-            # A device reports errors only when it is synchronized.
-            routes.memory.synchronize()
+            if on_device is not None:
+                # Waits for the device, which reports errors only then.
+                for group, change in on_device.read_sums().items():
+                    measured[group] = measured.get(group, Fingerprint()) + change
             patch.measured, patch.applied = measured, not reverse
         except BaseException as error:  # including interrupts: half a version must not remain
-            _undo(done, routes, patch.version, reverse, error)
+            undo = [partial(_apply_step, step, patch, routes, not reverse) for step in reversed(done)]
+            take_back([*undo, routes.memory.synchronize], f"version {patch.version}", error)
             patch.applied = reverse
             raise
     return measured
 
 
-def _undo(
-    done: list[SparsePatch | DensePatch], routes: RouteMap, version: int, reverse: bool, cause: BaseException
-) -> None:
-    try:
-        for step in reversed(done):
-            if isinstance(step, DensePatch):
-                _exchange_tensor(step, routes)
-            else:
-                apply_sparse(step, routes.destinations[step.destination], not reverse)
-        routes.memory.synchronize()
-    except BaseException as error:  # after any failure here, an interrupt included, the weights are unknown
-        raise WeightsLostError(
-            f"taking back version {version} failed midway ({type(error).__name__}: {error}) after {cause}; start the "
-            "server again"
-        ) from error
+def _apply_step(step: Step, patch: StagedPatch, routes: RouteMap, reverse: bool) -> Fingerprint:
+    """Apply one step or take it back, whole or not at all. Returns the change of fingerprint in host memory."""
+    if isinstance(step, SparsePatch):
+        return apply_sparse(step, routes.destinations[step.destination], reverse)
+    if isinstance(step, DensePatch):
+        _exchange_tensor(step, routes)
+    elif patch.on_device is not None:
+        patch.on_device.apply(step, reverse)
+    return Fingerprint()
 
 
 def apply_sparse(sparse: SparsePatch, destination: Destination, reverse: bool) -> Fingerprint:
-    """Apply one sparse patch, or take it back, whole or not at all. Returns the change of fingerprint."""
-    if destination.flat.device.type != "cpu":
-        return apply_torch(sparse, destination, reverse)
+    """Apply one patch in host memory, or take it back, whole or not at all. Returns the change of fingerprint."""
     from vllm_delta_sync.format import kernels
 
     if sparse.relative:
@@ -106,101 +110,40 @@ def _exchange_tensor(dense: DensePatch, routes: RouteMap) -> None:
     done: list[Callable[[], None]] = []
     try:
         for route, buffer in dense.exchanges:
-            view = region_view(routes.destinations[route.destination].flat, route.target)
-            _exchange_rows(view, buffer, done)
-    except BaseException:  # including interrupts: half a tensor must not remain
-        for undo in reversed(done):
-            undo()
+            destination, accelerator = routes.destinations[route.destination], routes.memory.accelerator
+            view = region_view(destination.flat, route.target)
+            if accelerator is not None and is_on_device(destination, routes):
+                workspace = accelerator.workspace
+                _exchange_rows(view, buffer, workspace.exchange, workspace.nbytes // 2 // view.element_size(), done)
+            else:
+                _exchange_rows(view, buffer, _exchange_on_host, EXCHANGE_ELEMENTS, done)
+    except BaseException as error:  # including interrupts: half a tensor must not remain
+        take_back(reversed(done), "half a tensor", error)
         raise
 
 
-def _exchange_rows(view: torch.Tensor, buffer: torch.Tensor, done: list[Callable[[], None]]) -> None:
-    """Exchange the contents of a view and a buffer of the same shape, some rows at a time."""
+def _exchange_rows(
+    view: torch.Tensor, buffer: torch.Tensor, exchange: Exchange, most: int, done: list[Callable[[], None]]
+) -> None:
+    """Exchange the contents of a view and a buffer of the same shape, at most ``most`` elements at a time."""
     if view.dim() == 0:
         view, buffer = view.view(1), buffer.view(1)
-    if view.dim() > 1 and view[0].numel() > HASH_ELEMENTS:
+    if view.dim() > 1 and view[0].numel() > most:
         for row in range(view.shape[0]):
-            _exchange_rows(view[row], buffer[row], done)
+            _exchange_rows(view[row], buffer[row], exchange, most, done)
         return
-    rows = max(1, HASH_ELEMENTS * view.shape[0] // max(1, view.numel()))
+    rows = max(1, most * view.shape[0] // max(1, view.numel()))
     for start in range(0, view.shape[0], rows):
-        live, staged = view[start : start + rows], buffer[start : start + rows]
-
-        def swap(live: torch.Tensor = live, staged: torch.Tensor = staged) -> None:
-            old = live.to(staged.device, copy=True)
-            try:
-                live.copy_(staged)
-                staged.copy_(old)
-            except BaseException:  # including interrupts: the old bits must not be lost
-                live.copy_(old)
-                raise
-
+        swap = partial(exchange, view[start : start + rows], buffer[start : start + rows])
         swap()
         done.append(swap)
 
 
-def apply_torch(sparse: SparsePatch, destination: Destination, reverse: bool) -> Fingerprint:
-    """Do ``apply_sparse`` with torch operations, on any device."""
-    total = Fingerprint()
-    done = 0
+def _exchange_on_host(live: torch.Tensor, staged: torch.Tensor) -> None:
+    old = live.clone()
     try:
-        for start in range(0, sparse.positions.size, HASH_ELEMENTS):
-            total += _apply_piece(sparse, destination, start, reverse)
-            done = start + HASH_ELEMENTS
-    except BaseException:  # including interrupts: half a patch must not remain
-        for start in reversed(range(0, done, HASH_ELEMENTS)):
-            _apply_piece(sparse, destination, start, not reverse)
+        live.copy_(staged)
+        staged.copy_(old)
+    except BaseException as error:  # including interrupts: the old bits must not be lost
+        take_back([partial(live.copy_, old)], "a part of a tensor", error)
         raise
-    return total
-
-
-def _apply_piece(sparse: SparsePatch, destination: Destination, start: int, reverse: bool) -> Fingerprint:
-    piece = slice(start, start + HASH_ELEMENTS)
-    if sparse.uploaded is None:
-        where, data, premix = to_device(sparse, piece, destination.flat.device)
-    else:
-        where, data, premix = (tensor[piece] for tensor in sparse.uploaded)
-    where = where.long()
-    before = destination.flat[where]
-    after = _add(before, -data if reverse else data, sparse) if sparse.relative else data
-    # All allocations come before the write: running out of memory leaves the piece untouched.
-    change = _hash_change(premix, before, after)
-    kept = None if sparse.relative else before.cpu().numpy()
-    destination.flat[where] = after
-    if kept is not None:
-        sparse.data[piece] = kept.view(sparse.data.dtype)
-        if sparse.uploaded is not None:
-            data.copy_(before)
-    return change
-
-
-def _add(bits: torch.Tensor, distances: torch.Tensor, sparse: SparsePatch) -> torch.Tensor:
-    # In two's complement the monotone key of a float is x for x >= 0, and x ^ max (which equals min − x − 1) for x < 0;
-    # signed addition then wraps modulo 2^width.
-    if not sparse.element.is_float:
-        return bits + distances
-    largest = torch.iinfo(SIGNED[sparse.element.itemsize]).max
-    key = torch.where(bits < 0, bits ^ largest, bits) + distances
-    return torch.where(key < 0, key ^ largest, key)
-
-
-def _shift(words: torch.Tensor, count: int) -> torch.Tensor:
-    return (words >> count) & ((1 << (64 - count)) - 1)
-
-
-def _hash_change(premix: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> Fingerprint:
-    """Return the sum of hash(after) − hash(before); int64 arithmetic wraps as the unsigned definition does."""
-    from vllm_delta_sync.format import kernels
-
-    factors = (kernels.BITS, kernels.FINAL, kernels.LANE)
-    bits_factor, final_factor, lane_factor = (int(np.array(factor).view(np.int64)) for factor in factors)
-    mask = -1 if before.element_size() == 8 else (1 << (8 * before.element_size())) - 1
-    lows = []
-    for bits in (before, after):
-        words = premix + (bits.to(torch.int64) & mask) * bits_factor
-        words = (words ^ _shift(words, 29)) * final_factor
-        lows.append(words ^ _shift(words, 32))
-    highs = [low * lane_factor for low in lows]
-    highs = [high ^ _shift(high, 29) for high in highs]
-    modulus = (1 << 64) - 1
-    return Fingerprint(int((lows[1] - lows[0]).sum()) & modulus, int((highs[1] - highs[0]).sum()) & modulus)

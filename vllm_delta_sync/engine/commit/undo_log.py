@@ -114,8 +114,8 @@ class UndoLog:
         """Drop the device copies of patches, which only a revert within the same pause needs. Host memory keeps the
         patches."""
         for entry in self._unconfirmed:
-            for sparse in entry.patch.sparse:
-                sparse.uploaded = None
+            if entry.patch.on_device is not None:
+                entry.patch.on_device.release()
         self._unconfirmed.clear()
 
     def clear(self) -> None:

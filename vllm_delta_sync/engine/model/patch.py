@@ -7,6 +7,7 @@ with the patch.
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor, 
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 from vllm_delta_sync.tensors.torch_views import SIGNED
+
+if TYPE_CHECKING:
+    from vllm_delta_sync.engine.model.device_patch import DevicePatch
 
 Words = npt.NDArray[np.uint64]
 Positions = npt.NDArray[np.int32] | Indices
@@ -39,8 +43,6 @@ class SparsePatch:
         positions: (n,) int32 or int64 indices into the destination's flat view.
         data: (n,) unsigned: ULP distances if ``relative``, else the bits to exchange.
         premix: (n,) uint64: index half of each element's hash (docs/FORMAT.md), so that a commit hashes bits only.
-        uploaded: positions, data (signed view) and premix (as int64) on the destination's device, unless that is the
-            CPU. Kept until all ranks have confirmed the commit, because it may be reverted within the same pause.
     """
 
     destination: int
@@ -50,7 +52,6 @@ class SparsePatch:
     positions: Positions
     data: Bits
     premix: Words
-    uploaded: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -79,6 +80,7 @@ class StagedPatch:
         fingerprints: per tensor id of the run: its fingerprint after the commit, whether or not this rank loads it.
         applied: whether the weights contain the patch.
         measured: per group of ranks, the change of fingerprint that the last commit measured.
+        on_device: what of ``sparse`` is applied on an accelerator; None until ``stage_on_device`` has run.
     """
 
     version: int
@@ -88,6 +90,7 @@ class StagedPatch:
     fingerprints: list[Fingerprint] = field(repr=False)
     applied: bool = False
     measured: dict[int, Fingerprint] = field(default_factory=dict)
+    on_device: "DevicePatch | None" = field(default=None, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +127,6 @@ def route_changes(version: int, changes: Changes, routes: RouteMap, before: list
         change for tensor, change in changes.fingerprints.items() if tensor not in in_full and routes.loaded[tensor]
     ]
     declared = sum(scattered, Fingerprint())
-    upload_patches(sparse, routes)
     return StagedPatch(version, sparse, declared, dense, after)
 
 
@@ -163,24 +165,6 @@ def _keep_local_group(group: Sparse, routes: RouteMap, keep: set[int]) -> Sparse
         np.concatenate([part[2] for part in kept] or [empty[1]]),
         group.relative,
     )
-
-
-def upload_patches(patches: list[SparsePatch], routes: RouteMap) -> None:
-    """Copy patches to their destinations' devices ahead of the commit. Raises torch.OutOfMemoryError."""
-    for patch in patches:
-        device = routes.destinations[patch.destination].flat.device
-        if device.type != "cpu":
-            patch.uploaded = to_device(patch, slice(None), device)
-
-
-def to_device(
-    patch: SparsePatch, piece: slice, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (positions, signed data, premix as int64) of a piece of a patch, on a device."""
-    signed = patch.data[piece].view(f"<i{patch.data.itemsize}")
-    arrays = (patch.positions[piece], signed, patch.premix[piece].view(np.int64))
-    positions, data, premix = (torch.from_numpy(array).to(device) for array in arrays)
-    return positions, data, premix
 
 
 def _check_full(full: Full, routes: RouteMap, after: list[Fingerprint], changes: Changes) -> None:

@@ -1,7 +1,7 @@
 """``RouteMap`` holds routes: where each element of a checkpoint lies in a model's memory."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.bits import Bits, Positions
 
 if TYPE_CHECKING:
+    from vllm_delta_sync.engine.model.fingerprint_triton import DeviceSums
     from vllm_delta_sync.engine.model.reload_units import ReloadUnits
 
 READ_ELEMENTS = 1 << 22
@@ -125,28 +126,52 @@ class RouteMap:
                 "...): patches would not reach the model; start the server again"
             )
 
-    def measure(self, tensors: Sequence[int]) -> Iterator[tuple[int, list[Fingerprint]]]:
-        """Yield (tensor, fingerprints per route); zeros for a tensor whose reload unit does not match the model."""
+    def measure(self, tensors: Sequence[int]) -> dict[int, list[Fingerprint]]:
+        """Return tensor → fingerprints per route; zeros for a tensor whose reload unit does not match the model."""
         derived = set() if self.reload_units is None else set(tensors) & set(self.reload_units.tensors)
         stale = derived if self.reload_units is None else derived - self.reload_units.up_to_date(derived, self)
-        for tensor in tensors:
-            found = self.fingerprint_routes(tensor)
-            # No element has fingerprint zero, so that zeros never match.
-            yield tensor, [Fingerprint()] * len(found) if tensor in stale else found
+        found = dict(zip(tensors, self.fingerprint_routes(tensors), strict=True))
+        # No element has fingerprint zero, so that zeros never match.
+        return found | {tensor: [Fingerprint()] * len(found[tensor]) for tensor in stale}
 
-    def fingerprint_routes(self, tensor: int) -> list[Fingerprint]:
-        """Hash one checkpoint tensor in the model's memory, per route."""
-        name = self.table[tensor].name
-        found = []
-        for route in self.routes[tensor]:
-            destination = self.destinations[route.destination]
-            fingerprint = fingerprint_in_place if destination.flat.device.type == "cpu" else fingerprint_via_copy
-            total = Fingerprint()
-            for source, target in split_regions(route.source, route.target, READ_ELEMENTS):
-                with self.memory.reading():
-                    total += fingerprint(name, destination.flat, source, target)
-            found.append(total)
-        return found
+    def fingerprint_routes(self, tensors: Sequence[int]) -> list[list[Fingerprint]]:
+        """Hash checkpoint tensors in the model's memory, per tensor and route.
+
+        On a device with Triton, kernels add up the hashes, and all sums are read once, at the end.
+        """
+        routes = [(self.table[tensor].name, route) for tensor in tensors for route in self.routes[tensor]]
+        found = [Fingerprint()] * len(routes)
+        sums: dict[torch.device, DeviceSums | None] = {}
+        for slot, (name, route) in enumerate(routes):
+            flat = self.destinations[route.destination].flat
+            if flat.device not in sums:
+                sums[flat.device] = _device_sums(len(routes), flat.device)
+            on_device = sums[flat.device]
+            if on_device is not None and len(route.source.sizes) <= on_device.MAX_DIMS:
+                for source, target in split_regions(route.source, route.target, on_device.MAX_ELEMENTS):
+                    with self.memory.reading():
+                        on_device.add(slot, name, flat, source, target)
+            else:
+                fingerprint = fingerprint_in_place if flat.device.type == "cpu" else fingerprint_via_copy
+                for source, target in split_regions(route.source, route.target, READ_ELEMENTS):
+                    with self.memory.reading():
+                        found[slot] += fingerprint(name, flat, source, target)
+        for summed in filter(None, sums.values()):
+            found = [one + other for one, other in zip(found, summed.read(), strict=True)]
+        slots = iter(found)
+        return [[next(slots) for _ in self.routes[tensor]] for tensor in tensors]
+
+
+def _device_sums(slots: int, device: torch.device) -> "DeviceSums | None":
+    """Return sums that kernels can add to; None where a host must hash."""
+    if device.type != "cuda":
+        return None
+    try:
+        from vllm_delta_sync.engine.model.fingerprint_triton import DeviceSums
+    except ImportError:
+        # torch's CUDA builds include Triton; without it the weights are copied to the host.
+        return None
+    return DeviceSums(slots, device)
 
 
 def fingerprint_in_place(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:

@@ -21,31 +21,9 @@ from typing import Any
 
 import torch
 
+from vllm_delta_sync.engine.model.accelerator import Accelerator
 from vllm_delta_sync.engine.model.model_replica import is_plain, walk_tensors
 from vllm_delta_sync.errors import BusyError
-
-
-class Accelerator:
-    """A device that torch supports as an accelerator; every method acts for the calling thread."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def set_device(self) -> None:
-        """Make it the thread's current device."""
-        torch.accelerator.set_device_index(self._device)
-
-    def set_new_stream(self) -> None:
-        """Make a new stream the thread's current stream."""
-        torch.accelerator.set_stream(torch.Stream(self._device))
-
-    def synchronize_stream(self) -> None:
-        """Wait until all work launched on the thread's current stream is done."""
-        torch.accelerator.current_stream(self._device).synchronize()
-
-    def synchronize(self) -> None:
-        """Wait until all work launched on any of the device's streams is done."""
-        torch.accelerator.synchronize(self._device)
 
 
 class WeightMemory:
@@ -55,12 +33,13 @@ class WeightMemory:
         accelerator: the device of the weights; None means host memory.
 
     Attributes:
+        accelerator: see above.
         asleep: whether the engine sleeps and its weights are not in memory. Written under ``exclusive``.
     """
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
         self.asleep = False
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         # Reentrant, because a call that moves weights may make another one.
         self._lock = threading.RLock()
         self._gate = threading.RLock()
@@ -75,15 +54,15 @@ class WeightMemory:
     def background_thread(self) -> Iterator[None]:
         """Set up the background thread for an operation; at the end, wait for what it launched."""
         with torch.inference_mode():
-            if self._accelerator is None:
+            if self.accelerator is None:
                 yield
                 return
-            self._accelerator.set_device()
-            self._accelerator.set_new_stream()
+            self.accelerator.set_device()
+            self.accelerator.set_new_stream()
             try:
                 yield
             finally:
-                self._accelerator.synchronize_stream()
+                self.accelerator.synchronize_stream()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -101,8 +80,8 @@ class WeightMemory:
             try:
                 yield
             finally:
-                if self._accelerator is not None:
-                    self._accelerator.synchronize_stream()
+                if self.accelerator is not None:
+                    self.accelerator.synchronize_stream()
         finally:
             self._lock.release()
 
@@ -119,15 +98,15 @@ class WeightMemory:
     def committing(self) -> Iterator[None]:
         """Set up a commit, on the worker's main thread while the engine is paused. The caller calls ``synchronize``."""
         with torch.inference_mode():
-            if self._accelerator is not None:
-                self._accelerator.set_device()
+            if self.accelerator is not None:
+                self.accelerator.set_device()
             self.synchronize()
             yield
 
     def synchronize(self) -> None:
         """Wait until the device has done all its work."""
-        if self._accelerator is not None:
-            self._accelerator.synchronize()
+        if self.accelerator is not None:
+            self.accelerator.synchronize()
 
     def check_awake(self) -> None:
         """Raise BusyError while the engine is asleep."""

@@ -24,6 +24,7 @@ from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
 from vllm_delta_sync.engine.compat import patches, write_hooks
 from vllm_delta_sync.engine.logger import logger
+from vllm_delta_sync.engine.model import device_patch
 from vllm_delta_sync.engine.model.load_record import load_record_of
 from vllm_delta_sync.engine.model.loader_trace import LoadableModel
 from vllm_delta_sync.engine.model.patch import StagedPatch
@@ -233,9 +234,11 @@ class RankWorker:
         # Tracing calls the model's loader, which counts as an external write. Reset here; later ones count.
         self.external_writer = None
         traced = time.perf_counter()
-        measured = [list(routes.fingerprint_routes(position)) for position in range(len(run.table))]
-        apply.compile_kernels({spec.element for spec in run.table})
-        warm_up({spec.element for spec in run.table})
+        measured = routes.fingerprint_routes(range(len(run.table)))
+        elements = {spec.element for spec in run.table}
+        apply.compile_kernels(elements)
+        device_patch.compile_kernels(elements, routes)
+        warm_up(elements)
         self.run, self.routes, self._runs = run, routes, runs
         self.version, self.fingerprints, self._staged = None, [], None
         self._undo_log.clear()
@@ -431,7 +434,7 @@ class RankWorker:
 
     def _rescan(self, routes: RouteMap, tensors: list[int]) -> protocol.Scanned:
         return protocol.Scanned(
-            measured={tensor: list(found) for tensor, found in routes.measure(tensors)},
+            measured=routes.measure(tensors),
             expected={tensor: self.fingerprints[tensor] for tensor in tensors},
             dead=[routes.table[tensor].name for tensor in tensors if not routes.is_live(tensor)],
         )

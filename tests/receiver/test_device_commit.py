@@ -1,0 +1,211 @@
+"""A commit on a (simulated) device: in batches, uploaded as far as memory goes, and nothing is allocated in a pause."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.device import SimulatedDevice, staged_on_device
+from tests.support.world import World
+from vllm_delta_sync.engine.commit import apply as commits
+from vllm_delta_sync.engine.model import accelerator, device_patch
+from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch
+from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
+from vllm_delta_sync.engine.model.weight_memory import WeightMemory
+from vllm_delta_sync.engine.worker.rank_worker import RankWorker
+from vllm_delta_sync.errors import DeltaSyncError, MemoryLimitError
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.tensors.torch_views import SIGNED
+
+
+def destinations(count: int, size: int, random: np.random.Generator) -> list[Destination]:
+    bits = random.integers(-(1 << 15), 1 << 15, (count, size), dtype=np.int16)
+    return [Destination(f"weight {i}", torch.bfloat16, torch.from_numpy(row.copy())) for i, row in enumerate(bits)]
+
+
+def random_patches(count: int, size: int, random: np.random.Generator) -> list[SparsePatch]:
+    """Distances for each destination, then bits to exchange; every third patch has wide positions."""
+    found = []
+    for relative in (True, False):
+        for number in range(count):
+            chosen = np.sort(random.choice(size, random.integers(1, size), replace=False))
+            positions = chosen.astype(np.int64) if number % 3 == 2 else chosen.astype(np.int32)
+            data = random.integers(0, 1 << 16, positions.size, dtype=np.uint16)
+            premix = random.integers(0, 1 << 64, positions.size, dtype=np.uint64)
+            found.append(SparsePatch(number, number % 2, DTYPES["BF16"], relative, positions, data, premix))
+    return found
+
+
+def copied(patches: list[SparsePatch]) -> list[SparsePatch]:
+    return [
+        SparsePatch(p.destination, p.group, p.element, p.relative, p.positions, p.data.copy(), p.premix)
+        for p in patches
+    ]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.0], ids=["all uploaded", "some uploaded", "none uploaded"])
+@pytest.mark.parametrize("workspace", [4_096, 1 << 20], ids=["many batches", "few batches"])
+def test_any_batches_are_the_commit_in_host_memory(
+    share: float, workspace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "WORKSPACE_BYTES", workspace)
+    monkeypatch.setattr(device_patch, "TORCH_ELEMENTS", 100)
+    random = np.random.default_rng(workspace)
+    weights, patches = destinations(5, 3_000, random), random_patches(5, 3_000, random)
+    before = [weight.flat.clone() for weight in weights]
+    there = [Destination(weight.name, weight.dtype, weight.flat.clone()) for weight in weights]
+    on_host = StagedPatch(1, copied(patches), Fingerprint(), [], [])
+    host_routes = RouteMap(TensorTable([]), weights, [])
+    device = SimulatedDevice()
+    staged, routes = staged_on_device(patches, there, uploaded=False, device=device)
+    assert staged.on_device is not None
+    total = sum(batch.nbytes for batch in staged.on_device.batches)
+    device.free = int(2 * share * total)
+    staged.on_device.upload()
+    uploaded = sum(batch.nbytes for batch in staged.on_device.batches if batch.uploaded is not None)
+    assert uploaded == total * share or 0 < uploaded < total * share
+    assert max(batch.nbytes for batch in staged.on_device.batches) <= workspace
+    for reverse in (False, True, False):
+        assert commits.apply_patch(on_host, host_routes, reverse) == commits.apply_patch(staged, routes, reverse)
+        for one, other in zip(weights, there, strict=True):
+            assert torch.equal(one.flat, other.flat)
+        for patch, other_patch in zip(on_host.sparse, staged.sparse, strict=True):
+            assert np.array_equal(patch.data, other_patch.data)
+        staged.on_device.release()
+    assert not torch.equal(weights[0].flat, before[0])
+
+
+class NoNewMemory(TorchDispatchMode):
+    """Fails at an operation whose result is in memory that none of its arguments had."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            tensor.untyped_storage()._cdata
+            for tensor in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(tensor, torch.Tensor)
+        }
+        found = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(found):
+            if isinstance(tensor, torch.Tensor):
+                assert tensor.untyped_storage()._cdata in given, f"{func} allocates in a pause"
+        return found
+
+
+def on_device(world: World, device: SimulatedDevice) -> RankWorker:
+    rank = RankWorker(world.model, 0, memory=WeightMemory(device))
+    world.port.ranks = [rank]
+    world.use(world.port)
+    return rank
+
+
+def test_nothing_is_allocated_in_a_pause(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by a commit, nor by rollbacks of a confirmed one; sparse changes, and tensors in full."""
+    world = World(tmp_path)
+    device = SimulatedDevice()
+    rank = on_device(world, device)
+    original, calls = commits.apply_patch, []
+
+    def watched(patch: StagedPatch, routes: RouteMap, reverse: bool = False) -> Any:
+        free = device.free
+        with NoNewMemory():
+            found = original(patch, routes, reverse)
+        assert device.free == free
+        calls.append((len(patch.sparse), len(patch.dense)))
+        return found
+
+    monkeypatch.setattr(commits, "apply_patch", watched)
+    world.receiver.advance()
+    world.train_and_follow(1, 2)
+    for tensor in world.tensors.values():
+        tensor += 1.0
+    world.publisher.publish(step=3, wait=True)
+    world.publisher.flush()
+    world.receiver.advance()
+    world.expect_exact()
+    world.receiver.rollback(1)
+    assert rank.version == 1
+    assert any(sparse for sparse, _ in calls)
+    assert any(dense for _, dense in calls)
+
+
+def test_a_commit_that_fails_in_any_batch_leaves_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "WORKSPACE_BYTES", 4_096)
+    random = np.random.default_rng(1)
+    there, patches = destinations(3, 1_000, random), random_patches(3, 1_000, random)
+    before, data = [weight.flat.clone() for weight in there], copied(patches)
+    staged, routes = staged_on_device(patches, there)
+    assert staged.on_device is not None
+    original = device_patch._commit_piece
+    for failing in range(len(staged.on_device.batches)):
+        left = [failing]
+
+        def sometimes(*arguments: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == -1:
+                raise torch.OutOfMemoryError("no memory")
+            original(*arguments)
+
+        monkeypatch.setattr(device_patch, "_commit_piece", sometimes)
+        with pytest.raises(torch.OutOfMemoryError):
+            commits.apply_patch(staged, routes)
+        assert not staged.applied
+        for weight, bits in zip(there, before, strict=True):
+            assert torch.equal(weight.flat, bits)
+        for patch, known in zip(patches, data, strict=True):
+            assert np.array_equal(patch.data, known.data)
+
+
+def test_the_workspace_takes_what_memory_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice(free=(3 << 20) + 5)
+    assert device.workspace.nbytes == 2 << 20
+    with pytest.raises(torch.OutOfMemoryError):
+        assert SimulatedDevice(free=1_000).workspace
+
+
+def test_a_device_without_memory_keeps_serving_and_follows_once_there_is_some(tmp_path: Any) -> None:
+    world = World(tmp_path)
+    device = SimulatedDevice(free=10)
+    on_device(world, device)
+    world.receiver.advance()
+    world.train(1)
+    with pytest.raises(DeltaSyncError) as failed:
+        world.receiver.advance()
+    assert failed.value.kind == MemoryLimitError.kind
+    assert world.receiver.served_version == 0
+    device.free = 1 << 30
+    world.receiver.advance()
+    world.expect_exact()
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 3), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("strided", [False, True])
+def test_full_tensors_are_exchanged_through_the_workspace(shape: tuple[int, ...], strided: bool) -> None:
+    space = SimulatedDevice().workspace
+    whole = torch.arange(1 + int(np.prod(shape)) * (2 if strided else 1), dtype=SIGNED[2])[1:]
+    live = (whole[::2] if strided else whole).view(shape)
+    staged = -torch.ones(shape, dtype=SIGNED[2]) - 5
+    before, new = live.clone(), staged.clone()
+    space.exchange(live, staged)
+    assert torch.equal(live, new)
+    assert torch.equal(staged, before)
+
+
+def test_an_exchange_that_fails_leaves_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice()
+    live, staged = torch.zeros(9, dtype=torch.int16), torch.ones(9, dtype=torch.int16)
+    calls: list[None] = []
+
+    def failing() -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            raise RuntimeError("the device reports an error")
+
+    monkeypatch.setattr(device, "synchronize_stream", failing)
+    with pytest.raises(RuntimeError):
+        device.workspace.exchange(live, staged)
+    assert not live.any()
+    assert staged.all()

@@ -1,0 +1,38 @@
+"""Kernels for GPUs, without a GPU: run under Triton's interpreter, and compiled.
+
+Triton is not in the environment of the tests, where vLLM would find it, but beside it, for processes of its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TRITON = ROOT / ".venv" / "triton"
+
+
+def run_with_triton(module: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    assert (TRITON / "triton").is_dir(), f"{TRITON} is missing; make test installs Triton there"
+    return subprocess.run(
+        [sys.executable, "-m", module],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{TRITON}{os.pathsep}{ROOT}", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("program", ["interpreted_commit", "interpreted_diff", "interpreted_fingerprint"])
+def test_kernels_compute_what_a_cpu_computes(program: str) -> None:
+    done = run_with_triton(f"tests.tools.{program}", TRITON_INTERPRET="1")
+    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
+
+
+def test_kernels_compile_and_take_no_more_registers_than_the_document_says(tmp_path: Path) -> None:
+    done = run_with_triton("tests.tools.device_kernels", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,58 @@
+"""``SimulatedDevice``: the device path with ``device="cpu"`` and streams that do nothing; memory may run out."""
+
+import torch
+
+from vllm_delta_sync.engine.model.accelerator import Accelerator
+from vllm_delta_sync.engine.model.device_patch import stage_on_device
+from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch
+from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
+from vllm_delta_sync.engine.model.weight_memory import WeightMemory
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.table import TensorTable
+
+
+class SimulatedDevice(Accelerator):
+    """An accelerator whose memory is the host's, of which ``free`` bytes are left."""
+
+    def __init__(self, free: int = 1 << 30) -> None:
+        super().__init__(torch.device("cpu"))
+        self.free = free
+
+    def set_device(self) -> None:
+        pass
+
+    def set_new_stream(self) -> None:
+        pass
+
+    def synchronize_stream(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self.free:
+            raise torch.OutOfMemoryError(f"{nbytes} bytes wanted, {self.free} left")
+        self.free -= nbytes
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def staged_on_device(
+    patches: list[SparsePatch],
+    destinations: list[Destination],
+    uploaded: bool = True,
+    device: SimulatedDevice | None = None,
+) -> tuple[StagedPatch, RouteMap]:
+    """Patches staged on a simulated device, uploaded or not, and routes to the weights there."""
+    routes = RouteMap(TensorTable([]), destinations, [], memory=WeightMemory(device or SimulatedDevice()))
+    staged = StagedPatch(1, patches, Fingerprint(), [], [])
+    stage_on_device(staged, routes)
+    if not uploaded and staged.on_device is not None:
+        staged.on_device.release()
+    return staged, routes

@@ -1,0 +1,175 @@
+"""Compile every kernel for GPUs, without one: ``python -m tests.tools.device_kernels [--write]``.
+
+Ends with status 1 if a kernel takes more registers or stack than docs/kernels.md says; ``--write`` renews the document.
+Needs Triton: run with PYTHONPATH=.venv/triton:. in the environment that make has made.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
+from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, import-not-found, unused-ignore]
+from triton.compiler import ASTSource  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+from trainer_side.diff import triton as diff
+from vllm_delta_sync.engine.model import commit_triton as commit
+from vllm_delta_sync.engine.model import fingerprint_triton as fingerprint
+from vllm_delta_sync.engine.model.device_patch import BLOCK
+
+
+@dataclass(frozen=True)
+class DeviceKernel:
+    """A kernel as it is compiled for arguments of some types.
+
+    Attributes:
+        signature: the type of each parameter but constants, in Triton's words.
+    """
+
+    name: str
+    fn: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+
+
+def _fingerprint(width: int, dims: int) -> DeviceKernel:
+    typed = {each.name: each.annotation_type for each in fingerprint.add_hashes.params if each.annotation_type}
+    constants = {"DIMS": dims, "SIZE": fingerprint.BLOCK, "BLOCKS": fingerprint.BLOCKS_PER_PROGRAM}
+    return DeviceKernel(
+        f"fingerprint, int{8 * width}, {dims}-D",
+        fingerprint.add_hashes,
+        {"flat": f"*i{8 * width}", "sums": "*i64", **typed},
+        constants,
+    )
+
+
+def _diff(live: int, base: int) -> DeviceKernel:
+    rounds = live != base
+    return DeviceKernel(
+        f"diff, int{8 * base}" + (", rounded from float32" if rounds else ""),
+        diff._extract,
+        {
+            "live": f"*i{8 * live}", "base": f"*i{8 * base}", "size": "i32", "where": "*i32", "old": f"*i{8 * base}",
+            "new": f"*i{8 * base}", "count": "*i32", "nan": "i32", "room": "i32",
+        },
+        {"ROUND": rounds, "SIZE": diff.BLOCK},
+    )  # fmt: skip
+
+
+def _commit(width: int, relative: bool, wide: bool = False) -> DeviceKernel:
+    signed, unsigned = commit.WIDTHS[getattr(torch, f"int{8 * width}")]
+    return DeviceKernel(
+        f"commit, int{8 * width}, {'distances' if relative else 'exchange'}" + (", int64 positions" if wide else ""),
+        commit.commit_kernel,
+        {
+            "bases": "*i64", "ends": "*i32", "rows": "*i32", "firsts": "*i32", "segments": "*i32",
+            "positions": "*i64" if wide else "*i32", "data": f"*i{8 * width}", "premixed": "*i64", "sums": "*i64",
+        },
+        {
+            "REVERSE": False, "RELATIVE": relative, "FLOAT": True, "SIGNED": signed, "UNSIGNED": unsigned,
+            "SIZE": BLOCK,
+        },
+    )  # fmt: skip
+
+
+KERNELS = [
+    *(_commit(width, relative) for width in (1, 2, 4, 8) for relative in (True, False)),
+    _commit(2, True, wide=True),
+    _diff(2, 2),
+    _diff(4, 2),
+    _fingerprint(1, 1),
+    _fingerprint(2, 1),
+    _fingerprint(2, 2),
+    _fingerprint(2, 4),
+    _fingerprint(4, 1),
+    _fingerprint(8, 4),
+]
+"""To add a kernel, add it here, and a program that runs it under Triton's interpreter to
+tests/receiver/test_device_kernels.py."""
+
+CAPABILITIES = (80, 90, 100)
+DOCUMENT = Path(__file__).parents[2] / "docs" / "kernels.md"
+HEADER = """\
+# Kernels for GPUs
+
+Made by `python -m tests.tools.device_kernels --write`, which needs no GPU: registers + bytes of stack of a thread, for
+three generations of GPUs. Registers spill to the stack. `tests/receiver/test_device_kernels.py` fails if a kernel takes
+more. It also runs every kernel under Triton's interpreter and compares the results with those of a CPU. No kernel has
+run on a GPU.
+
+"""
+
+Figures = tuple[int, int]
+Table = dict[str, list[Figures]]
+
+
+def compiled(kernel: DeviceKernel, capability: int) -> Figures:
+    """Return the registers and the bytes of stack of each thread."""
+    signature = {**kernel.signature, **dict.fromkeys(kernel.constexprs, "constexpr")}
+    source = ASTSource(fn=kernel.fn, signature=signature, constexprs=kernel.constexprs)
+    code = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ((registers, stack, local),) = re.findall(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", said)
+    return int(registers), int(stack) + int(local)
+
+
+def read_table() -> Table:
+    rows = re.findall(r"^\| (.+?) \| (\d.*) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    return {name: [_figures(cell) for cell in cells.split(" | ")] for name, cells in rows}
+
+
+def _figures(cell: str) -> Figures:
+    registers, _, stack = cell.partition(" + ")
+    return int(registers), int(stack)
+
+
+def write_table(table: Table) -> None:
+    lines = ["| kernel | " + " | ".join(f"sm_{capability}" for capability in CAPABILITIES) + " |"]
+    lines += ["|---" * (1 + len(CAPABILITIES)) + "|"]
+    for name, row in table.items():
+        lines.append(f"| {name} | " + " | ".join(f"{registers} + {stack}" for registers, stack in row) + " |")
+    DOCUMENT.write_text(HEADER + "\n".join(lines) + "\n")
+
+
+def differences(found: Table, known: Table) -> list[str]:
+    """Return what is worse than the document says, and what it does not say or says in vain."""
+    messages = [f"docs/kernels.md has {name!r}, which is no kernel" for name in known.keys() - found.keys()]
+    for name, row in found.items():
+        if name not in known:
+            messages.append(f"docs/kernels.md does not have {name!r}")
+            continue
+        for capability, now, before in zip(CAPABILITIES, row, known[name], strict=True):
+            if now[0] > before[0] or now[1] > before[1]:
+                messages.append(
+                    f"{name}, sm_{capability}: {now[0]} registers and {now[1]} bytes of stack, {before[0]} and "
+                    f"{before[1]} in docs/kernels.md"
+                )
+    return messages
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/kernels.md instead of comparing with it")
+    arguments = parser.parse_args()
+    found = {kernel.name: [compiled(kernel, capability) for capability in CAPABILITIES] for kernel in KERNELS}
+    if arguments.write:
+        write_table(found)
+        return 0
+    messages = differences(found, read_table())
+    if messages:
+        print(*messages, "python -m tests.tools.device_kernels --write renews it", sep="\n")
+    return bool(messages)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

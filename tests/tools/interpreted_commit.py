@@ -1,0 +1,84 @@
+"""The commit kernel under Triton's interpreter against the compiled loops: run with TRITON_INTERPRET=1.
+
+Random patterns of every width, and those at which arithmetic or a grid may go wrong: NaNs, −0.0, distances that wrap
+around, segments of one element and of a block and one more, 64-bit positions; forwards, back, and forwards again.
+"""
+
+import numpy as np
+import torch
+
+from tests.support.device import staged_on_device
+from vllm_delta_sync.engine.commit.apply import apply_patch
+from vllm_delta_sync.engine.model import accelerator, commit_triton, device_patch
+from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch
+from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
+from vllm_delta_sync.format.dtypes import DTYPES, DType
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES
+
+SIZES = (1, device_patch.BLOCK - 1, device_patch.BLOCK, device_patch.BLOCK + 1, 2 * device_patch.BLOCK + 7)
+
+
+def edge_patterns(element: DType) -> np.ndarray:
+    """Zeros, the smallest and largest patterns on both sides of zero: −0.0, infinities and NaNs are among them."""
+    sign = 1 << (8 * element.itemsize - 1)
+    near = [at + step for at in (0, sign // 2, sign, sign + sign // 2, 2 * sign) for step in range(-4, 5)]
+    return np.array([pattern % (2 * sign) for pattern in near], np.uint64).astype(element.uint)
+
+
+def random_bits(random: np.random.Generator, element: DType, size: int) -> np.ndarray:
+    bits = random.integers(0, 1 << 64, size, dtype=np.uint64).astype(element.uint)
+    edges = edge_patterns(element)
+    return np.where(random.random(size) < 0.3, random.choice(edges, size), bits)
+
+
+def check(dtype: str, relative: bool, wide: bool, workspace: int, uploaded: bool, seed: int) -> None:
+    """Compare both paths over several destinations; every other one is of another group of ranks."""
+    accelerator.WORKSPACE_BYTES = workspace
+    random, element = np.random.default_rng(seed), DTYPES[dtype]
+    on_host: list[Destination] = []
+    on_device: list[Destination] = []
+    patches: list[SparsePatch] = []
+    for number, count in enumerate(SIZES):
+        size = count + int(random.integers(0, 50))
+        bits = random_bits(random, element, size)
+        for destinations in (on_host, on_device):
+            flat = torch.from_numpy(bits.copy().view(f"<i{element.itemsize}")).view(SIGNED[element.itemsize])
+            destinations.append(Destination(str(number), TORCH_DTYPES[dtype], flat))
+        chosen = np.sort(random.choice(size, count, replace=False))
+        positions = chosen.astype(np.int64) if wide else chosen.astype(np.int32)
+        data, premix = random_bits(random, element, count), random.integers(0, 1 << 64, count, dtype=np.uint64)
+        patches.append(SparsePatch(number, number % 2, element, relative, positions, data, premix))
+    copies = [
+        SparsePatch(p.destination, p.group, element, relative, p.positions, p.data.copy(), p.premix) for p in patches
+    ]
+    expected, host_routes = StagedPatch(1, copies, Fingerprint(), [], []), RouteMap(TensorTable([]), on_host, [])
+    staged, routes = staged_on_device(patches, on_device, uploaded)
+    for reverse in (False, True, False):
+        measured = apply_patch(staged, routes, reverse)
+        assert measured == apply_patch(expected, host_routes, reverse), (dtype, relative, reverse)
+        for one, other in zip(on_host, on_device, strict=True):
+            assert torch.equal(one.flat, other.flat), (dtype, relative, reverse, one.name)
+        for one_patch, other_patch in zip(copies, patches, strict=True):
+            assert np.array_equal(one_patch.data, other_patch.data), (dtype, relative, reverse)
+
+
+def main() -> None:
+    device_patch._triton = lambda accelerator: commit_triton
+    seed = 0
+    for dtype in ("BF16", "F16", "F32", "F64", "F8_E4M3", "I64", "I8", "U8"):
+        for relative in (True, False):
+            workspace = 1 << (20 if seed % 2 else 13)
+            check(dtype, relative, seed % 3 == 0, workspace, seed % 4 < 2, seed)
+            seed += 1
+    destination = Destination("weight", torch.bfloat16, torch.arange(50, dtype=torch.int16))
+    empty, routes = staged_on_device([], [destination])
+    device_patch.compile_kernels({DTYPES["BF16"], DTYPES["U8"]}, routes)
+    assert torch.equal(destination.flat, torch.arange(50, dtype=torch.int16))
+    assert apply_patch(empty, routes) == {}
+    print("equal")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,418 @@
+"""``DevicePatch`` is the part of a patch whose weights lie on a device: uploaded beside generation, applied in a pause.
+
+It is cut into batches that fit the workspace. Beside generation, as many batches are uploaded as half of the device's
+free memory holds, since the engine took the rest for its cache; during the commit, the others pass through the
+workspace one by one. A commit launches one kernel per batch, whatever the number of destinations, reads the sums of
+hashes once, and allocates nothing.
+
+What a kernel does: a negative pattern x of a float stands in the monotone order at x ^ largest, which in two's
+complement equals smallest − x − 1; distances are added there, modulo 2^width. The hash is that of docs/FORMAT.md.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import product
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_delta_sync.engine.model.accelerator import Accelerator, Workspace
+from vllm_delta_sync.engine.model.patch import NARROW_ELEMENTS, Positions, SparsePatch, StagedPatch
+from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
+from vllm_delta_sync.engine.model.take_back import take_back
+from vllm_delta_sync.format.dtypes import DType
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.tensors.torch_views import SIGNED
+
+BLOCK = 1024
+"""Elements per block of a kernel's grid."""
+TORCH_ELEMENTS = 1 << 20
+"""Elements per step without Triton: bounds the scratch memory."""
+TORCH_SCRATCH = 8
+"""Arrays of 8 bytes per element that such a step needs."""
+ALIGNMENT = 16
+PART_BYTES = 8 + 4 + 4 + 8
+"""Bytes in a packed batch per part of a patch: address, end, row, and one block that is not full."""
+PACKED_ARRAYS = 8
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A batch as kernels read it: views of one stretch of memory, on the host or on the device.
+
+    Attributes:
+        relative: whether ``data`` are distances.
+        is_float: whether the monotone order mirrors negative patterns.
+        premix: (n,) int64: position half of each element's hash.
+        bases: (s,) int64: address of each segment's destination.
+        ends: (s,) int32: index of the element after each segment's last.
+        rows: (s,) int32: row of ``sums`` that each segment adds to.
+        firsts: (b,) int32: index of the first element of each block.
+        segments: (b,) int32: segment of each block.
+        positions: (n,) int32 or int64 indices into the destination.
+        data: (n,) signed integers of the element's width: distances, or the bits to exchange.
+    """
+
+    relative: bool
+    is_float: bool
+    premix: torch.Tensor
+    bases: torch.Tensor
+    ends: torch.Tensor
+    rows: torch.Tensor
+    firsts: torch.Tensor
+    segments: torch.Tensor
+    positions: torch.Tensor
+    data: torch.Tensor
+
+
+@dataclass
+class Part:
+    """Elements ``start`` … ``stop`` − 1 of a patch; ``row`` of the sums is that of the patch's group."""
+
+    patch: SparsePatch
+    destination: Destination
+    row: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass
+class Batch:
+    """What one launch writes: parts of patches with one element type, all relative or none, no element twice.
+
+    Attributes:
+        uploaded: the packed batch on the device; None if it is in host memory only.
+    """
+
+    parts: list[Part]
+    uploaded: torch.Tensor | None = None
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    @cached_property
+    def blocks(self) -> int:
+        return sum(-(-part.size // BLOCK) for part in self.parts)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Size of the packed batch."""
+        return sum(-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in self._layout)
+
+    @property
+    def _layout(self) -> list[tuple[int, torch.dtype]]:
+        first, parts = self.parts[0].patch, len(self.parts)
+        index = torch.int32 if first.positions.itemsize == 4 else torch.int64
+        return [
+            (self.elements, torch.int64),
+            (parts, torch.int64),
+            (parts, torch.int32),
+            (parts, torch.int32),
+            (self.blocks, torch.int32),
+            (self.blocks, torch.int32),
+            (self.elements, index),
+            (self.elements, SIGNED[first.element.itemsize]),
+        ]
+
+    def views(self, memory: torch.Tensor) -> PackedBatch:
+        """Return the packed batch in (≥ nbytes,) uint8 memory."""
+        arrays, at = [], 0
+        for count, dtype in self._layout:
+            arrays.append(memory[at : at + count * dtype.itemsize].view(dtype))
+            at += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        first = self.parts[0].patch
+        return PackedBatch(first.relative, first.element.is_float, *arrays)
+
+    def pack(self, memory: torch.Tensor) -> None:
+        """Write the packed batch into (≥ nbytes,) uint8 memory of the host."""
+        packed = self.views(memory)
+        premix, positions, data = (tensor.numpy() for tensor in (packed.premix, packed.positions, packed.data))
+        firsts, segments = packed.firsts.numpy(), packed.segments.numpy()
+        at = block = 0
+        for number, part in enumerate(self.parts):
+            patch, stretch, end = part.patch, slice(part.start, part.stop), at + part.size
+            premix[at:end] = patch.premix[stretch].view(np.int64)
+            positions[at:end] = patch.positions[stretch]
+            data[at:end] = patch.data[stretch].view(data.dtype)
+            packed.bases[number] = part.destination.flat.data_ptr()
+            packed.ends[number], packed.rows[number] = end, part.row
+            blocks = -(-part.size // BLOCK)
+            firsts[block : block + blocks] = np.arange(at, end, BLOCK)
+            segments[block : block + blocks] = number
+            at, block = end, block + blocks
+
+    def unpack_data(self, memory: torch.Tensor) -> None:
+        """Copy the packed ``data`` in host memory to the patches, after an exchange."""
+        data, at = memory.numpy(), 0
+        for part in self.parts:
+            part.patch.data[part.start : part.stop] = data[at : at + part.size].view(part.patch.data.dtype)
+            at += part.size
+
+
+class DevicePatch:
+    """The patches of one version whose destinations lie on the device, in their order.
+
+    Args:
+        patches: each element of a destination occurs at most once among patches that are relative, and at most once
+            among those that are not.
+    """
+
+    def __init__(self, patches: list[SparsePatch], routes: RouteMap, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._groups = sorted({patch.group for patch in patches})
+        self.batches = list(_batches(patches, routes, self._groups, workspace.nbytes))
+        sums = 16 * len(self._groups)
+        self._sums = workspace.accelerator.allocate(sums).view(torch.int64).view(-1, 2)
+        self._sums_on_host = workspace.accelerator.allocate_pinned(sums).view(torch.int64).view(-1, 2)
+        module = _triton(workspace.accelerator)
+        self._commit: CommitFunction
+        if module is None:
+            # Allocated now, so that no commit allocates.
+            self._commit = partial(commit_torch, workspace.scratch(TORCH_SCRATCH * TORCH_ELEMENTS * 8))
+        else:
+            self._commit = module.commit_triton
+
+    def upload(self) -> None:
+        """Upload batches while half of the device's free memory lasts; the others are uploaded during the commit."""
+        workspace = self._workspace
+        room = workspace.accelerator.free_bytes() // 2
+        for batch in self.batches:
+            if batch.nbytes > room:
+                return
+            try:
+                uploaded = workspace.accelerator.allocate(batch.nbytes)
+            except torch.OutOfMemoryError:
+                return
+            with workspace.lock:
+                batch.pack(workspace.on_host)
+                workspace.upload(batch.nbytes, uploaded)
+            batch.uploaded = uploaded
+            room -= batch.nbytes
+
+    def release(self) -> None:
+        """Free the uploaded batches. Host memory keeps the patches."""
+        for batch in self.batches:
+            batch.uploaded = None
+
+    def clear_sums(self) -> None:
+        """Begin to measure."""
+        self._sums.zero_()
+
+    def read_sums(self) -> dict[int, Fingerprint]:
+        """Return the change of fingerprint per group since ``clear_sums``. Waits for the device."""
+        self._sums_on_host.copy_(self._sums, non_blocking=True)
+        self._workspace.accelerator.synchronize()
+        words = self._sums_on_host.numpy().view(np.uint64)
+        return {group: Fingerprint(int(low), int(high)) for group, (low, high) in zip(self._groups, words, strict=True)}
+
+    def apply(self, batch: Batch, reverse: bool) -> None:
+        """Launch a batch, or take it back. After an exchange, the patches in host memory hold the old bits.
+
+        Raises:
+            RuntimeError: the device failed; the batch is not applied. WeightsLostError: the device failed again.
+        """
+        workspace = self._workspace
+        if batch.uploaded is not None and batch.parts[0].patch.relative:
+            self._commit(batch.views(batch.uploaded), batch, self._sums, reverse)
+            return
+        with workspace.lock:
+            memory = batch.uploaded
+            if memory is None:
+                memory = workspace.on_device
+                batch.pack(workspace.on_host)
+                workspace.upload(batch.nbytes, memory)
+            packed = batch.views(memory)
+            self._commit(packed, batch, self._sums, reverse)
+            try:
+                if not packed.relative:
+                    on_host = batch.views(workspace.on_host).data
+                    on_host.copy_(packed.data, non_blocking=True)
+                # The next batch overwrites the workspace.
+                workspace.accelerator.synchronize_stream()
+            except BaseException as error:  # including interrupts: the weights must not keep what the patch lost
+                undo = partial(self._commit, packed, batch, self._sums, not reverse)
+                take_back([undo, workspace.accelerator.synchronize], "a batch", error)
+                raise
+            if not packed.relative:
+                batch.unpack_data(on_host)
+
+
+def stage_on_device(patch: StagedPatch, routes: RouteMap) -> None:
+    """Prepare the commit of a patch on the device of its weights; does nothing where all weights are in host memory.
+
+    Raises:
+        torch.OutOfMemoryError: the device has not even memory for the smallest workspace.
+    """
+    accelerator = routes.memory.accelerator
+    if accelerator is None:
+        return
+    patches = [sparse for sparse in patch.sparse if is_on_device(routes.destinations[sparse.destination], routes)]
+    patch.on_device = DevicePatch(patches, routes, accelerator.workspace)
+    patch.on_device.upload()
+
+
+def is_on_device(destination: Destination, routes: RouteMap) -> bool:
+    """Return whether a destination lies on the accelerator; if not, it is in host memory."""
+    return routes.memory.accelerator is not None and destination.flat.device == routes.memory.accelerator.device
+
+
+def _batches(patches: list[SparsePatch], routes: RouteMap, groups: list[int], most: int) -> Iterator[Batch]:
+    """Cut patches into batches of at most ``most`` bytes, in their order."""
+    parts: list[Part] = []
+    kind: tuple[Any, ...] = ()
+    room = 0
+    for patch in patches:
+        row, destination = groups.index(patch.group), routes.destinations[patch.destination]
+        # Per block of elements, and 4 bytes each for the block's first element and segment.
+        block_bytes = BLOCK * (8 + patch.positions.itemsize + patch.data.itemsize) + 8
+        start = 0
+        while start < patch.positions.size:
+            count = min(patch.positions.size - start, (room - PART_BYTES) * BLOCK // block_bytes)
+            if parts and (count <= 0 or kind != (patch.element, patch.relative, patch.positions.dtype)):
+                yield Batch(parts)
+                parts = []
+            if not parts:
+                kind, room = (patch.element, patch.relative, patch.positions.dtype), most - PACKED_ARRAYS * ALIGNMENT
+                count = min(patch.positions.size - start, (room - PART_BYTES) * BLOCK // block_bytes)
+            parts.append(Part(patch, destination, row, start, start + count))
+            room -= PART_BYTES + -(-count * block_bytes // BLOCK)
+            start += count
+    if parts:
+        yield Batch(parts)
+
+
+def _triton(accelerator: Accelerator) -> ModuleType | None:
+    """Return the module of the Triton kernel; None where torch operations do the same in several passes."""
+    if accelerator.device.type != "cuda":
+        return None
+    try:
+        from vllm_delta_sync.engine.model import commit_triton
+    except ImportError:
+        # torch's CUDA builds include Triton.
+        return None
+    return commit_triton
+
+
+def compile_kernels(elements: set[DType], routes: RouteMap) -> None:
+    """Compile and load the kernels for these element types now, so that no commit does while the engine is paused."""
+    accelerator = routes.memory.accelerator
+    module = None if accelerator is None else _triton(accelerator)
+    if accelerator is None or module is None:
+        return
+    wide = any(destination.flat.numel() >= NARROW_ELEMENTS for destination in routes.destinations)
+    workspace = accelerator.workspace
+    with workspace.lock:
+        # All zeros is a batch with one block, whose segment is empty.
+        workspace.on_device.zero_()
+        narrow: list[Positions] = [np.zeros(1, np.int32)]
+        positions = [*narrow, np.zeros(1, np.int64)] if wide else narrow
+        for element, position, relative in product(elements, positions, (True, False)):
+            patch = SparsePatch(0, 0, element, relative, position, np.zeros(1, element.uint), np.zeros(1, np.uint64))
+            batch = Batch([Part(patch, routes.destinations[0], 0, 0, 1)])
+            sums = workspace.on_device[-16:].view(torch.int64)
+            for reverse in (False, True):
+                module.commit_triton(batch.views(workspace.on_device), batch, sums, reverse)
+        accelerator.synchronize_stream()
+
+
+CommitFunction = Callable[[PackedBatch, Batch, torch.Tensor, bool], None]
+"""(batch, its views on the device, (groups, 2) int64 sums, reverse): write it and add to the sums, or do neither."""
+
+
+def commit_torch(scratch: torch.Tensor, packed: PackedBatch, batch: Batch, sums: torch.Tensor, reverse: bool) -> None:
+    """Apply a batch in torch operations, some elements at a time, or not at all.
+
+    Args:
+        scratch: (TORCH_SCRATCH · TORCH_ELEMENTS · 8,) uint8 on the device.
+    """
+    done: list[tuple[Part, slice]] = []
+    at = 0
+    try:
+        for part in batch.parts:
+            for start in range(at, at + part.size, TORCH_ELEMENTS):
+                piece = slice(start, min(start + TORCH_ELEMENTS, at + part.size))
+                _commit_piece(scratch, packed, part, piece, sums, reverse)
+                done.append((part, piece))
+            at += part.size
+    except BaseException as error:  # including interrupts: half a batch must not remain
+        undo = [
+            partial(_commit_piece, scratch, packed, part, piece, sums, not reverse) for part, piece in reversed(done)
+        ]
+        take_back(undo, "half a batch", error)
+        raise
+
+
+def _commit_piece(
+    scratch: torch.Tensor, packed: PackedBatch, part: Part, piece: slice, sums: torch.Tensor, reverse: bool
+) -> None:
+    flat, data = part.destination.flat, packed.data[piece]
+    rows = scratch.view(torch.int64).view(TORCH_SCRATCH, -1)
+    where, shifted, lanes = rows[0, : data.numel()], rows[1, : data.numel()], rows[2:6, : data.numel()]
+    before, after = (row.view(flat.dtype)[: data.numel()] for row in rows[6:])
+    where.copy_(packed.positions[piece])
+    torch.index_select(flat, 0, where, out=before)
+    if packed.relative:
+        _add(before, data, packed.is_float, reverse, after, shifted.view(flat.dtype)[: data.numel()])
+    else:
+        after.copy_(data)
+    for row, bits in ((0, before), (2, after)):
+        _hash(packed.premix[piece], bits, lanes[row], lanes[row + 1], shifted)
+    flat.index_copy_(0, where, after)
+    if not packed.relative:
+        data.copy_(before)
+    change = torch.sum(lanes[2:].sub_(lanes[:2]), 1, out=rows[1, :2])
+    sums[part.row].add_(change)
+
+
+def _add(
+    before: torch.Tensor,
+    distances: torch.Tensor,
+    is_float: bool,
+    reverse: bool,
+    after: torch.Tensor,
+    mask: torch.Tensor,
+) -> None:
+    sign, largest = 8 * before.element_size() - 1, torch.iinfo(before.dtype).max
+    after.copy_(before)
+    if is_float:
+        # The shift is arithmetic: all ones for a negative pattern, so that only those are mirrored.
+        after.bitwise_xor_(torch.bitwise_right_shift(after, sign, out=mask).bitwise_and_(largest))
+    if reverse:
+        after.sub_(distances)
+    else:
+        after.add_(distances)
+    if is_float:
+        after.bitwise_xor_(torch.bitwise_right_shift(after, sign, out=mask).bitwise_and_(largest))
+
+
+def _hash(
+    premix: torch.Tensor, bits: torch.Tensor, low: torch.Tensor, high: torch.Tensor, shifted: torch.Tensor
+) -> None:
+    """Write both lanes of the element hashes; int64 arithmetic wraps as the unsigned definition does."""
+    from vllm_delta_sync.format import kernels
+
+    bits_factor, final_factor, lane_factor = (
+        int(factor.view(np.int64)) for factor in (kernels.BITS, kernels.FINAL, kernels.LANE)
+    )
+    low.copy_(bits)
+    if bits.element_size() < 8:
+        low.bitwise_and_((1 << (8 * bits.element_size())) - 1)
+    low.mul_(bits_factor).add_(premix)
+    _fold(low, 29, shifted).mul_(final_factor)
+    _fold(low, 32, shifted)
+    torch.mul(low, lane_factor, out=high)
+    _fold(high, 29, shifted)
+
+
+def _fold(words: torch.Tensor, count: int, shifted: torch.Tensor) -> torch.Tensor:
+    """Do words ^= words >> count in place, with zeros shifted in."""
+    torch.bitwise_right_shift(words, count, out=shifted).bitwise_and_((1 << (64 - count)) - 1)
+    return words.bitwise_xor_(shifted)
