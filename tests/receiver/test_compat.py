@@ -109,6 +109,11 @@ core/engine_core.py | CALLS
     vllm.v1.executor.multiproc_executor: FutureWrapper(futures_queue, get_response); MultiprocExecutor.is_failed;
         MultiprocExecutor.collective_rpc(method, timeout, args)
     vllm.distributed.device_communicators.shm_broadcast: MessageQueue.enqueue(obj); MessageQueue.dequeue(timeout)
+core/engine_core.py | a lost node leaves the engine waiting
+    vllm: envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+core/executors.py | a lost node leaves the engine waiting
+    vllm.v1.executor.multiproc_executor: WorkerProc.worker_busy_loop(self) only; MultiprocExecutor.response_mqs
+    vllm.distributed.device_communicators.shm_broadcast: MessageQueue.remote_socket
 observe/spans.py | SPANS
     vllm.v1.engine.async_llm: AsyncLLM.generate(self, prompt, sampling_params)
     vllm.outputs: CompletionOutput.weight_versions; WeightVersionSpan.version; WeightVersionSpan.start;
@@ -170,7 +175,7 @@ core/ports.py | OFFLINE
     vllm.v1.engine.llm_engine: LLMEngine.has_unfinished_requests; LLMEngine.set_weight_version
 compat/features.py | REFUSALS
     vllm.config: ParallelConfig.data_parallel_size; ParallelConfig.enable_eplb; ParallelConfig.enable_elastic_ep;
-        ParallelConfig.local_engines_only
+        ParallelConfig.local_engines_only; ParallelConfig.distributed_executor_backend
     vllm.distributed.device_communicators.base_device_communicator: DeviceCommunicatorBase.all_gatherv
     vllm.distributed.device_communicators.cpu_communicator: CpuCommunicator.all_gatherv
 compat/features.py | REFUSALS

@@ -260,6 +260,24 @@ def test_pause_that_the_others_never_join_can_be_ended(monkeypatch: pytest.Monke
     assert isinstance(pending.exception(0), RuntimeError)
 
 
+@pytest.mark.parametrize(
+    ("missing", "lacking"),
+    [
+        pytest.param([], ["set_weight_version_async"], id="no labels"),
+        pytest.param(["run_busy_loop"], ["pause_scheduler_async", "resume_scheduler_async"], id="no pauses"),
+    ],
+)
+def test_client_without_a_call_that_is_needed_is_refused(
+    missing: list[str], lacking: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ports, "missing_names", lambda: missing)
+    names = {"set_weight_version_async", "pause_scheduler_async", "resume_scheduler_async"} - set(lacking)
+    client = SimpleNamespace(engine_core=SimpleNamespace(**dict.fromkeys(names)))
+    loop: Any = None
+    with pytest.raises(EngineError, match=f"has no {', '.join(lacking)}: "):
+        ServerEnginePort(client, loop, Settings(bucket="/x"))
+
+
 # Which layouts are followed
 
 
@@ -269,6 +287,8 @@ def config(moe: bool = False, **parallel: Any) -> Any:
         "enable_eplb": False,
         "enable_elastic_ep": False,
         "local_engines_only": False,
+        "distributed_executor_backend": "mp",
+        "world_size": 1,
         **parallel,
     }
     return SimpleNamespace(parallel_config=SimpleNamespace(**settings), model_config=SimpleNamespace(is_moe=moe))
@@ -282,6 +302,13 @@ def config(moe: bool = False, **parallel: Any) -> Any:
         pytest.param(config(data_parallel_size=4, local_engines_only=True), {}, None, id="dense, others have the rest"),
         pytest.param(config(enable_eplb=True), {}, "--enable-eplb is on", id="experts that move"),
         pytest.param(config(enable_elastic_ep=True), {}, "--enable-elastic-ep is on", id="ranks that come and go"),
+        pytest.param(
+            config(distributed_executor_backend="external_launcher", world_size=2),
+            {},
+            "'external_launcher' with 2 ranks",
+            id="ranks that cannot be reached",
+        ),
+        pytest.param(config(distributed_executor_backend="external_launcher"), {}, None, id="the only rank"),
         pytest.param(config(data_parallel_size=2), {"offline": True}, "data_parallel_size is 2", id="LLM object"),
         pytest.param(
             config(data_parallel_size=2), {"missing": ["run_busy_loop"]}, r"no run_busy_loop\)", id="no guard"

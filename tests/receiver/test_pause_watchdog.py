@@ -1,8 +1,14 @@
-"""On which version ranks agree after a pause that nobody ended."""
+"""On which version ranks agree after a pause that nobody ended; and an engine that waits for a rank that is gone."""
+
+import queue
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from vllm_delta_sync.engine.core.engine_core import common_version, is_settled
+from vllm_delta_sync.engine.core import engine_core
+from vllm_delta_sync.engine.core.engine_core import PauseWatchdog, common_version, is_settled
 from vllm_delta_sync.engine.protocol import RankFailure, RankState
 from vllm_delta_sync.errors import WeightsLostError
 
@@ -44,3 +50,38 @@ def test_settled_means_every_rank_whole_and_confirmed() -> None:
     assert not is_settled([rank(5), rank(4)], 5)
     assert not is_settled([rank(5), rank(5, confirmed=False)], 5)
     assert not is_settled([rank(5), rank(5, intact=False)], 5)
+
+
+def test_an_engine_that_gets_no_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_answer(executor: Any, request: bytes, seconds: float) -> list[bytes]:
+        raise TimeoutError
+
+    ended: list[str] = []
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "7")
+    monkeypatch.setattr(engine_core, "call_executor", no_answer)
+    monkeypatch.setattr(PauseWatchdog, "end", lambda watchdog, reason: ended.append(reason))
+    with pytest.raises(TimeoutError):
+        PauseWatchdog(SimpleNamespace(model_executor=None)).call_ranks(b"")
+    assert ended == ["a rank has not answered within 7 s: it hangs, or its node is lost"]
+
+
+def test_an_engine_that_hangs_in_vllms_own_pause_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it waits for every rank's device, without a limit."""
+    ended = threading.Event()
+
+    def pause_scheduler(mode: str, clear_cache: bool) -> None:
+        if ended.wait(30):
+            raise RuntimeError("ended")
+
+    engine = SimpleNamespace(
+        model_executor=SimpleNamespace(is_sleeping=False),
+        scheduler=SimpleNamespace(pause_state=SimpleNamespace(name="UNPAUSED")),
+        _idle_state_callbacks=[],
+        input_queue=queue.Queue(),
+        pause_scheduler=pause_scheduler,
+        resume_scheduler=lambda: None,
+    )
+    monkeypatch.setattr(engine_core, "STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(PauseWatchdog, "end", lambda watchdog, reason: ended.set())
+    with pytest.raises(RuntimeError, match="ended"):
+        PauseWatchdog(engine).pause("keep", True, 0.05)

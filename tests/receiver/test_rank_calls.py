@@ -1,5 +1,7 @@
 """Answers of ranks through vLLM's own queues: those of other calls are dropped, a failure is no endless wait."""
 
+import gc
+import queue
 import threading
 import time
 from types import SimpleNamespace
@@ -7,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_delta_sync.engine.core import engine_core
+from vllm_delta_sync.engine.core import engine_core, executors
 from vllm_delta_sync.errors import EngineError
 
 NUMBER = 17
@@ -82,3 +84,67 @@ def test_an_executor_of_another_kind_is_not_read_on(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(engine_core, "next_number", lambda: NUMBER)
     with pytest.raises(EngineError, match="rank 1 answered another call"):
         engine_core.call_executor(executor, b"", None)
+
+
+# Ranks on other nodes
+
+
+class RemoteRank:
+    """The two ends of the answers of a rank on another node: a connection."""
+
+    def __init__(self) -> None:
+        from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+        self.worker = MessageQueue(1, 0, connect_ip="127.0.0.1")
+        self.queue: Any = MessageQueue.create_from_handle(self.worker.export_handle(), -1)
+        ready = threading.Thread(target=self.worker.wait_until_ready)
+        ready.start()
+        self.queue.wait_until_ready()
+        ready.join()
+
+
+@pytest.fixture
+def ended() -> "queue.Queue[str]":
+    return queue.Queue()
+
+
+def test_an_engine_ends_with_a_rank_on_another_node(rank: Rank, ended: "queue.Queue[str]") -> None:
+    remote = RemoteRank()
+    executors.end_with_other_nodes(SimpleNamespace(response_mqs=[rank.queue, remote.queue]), ended.put)
+    assert ended.empty()
+    remote.worker.remote_socket.close(linger=0)
+    assert ended.get(timeout=30) == "the connection to rank 1, on another node, is lost"
+
+
+@pytest.mark.parametrize("ends", ["the engine", "its ranks, as it is shut down"])
+def test_an_engine_that_is_shut_down_has_lost_nothing(ends: str, ended: "queue.Queue[str]") -> None:
+    """Closing the queue waits for all that use its sockets, so this also shows that nothing holds it up."""
+    remote = RemoteRank()
+    executor = SimpleNamespace(response_mqs=[remote.queue], shutting_down=True)
+    executors.end_with_other_nodes(executor, ended.put)
+    if ends == "the engine":
+        executor.response_mqs, remote.queue = [], None
+        gc.collect()
+    else:
+        remote.worker.remote_socket.close(linger=0)
+    with pytest.raises(queue.Empty):
+        ended.get(timeout=0.3)
+
+
+def test_a_worker_ends_with_the_engine_on_another_node(
+    ended: "queue.Queue[str]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    looped: list[Any] = []
+    monkeypatch.setattr(WorkerProc, "worker_busy_loop", lambda worker: looped.append(worker))
+    monkeypatch.setattr(executors, "_end_worker", lambda: ended.put("ended"))
+    executors.install()
+    executors.install()
+    remote = RemoteRank()
+    worker: Any = SimpleNamespace(rpc_broadcast_mq=remote.queue)
+    WorkerProc.worker_busy_loop(worker)
+    assert looped == [worker]
+    remote.worker.remote_socket.close(linger=0)
+    assert ended.get(timeout=30) == "ended"
+    assert ended.empty()

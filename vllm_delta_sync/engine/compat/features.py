@@ -21,6 +21,8 @@ WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 OWN_WEIGHTS = "draft_model"
 """The method whose drafts come from a separate model; others draft with layers of the served checkpoint, or with heads
 that were trained for it."""
+ONE_RANK_EACH = "external_launcher"
+"""The executor of which every process has one, with one rank."""
 RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND"
 FLAGS_WITHOUT_PLUGINS = ("--grpc",)
 """Flags of ``vllm serve`` that start a server which loads no endpoint plugins."""
@@ -113,6 +115,11 @@ def check_layout(vllm_config: Any, *, offline: bool = False, missing: list[str] 
         )
     if parallel.enable_elastic_ep:
         raise EngineError("--enable-elastic-ep is on: ranks that are added later hold no version; turn it off")
+    if parallel.distributed_executor_backend == ONE_RANK_EACH and parallel.world_size > 1:
+        raise EngineError(
+            f"--distributed-executor-backend is {ONE_RANK_EACH!r} with {parallel.world_size} ranks: each process "
+            "reaches only its own rank; use mp, with --nnodes for several nodes, or ray"
+        )
     if engines == 1:
         return
     if offline:

@@ -6,6 +6,7 @@ Other places that use vLLM's internals have their own files; where they replace 
 ``core/engine_core.py``                adds methods to the engine core; wraps its pause, loop and end; the scheduler's
                                        pause state, and callbacks that wait for an idle engine; the multiprocessing
                                        executor's queues
+``core/executors.py``                  wraps the loop of a worker; the sockets of queues to other nodes
 ``compat/load_hook.py``                records what is done to weights after loading
 ``compat/cpu_experts.py``              makes the CPU's experts compute from plain weights
 ``compat/write_hooks.py``              wraps methods of the worker that write weights

@@ -22,6 +22,7 @@ from typing import Any
 
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.compat.patches import version_label, wrap_method
+from vllm_delta_sync.engine.core import executors
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, RankState
 from vllm_delta_sync.errors import EngineError, WeightsLostError
@@ -87,10 +88,13 @@ class PauseWatchdog:
         engine._idle_state_callbacks.clear()
         paused = TimedPause(time.monotonic() + limit_s, before, waiting)
         self._expired = False
+        # First: vLLM's pause calls every rank, and waits forever for one that is gone.
+        threading.Thread(target=self._watch, args=(paused,), name="delta-sync-watchdog", daemon=True).start()
         try:
             # If another caller holds requests back, our mode must not let them run.
             paused.pending = engine.pause_scheduler("keep" if keeps and mode == "wait" else mode, clear_cache)
         except BaseException:  # after any failure, an interrupt included, restore other callers' pauses
+            paused.ended.set()
             self._restore(paused)
             raise
         if keeps:
@@ -98,7 +102,6 @@ class PauseWatchdog:
         if paused.pending is not None:
             paused.callback = engine._idle_state_callbacks[-1]
         self._active = paused
-        threading.Thread(target=self._watch, args=(paused,), name="delta-sync-watchdog", daemon=True).start()
         return paused.pending
 
     def renew(self, limit_s: float) -> bool:
@@ -109,8 +112,16 @@ class PauseWatchdog:
         return True
 
     def call_ranks(self, request: bytes) -> list[bytes]:
-        """Send an encoded request to every rank, paused or not; returns encoded answers."""
-        return call_executor(self._engine.model_executor, request, None)
+        """Send an encoded request to every rank, paused or not; returns encoded answers. Ends the engine if a rank does
+        not answer for as long as vLLM waits for a step."""
+        from vllm import envs
+
+        limit_s = float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+        try:
+            return call_executor(self._engine.model_executor, request, limit_s)
+        except TimeoutError:
+            self.end(f"a rank has not answered within {limit_s:.0f} s: it hangs, or its node is lost")
+            raise
 
     def call_paused(self, request: bytes, timeout_s: float) -> list[bytes] | None:
         """As ``call_ranks``, only before the deadline of a pause of ours; None if that has passed."""
@@ -364,6 +375,7 @@ def install() -> None:
     An engine inside the caller's own process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) gets none: its controller cannot be
     lost separately.
     """
+    executors.install()
     core = sys.modules.get(CORE_MODULE)
     if core is None or hasattr(getattr(core, "EngineCoreProc", None), "delta_sync_pause"):
         return
@@ -405,10 +417,12 @@ def _check_on_wakeup(original: Callable[..., Any]) -> Callable[..., Any]:
     return handle
 
 
-def _end_with_parent(original: Callable[..., Any]) -> Callable[..., Any]:
+def _end_with_others(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def run(self: Any) -> Any:
-        _watchdog_of(self).end_with_parent()
+        watchdog = _watchdog_of(self)
+        watchdog.end_with_parent()
+        executors.end_with_other_nodes(self.model_executor, watchdog.end)
         return original(self)
 
     return run
@@ -420,7 +434,7 @@ OVERRIDABLE = {
     "pause_generation": _defer_while_paused,
     "pause_scheduler": _defer_while_paused,
     "resume_scheduler": _defer_while_paused,
-    "run_busy_loop": _end_with_parent,
+    "run_busy_loop": _end_with_others,
 }
 
 

@@ -35,11 +35,20 @@ class ServerEnginePort:
     The receiver's thread calls it; coroutines run in the server's event loop. If this vLLM's engine core is not as
     expected (``missing_names``), this class makes vLLM's own calls instead, to a single engine: ``check_layout``
     refuses several.
+
+    Raises:
+        EngineError: this vLLM lacks one of those calls.
     """
 
     def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, settings: Settings) -> None:
         self._client = client
         self._core = client.engine_core
+        fallback = ["pause_scheduler_async", "resume_scheduler_async"] if missing_names() else []
+        if lacking := [name for name in ["set_weight_version_async", *fallback] if not hasattr(self._core, name)]:
+            raise EngineError(
+                f"this vLLM's client has no {', '.join(lacking)}: its engine cannot be paused, resumed or labelled; "
+                "use a release that was tested"
+            )
         self._loop = loop
         self._pause_mode = settings.pause_mode
         self._reset_prefix_cache = settings.prefix_cache == "reset"
