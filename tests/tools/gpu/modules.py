@@ -178,7 +178,7 @@ class Trial:
         self.model, self.reference = self.fresh(device), self.fresh(torch.device("cpu"))
         self.nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         self.port, self.cpu = TimedPort(self.model, self.reference, device, repeats), ModulePort(self.reference)
-        settings = Settings(bucket=url, undo_bytes=1 << 40)
+        settings = Settings(bucket=url, undo_bytes=4 << 30)
         self.receivers = [Receiver(port, settings) for port in (self.port, self.cpu)]
 
     def fresh(self, device: torch.device) -> FusedLayers:
@@ -338,7 +338,7 @@ def check_modules(report: Report, parameters: dict[str, Parts], device: torch.de
         for share in SHARES:
             report.check(f"commit, {share:.1%} changed, and back", partial(trial.commit, share))
         report.check("allocations in the pause", trial.no_allocation)
-        report.check("rollback from the undo log", trial.rollback)
+        report.check("rollback", trial.rollback)
         report.check("fingerprints of all weights", trial.fingerprints)
         report.check("sleep in the middle of a scan", trial.sleep)
         report.check("staging without device memory", trial.out_of_memory)

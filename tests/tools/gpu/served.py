@@ -37,6 +37,8 @@ FLAGS = (
     *("--gpu-memory-utilization", "0.5"),
     "--enable-sleep-mode",
 )
+DEVELOPMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+"""Serves the routes for sleep and digests."""
 SECONDS = 300.0
 
 
@@ -51,7 +53,7 @@ class ServedTrial:
         root.mkdir()
         self.root, self.ranks, self.pauses = root, ranks, pauses
         self.flags = (*FLAGS, "--tensor-parallel-size", str(ranks))
-        self.environment = {"VLLM_SERVER_DEV_MODE": "1", "DELTA_SYNC_STATE_DIR": str(root / "state")}
+        self.environment = {**DEVELOPMENT, "DELTA_SYNC_STATE_DIR": str(root / "state")}
         self.model = make_model("llama", seed=5, **SIZES).cuda()
         self.steps = train_steps(self.model, lr=3e-5)
         self.publisher = Publisher(self.model, str(root / "run"), base=self.save(0))
@@ -171,7 +173,7 @@ class ServedTrial:
             command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint), *self.flags]
             command += ["--worker-extension-cls", WORKER_EXTENSION]
             log = self.root / f"fresh-{version}.log"
-            with serving(checkpoint, log, command, self.environment, cold=True) as server:
+            with serving(checkpoint, log, command, DEVELOPMENT, cold=True) as server:
                 fresh = look(server)
             unequal += [f"{name} of version {version}" for name in fresh if fresh[name] != seen[name]]
             for ours, theirs in zip(seen["outputs"], fresh["outputs"], strict=True):
