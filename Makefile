@@ -9,6 +9,7 @@
 # BENCH_FLAGS  more arguments for every benchmark, such as --quick
 # TRL_FLAGS, THREE_FLAGS  more arguments for the examples, such as --steps 20 or --versions 20
 # PYTEST_FLAGS more arguments for pytest
+# GPU_FLAGS    more arguments for make test-gpu, such as --quick or --layers 32
 # WORKERS  that run the tests side by side (one more than cores, 8 at most: each takes some 3 GB)
 # SOAK_VERSIONS that make soak publishes
 
@@ -23,9 +24,13 @@ BENCH_FLAGS ?=
 TRL_FLAGS ?=
 THREE_FLAGS ?=
 PYTEST_FLAGS ?=
+GPU_FLAGS ?=
 SOAK_VERSIONS ?= 300
 SETUPTOOLS := setuptools==84.2.1
 
+# For test-gpu: a python that has a CUDA build of torch already, and vLLM. The one on PATH, unless PYTHON is given.
+GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(shell command -v python || command -v python3),$(PYTHON))
+GPU_BIN := .venv-gpu/bin
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := .venv/.installed
@@ -37,7 +42,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo example-trl example-three-machines test test-full test-s3 test-images support fuzz soak lint bench models clean
+.PHONY: help demo example-trl example-three-machines test test-full test-s3 test-gpu test-images support fuzz soak lint bench models clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
@@ -97,6 +102,17 @@ test-full: lint ## the same, and the tests that take many minutes
 test-s3: $(STAMP) ## the contract of buckets over Ceph's S3 gateway, from Debian's packages (it says which)
 	$(BIN)/python -m tests.tools.rados_store $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/bucket/contract -k s3
 
+# Not in .venv, where vLLM is the build for CPUs. .venv-gpu sees all packages of that python, which may itself be of a
+# virtual environment: --system-site-packages alone would pass over that one's. A few small packages are added there.
+test-gpu: ## prove the device path on a machine with a GPU, with the torch and vLLM that are there; writes docs/gpu.md
+	@"$(GPU_PYTHON)" -m tests.tools.gpu --probe $(GPU_FLAGS)
+	@"$(GPU_PYTHON)" -m venv --clear --system-site-packages .venv-gpu
+	@"$(GPU_PYTHON)" -c 'import sys; print("import site;", \
+		*(f"site.addsitedir({path!r});" for path in sys.path if path.endswith("-packages")))' \
+		> "$$($(GPU_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth"
+	$(GPU_BIN)/python -m pip --disable-pip-version-check --no-input install -qq msgspec prometheus_client --editable .
+	$(GPU_BIN)/python -m tests.tools.gpu $(GPU_FLAGS)
+
 test-images: $(STAMP) ## build the images of docker/ and let a trainer and a server meet in them; as root, needs buildah
 	$(BIN)/python -m tests.tools.images
 
@@ -131,6 +147,6 @@ models: $(STAMP) ## patch every architecture that vLLM knows, made small; writes
 	PYTHONPATH=.venv/torchvision $(BIN)/python -m tests.tools.models --write docs/models.md
 
 clean: ## remove what the other targets made, .venv included
-	rm -rf .venv .venv-support build demo-out publish-out trl-out three-out bench-out soak-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-support .venv-gpu build demo-out publish-out trl-out three-out bench-out soak-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -rf *.egg-info requirements/vllm_alias/build requirements/vllm_alias/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

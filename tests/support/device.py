@@ -14,7 +14,7 @@ from vllm_delta_sync.format.table import TensorTable
 class SimulatedDevice(Accelerator):
     """An accelerator whose memory is the host's, of which ``free`` bytes are left."""
 
-    def __init__(self, free: int = 1 << 30) -> None:
+    def __init__(self, free: int = 1 << 34) -> None:
         super().__init__(torch.device("cpu"))
         self.free = free
 

@@ -147,7 +147,7 @@ def train_steps(model: PreTrainedModel, lr: float = 1e-5, seed: int = 1):  # typ
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
     while True:
-        tokens = torch.randint(3, VOCABULARY, (4, 24), generator=generator)
+        tokens = torch.randint(3, VOCABULARY, (4, 24), generator=generator).to(model.device)
         loss = model(input_ids=tokens, labels=tokens).loss
         optimizer.zero_grad()
         loss.backward()

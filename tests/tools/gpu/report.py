@@ -1,0 +1,63 @@
+"""``Report`` makes one check after the other and keeps what came of each; ``document`` is the page about them."""
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+INTRODUCTION = """\
+# On a GPU
+
+Made by `make test-gpu`, which overwrites this page, on the machine below. Weights are compared bit for bit, tokens and
+log-probs exactly. Times are medians; GB/s counts what has to be read and written at least.
+"""
+FIGURES_LENGTH = 300
+
+
+class LeftOutError(Exception):
+    """A check cannot be made here; the message says why."""
+
+
+@dataclass
+class Report:
+    """What came of checks: (name, ``passed``, ``FAILED`` or ``left out``, figures), in order."""
+
+    rows: list[tuple[str, str, str]] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def failed(self) -> bool:
+        return any(outcome == "FAILED" for _, outcome, _ in self.rows)
+
+    def check(self, name: str, action: Callable[[], str]) -> bool:
+        """Make a check and print its progress; returns whether it passed.
+
+        Args:
+            action: returns figures. An error means that the check failed, LeftOutError that it was left out.
+        """
+        self._print(f"{name} …")
+        try:
+            outcome, figures = "passed", action()
+        except LeftOutError as error:
+            outcome, figures = "left out", str(error)
+        except Exception as error:  # noqa: BLE001  whatever fails, the other checks are made, and the table says so
+            traceback.print_exc()
+            outcome, figures = "FAILED", f"{type(error).__name__}: {error}".splitlines()[0][:FIGURES_LENGTH]
+        self.rows.append((name, outcome, figures))
+        self._print(f"{name}: {outcome}. {figures}")
+        return outcome == "passed"
+
+    def table(self) -> str:
+        """The rows, in Markdown."""
+        cells = [("check", "outcome", "figures"), ("---",) * 3, *self.rows]
+        return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in cells) + "\n"
+
+    def _print(self, line: str) -> None:
+        print(f"[{time.monotonic() - self.began:7.1f} s] {line}", file=sys.stderr, flush=True)
+
+
+def document(machine: Mapping[str, str], report: Report) -> str:
+    """The page docs/gpu.md."""
+    lines = [f"| {name} | {value} |" for name, value in machine.items()]
+    return "\n".join([INTRODUCTION, "| | |", "|---|---|", *lines, "", report.table()])

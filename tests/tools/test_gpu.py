@@ -1,0 +1,56 @@
+"""``make test-gpu`` without a GPU: its checks of modules on a simulated device, and what it says that it needs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.tools.gpu.report import Report, document
+
+ROOT = Path(__file__).parents[2]
+LEFT_OUT = {"allocations in the pause", "staging without device memory", "servers, one GPU each and on two"}
+SLEEP = "sleep in the middle of a scan"
+"""Left out if the scan of a small module is over too soon."""
+CHECKS = 12
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "tests.tools.gpu", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_checks_of_modules_pass_on_a_simulated_device(tmp_path: Path) -> None:
+    page = tmp_path / "gpu.md"
+    done = run("--device", "cpu", "--quick", "--write", str(page))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = dict(re.findall(r"^\| ([^|]+) \| (passed|FAILED|left out) \|", done.stdout, re.MULTILINE))
+    assert len(rows) == CHECKS
+    assert {name for name, outcome in rows.items() if outcome != "passed"} - {SLEEP} == LEFT_OUT
+    assert page.read_text().endswith(done.stdout)
+
+
+def test_without_a_gpu_it_says_what_it_needs() -> None:
+    page = ROOT / "docs" / "gpu.md"
+    before = page.read_text()
+    for arguments in ([], ["--probe"]):
+        done = run(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.fullmatch(r"test-gpu needs an NVIDIA GPU, .*: torch \S+ finds no GPU\n", done.stderr)
+    assert page.read_text() == before
+
+
+def test_a_check_that_fails_does_not_end_the_others() -> None:
+    report = Report()
+    for action in (lambda: "1 ms", lambda: str(1 / 0)):
+        report.check(f"check {len(report.rows)}", action)
+    assert report.failed
+    page = document({"device": "a GPU"}, report)
+    assert "| check 0 | passed | 1 ms |\n| check 1 | FAILED | ZeroDivisionError: division by zero |\n" in page
