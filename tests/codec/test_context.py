@@ -5,14 +5,14 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.reference_context import read_block
 from vllm_delta_sync.codec import delta_reader, delta_writer
 from vllm_delta_sync.codec.context import encode_kernels, tiles
 from vllm_delta_sync.codec.context.tables import dropped_bits
-from vllm_delta_sync.codec.context.tiles import Grid, choose_grid, extent, select_tiles
+from vllm_delta_sync.codec.context.tiles import TILE_ELEMENTS, Grid, choose_grid, extent, read_grid, select_tiles
 from vllm_delta_sync.codec.delta_object import DeltaContext, bytes_of
 from vllm_delta_sync.codec.packed import zigzag
 from vllm_delta_sync.codec.zstd import Compression
@@ -255,6 +255,18 @@ def test_tiles_cover_a_tensor_once(shape: tuple[int, ...], share: float) -> None
     assert areas.sum() == spec.numel
     ordered = sorted(map(tuple, cut.tolist()))
     assert len(set(ordered)) == grid.tiles
+
+
+@given(shape=st.lists(st.integers(1, 300_000), min_size=1, max_size=3).map(tuple), share=st.floats(1e-6, 1.0))
+@example((8192, 28672), 0.01)
+@example((24576, 1536), 0.01)
+@example((129_280, 7168), 0.01)
+def test_readers_take_the_grid_of_a_writer(shape: tuple[int, ...], share: float) -> None:
+    """Also that of the large tensors of real models, whose tiles have one row more than would fit."""
+    spec = TensorSpec("t", "BF16", shape)
+    grid = choose_grid(spec, max(1, int(share * spec.numel)))
+    assert read_grid(spec, (grid.slab, grid.height, grid.width), "test") == grid
+    assert grid.height * grid.width <= TILE_ELEMENTS + grid.width
 
 
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.2])

@@ -325,6 +325,54 @@ def test_what_a_kernel_keeps_since_loading_is_refused_by_name(
     assert re.search(named + ".*did not exist after loading", world.expect_fails("model").message)
 
 
+class Scaled(Worked):
+    """As attention with a scale in the checkpoint: the step after loading keeps it as a number, and drops it."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__(rank, ranks)
+        self.scale = nn.Parameter(torch.tensor(-1.0), requires_grad=False)
+        self.register_buffer("kept", torch.tensor(1.0))
+        self.kept_number = 1.0
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "model.norm.weight":
+                self.scale.data.copy_(tensor[0])
+            else:
+                super().load_weights([(name, tensor)])
+
+
+def keep_scale(model: Any, paths: Iterable[str] | None) -> None:
+    finish(model, paths)
+    if hasattr(model, "scale") and (paths is None or "" in list(paths)):
+        model.kept_number = model.scale.item()
+        model.kept.copy_(model.kept_number)
+        del model.scale
+
+
+class ScaledWorld(WorkedWorld):
+    loads = Scaled
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_change_of_a_scale_that_is_kept_as_a_number_is_refused_by_name(
+    tmp_path: Path, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the number did not change during loading, so that nothing shows where it went."""
+    tensors = checkpoint_tensors()
+    tensors["model.norm.weight"][:] = scale
+    monkeypatch.setattr("tests.support.world.checkpoint_tensors", lambda: tensors)
+    world = ScaledWorld(tmp_path)
+    model = serve(world, keep_scale)
+    world.receiver.advance()
+    world.tensors["model.norm.weight"] += 0.25
+    world.publisher.publish(step=1, wait=True)
+    world.publisher.flush()
+    with pytest.raises(ModelError, match="cannot be exchanged while the model runs"):
+        world.receiver.advance()
+    assert model.kept_number == scale
+
+
 def test_what_an_engine_fills_itself_is_not_taken_for_weights(tmp_path: Path) -> None:
     def prepare(model: Any) -> None:
         with_impl(model)

@@ -30,7 +30,7 @@ BLOCK_BYTES = 800
 TALL = 8
 """A tensor with this many times more rows than columns is a vocabulary, whose columns are never sharded."""
 TILE_ELEMENTS = 128 * 1024
-"""Largest tile of a writer; bounds scratch memory on both sides."""
+"""Largest tile of a writer, but for one row more; bounds scratch memory on both sides."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ def choose_grid(spec: TensorSpec, changed: int) -> Grid:
     if height * width > TILE_ELEMENTS:
         # Each part becomes a slab, whose tiles may have any height.
         slab, height = height, -(-height // -(-height * width // TILE_ELEMENTS))
-    if height * width > TILE_ELEMENTS:
+    if width > TILE_ELEMENTS:
+        # One row alone is too large.
         width = _divisor(width, TILE_ELEMENTS)
     return Grid(rows, columns, slab, height, width)
 

@@ -370,14 +370,22 @@ class ReloadUnits:
             everything: also check unchanged units, and add what the model holds differently.
 
         Raises:
-            ModelError: a reloaded tensor or number no longer fits the model.
+            ModelError: a reloaded tensor or number no longer fits the model, or a changed tensor leads nowhere.
         """
         bits: dict[int, Bits] = {}
         affected: list[ReloadUnit] = []
         changes = _by_destination(patch)
         for unit in self.units:
             after = {tensor: _bits_after(changes[number], number, routes) for tensor, number in unit.inputs.items()}
-            if everything or any(value is not None for value in after.values()):
+            changed = any(value is not None for value in after.values())
+            if changed and not unit.outputs and not unit.numbers:
+                # A scale that is 1.0, for example, may be kept as a number that was 1.0 before loading too.
+                raise ModelError(
+                    f"tensor {routes.table[unit.scope.tensors[0]].name!r} is loaded into memory that the model has "
+                    "dropped since, and what the model keeps of it is not known: it cannot be exchanged while the "
+                    "model runs; start the server again"
+                )
+            if everything or changed:
                 affected.append(unit)
                 for tensor, value in after.items():
                     bits[tensor] = routes.destinations[unit.inputs[tensor]].bits if value is None else value
