@@ -51,6 +51,15 @@ CLAIMS = (
         (("1 B dense 1%, packed", "encode"),),
     ),
     Claim(
+        "scaling",
+        "Start-up proof of one rank on one core, projected from slices: Llama-3.1-70B, TP 8; DeepSeek-V3, TP 8 × EP 8",
+        "{} s; {} s",
+        (
+            ("projected rank: Llama-3.1-70B, TP 8", "proof"),
+            ("projected rank: DeepSeek-V3, TP 8 × EP 8", "proof"),
+        ),
+    ),
+    Claim(
         "breakeven",
         "A delta of 1 % is sooner there than whole weights sent directly over links slower than",
         "{} Gbit/s; projected to 16 cores {}",

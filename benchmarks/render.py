@@ -1,13 +1,16 @@
-"""Write docs/benchmarks.md from benchmarks/results/*.json: ``python -m benchmarks.render [--charts]``.
+"""Write docs/benchmarks.md and the tables of ``PAGES`` from benchmarks/results/*.json.
 
-A benchmark says in its ``__main__`` how its rows are shown: with ``tables(rows)`` → Markdown lines, and ``CHARTS``,
-{file name: (what it shows, function that draws rows to a path)}, which ``--charts`` draws anew.
+``python -m benchmarks.render [--charts]``. A benchmark says in its ``__main__`` how its rows are shown: with
+``tables(rows)`` → Markdown lines, and ``CHARTS``, {file name: (what it shows, function that draws rows to a path)},
+which ``--charts`` draws anew. ``blocks(rows)`` → {name: Markdown lines} is for the pages in ``PAGES``: each replaces
+what a page has between ``<!-- BENCH NAME -->`` and ``<!-- end -->``.
 """
 
 import argparse
 import importlib
 import inspect
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +21,8 @@ from benchmarks.common.tables import number, pivot, value_of
 
 ROOT = Path(__file__).parents[1]
 SOURCE, TARGET = ROOT / "benchmarks/results", ROOT / "docs/benchmarks.md"
+PAGES = (ROOT / "docs/scale.md",)
+BLOCK = re.compile(r"(<!-- (\w+) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEAD = """\
 # Benchmarks
 
@@ -49,19 +54,29 @@ def _claim(claim: Claim, document: dict[str, Any]) -> str:
 def _section(name: str, document: dict[str, Any]) -> list[str]:
     module = _module(name)
     about = inspect.cleandoc(module.__doc__ or "").partition("\n\n")[0]
-    versions = ", ".join(f"{package} {version}" for package, version in document["versions"].items())
-    commit = f", commit {document['commit'][:7]}" if document["commit"] else ""
-    lines = [
-        f"## {name}",
-        "",
-        f"{about} Measured on {document['date']}{commit}, {document['machine']}, {versions}.",
-        "",
-    ]
+    lines = [f"## {name}", "", f"{about} {_measured(document)}", ""]
     charts = [f"![{shown}]({file})" for file, (shown, _) in _charts(module).items()]
     lines += [" ".join(charts), ""] if charts else []
     if hasattr(module, "tables"):
         return lines + list(module.tables(document["rows"]))
     return lines + pivot("case", document["rows"], lambda item: (item["case"], f"{item['metric']} [{item['unit']}]"))
+
+
+def _measured(document: dict[str, Any]) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in document["versions"].items())
+    commit = f", commit {document['commit'][:7]}" if document["commit"] else ""
+    return f"Measured on {document['date']}{commit}, {document['machine']}, {versions}."
+
+
+def fill(page: str, source: Path = SOURCE) -> str:
+    """A page's text with its tables made anew."""
+
+    def block(found: re.Match[str]) -> str:
+        document = json.loads((source / f"{found[2]}.json").read_text())
+        lines = {"measured": [_measured(document)], **_module(found[2]).blocks(document["rows"])}[found[3]]
+        return found[1] + "\n".join([*lines, found[4]])
+
+    return BLOCK.sub(block, page)
 
 
 def _module(name: str) -> ModuleType:
@@ -84,6 +99,8 @@ def main() -> None:
     parser.add_argument("--charts", action="store_true", help="draw the charts too")
     options = parser.parse_args()
     TARGET.write_text(render())
+    for page in PAGES:
+        page.write_text(fill(page.read_text()))
     if options.charts:
         draw()
 

@@ -7,20 +7,40 @@ model say whether cost grows faster than the model: 1 means not at all.
 
 Cases that begin with *projection* are not measurements: the largest measured size's cost per element, and its bytes,
 times the number of elements, on one thread. Tensors are independent of each other, so threads and ranks divide it.
+
+Cases that begin with *slice* are part of one rank of a known model, such as a decoder layer, measured on one thread of
+a CPU. *projected rank* is a whole rank: for each metric, Σ over the model's slices of *measured × count*, the number of
+times that the model has the slice. Weights are normal; 1 % of all elements changed, as a step of Adam changes them.
+
+- ``proof``: fingerprints of all that a rank holds, as a start takes them after the trace.
+- ``stage``: decodes the objects of all ranks and routes what this rank holds; without fetching and SHA-256.
+- ``merge``: what joining two versions takes besides, after decoding both.
+- ``commit``: the part of a pause that grows with the model. ``undo log``: host memory that keeps a commit revertible.
+- Calculated: ``memory packed``, 18 bytes (position, distance, half a hash) for each changed element of all ranks, and
+  the patch; ``memory context``, the same for each one of the rank; a slice has a measured peak, which contains what its
+  largest tensor needs in passing. ``device``: the bytes of the patch (address, distance, half a hash), which is
+  uploaded as it is. ``fetch``: the bytes of a version at 10 Gbit/s.
+- *projected bucket*: 1,000 servers, nodes of 8 ranks, a version each minute. A version is cut into objects of 1 GiB
+  decoded, and fetched in the pieces that the product uses; a poll takes the requests that one was counted to take,
+  each ``poll_seconds`` (default). Without a cache each rank reads each object in one request.
+
+``--part sizes`` or ``--part slices`` measures one part and keeps the other's rows in FILE.
 """
 
 import gc
+import json
 import re
 from collections.abc import Callable
 
 from benchmarks.common import synthetic
 from benchmarks.common.copying import compare_and_copy, memcpy, one_thread
 from benchmarks.common.formats import Own, flats, own_codecs
-from benchmarks.common.rows import Row, parse, row, write
+from benchmarks.common.rows import Row, parser, row, write
 from benchmarks.common.tables import Place, pivot, value_of
 from benchmarks.common.timing import Method, peak_extra_bytes, time_all
 from benchmarks.common.training_data import Pair, elements
-from benchmarks.scaling import chart
+from benchmarks.scaling import chart, ranks
+from benchmarks.scaling.shapes import scaled_models
 
 BENCH = "scaling"
 CHARTS = {"scaling.png": ("Cost per element over the size of the model", chart.scaling)}
@@ -28,6 +48,8 @@ SHARE = 0.01
 SIDE = 4096
 SIZES = (10_000_000, 30_000_000, 100_000_000, 300_000_000, 1_000_000_000)
 QUICK_SIZES = (1_000_000, 4_000_000, 10_000_000)
+QUICK_SHRINK = 16
+"""Divides the sizes of known models."""
 PROJECTED = {"7 B": 7e9, "32 B": 32e9, "70 B": 70e9, "235 B": 235e9, "1 T": 1e12}
 COSTS = (("encode", "ns/element"), ("decode", "ns/changed"))
 
@@ -142,10 +164,9 @@ def measure_size(total: int, names: list[str], repeats: int) -> list[Row]:
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = parse(BENCH, __doc__ or "", arguments)
-    one_thread()
-    sizes, least = (QUICK_SIZES, 2) if options.quick else (SIZES, 3)
+def measure_sizes(quick: bool) -> list[Row]:
+    """Rows of all sizes, and what follows for larger ones."""
+    sizes, least = (QUICK_SIZES, 2) if quick else (SIZES, 3)
     names = [codec.name for codec in own_codecs() if codec.name != "raw"]
     # Once for nothing: so that no figure contains a compiler.
     measure_size(QUICK_SIZES[0], names, 1)
@@ -155,7 +176,37 @@ def main(arguments: list[str] | None = None) -> None:
         rows += measure_size(total, names, max(least, min(5 * least, 300_000_000 // total)))
     for total in sizes[1:]:
         rows += flatness(rows, names, name_of(sizes[0]), name_of(total))
-    write(options.json, rows + projection(rows, names, name_of(sizes[-1])))
+    return rows + projection(rows, names, name_of(sizes[-1]))
+
+
+def measure_slices(quick: bool) -> list[Row]:
+    """Rows of slices of known models, and what follows for their ranks."""
+    small = scaled_models(QUICK_SHRINK)
+    found = ranks.measure_ranks(small, (1, 2))
+    return found if quick else ranks.measure_ranks(scaled_models(), (3, 6))
+
+
+def blocks(rows: list[Row]) -> dict[str, list[str]]:
+    """Tables for docs/scale.md."""
+    return ranks.blocks(rows)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    known = parser(BENCH, __doc__ or "")
+    known.add_argument("--part", choices=PARTS, help="measure one part; keep what FILE has of the other")
+    options = known.parse_args(arguments)
+    one_thread()
+    rows: list[Row] = []
+    for name, measured in PARTS.items():
+        if options.part in (None, name):
+            rows += measured(options.quick)
+        elif options.json.exists():
+            kept = json.loads(options.json.read_text())["rows"]
+            rows += [item for item in kept if item["case"].startswith(ranks.STARTS) == (name == "slices")]
+    write(options.json, rows)
+
+
+PARTS = {"sizes": measure_sizes, "slices": measure_slices}
 
 
 if __name__ == "__main__":

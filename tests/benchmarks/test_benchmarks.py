@@ -10,6 +10,8 @@ import pytest
 from benchmarks import render
 from benchmarks.common.rows import row, write
 from benchmarks.common.tables import grid, value_of
+from benchmarks.scaling import __main__ as scaling
+from benchmarks.scaling.shapes import scaled_models
 
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
@@ -30,6 +32,8 @@ def test_quick_run_writes_rows_that_become_tables(tmp_path: Path, bench: str) ->
         assert item["bench"] == bench
         assert math.isfinite(item["value"])
         assert (item["metric"] == "ratio") == ("peer" in item)
+    for lines in getattr(module, "blocks", lambda rows: {})(document["rows"]).values():
+        assert len(lines) > 2
     tables = module.tables(document["rows"])
     assert sum(line.startswith("|---") for line in tables) >= 1
     assert len(tables) > 2
@@ -44,6 +48,10 @@ def test_the_committed_page_is_made_from_the_committed_results() -> None:
         assert document["date"]
         assert document["commit"]
         assert f"\n## {path.stem}\n" in text
+    for page in render.PAGES:
+        shown = page.read_text()
+        assert shown == render.fill(shown), "run: python -m benchmarks.render"
+        assert len(shown.splitlines()) <= 120
 
 
 def test_a_page_is_made_of_the_results_that_there_are(tmp_path: Path) -> None:
@@ -70,3 +78,24 @@ def test_a_grid_has_a_line_for_each_case() -> None:
     ]
     with pytest.raises(KeyError, match="'none'"):
         value_of(rows, "one", "none")
+
+
+def test_models_that_are_projected_have_the_parameters_that_are_known() -> None:
+    eight, two, seventy, experts = scaled_models()
+    assert [model.known for model in (eight, two, seventy, experts)] == ["8.03", "8.03", "70.55", "671"]
+    assert eight.held == eight.numel
+    for model in (two, seventy, experts):
+        assert model.numel / model.ranks < model.held < model.numel
+
+
+def test_the_projected_proof_of_70_b_takes_less_than_a_minute() -> None:
+    rows = json.loads((render.SOURCE / "scaling.json").read_text())["rows"]
+    assert value_of(rows, "projected rank: Llama-3.1-70B, TP 8", "proof") < 60
+
+
+def test_a_part_that_is_not_measured_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = row("scaling", "slice: a: b", "proof", 1.0, "s"), row("scaling", "10 M", "encode", 2.0, "ns/element")
+    write(tmp_path / "scaling.json", [old, row("scaling", "1 M", "encode", 3.0, "ns/element")])
+    monkeypatch.setitem(scaling.PARTS, "sizes", lambda quick: [new])
+    scaling.main(["--part", "sizes", "--json", str(tmp_path / "scaling.json")])
+    assert json.loads((tmp_path / "scaling.json").read_text())["rows"] == [new, old]

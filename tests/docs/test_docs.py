@@ -56,6 +56,7 @@ FOREIGN_FLAGS = {
     "--enable-elastic-ep",
     "--api-server-count",
     "--compilation-config",
+    "--part",
     "--size",
     "--slow-start",
     "--network",
