@@ -27,6 +27,8 @@ from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, RankState
 from vllm_delta_sync.errors import EngineError, WeightsLostError
 
+STEP_TIMEOUT_S = 300
+"""vLLM's default of VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, for a release that has no such variable."""
 CORE_MODULE = "vllm.v1.engine.core"
 RANK_CALL_SECONDS = 60.0
 """Bound on each call to the ranks while the watchdog ends a lost pause."""
@@ -93,14 +95,14 @@ class PauseWatchdog:
         try:
             # If another caller holds requests back, our mode must not let them run.
             paused.pending = engine.pause_scheduler("keep" if keeps and mode == "wait" else mode, clear_cache)
+            if keeps:
+                engine.scheduler.set_pause_state(before)
+            if paused.pending is not None:
+                paused.callback = engine._idle_state_callbacks[-1]
         except BaseException:  # after any failure, an interrupt included, restore other callers' pauses
             paused.ended.set()
             self._restore(paused)
             raise
-        if keeps:
-            engine.scheduler.set_pause_state(before)
-        if paused.pending is not None:
-            paused.callback = engine._idle_state_callbacks[-1]
         self._active = paused
         return paused.pending
 
@@ -116,7 +118,7 @@ class PauseWatchdog:
         not answer for as long as vLLM waits for a step."""
         from vllm import envs
 
-        limit_s = float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+        limit_s = float(getattr(envs, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", STEP_TIMEOUT_S))
         try:
             return call_executor(self._engine.model_executor, request, limit_s)
         except TimeoutError:
@@ -422,7 +424,7 @@ def _end_with_others(original: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any) -> Any:
         watchdog = _watchdog_of(self)
         watchdog.end_with_parent()
-        executors.end_with_other_nodes(self.model_executor, watchdog.end)
+        executors.end_with_other_nodes(getattr(self, "model_executor", None), watchdog.end)
         return original(self)
 
     return run

@@ -1,4 +1,5 @@
-"""What this package assumes of the executor that runs an engine's ranks; ``end_with_other_nodes``.
+"""What this package assumes of the executor that runs an engine's ranks, and how an engine on several nodes ends as
+one.
 
 vLLM's executors: ``mp`` (``MultiprocExecutor``, on one node, or on several with ``--nnodes``), ``ray``
 (``RayExecutorV2``, which has its queues), ``old ray`` (``RayDistributedExecutor``, with
@@ -21,9 +22,12 @@ and who gives it:
 8.  Every worker's environment leads to the bucket: ``RankWorker.identify``, ``DeltaSyncLoader``. ``mp``: that of its
     node; ``ray``: the engine core's, except for what the node sets; ``old ray`` copies few variables.
 9.  The engine ends when the process of any rank ends: needed by whoever waits for an answer. ``mp`` watches the ranks
-    of its own node only, ``old ray`` fails at the next call; therefore ``end_with_other_nodes``.
+    of its own node only, therefore ``end_with_other_nodes``; ``old ray`` notices at the next call.
 10. All ranks end with the engine core: ``PauseWatchdog.end``. ``ray`` and ``old ray`` by Ray; ``mp`` on its own node
     only; therefore ``install``.
+
+11. A call ends when its timeout has passed: ``PauseWatchdog.call_ranks``. All but ``uni``, which calls its one rank
+    directly.
 
 docs/layouts.md ("Several nodes") says what happens where one does not hold.
 """
@@ -43,9 +47,9 @@ EXECUTOR_MODULE = "vllm.v1.executor.multiproc_executor"
 def end_with_other_nodes(executor: Any, end: Callable[[str], None]) -> None:
     """Call ``end`` when a rank on another node disconnects.
 
-    Cause: vLLM's multiprocessing executor watches the worker processes of its own node. Symptom: when another node is
-    lost, the next call to its rank blocks the engine forever, and generation with it. Remove when: the executor watches
-    the ranks of all nodes.
+    Cause: vLLM's multiprocessing executor watches only the worker processes of its own node. Symptom: when another node
+    is lost, the next call to its rank blocks the engine forever, and generation with it. Remove when: the executor
+    watches the ranks of all nodes.
     """
 
     def lost(rank: int) -> None:
@@ -53,7 +57,7 @@ def end_with_other_nodes(executor: Any, end: Callable[[str], None]) -> None:
         if not getattr(executor, "shutting_down", False):
             end(f"the connection to rank {rank}, on another node, is lost")
 
-    for rank, queue in enumerate(getattr(executor, "response_mqs", ())):
+    for rank, queue in enumerate(getattr(executor, "response_mqs", None) or ()):
         _on_disconnect(queue, partial(lost, rank))
 
 
@@ -65,13 +69,13 @@ def install() -> None:
     """
     module = sys.modules.get(EXECUTOR_MODULE)
     worker = getattr(module, "WorkerProc", None)
-    if worker is None or hasattr(worker.worker_busy_loop, "delta_sync"):
+    original = getattr(worker, "worker_busy_loop", None)
+    if worker is None or original is None or hasattr(original, "delta_sync"):
         return
-    original = worker.worker_busy_loop
 
     @wraps(original)
     def run(self: Any) -> None:
-        _on_disconnect(self.rpc_broadcast_mq, _end_worker)
+        _on_disconnect(getattr(self, "rpc_broadcast_mq", None), _end_worker)
         original(self)
 
     run.delta_sync = True  # type: ignore[attr-defined]
@@ -84,7 +88,8 @@ def _end_worker() -> None:
 
 
 def _on_disconnect(queue: Any, act: Callable[[], None]) -> None:
-    """Start a thread that calls ``act`` once the writer of a queue is gone; does nothing for shared memory."""
+    """Start a thread that calls ``act`` once the connection to a queue's other node is lost; queues in shared memory
+    have none."""
     socket = getattr(queue, "remote_socket", None)
     if socket is None:
         return
@@ -98,8 +103,9 @@ def _on_disconnect(queue: Any, act: Callable[[], None]) -> None:
             event = recv_monitor_message(monitor)["event"]
         except zmq.ContextTerminated:
             event = zmq.EVENT_MONITOR_STOPPED
-        # The queue's context waits for this when it is closed in good order.
-        monitor.close(linger=0)
+        finally:
+            # Ending the queue's context waits until this socket is closed.
+            monitor.close(linger=0)
         if event == zmq.EVENT_DISCONNECTED:
             act()
 

@@ -156,8 +156,8 @@ class ServerEnginePort:
         return await self._call_engines(method, per_engine=[(payload, *args) for payload in payloads])
 
     async def _call(self, request: RankRequest[A]) -> list[A | RankFailure]:
-        # No timeout inside the engine: the next call would receive a late answer.
         if missing_names():
+            # Without a timeout: the next call would receive a late answer.
             number = next_number()
             answers = await self._client.collective_rpc(RANK_METHOD, args=(encode_request(request), number))
             return decode_answers(request, check_numbers(answers, number))
