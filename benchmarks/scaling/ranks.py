@@ -153,7 +153,7 @@ class SliceSubject:
 
     def prove(self) -> list[list[Fingerprint]]:
         """As ``RankWorker.identify`` does."""
-        return [list(self.routes.fingerprint_routes(tensor)) for tensor in range(len(self.table))]
+        return self.routes.fingerprint_routes(range(len(self.table)))
 
     def stage(self, codec: Codec) -> StagedPatch:
         """As ``stage_update`` does with an object that was fetched and checked."""

@@ -205,8 +205,8 @@ class Recorded(SimulatedDevice):
         assert torch.is_inference_mode_enabled()
         self.write("set_device")
 
-    def set_new_stream(self) -> None:
-        self.write("set_new_stream")
+    def set_background_stream(self) -> None:
+        self.write("set_background_stream")
 
     def synchronize_stream(self) -> None:
         self.write("synchronize_stream")
@@ -232,7 +232,7 @@ def test_the_background_thread_sets_its_device_and_stream_first(recorded: tuple[
     world, accelerator = recorded
     world.receiver.advance()
     asked = accelerator.of(BACKGROUND)
-    assert asked[:2] == ["set_device", "set_new_stream"]
+    assert asked[:2] == ["set_device", "set_background_stream"]
     # Weights were read piece by piece, and each piece was over before the lock was.
     assert asked.count("synchronize_stream") > len(list(world.model.parameters()))
     assert asked[-1] == "synchronize_stream"

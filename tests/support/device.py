@@ -21,7 +21,7 @@ class SimulatedDevice(Accelerator):
     def set_device(self) -> None:
         pass
 
-    def set_new_stream(self) -> None:
+    def set_background_stream(self) -> None:
         pass
 
     def synchronize_stream(self) -> None:

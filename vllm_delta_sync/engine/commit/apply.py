@@ -40,15 +40,15 @@ def apply_patch(patch: StagedPatch, routes: RouteMap, reverse: bool = False) -> 
     Raises:
         WeightsLostError: it failed midway, and undoing it failed too.
     """
-    if patch.on_device is None:
-        # Staging has done this; a patch that did not come from there must not skip the weights on a device.
-        stage_on_device(patch, routes)
-    on_device = patch.on_device
     measured: GroupChanges = {}
     done: list[Step] = []
     on_host = [sparse for sparse in patch.sparse if not is_on_device(routes.destinations[sparse.destination], routes)]
-    steps: list[Step] = [*on_host, *([] if on_device is None else on_device.batches), *patch.dense]
     with routes.memory.committing():
+        if patch.on_device is None:
+            # A rank has done this while staging; no other caller may skip the weights on a device.
+            stage_on_device(patch, routes)
+        on_device = patch.on_device
+        steps: list[Step] = [*on_host, *([] if on_device is None else on_device.batches), *patch.dense]
         try:
             if on_device is not None:
                 on_device.clear_sums()

@@ -127,4 +127,6 @@ class UndoLog:
 
     def _forget_undone(self) -> None:
         self.nbytes -= sum(entry.nbytes for entry in self._undone)
+        forgotten = {id(entry) for entry in self._undone}
+        self._unconfirmed = [entry for entry in self._unconfirmed if id(entry) not in forgotten]
         self._undone.clear()

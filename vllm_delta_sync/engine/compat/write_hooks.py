@@ -26,6 +26,8 @@ class WriteListener(Protocol):
 
     def note_external_write(self, writer: str) -> None: ...
 
+    def leave_device(self) -> None: ...
+
 
 def watch_writes(worker: Any, model: Any, listener: WriteListener) -> None:
     """Wrap these methods of one worker and its model, on the instances.
@@ -47,6 +49,7 @@ def watch_writes(worker: Any, model: Any, listener: WriteListener) -> None:
     def sleep(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with memory.exclusive():
             memory.asleep = True
+            listener.leave_device()
             return original(*args, **kwargs)
 
     def wake(original: Callable[..., Any], tags: list[str] | None = None) -> Any:

@@ -6,6 +6,7 @@ allocated in a pause, and running out of memory can only fail a staging, which c
 
 import threading
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -26,9 +27,21 @@ class Accelerator:
         """Make it the thread's current device."""
         torch.accelerator.set_device_index(self.device)
 
-    def set_new_stream(self) -> None:
-        """Make a new stream the thread's current stream."""
-        torch.accelerator.set_stream(torch.Stream(self.device))
+    def set_background_stream(self) -> None:
+        """Make the background thread's own stream the thread's current stream.
+
+        One stream for all operations: torch keeps freed memory for the stream that had it, and hands out streams in
+        turn from a pool, which the engine's own streams come from too.
+        """
+        if self.device.type == "cuda":
+            # vLLM replaces this function to learn of the stream.
+            torch.cuda.set_stream(self._background_stream)
+        else:
+            torch.accelerator.set_stream(self._background_stream)
+
+    @cached_property
+    def _background_stream(self) -> Any:
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else torch.Stream(self.device)
 
     def synchronize_stream(self) -> None:
         """Wait until all work launched on the thread's current stream is done."""
@@ -49,6 +62,11 @@ class Accelerator:
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
         """Return (nbytes,) uint8 in host memory that the device copies by itself."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def free_idle_memory(self) -> None:
+        """Return to the device what the workspace keeps for the next version."""
+        if "workspace" in vars(self):
+            self.workspace.free_idle_slabs()
 
     @cached_property
     def workspace(self) -> "Workspace":
@@ -78,12 +96,32 @@ class Workspace:
                 self.nbytes //= 2
         self.on_host = accelerator.allocate_pinned(self.nbytes)
         self._scratch: torch.Tensor | None = None
+        self._slabs = 0
+        self._idle_slabs: list[torch.Tensor] = []
 
     def scratch(self, nbytes: int) -> torch.Tensor:
         """Return (nbytes,) uint8 on the device, the same at each call. Raises torch.OutOfMemoryError."""
         if self._scratch is None:
             self._scratch = self.accelerator.allocate(nbytes)
         return self._scratch
+
+    def take_slab(self) -> "Slab | None":
+        """Return memory for one uploaded batch; None if slabs hold half of what they and nobody else have taken."""
+        if not self._idle_slabs:
+            own = self._slabs * self.nbytes
+            if own + self.nbytes > (own + self.accelerator.free_bytes()) // 2:
+                return None
+            try:
+                self._idle_slabs.append(self.accelerator.allocate(self.nbytes))
+            except torch.OutOfMemoryError:
+                return None
+            self._slabs += 1
+        return Slab(self._idle_slabs)
+
+    def free_idle_slabs(self) -> None:
+        """Return slabs that hold nothing to the device."""
+        self._slabs -= len(self._idle_slabs)
+        self._idle_slabs.clear()
 
     def upload(self, nbytes: int, target: torch.Tensor) -> None:
         """Copy the first bytes of the host buffer to (≥ nbytes,) uint8 on the device, and wait. Needs ``lock``."""
@@ -122,6 +160,20 @@ class Workspace:
             except BaseException as error:  # including interrupts: the old bits must not be lost
                 take_back([partial(live.copy_, old), self.accelerator.synchronize], "a part of a tensor", error)
                 raise
+
+
+class Slab:
+    """Memory of the device that returns to the idle slabs of a workspace when nothing refers to this object.
+
+    It may be used again at once: who wrote or read it last has waited for the device.
+    """
+
+    def __init__(self, idle: list[torch.Tensor]) -> None:
+        self.memory = idle.pop()
+        self._idle = idle
+
+    def __del__(self) -> None:
+        self._idle.append(self.memory)
 
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,8 @@ def commit_kernel(
     """
     block = tl.program_id(0)
     segment = tl.load(segments + block)
+    # No hint of what ``at`` is divisible by: an exchange loads and stores ``data`` with the same layout of threads, so
+    # that no thread overwrites what another one has yet to load.
     at = tl.load(firsts + block) + tl.arange(0, SIZE)
     inside = at < tl.load(ends + segment)
     live = tl.load(bases + segment).to(tl.pointer_type(SIGNED)) + tl.load(positions + at, mask=inside, other=0)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_delta_sync.engine.model.accelerator import Accelerator, Workspace
+from vllm_delta_sync.engine.model.accelerator import Accelerator, Slab, Workspace
 from vllm_delta_sync.engine.model.patch import NARROW_ELEMENTS, Positions, SparsePatch, StagedPatch
 from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
 from vllm_delta_sync.engine.model.take_back import take_back
@@ -88,11 +88,11 @@ class Batch:
     """What one launch writes: parts of patches with one element type, all relative or none, no element twice.
 
     Attributes:
-        uploaded: the packed batch on the device; None if it is in host memory only.
+        uploaded: has the packed batch on the device; None if it is in host memory only.
     """
 
     parts: list[Part]
-    uploaded: torch.Tensor | None = None
+    uploaded: Slab | None = None
 
     @cached_property
     def elements(self) -> int:
@@ -136,14 +136,15 @@ class Batch:
         packed = self.views(memory)
         premix, positions, data = (tensor.numpy() for tensor in (packed.premix, packed.positions, packed.data))
         firsts, segments = packed.firsts.numpy(), packed.segments.numpy()
+        bases, ends, rows = packed.bases.numpy(), packed.ends.numpy(), packed.rows.numpy()
         at = block = 0
         for number, part in enumerate(self.parts):
             patch, stretch, end = part.patch, slice(part.start, part.stop), at + part.size
             premix[at:end] = patch.premix[stretch].view(np.int64)
             positions[at:end] = patch.positions[stretch]
             data[at:end] = patch.data[stretch].view(data.dtype)
-            packed.bases[number] = part.destination.flat.data_ptr()
-            packed.ends[number], packed.rows[number] = end, part.row
+            bases[number] = part.destination.flat.data_ptr()
+            ends[number], rows[number] = end, part.row
             blocks = -(-part.size // BLOCK)
             firsts[block : block + blocks] = np.arange(at, end, BLOCK)
             segments[block : block + blocks] = number
@@ -166,7 +167,7 @@ class DevicePatch:
     """
 
     def __init__(self, patches: list[SparsePatch], routes: RouteMap, workspace: Workspace) -> None:
-        self._workspace = workspace
+        self._workspace, self._memory = workspace, routes.memory
         self._groups = sorted({patch.group for patch in patches})
         self.batches = list(_batches(patches, routes, self._groups, workspace.nbytes))
         sums = 16 * len(self._groups)
@@ -181,21 +182,21 @@ class DevicePatch:
             self._commit = module.commit_triton
 
     def upload(self) -> None:
-        """Upload batches while half of the device's free memory lasts; the others are uploaded during the commit."""
+        """Upload batches while half of the device's free memory lasts; the others are uploaded during the commit.
+
+        Raises:
+            BusyError: the engine is asleep. What is free then is not ours: waking up needs it.
+        """
         workspace = self._workspace
-        room = workspace.accelerator.free_bytes() // 2
         for batch in self.batches:
-            if batch.nbytes > room:
-                return
-            try:
-                uploaded = workspace.accelerator.allocate(batch.nbytes)
-            except torch.OutOfMemoryError:
-                return
-            with workspace.lock:
-                batch.pack(workspace.on_host)
-                workspace.upload(batch.nbytes, uploaded)
-            batch.uploaded = uploaded
-            room -= batch.nbytes
+            with self._memory.reading():
+                slab = workspace.take_slab()
+                if slab is None:
+                    return
+                with workspace.lock:
+                    batch.pack(workspace.on_host)
+                    workspace.upload(batch.nbytes, slab.memory)
+            batch.uploaded = slab
 
     def release(self) -> None:
         """Free the uploaded batches. Host memory keeps the patches."""
@@ -221,14 +222,15 @@ class DevicePatch:
         """
         workspace = self._workspace
         if batch.uploaded is not None and batch.parts[0].patch.relative:
-            self._commit(batch.views(batch.uploaded), batch, self._sums, reverse)
+            self._commit(batch.views(batch.uploaded.memory), batch, self._sums, reverse)
             return
         with workspace.lock:
-            memory = batch.uploaded
-            if memory is None:
+            if batch.uploaded is None:
                 memory = workspace.on_device
                 batch.pack(workspace.on_host)
                 workspace.upload(batch.nbytes, memory)
+            else:
+                memory = batch.uploaded.memory
             packed = batch.views(memory)
             self._commit(packed, batch, self._sums, reverse)
             try:
@@ -249,7 +251,8 @@ def stage_on_device(patch: StagedPatch, routes: RouteMap) -> None:
     """Prepare the commit of a patch on the device of its weights; does nothing where all weights are in host memory.
 
     Raises:
-        torch.OutOfMemoryError: the device has not even memory for the smallest workspace.
+        torch.OutOfMemoryError: the device has not even memory for the smallest workspace. BusyError: the engine is
+        asleep.
     """
     accelerator = routes.memory.accelerator
     if accelerator is None:
@@ -320,6 +323,10 @@ def compile_kernels(elements: set[DType], routes: RouteMap) -> None:
             sums = workspace.on_device[-16:].view(torch.int64)
             for reverse in (False, True):
                 module.commit_triton(batch.views(workspace.on_device), batch, sums, reverse)
+        for element in elements:
+            # torch too loads its kernels at the first use: this one copies a tensor that lies in strides.
+            strided = workspace.on_device[:4096].view(SIGNED[element.itemsize]).view(16, -1)
+            strided[:, ::2].copy_(strided[:, 1::2])
         accelerator.synchronize_stream()
 
 
@@ -365,11 +372,17 @@ def _commit_piece(
         after.copy_(data)
     for row, bits in ((0, before), (2, after)):
         _hash(packed.premix[piece], bits, lanes[row], lanes[row + 1], shifted)
-    flat.index_copy_(0, where, after)
-    if not packed.relative:
-        data.copy_(before)
     change = torch.sum(lanes[2:].sub_(lanes[:2]), 1, out=rows[1, :2])
-    sums[part.row].add_(change)
+    # Whatever may fail for want of memory has come before the writes.
+    try:
+        flat.index_copy_(0, where, after)
+        if not packed.relative:
+            data.copy_(before)
+        sums[part.row].add_(change)
+    except BaseException as error:  # including interrupts: half a piece must not remain
+        undo = [partial(flat.index_copy_, 0, where, before), *([] if packed.relative else [partial(data.copy_, after)])]
+        take_back(undo, "a piece", error)
+        raise
 
 
 def _add(

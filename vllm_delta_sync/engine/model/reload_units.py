@@ -172,6 +172,9 @@ class LoaderReplay:
                     self.record.process(replica, self._modules_to_process(scope))
         except ModelError as error:
             raise ModelError(f"tensor {name!r} is not patched by address ({scope.reason}); {error.message}") from error
+        except (MemoryError, torch.OutOfMemoryError):
+            # Passes: the weights are as before, and the next try may find memory.
+            raise
         except Exception as error:  # loader and kernels are code of the model and may raise anything
             raise ModelError(
                 f"tensor {name!r} is not patched by address ({scope.reason}), and cannot be reloaded beside the "

@@ -46,9 +46,10 @@ class WeightMemory:
 
     @classmethod
     def for_model(cls, model: Any) -> "WeightMemory":
-        """Return the guard of a model's weights; the first tensor of the model decides the device."""
-        device = next((tensor.device for _, _, tensor in walk_tensors(model) if is_plain(tensor)), torch.device("cpu"))
-        return cls(None if device.type in ("cpu", "meta") else Accelerator(device))
+        """Return the guard of a model's weights; its first tensor that is on a device decides which."""
+        devices = (tensor.device for _, _, tensor in walk_tensors(model) if is_plain(tensor))
+        device = next((device for device in devices if device.type not in ("cpu", "meta")), None)
+        return cls(None if device is None else Accelerator(device))
 
     @contextmanager
     def background_thread(self) -> Iterator[None]:
@@ -58,7 +59,7 @@ class WeightMemory:
                 yield
                 return
             self.accelerator.set_device()
-            self.accelerator.set_new_stream()
+            self.accelerator.set_background_stream()
             try:
                 yield
             finally:

@@ -6,7 +6,6 @@ from functools import partial
 import torch
 
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.engine.model.device_patch import stage_on_device
 from vllm_delta_sync.engine.model.patch import DensePatch, StagedPatch, region_view, route_changes
 from vllm_delta_sync.engine.model.regions import split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, Route, RouteMap
@@ -63,7 +62,6 @@ def stage_update(
     _check_total(target, patch)
     if routes.reload_units is not None:
         routes.reload_units.add_outputs_to(patch, routes, everything=not plan.steps)
-    stage_on_device(patch, routes)
     timer.tick("route")
     return patch
 

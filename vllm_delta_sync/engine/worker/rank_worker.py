@@ -290,6 +290,9 @@ class RankWorker:
         patch = stage_update(update, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
         rescanned = self._rescan(routes, request.rescan)
         timer.tick("rescan")
+        # Last: what came before may need the device's memory for a moment.
+        device_patch.stage_on_device(patch, routes)
+        timer.tick("route")
         self._staged, self._staged_stamp = patch, stamp
         return _staged_answer(patch, timer.ms, rescanned)
 
@@ -309,9 +312,10 @@ class RankWorker:
         timer = PhaseTimer()
         rebuilt = UpdatePlan(target, rebuild=True)
         stamp = self._weights_stamp()
-        self._staged = stage_update(rebuilt, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
-        self._staged_stamp = stamp
-        return _staged_answer(self._staged, timer.ms, self._rescan(routes, []))
+        patch = stage_update(rebuilt, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
+        device_patch.stage_on_device(patch, routes)
+        self._staged, self._staged_stamp = patch, stamp
+        return _staged_answer(patch, timer.ms, self._rescan(routes, []))
 
     def _open_run(self, where: tuple[str, str] | None) -> Run:
         """Return the run followed (None), or another run by its URL and the digest of its run.json."""
@@ -370,6 +374,7 @@ class RankWorker:
                         "changed from outside"
                     )
             self.confirmed, self._staged = True, None
+            self._undo_log.confirm()
         return protocol.Done()
 
     def _apply_logged(self, step: UndoEntry, routes: RouteMap, reverse: bool) -> bool:
@@ -421,6 +426,13 @@ class RankWorker:
         if external_writes[self.index] == self.external_writes:
             self.external_writer = None
         return protocol.Done()
+
+    def leave_device(self) -> None:
+        """Give up what staging keeps on the device, before the engine sleeps: what is staged expires then."""
+        self._staged = None
+        self._undo_log.confirm()
+        if self.memory.accelerator is not None:
+            self.memory.accelerator.free_idle_memory()
 
     def note_external_write(self, writer: str) -> None:
         """Record that a call from outside writes weights, or may."""
