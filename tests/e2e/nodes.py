@@ -86,18 +86,12 @@ def _enter(namespace: str, shared: str, own: str) -> None:
         for failed in (library.setns(network.fileno(), CLONE_NEWNET), library.unshare(CLONE_NEWNS)):
             if failed:
                 raise OSError(ctypes.get_errno(), "the second machine cannot be entered")
-    # The test's folder may lie in the shared memory that this machine is about to lose: here it is found again.
-    folder = str(Path(shared).parent)
-    kept = os.open(folder, os.O_DIRECTORY)
     for mount in (
         ["--make-rprivate", "/"],
         ["-t", "tmpfs", "tmpfs", "/dev/shm"],
-        ["--bind", f"/proc/self/fd/{kept}", folder],
         ["--bind", own, shared],
     ):
-        os.makedirs(folder, exist_ok=True)
-        subprocess.run(["mount", *mount], check=True, pass_fds=[kept])
-    os.close(kept)
+        subprocess.run(["mount", *mount], check=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ ranks of the second one are lost in the middle of an update.
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -87,10 +88,17 @@ def lose(world: World, server: Server, other: WarmProcess, moment: str) -> None:
     other.wait(END_SECONDS)
 
 
-def test_two_machines_follow_as_one_and_come_back(tmp_path: Path) -> None:
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Not in shared memory, of which the second machine has its own."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as made:
+        yield Path(made)
+
+
+def test_two_machines_follow_as_one_and_come_back(folder: Path) -> None:
     if why_not := cannot_make():
         pytest.skip(why_not)
-    world = World(tmp_path, "llama_one_kv_head")
+    world = World(folder, "llama_one_kv_head")
     with two_nodes() as nodes:
         pair = Pair(world, nodes)
         with pair.follow() as (server, other):
