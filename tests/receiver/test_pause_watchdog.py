@@ -1,4 +1,4 @@
-"""On which version ranks agree after a pause that nobody ended; and an engine that waits for a rank that is gone."""
+"""Which version ranks agree on after a pause that its controller did not end; an engine that waits for a lost rank."""
 
 import queue
 import threading

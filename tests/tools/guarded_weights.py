@@ -2,7 +2,7 @@
 
 ``python -m tests.tools.guarded_weights`` prints how many reads were refused and how many finished. The weights lie in
 pages of their own; ``sleep`` takes all access to them away, as ``/sleep`` unmaps them on a GPU, and ``wake_up`` gives
-it back. A program of its own, because a wrong access is a signal that nobody can catch.
+it back. A separate program, because a wrong access ends the process by a signal.
 """
 
 import ctypes

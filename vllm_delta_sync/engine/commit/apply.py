@@ -12,7 +12,7 @@ import torch
 from vllm_delta_sync.engine.model.device_patch import Batch, is_on_device, stage_on_device
 from vllm_delta_sync.engine.model.patch import DensePatch, SparsePatch, StagedPatch, region_view
 from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
-from vllm_delta_sync.engine.model.take_back import take_back
+from vllm_delta_sync.engine.model.undo_writes import undo_writes
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.tensors.bits import order_masks
@@ -64,7 +64,7 @@ def apply_patch(patch: StagedPatch, routes: RouteMap, reverse: bool = False) -> 
             patch.measured, patch.applied = measured, not reverse
         except BaseException as error:  # including interrupts: half a version must not remain
             undo = [partial(_apply_step, step, patch, routes, not reverse) for step in reversed(done)]
-            take_back([*undo, routes.memory.synchronize], f"version {patch.version}", error)
+            undo_writes([*undo, routes.memory.synchronize], f"version {patch.version}", error)
             patch.applied = reverse
             raise
     return measured
@@ -118,7 +118,7 @@ def _exchange_tensor(dense: DensePatch, routes: RouteMap) -> None:
             else:
                 _exchange_rows(view, buffer, _exchange_on_host, EXCHANGE_ELEMENTS, done)
     except BaseException as error:  # including interrupts: half a tensor must not remain
-        take_back(reversed(done), "half a tensor", error)
+        undo_writes(reversed(done), "half a tensor", error)
         raise
 
 
@@ -145,5 +145,5 @@ def _exchange_on_host(live: torch.Tensor, staged: torch.Tensor) -> None:
         live.copy_(staged)
         staged.copy_(old)
     except BaseException as error:  # including interrupts: the old bits must not be lost
-        take_back([partial(live.copy_, old)], "a part of a tensor", error)
+        undo_writes([partial(live.copy_, old)], "a part of a tensor", error)
         raise

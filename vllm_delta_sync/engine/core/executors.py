@@ -21,11 +21,10 @@ and who gives it:
     ``plugin.register``. All, if this package is installed on every node.
 8.  Every worker's environment leads to the bucket: ``RankWorker.identify``, ``DeltaSyncLoader``. ``mp``: that of its
     node; ``ray``: the engine core's, except for what the node sets; ``old ray`` copies few variables.
-9.  The engine ends when the process of any rank ends: needed by whoever waits for an answer. ``mp`` watches the ranks
-    of its own node only, therefore ``end_with_other_nodes``; ``old ray`` notices at the next call.
+9.  The engine ends when the process of any rank ends, because calls wait for every rank's answer. ``mp`` watches only
+    the ranks of its own node, therefore ``end_with_other_nodes``; ``old ray`` notices at the next call.
 10. All ranks end with the engine core: ``PauseWatchdog.end``. ``ray`` and ``old ray`` by Ray; ``mp`` on its own node
     only; therefore ``install``.
-
 11. A call ends when its timeout has passed: ``PauseWatchdog.call_ranks``. All but ``uni``, which calls its one rank
     directly.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm_delta_sync.engine.model.take_back import take_back
+from vllm_delta_sync.engine.model.undo_writes import undo_writes
 
 WORKSPACE_BYTES = 32 << 20
 """Size of each transfer buffer: about 1 ms over PCIe 5, and 2.3 M changed elements of bf16."""
@@ -106,7 +106,7 @@ class Workspace:
         return self._scratch
 
     def take_slab(self) -> "Slab | None":
-        """Return memory for one uploaded batch; None if slabs hold half of what they and nobody else have taken."""
+        """Return memory for one uploaded batch; None once slabs hold half of their own and the free memory together."""
         if not self._idle_slabs:
             own = self._slabs * self.nbytes
             if own + self.nbytes > (own + self.accelerator.free_bytes()) // 2:
@@ -158,7 +158,7 @@ class Workspace:
                 self.accelerator.synchronize_stream()
                 staged.copy_(old_on_host if on_host else old)
             except BaseException as error:  # including interrupts: the old bits must not be lost
-                take_back([partial(live.copy_, old), self.accelerator.synchronize], "a part of a tensor", error)
+                undo_writes([partial(live.copy_, old), self.accelerator.synchronize], "a part of a tensor", error)
                 raise
 
 

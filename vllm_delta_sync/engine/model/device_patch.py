@@ -22,7 +22,7 @@ import torch
 from vllm_delta_sync.engine.model.accelerator import Accelerator, Slab, Workspace
 from vllm_delta_sync.engine.model.patch import NARROW_ELEMENTS, Positions, SparsePatch, StagedPatch
 from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
-from vllm_delta_sync.engine.model.take_back import take_back
+from vllm_delta_sync.engine.model.undo_writes import undo_writes
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.tensors.torch_views import SIGNED
@@ -241,7 +241,7 @@ class DevicePatch:
                 workspace.accelerator.synchronize_stream()
             except BaseException as error:  # including interrupts: the weights must not keep what the patch lost
                 undo = partial(self._commit, packed, batch, self._sums, not reverse)
-                take_back([undo, workspace.accelerator.synchronize], "a batch", error)
+                undo_writes([undo, workspace.accelerator.synchronize], "a batch", error)
                 raise
             if not packed.relative:
                 batch.unpack_data(on_host)
@@ -353,7 +353,7 @@ def commit_torch(scratch: torch.Tensor, packed: PackedBatch, batch: Batch, sums:
         undo = [
             partial(_commit_piece, scratch, packed, part, piece, sums, not reverse) for part, piece in reversed(done)
         ]
-        take_back(undo, "half a batch", error)
+        undo_writes(undo, "half a batch", error)
         raise
 
 
@@ -381,7 +381,7 @@ def _commit_piece(
         sums[part.row].add_(change)
     except BaseException as error:  # including interrupts: half a piece must not remain
         undo = [partial(flat.index_copy_, 0, where, before), *([] if packed.relative else [partial(data.copy_, after)])]
-        take_back(undo, "a piece", error)
+        undo_writes(undo, "a piece", error)
         raise
 
 

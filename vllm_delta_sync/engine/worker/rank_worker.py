@@ -374,6 +374,7 @@ class RankWorker:
                         "changed from outside"
                     )
             self.confirmed, self._staged = True, None
+            # What a failed commit has uploaded is not needed again: a revert can do without.
             self._undo_log.confirm()
         return protocol.Done()
 
