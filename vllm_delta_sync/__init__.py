@@ -1,8 +1,9 @@
 """Ships changed weights from a trainer to running vLLM servers through a bucket.
 
-``open_run(url)`` reads a run; ``trainer_side.Publisher`` writes one; ``vllm_delta_sync.engine`` follows one inside
-vLLM. Imports point one way; from the bottom: ``errors``, ``format``, ``tensors``, ``codec``, ``trust``, ``settings``,
-``bucket``, ``run``, ``verify``, ``maintenance``, then ``engine`` and ``cli``.
+``open_run(url)`` reads a run; ``follow(url, folder)`` keeps a checkpoint folder at its newest version;
+``trainer_side.Publisher`` writes one; ``vllm_delta_sync.engine`` follows one inside vLLM. Imports point one way; from
+the bottom: ``errors``, ``format``, ``tensors``, ``codec``, ``trust``, ``settings``, ``bucket``, ``run``, ``verify``,
+``maintenance``, then ``engine`` and ``cli``.
 """
 
 from typing import TYPE_CHECKING
@@ -11,8 +12,9 @@ from vllm_delta_sync.errors import DeltaSyncError
 
 if TYPE_CHECKING:
     from vllm_delta_sync.client import Run, open_run
+    from vllm_delta_sync.maintenance.follow import FollowedVersion, follow
 
-__all__ = ["DeltaSyncError", "Run", "open_run"]
+__all__ = ["DeltaSyncError", "FollowedVersion", "Run", "follow", "open_run"]
 __version__ = "0.1.0"
 
 
@@ -22,4 +24,8 @@ def __getattr__(name: str) -> object:
         from vllm_delta_sync import client
 
         return getattr(client, name)
+    if name in ("FollowedVersion", "follow"):
+        from vllm_delta_sync.maintenance import follow
+
+        return getattr(follow, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

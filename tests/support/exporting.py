@@ -1,6 +1,6 @@
 """What the tests of exports share.
 
-``python -m tests.support.exporting URL FOLDER VERSION`` exports, and says the memory that it took.
+``python -m tests.support.exporting URL FOLDER VERSION [follow]`` exports or follows, and says the memory that it took.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_delta_sync import open_run
+from vllm_delta_sync import follow, open_run
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.maintenance.export import WORK_NAME, export
 from vllm_delta_sync.tensors.bits import Bits
@@ -75,7 +75,7 @@ def anonymous() -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
-def main(url: str, folder: str, version: str) -> None:
+def main(url: str, folder: str, version: str, way: str = "export") -> None:
     run = open_run(url)
     run.head()
     before = most = anonymous()
@@ -88,10 +88,10 @@ def main(url: str, folder: str, version: str) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    report = export(run, folder, int(version))
+    reached = export(run, folder, int(version)) if way == "export" else next(follow(url, folder, int(version)))
     done.set()
     watcher.join()
-    print(json.dumps({"version": report.version, "anonymous": most - before}))
+    print(json.dumps({"version": reached.version, "anonymous": most - before}))
 
 
 if __name__ == "__main__":

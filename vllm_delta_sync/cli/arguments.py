@@ -156,3 +156,14 @@ def version(text: str) -> int | str:
     if not (text.isascii() and text.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a version; give a number, or tag:NAME")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """Parse a duration in seconds, above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; give a number of seconds above 0")
+    return value

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, count, exit_codes, opened, version
+from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, count, exit_codes, opened, seconds, version
 from vllm_delta_sync.cli.text import clean, print_columns
 from vllm_delta_sync.errors import UsageError
 
@@ -38,26 +38,16 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     add_bucket(fleet)
     add_trust(fleet)
     fleet.add_argument(
-        "--watch", type=_seconds, metavar="SECONDS", help="refresh the list until Ctrl-C; not with --wait"
+        "--watch", type=seconds, metavar="SECONDS", help="refresh the list until Ctrl-C; not with --wait"
     )
     fleet.add_argument("--wait", type=version, metavar="N|tag:NAME", help="wait until all servers serve this version")
     fleet.add_argument(
         "--replicas", type=count, default=None, metavar="N", help="with --wait: least number of servers (default: 1)"
     )
     fleet.add_argument(
-        "--timeout", type=_seconds, default=None, metavar="SECONDS", help="with --wait: longest wait (default: 60)"
+        "--timeout", type=seconds, default=None, metavar="SECONDS", help="with --wait: longest wait (default: 60)"
     )
     fleet.set_defaults(handler=_fleet)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; give a number of seconds above 0")
-    return value
 
 
 def _fleet(options: argparse.Namespace) -> Answer:

@@ -20,6 +20,7 @@ from vllm_delta_sync.cli import (
     doctor,
     export,
     fleet,
+    follow,
     gc,
     inspect,
     keys,
@@ -56,7 +57,7 @@ examples:
   delta-sync verify --bucket file:///data/runs/a --base /models/qwen3
 
 """
-MODULES = (serve, log, inspect, export, verify, repair, gc, tag, branch, compact, keys, doctor, broker, fleet)
+MODULES = (serve, log, inspect, export, follow, verify, repair, gc, tag, branch, compact, keys, doctor, broker, fleet)
 """The subcommands, in the order of ``--help``. ``add`` of each module adds its parser, whose ``handler`` runs it."""
 
 

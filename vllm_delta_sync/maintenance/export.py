@@ -10,14 +10,13 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Self
 
-import numpy as np
+from pydantic import TypeAdapter
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, Version
@@ -26,23 +25,18 @@ from vllm_delta_sync.errors import (
     ConflictError,
     DataError,
     DeltaSyncError,
-    DigestError,
-    LimitError,
     NotFoundError,
     StoreError,
     UsageError,
 )
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.format.safetensors_file import header_bytes, layout, shard_tables
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES, WEIGHTS_SUFFIX, WeightFiles, model_files_of_run
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.model_files import fetch_run_file, write_file
+from vllm_delta_sync.run.model_files import write_file
 from vllm_delta_sync.run.restore import Progress, restore
-from vllm_delta_sync.run.roots import open_branch_source
-from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.checkpoint import (
     CONFIG_NAME,
     EXPORT_NAME,
@@ -51,20 +45,47 @@ from vllm_delta_sync.tensors.checkpoint import (
     Checkpoint,
     is_model_file,
     missing_files,
-    model_files,
-    resolve_base,
 )
 
 logger = guarded_logger(__name__)
 
-SHARD_BYTES = 5 * 10**9
-"""Default bytes of tensors in one file, the size that transformers long used."""
 WORK_NAME = ".delta_sync_export"
 """Subfolder of an unfinished export. It exists only while an export runs, or after one was stopped."""
 MADE_NAME, OBJECTS_NAME, LOCK_NAME = "new", "objects", "lock"
 """In the subfolder: the new files, the fetched objects, the lock of the running export."""
-WEIGHTS_SUFFIX = ".safetensors"
 _UNLIMITED = 2**62
+
+
+@dataclass(frozen=True)
+class ExportRecord:
+    """Content of ``EXPORT_NAME``: what an export wrote to a folder.
+
+    Attributes:
+        files: names of the files, sorted. run, version, step: what they hold; defaults while they are being moved.
+        manifest: SHA-256 of the version's manifest. fingerprint: of the weights.
+    """
+
+    files: list[str]
+    run: str = ""
+    version: int = -1
+    step: int = 0
+    manifest: str = ""
+    fingerprint: str = ""
+    format_version: int = 1
+
+    @classmethod
+    def of(cls, manifest: Manifest, files: list[str]) -> Self:
+        """Return the record of a version that is in these files."""
+        return cls(files, manifest.run, manifest.version, manifest.step, manifest.digest, manifest.fingerprint)
+
+    def to_bytes(self) -> bytes:
+        fields = asdict(self)
+        # In the order of earlier releases, which people read.
+        order = ("format_version", "run", "version", "step", "manifest", "fingerprint", "files")
+        return (json.dumps({name: fields[name] for name in order}, indent=2) + "\n").encode()
+
+
+_RECORD = TypeAdapter(ExportRecord)
 
 
 @dataclass
@@ -122,10 +143,10 @@ def export(
     if shard_bytes < 1:
         raise UsageError(f"shard_bytes is {shard_bytes}; give at least 1 byte")
     check_base(base)
-    manifest, notes = _chosen(run, version)
+    manifest, notes = choose_version(run, version)
     target = Path(folder)
     _refuse_base(run, target, base)
-    weights = _WeightFiles(run.table, shard_bytes)
+    weights = WeightFiles(run.table, shard_bytes)
     with _work_folder(target, weights.names) as work:
         made = work / MADE_NAME
         if made.exists():
@@ -134,31 +155,22 @@ def export(
         report = ExportReport(
             target, manifest.version, manifest.step, manifest.digest, [], run.table.full_bytes, notes=notes
         )
-        small = _model_files(run, base, report)
-        written = _written(target)
+        small = model_files_of_run(run, base, report.looked_in, report.notes)
+        written = read_record(target)
         if written is not None and _holds(target, written, run, manifest, weights):
             logger.info("%s already holds the weights of version %d", target, manifest.version)
             report.present = True
-            kept = {name for name in written["files"] if is_model_file(name) and (target / name).is_file()}
+            kept = {name for name in written.files if is_model_file(name) and (target / name).is_file()}
         else:
             # The same run, read through a cache that outlives this process.
             source = RunDocuments(run.bucket, run.keyring, ObjectCache(work / OBJECTS_NAME, _UNLIMITED))
-            restore(source, manifest, base, progress=progress, scratch=work, room=partial(weights.room, made))
+            restore(source, manifest, base, progress=progress, scratch=work, room=lambda _: weights.create(made))
             weights.finish(made)
             kept = set()
         report.files = sorted({*weights.names, *small, *kept, EXPORT_NAME})
         others = {path.name for path in target.iterdir() if path.is_file()} - _exported_names(target, work)
         report.missing = missing_files({*report.files, *others})
-        about = {
-            "format_version": 1,
-            "run": run.info.run,
-            "version": manifest.version,
-            "step": manifest.step,
-            "manifest": manifest.digest,
-            "fingerprint": manifest.fingerprint,
-            "files": report.files,
-        }
-        for name, data in {**small, EXPORT_NAME: (json.dumps(about, indent=2) + "\n").encode()}.items():
+        for name, data in {**small, EXPORT_NAME: ExportRecord.of(manifest, report.files).to_bytes()}.items():
             there = target / name
             if not (report.present and there.is_file() and there.read_bytes() == data):
                 write_file(made / name, data)
@@ -168,7 +180,7 @@ def export(
     return report
 
 
-def _chosen(run: Run, version: Version) -> tuple[Manifest, list[str]]:
+def choose_version(run: Run, version: Version) -> tuple[Manifest, list[str]]:
     """Return the version to export, and notes about it."""
     manifest = run.resolve(version)
     if manifest.quarantine is None:
@@ -303,14 +315,13 @@ def _remove(work: Path) -> None:
         pass  # another export has started there
 
 
-def _written(folder: Path) -> dict[str, Any] | None:
-    """Return the file list of an earlier export in the folder; None if there is none, or it is damaged."""
+def read_record(folder: Path) -> ExportRecord | None:
+    """Return the record of an earlier export in the folder; None if there is none, or it is damaged."""
     try:
-        value = json.loads((folder / EXPORT_NAME).read_bytes())
-    except (FileNotFoundError, ValueError):
+        record = _RECORD.validate_json((folder / EXPORT_NAME).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    names = value.get("files") if isinstance(value, dict) else None
-    return value if isinstance(names, list) and all(map(_is_file_name, names)) else None
+    return record if all(map(_is_file_name, record.files)) else None
 
 
 def _is_file_name(name: object) -> bool:
@@ -319,13 +330,13 @@ def _is_file_name(name: object) -> bool:
 
 def _exported_names(*folders: Path) -> set[str]:
     """Return the names of the files that earlier exports wrote, from their lists in these folders."""
-    return {name for written in map(_written, folders) if written is not None for name in written["files"]}
+    return {name for written in map(read_record, folders) if written is not None for name in written.files}
 
 
-def _holds(target: Path, written: Mapping[str, Any], run: Run, manifest: Manifest, weights: "_WeightFiles") -> bool:
+def _holds(target: Path, written: ExportRecord, run: Run, manifest: Manifest, weights: WeightFiles) -> bool:
     """Return whether a folder holds the weights of a version in these files; compares the bits."""
-    names = {name for name in written["files"] if name.endswith(WEIGHTS_SUFFIX) or name == INDEX_NAME}
-    if written.get("manifest") != manifest.digest or names != set(weights.names):
+    names = {name for name in written.files if name.endswith(WEIGHTS_SUFFIX) or name == INDEX_NAME}
+    if written.manifest != manifest.digest or names != set(weights.names):
         return False
     try:
         checkpoint = Checkpoint(target)
@@ -348,7 +359,7 @@ def _put_in_place(made: Path, target: Path, work: Path, names: list[str]) -> Non
     if not moved and not deleted:
         return
     # From now on the old and the new files count as the export's, even if it is stopped.
-    write_file(work / EXPORT_NAME, json.dumps({"files": sorted({*before, *names})}).encode())
+    write_file(work / EXPORT_NAME, ExportRecord(sorted({*before, *names})).to_bytes())
     identifying = (SINGLE_NAME, INDEX_NAME, CONFIG_NAME, EXPORT_NAME)
     if any(name.endswith(WEIGHTS_SUFFIX) for name in moved):
         deleted |= moved.intersection(identifying)
@@ -357,120 +368,3 @@ def _put_in_place(made: Path, target: Path, work: Path, names: list[str]) -> Non
     for name in sorted(moved, key=lambda name: (identifying.index(name) if name in identifying else -1, name)):
         os.replace(made / name, target / name)
     sync_folder(target)
-
-
-# The weights
-
-
-class _WeightFiles:
-    """The safetensors files of the new checkpoint, filled through memory maps.
-
-    Attributes:
-        names: of the files, including the index if there are several.
-
-    Raises:
-        LimitError: ``shard_bytes`` is so small that there would be too many files.
-    """
-
-    def __init__(self, table: TensorTable, shard_bytes: int) -> None:
-        shards = shard_tables(table, shard_bytes) or [table]
-        count = len(shards)
-        names = [f"model-{number:05d}-of-{count:05d}{WEIGHTS_SUFFIX}" for number in range(1, count + 1)]
-        self._shards = dict(zip([SINGLE_NAME] if count == 1 else names, shards, strict=True))
-        self.names = [*self._shards, *([INDEX_NAME] if count > 1 else [])]
-        self._maps: dict[str, np.memmap] = {}
-
-    def room(self, folder: Path, table: TensorTable) -> list[Bits]:
-        """Create the files in ``folder`` with their headers; return the tensors' memory, as a ``tensors.state.Room``.
-
-        Raises:
-            StoreError: there is no room on the disk.
-        """
-        self._maps = {}
-        tensors: dict[str, Bits] = {}
-        for name, shard in self._shards.items():
-            placed = layout({spec.name: (spec.element, spec.shape) for spec in shard})
-            header = header_bytes(placed, {"format": "pt"})
-            size = len(header) + shard.full_bytes
-            try:
-                # A second attempt gets new files, so that maps of the first attempt keep their pages.
-                (folder / name).unlink(missing_ok=True)
-                with (folder / name).open("wb+") as file:
-                    # Reserve the space now: on a full disk, a later write to the map would kill the process.
-                    os.posix_fallocate(file.fileno(), 0, size)
-                    memory = np.memmap(file, np.uint8, mode="r+", shape=(size,))
-            except OSError as error:
-                raise StoreError(
-                    f"no room for {size:,} bytes of weights in {str(folder)!r}: {error.strerror or error}; free "
-                    "space there, or export to another disk"
-                ) from error
-            memory[: len(header)] = np.frombuffer(header, np.uint8)
-            for spec in shard:
-                start = len(header) + placed[spec.name].start
-                tensors[spec.name] = memory[start : start + spec.nbytes].view(spec.element.uint)
-            self._maps[name] = memory
-        return [tensors[spec.name] for spec in table]
-
-    def finish(self, folder: Path) -> None:
-        """Sync the files to disk, and write the index if there are several. Raises StoreError."""
-        try:
-            for name, memory in self._maps.items():
-                memory.flush()
-                with (folder / name).open("rb") as file:
-                    os.fsync(file.fileno())
-        except OSError as error:
-            raise StoreError(f"weights in {str(folder)!r} cannot be written: {error.strerror or error}") from error
-        if INDEX_NAME in self.names:
-            index = {
-                "metadata": {"total_size": sum(shard.full_bytes for shard in self._shards.values())},
-                "weight_map": {spec.name: name for name, shard in self._shards.items() for spec in shard},
-            }
-            write_file(folder / INDEX_NAME, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
-
-
-# Configuration, tokenizer and generation settings
-
-
-def _model_files(run: RunDocuments, base: str | Path | None, report: ExportReport) -> dict[str, bytes]:
-    """Return name → content of the model's small files: those that the run keeps, and missing ones from its base.
-
-    Args:
-        report: records where files were searched and why something could not be read. That is no error, because
-            weights without a configuration are useful too.
-    """
-    found: dict[str, bytes] = {}
-    kept = [item for item in run.info.files if is_model_file(item.name)]
-    report.looked_in.append(f"run {run.info.run}, which keeps {', '.join(item.name for item in kept) or 'no files'}")
-    for item in kept:
-        try:
-            found[item.name] = fetch_run_file(run, item)
-        except (NotFoundError, DigestError, LimitError) as error:
-            report.notes.append(f"{item.name} of the run cannot be used: {error.message}")
-    return _of_base(run, base, report) | found if missing_files(found) else found
-
-
-def _of_base(run: RunDocuments, base: str | Path | None, report: ExportReport) -> dict[str, bytes]:
-    """Return the small files of the given base, else of the recorded base; for a branch, those of its source run."""
-    try:
-        first = run.manifest(0)
-        recorded = first.base
-        if recorded is not None and recorded.run is not None:
-            with open_branch_source(run, first, base) as (source, _, further):
-                return _model_files(source, further, report)
-        if base is not None:
-            folder = resolve_base(base, weights=False).path
-        elif recorded is None:
-            return {}
-        elif recorded.model is not None and not Path(recorded.location).is_dir():
-            folder = resolve_base(f"{recorded.model}@{recorded.revision}", weights=False).path
-        else:
-            folder = Path(recorded.location)
-            if not any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
-                # A run must not cause copies of arbitrary local folders: the base must be a checkpoint.
-                report.looked_in.append(f"base {str(folder)!r}, which is not a checkpoint on this machine")
-                return {}
-        report.looked_in.append(f"base {str(folder)!r}")
-        return {name: path.read_bytes() for name, path in model_files(folder).items()}
-    except (DeltaSyncError, OSError) as error:
-        report.looked_in.append(f"its base, which cannot be read: {error}")
-        return {}

@@ -1,0 +1,418 @@
+"""Follow: ``DIR/current`` is always one whole version of the run, as an ordinary checkpoint."""
+
+import json
+import os
+import random
+import secrets
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.run.machine.killed_export import TABLE as LARGE_TABLE
+from tests.run.machine.nursery import Nursery
+from tests.support.chains import TABLE, Chain
+from tests.support.commands import answer, delta_sync, kind, shown
+from tests.support.exporting import expected, file_size_limit, held, names, stored
+from tests.support.marked import MarkedChain
+from tests.support.signed import Keys
+from tests.support.tiny import make_model, save_checkpoint, train_steps
+from tests.support.written import Written
+from trainer_side import Publisher
+from vllm_delta_sync import FollowedVersion, follow, open_run
+from vllm_delta_sync.errors import (
+    ChainError,
+    ConflictError,
+    DigestError,
+    ForkError,
+    NotFoundError,
+    ReplayError,
+    SignatureError,
+    StoreError,
+    UsageError,
+)
+from vllm_delta_sync.format.manifest import HEAD_KEY, version_key
+from vllm_delta_sync.maintenance.export import export
+from vllm_delta_sync.maintenance.follow import WORK_NAME
+from vllm_delta_sync.maintenance.tags import set_tag
+from vllm_delta_sync.tensors.checkpoint import EXPORT_NAME
+
+SHARD_BYTES = 2000
+"""Some tensors of these models are larger, and most are smaller."""
+KILLS, VERSIONS = 20, 50
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Chain:
+    return Chain(tmp_path)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def once(chain: Chain, out: Path, **options: Any) -> FollowedVersion | None:
+    """Follow once, and check that ``current`` has the bits of a version and what an export of it has."""
+    updates = list(follow(chain.url, out, once=True, **{"shard_bytes": SHARD_BYTES, **options}))
+    record = json.loads((out / "current" / EXPORT_NAME).read_bytes())
+    assert held(out / "current") == expected(chain.table, chain.bits[record["version"]])
+    assert record["manifest"] == chain.manifests[record["version"]].digest
+    assert sorted(record["files"]) == names(out / "current")
+    assert len(updates) <= 1
+    return updates[0] if updates else None
+
+
+def at(out: Path) -> int:
+    """The version that ``current`` is at."""
+    return int(json.loads((out / "current" / EXPORT_NAME).read_bytes())["version"])
+
+
+# Versions
+
+
+def test_every_version_equals_an_export_of_it(chain: Chain, out: Path, tmp_path: Path) -> None:
+    """Through anchors, codecs, whole tensors, versions built on earlier ones, and one that changes nothing."""
+    grown: list[dict[str, Any]] = [{}, {"codec": "context"}, {"full": [1]}, {"base": 1}, {"share": 0.0}]
+    for options in [None, *grown]:
+        if options is not None:
+            chain.grow(**options)
+        update = once(chain, out)
+        assert update is not None
+        assert update.version == at(out) == len(chain.manifests) - 1
+        assert update.folder.samefile(out / "current")
+        report = export(open_run(chain.url), tmp_path / f"export{update.version}", shard_bytes=SHARD_BYTES)
+        assert stored(out / "current") == stored(report.folder)
+    assert once(chain, out) is None, "it is at the newest version"
+
+
+def test_files_without_changes_are_shared(chain: Chain, out: Path) -> None:
+    once(chain, out)
+    before = {name: (out / "current" / name).stat().st_ino for name in names(out / "current")}
+    bits = [array.copy() for array in chain.bits[-1]]
+    bits[0][0] += 1
+    chain.delta(bits)
+    update = once(chain, out)
+    assert update is not None
+    shards = [name for name in before if name.endswith(".safetensors")]
+    assert len(update.linked) == len(shards) - 1 > 3
+    for name in update.linked:
+        assert (out / "current" / name).stat().st_ino == before[name]
+
+
+def test_what_an_engine_has_mapped_stays(chain: Chain, out: Path) -> None:
+    once(chain, out)
+    folder = (out / "current").resolve()
+    maps = {path.name: np.memmap(path, np.uint8, mode="r") for path in folder.glob("*.safetensors")}
+    before = {name: data.tobytes() for name, data in maps.items()}
+    for number in range(4):
+        chain.grow(share=1.0)
+        once(chain, out)
+        assert folder.exists() == (number == 0), "the version before the current one is kept"
+    assert {name: data.tobytes() for name, data in maps.items()} == before
+
+
+def test_the_number_of_versions_kept(chain: Chain, out: Path) -> None:
+    for _ in range(5):
+        once(chain, out, keep=3)
+        chain.grow()
+    folders = [path.name for path in out.iterdir() if path.name.startswith("version-")]
+    assert sorted(int(name.split("-")[1]) for name in folders) == [2, 3, 4]
+
+
+def test_far_behind_it_reads_no_more_than_it_needs(chain: Chain, out: Path) -> None:
+    """Versions that change more than the model has are read from an anchor."""
+    once(chain, out)
+    chain.grow(12, share=0.5)
+    chain.beside_it(12)
+    update = once(chain, out)
+    assert update is not None
+    assert update.read_bytes < 1.2 * chain.table.full_bytes < sum(item.payload_bytes for item in chain.manifests[1:])
+
+
+def test_transformers_loads_it(tmp_path: Path, out: Path, one_thread: None) -> None:
+    model = make_model("llama", hidden_size=32)
+    base = save_checkpoint(model, tmp_path / "base")
+    steps = train_steps(model, lr=1e-2)
+    with Publisher(model, str(tmp_path / "run"), base=base) as publisher:
+        for step in range(3):
+            for _ in follow(str(tmp_path / "run"), out, once=True):
+                pass
+            saved = save_checkpoint(model, tmp_path / f"saved{step}")
+            assert held(out / "current") == held(saved)
+            loaded, right = (AutoModelForCausalLM.from_pretrained(folder) for folder in (out / "current", saved))
+            assert all(torch.equal(value, right.state_dict()[name]) for name, value in loaded.state_dict().items())
+            assert AutoTokenizer.from_pretrained(out / "current").get_vocab()
+            next(steps)
+            publisher.publish(step + 1, wait=True)
+            publisher.flush()
+
+
+# Targets
+
+
+def test_quarantined_versions_are_skipped(tmp_path: Path, out: Path) -> None:
+    chain = MarkedChain(tmp_path)
+    chain.play(".!")
+    once(chain, out)
+    assert at(out) == 1
+    chain.play("!")
+    assert once(chain, out) is None
+    once(chain, out, version=2)
+    assert at(out) == 2, "one that is named is taken"
+
+
+def test_a_tag_is_followed_wherever_it_moves(chain: Chain, out: Path) -> None:
+    chain.grow(3)
+    run = open_run(chain.url)
+    for version in (1, 3, 0, 3):
+        set_tag(run, "best", version)
+        once(chain, out, version="tag:best")
+        assert at(out) == version
+
+
+def test_a_version_that_was_made_before_is_used_again(chain: Chain, out: Path) -> None:
+    chain.grow()
+    for version in (0, 1):
+        once(chain, out, version=version)
+    chain.lose(1)
+    update = once(chain, out, version=0)
+    assert update is not None
+    assert update.read_bytes == 0
+    once(chain, out, version=1)
+
+
+def test_it_polls_until_it_is_stopped(chain: Chain, out: Path) -> None:
+    stop = threading.Event()
+    seen = []
+    for update in follow(chain.url, out, poll_seconds=0.01, stop=stop):
+        seen.append(update.version)
+        if update.version == 3:
+            stop.set()
+        else:
+            chain.grow()
+    assert seen == [0, 1, 2, 3]
+
+
+def test_a_run_that_begins_later(tmp_path: Path, out: Path) -> None:
+    url = str(tmp_path / "run")
+    with pytest.raises(NotFoundError):
+        list(follow(url, out, once=True))
+    updates = follow(url, out, poll_seconds=0.01)
+    begin = threading.Timer(0.3, Chain, (tmp_path,))
+    begin.start()
+    assert next(updates).version == 0
+    begin.join()
+    updates.close()
+
+
+def test_a_version_that_was_not_handled_comes_again(chain: Chain, out: Path) -> None:
+    for _ in range(2):
+        for update in follow(chain.url, out, once=True):
+            assert update.version == 0
+            break  # as if the engine could not load it
+    assert [update.version for update in follow(chain.url, out, once=True)] == [0]
+    assert list(follow(chain.url, out, once=True)) == []
+
+
+# Killed
+
+
+def test_killed_at_random_it_shows_whole_versions(tmp_path: Path, out: Path) -> None:
+    """Of 50 versions, 20 times, before a random change of names in a folder."""
+    seed = int(os.environ.get("CHAIN_SEED", secrets.randbits(32)))
+    print(f"CHAIN_SEED={seed}")
+    chance = random.Random(seed)
+    written = Written(tmp_path / "run", 0, 11, LARGE_TABLE)
+    nursery = Nursery("tests.run.machine.killed_follow", tmp_path)
+    kills = chance.sample(range(VERSIONS), KILLS)
+    killed = 0
+    for version in range(VERSIONS):
+        if version:
+            written.publish(0.05 if version % 5 else 0.0, full=[version % 24] if version % 7 == 0 else ())
+        if version in kills:
+            killed += nursery.end(nursery.begin(tmp_path, chance.randrange(1, 14)))
+            if (out / "current").exists():
+                assert held(out / "current") == expected(LARGE_TABLE, written.writer.bits[at(out)])
+            if chance.random() < 0.3:
+                continue  # the next one finds what this one left
+        assert not nursery.end(nursery.begin(tmp_path, 0))
+        assert at(out) == version
+        assert held(out / "current") == expected(LARGE_TABLE, written.writer.bits[version])
+    nursery.close()
+    assert killed > KILLS // 2
+    assert names(out / WORK_NAME) in (["handled", "lock"], ["handled", "lock", "objects"])
+
+
+def test_memory_is_that_of_a_tensor_not_of_the_model(tmp_path: Path, out: Path) -> None:
+    size, count = 4 * 1024 * 1024, 72
+    tensors = {f"w{number:02d}": torch.zeros(size // 2, dtype=torch.bfloat16) for number in range(count)}
+    with Publisher(tensors.items(), str(tmp_path / "run")) as publisher:
+        for step in (1, 2):
+            for tensor in tensors.values():
+                tensor.view(torch.int16)[step::200] += 1
+            publisher.publish(step, wait=True)
+        publisher.flush()
+    for version in (1, 2):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.support.exporting", str(tmp_path / "run"), str(out), str(version), "follow"],
+            env={**os.environ, "PYTHONPATH": os.getcwd()},
+            check=True,
+            capture_output=True,
+            timeout=300,
+        )
+        taken = json.loads(done.stdout)
+        assert taken["version"] == version == at(out)
+        # A tensor as it was and as it is, up to 4 million decoded elements of 10 bytes, and compiled kernels.
+        assert taken["anonymous"] < 2 * size + 120 * 1024 * 1024 < size * count / 2
+
+
+# Refused
+
+
+def test_bad_arguments(chain: Chain, out: Path) -> None:
+    for options in ({"keep": 0}, {"poll_seconds": 0.0}, {"shard_bytes": 0}):
+        with pytest.raises(UsageError, match=next(iter(options))):
+            follow(chain.url, out, **options)
+    assert not out.exists()
+
+
+def test_a_folder_of_others(chain: Chain, out: Path, tmp_path: Path) -> None:
+    out.mkdir()
+    (out / "model.safetensors").write_bytes(b"mine")
+    with pytest.raises(UsageError, match=r"holds 'model\.safetensors'"):
+        list(follow(chain.url, out, once=True))
+    assert stored(out) == {"model.safetensors": b"mine"}
+    with pytest.raises(UsageError, match="is a file"):
+        list(follow(chain.url, out / "model.safetensors", once=True))
+
+
+def test_one_process_at_a_time(chain: Chain, out: Path) -> None:
+    first = follow(chain.url, out)
+    next(first)
+    with pytest.raises(ConflictError, match="another process follows"):
+        next(follow(chain.url, out))
+    first.close()
+    assert next(follow(chain.url, out)).version == 0, "the first one had not handled it"
+
+
+def test_another_run(chain: Chain, out: Path, tmp_path: Path) -> None:
+    once(chain, out)
+    (tmp_path / "b").mkdir()
+    other = Chain(tmp_path / "b", seed=5)
+    with pytest.raises(ChainError, match="into another folder"):
+        list(follow(other.url, out, once=True))
+    assert at(out) == 0
+
+
+def test_an_older_state_is_not_taken(chain: Chain, out: Path) -> None:
+    chain.grow(2)
+    head = (chain.folder / HEAD_KEY).read_bytes()
+    chain.grow()
+    once(chain, out)
+    (chain.folder / version_key(3)).unlink()
+    (chain.folder / HEAD_KEY).write_bytes(head)
+    with pytest.raises(ReplayError, match="remove"):
+        once(chain, out)
+    assert at(out) == 3
+    (out / "current").unlink()
+    once(chain, out)
+    assert at(out) == 2
+
+
+def test_signatures(tmp_path: Path, out: Path) -> None:
+    keys = Keys(tmp_path / "keys")
+    chain = Chain(tmp_path, keyring=keys.ring("a"))
+    chain.grow()
+    trusted = keys.readers("a")
+    once(chain, out, keyring=trusted)
+    chain.keyring = keys.ring("b")
+    chain.grow()
+    with pytest.raises(SignatureError):
+        once(chain, out, keyring=trusted)
+    assert at(out) == 1
+
+
+def test_damage_is_not_taken_and_repaired_when_it_can_be(chain: Chain, out: Path) -> None:
+    once(chain, out)
+    chain.grow(2)
+    chain.damage(chain.manifests[1])
+    with pytest.raises(DigestError):
+        once(chain, out)
+    assert at(out) == 0
+    chain.beside_it(2)
+    once(chain, out)
+    assert at(out) == 2
+
+
+def test_a_current_that_others_changed_is_made_anew(chain: Chain, out: Path) -> None:
+    once(chain, out)
+    path = next(path for path in (out / "current").resolve().glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    chain.grow()
+    once(chain, out)
+    assert at(out) == 1
+
+
+def test_no_room(chain: Chain, out: Path) -> None:
+    once(chain, out, shard_bytes=10**9)
+    chain.grow()
+    with file_size_limit(TABLE.full_bytes // 2), pytest.raises(StoreError, match="cannot be written"):
+        once(chain, out, shard_bytes=10**9)
+    assert at(out) == 0
+    assert not (out / WORK_NAME / "next").exists()
+    once(chain, out, shard_bytes=10**9)
+    assert at(out) == 1
+
+
+# The command
+
+
+def test_the_command(chain: Chain, out: Path, tmp_path: Path) -> None:
+    arguments = ("follow", "--bucket", chain.url, "--to", out, "--once", "--on-update")
+    script = tmp_path / "update.sh"
+    script.write_text('#!/bin/sh\necho "$1 $DELTA_SYNC_VERSION $DELTA_SYNC_STEP $DELTA_SYNC_FOLDER" >> "$2"\n')
+    script.chmod(0o755)
+    command = f"{script} 'two words' {tmp_path}/log"
+    assert shown(*arguments, command).startswith("version 0 (step 0) in ")
+    assert "is at the version already" in shown(*arguments, command)
+    chain.grow()
+    document = answer(*arguments, command)
+    assert [update["version"] for update in document["versions"]] == [1]
+    folder = (out / "current").resolve()
+    assert document["versions"][0]["directory"] == str(folder)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines[0].startswith("two words 0 ")
+    assert lines[1:] == [f"two words 1 {chain.manifests[1].step} {folder}"]
+
+
+def test_a_command_that_fails(chain: Chain, out: Path) -> None:
+    arguments = ("follow", "--bucket", chain.url, "--to", out, "--once", "--on-update")
+    done = delta_sync(*arguments, "false")
+    assert done.code == 1
+    assert "'false' ended with exit code 1" in done.err
+    chain.grow()
+    assert "cannot be started" in delta_sync(*arguments, "/nowhere/reload").err
+    assert kind(2, *arguments, "'") == "usage"
+    assert kind(2, *arguments, " ") == "usage"
+
+
+def test_forks_are_refused_with_signatures(tmp_path: Path, out: Path) -> None:
+    keys = Keys(tmp_path / "keys")
+    chain = Chain(tmp_path, keyring=keys.ring("a"))
+    chain.grow(2)
+    once(chain, out, keyring=keys.readers("a"))
+    record = out / "current" / EXPORT_NAME
+    about = json.loads(record.read_bytes())
+    chain.grow()
+    record.write_text(json.dumps({**about, "manifest": "ab" * 32}))
+    with pytest.raises(ForkError, match="two histories"):
+        list(follow(chain.url, out, once=True, keyring=keys.readers("a")))

@@ -1,0 +1,148 @@
+"""``delta-sync follow``: arguments and output; the work is done by ``maintenance.follow``."""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from vllm_delta_sync.cli.arguments import (
+    Answer,
+    add_base,
+    add_bucket,
+    add_trust,
+    bucket_url,
+    exit_codes,
+    keyring_of,
+    positive,
+    seconds,
+    settings_of,
+    version,
+)
+from vllm_delta_sync.cli.text import ProgressBar, clean, size
+from vllm_delta_sync.errors import UsageError
+
+if TYPE_CHECKING:
+    from vllm_delta_sync.maintenance.follow import FollowedVersion
+
+EXAMPLES = """\
+DIR/current is a symbolic link to the folder of one whole version, which any engine loads as a Hugging Face checkpoint.
+It switches in one step. Files whose tensors did not change are hard links to those of the version before. Every tensor
+has the bits that the trainer published; digests, fingerprints and (with --trusted-keys) signatures are checked.
+
+The command of --on-update runs after each switch, without a shell, with DELTA_SYNC_FOLDER, DELTA_SYNC_VERSION and
+DELTA_SYNC_STEP in its environment; the next version waits for it. If it was interrupted, it runs again at the start.
+
+It is safe to interrupt or kill at any moment: DIR/current stays one whole version.
+
+examples:
+  delta-sync follow --bucket /data/runs/a --to /models/a
+  delta-sync follow --bucket s3://bucket/runs/a --to /models/a --on-update "./reload.sh --now"
+  delta-sync follow --bucket /data/runs/a --to /models/a --version tag:best --once
+"""
+
+
+def add(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = commands.add_parser(
+        "follow",
+        help="keep a checkpoint folder at the newest version",
+        description="Keep a checkpoint folder at the newest version of a run, bit for bit, for engines other than "
+        "vLLM.",
+        epilog=EXAMPLES
+        + exit_codes("with --once: weights or documents are damaged, or the --on-update command failed"),
+    )
+    add_bucket(parser)
+    parser.add_argument("--to", required=True, metavar="DIR", help="folder to keep; created if it does not exist")
+    parser.add_argument(
+        "--version",
+        type=version,
+        metavar="N|tag:NAME",
+        help="follow this tag, or end at this version; default: the newest that is not quarantined",
+    )
+    parser.add_argument("--once", action="store_true", help="end when the folder is at the version")
+    parser.add_argument(
+        "--poll", type=seconds, default=2.0, metavar="SECONDS", help="time between polls of the bucket; default: 2"
+    )
+    parser.add_argument(
+        "--keep", type=positive, default=2, metavar="N", help="versions to keep, with the current one; default: 2"
+    )
+    parser.add_argument("--on-update", metavar="COMMAND", help="command to run after each switch")
+    add_base(parser)
+    parser.add_argument(
+        "--shard-bytes", type=positive, metavar="BYTES", help="bytes of tensors in one file; default: 5 GB"
+    )
+    add_trust(parser)
+    parser.set_defaults(handler=_follow)
+
+
+def _follow(options: argparse.Namespace) -> Answer:
+    from vllm_delta_sync.maintenance.follow import SHARD_BYTES, follow
+
+    command = [] if options.on_update is None else _split(options.on_update)
+    documents: list[dict[str, Any]] = []
+    failed = 0
+    bar = options.closing.enter_context(ProgressBar("bytes"))
+    updates = follow(
+        bucket_url(options), options.to, options.version, once=options.once, poll_seconds=options.poll,
+        keep=options.keep, base=options.base, shard_bytes=options.shard_bytes or SHARD_BYTES,
+        keyring=keyring_of(options), store=settings_of(options).store(), progress=bar.update,
+    )  # fmt: skip
+    ends = options.once or isinstance(options.version, int)
+    for update in updates:
+        documents.append(_document(update))
+        if not options.json:
+            print(_line(update), flush=True)
+        elif not ends:  # a line per version, since there is no end at which to print a document
+            print(json.dumps(documents.pop()), flush=True)
+        if command:
+            failed = _run(command, update)
+    document = {"directory": options.to, "versions": documents, "exit_code": int(failed != 0)}
+    return document, lambda: None if documents else print(f"{clean(options.to)} is at the version already")
+
+
+def _split(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--on-update {command!r} cannot be split into words: {error}") from error
+    if not words:
+        raise UsageError("--on-update is empty; name a command")
+    return words
+
+
+def _run(command: list[str], update: "FollowedVersion") -> int:
+    """Run the command for a version; return its exit code, 127 if it cannot be started. A failure is reported."""
+    variables = {
+        "DELTA_SYNC_FOLDER": str(update.folder),
+        "DELTA_SYNC_VERSION": str(update.version),
+        "DELTA_SYNC_STEP": str(update.step),
+    }
+    try:
+        code = subprocess.run(command, env={**os.environ, **variables}, stdin=subprocess.DEVNULL).returncode
+        problem = f"ended with exit code {code}"
+    except OSError as error:
+        code, problem = 127, f"cannot be started: {error.strerror}"
+    if code:
+        print(clean(f"version {update.version}: {command[0]!r} {problem}"), file=sys.stderr, flush=True)
+    return code
+
+
+def _document(update: "FollowedVersion") -> dict[str, Any]:
+    return {
+        "version": update.version,
+        "step": update.step,
+        "manifest": update.manifest,
+        "directory": str(update.folder),
+        "read_bytes": update.read_bytes,
+        "linked": update.linked,
+        "seconds": round(update.seconds, 3),
+    }
+
+
+def _line(update: "FollowedVersion") -> str:
+    return clean(
+        f"version {update.version} (step {update.step}) in {update.folder}: read {size(update.read_bytes)} in "
+        f"{update.seconds:.1f} s, {len(update.linked)} files unchanged"
+    )

@@ -1,0 +1,173 @@
+"""``WeightFiles`` are the safetensors files of a checkpoint folder, mapped into memory to be filled or changed.
+
+``model_files_of_run`` collects the configuration and the tokenizer that belong beside them.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from vllm_delta_sync.durable_files import sync_file
+from vllm_delta_sync.errors import DeltaSyncError, DigestError, FormatError, LimitError, NotFoundError, StoreError
+from vllm_delta_sync.format.safetensors_file import header_bytes, layout, shard_tables
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.model_files import fetch_run_file, write_file
+from vllm_delta_sync.run.roots import open_branch_source
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.checkpoint import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    is_model_file,
+    missing_files,
+    model_files,
+    resolve_base,
+)
+
+SHARD_BYTES = 5 * 10**9
+"""Default bytes of tensors in one file, the size that transformers long used."""
+WEIGHTS_SUFFIX = ".safetensors"
+
+
+class WeightFiles:
+    """The safetensors files of a checkpoint of one model, by name.
+
+    Args:
+        shard_bytes: bytes of tensors in one file; a larger tensor gets its own file.
+
+    Attributes:
+        shards: names of the safetensors files. names: those and the index, if there are several.
+        shard_of: per tensor id, the name of its file.
+
+    Raises:
+        LimitError: ``shard_bytes`` is so small that there would be too many files.
+    """
+
+    def __init__(self, table: TensorTable, shard_bytes: int) -> None:
+        tables = shard_tables(table, shard_bytes) or [table]
+        count = len(tables)
+        names = [f"model-{number:05d}-of-{count:05d}{WEIGHTS_SUFFIX}" for number in range(1, count + 1)]
+        self.shards = dict(zip([SINGLE_NAME] if count == 1 else names, tables, strict=True))
+        self.names = [*self.shards, *([INDEX_NAME] if count > 1 else [])]
+        self.shard_of = [""] * len(table)
+        for name, shard in self.shards.items():
+            for spec in shard:
+                self.shard_of[table.index(spec.name)] = name
+        self._table = table
+
+    def create(self, folder: Path) -> list[Bits]:
+        """Create the files with their headers; return the (numel,) bits of each tensor, to be filled.
+
+        Raises:
+            StoreError: there is no room on the disk.
+        """
+        found: dict[int, Bits] = {}
+        for name in self.shards:
+            header, size = self._header(name), self._size(name)
+            try:
+                # A second attempt gets new files, so that maps of the first attempt keep their pages.
+                (folder / name).unlink(missing_ok=True)
+                with (folder / name).open("wb+") as file:
+                    # Reserve the space now: on a full disk, a later write to the map would kill the process.
+                    os.posix_fallocate(file.fileno(), 0, size)
+                    file.write(header)
+            except OSError as error:
+                raise StoreError(
+                    f"no room for {size:,} bytes of weights in {str(folder)!r}: {error.strerror or error}; free "
+                    "space there, or name a folder on another disk"
+                ) from error
+            found.update(self.open(folder, name, writable=True))
+        return [found[tensor] for tensor in range(len(self._table))]
+
+    def open(self, folder: Path, name: str, writable: bool = False) -> dict[int, Bits]:
+        """Map one of the files; return tensor id → its (numel,) bits.
+
+        Raises:
+            FormatError: the file has another size or header. StoreError: it cannot be read.
+        """
+        header, size = self._header(name), self._size(name)
+        try:
+            if (folder / name).stat().st_size != size:
+                raise FormatError(f"{name} in {str(folder)!r} does not have {size:,} bytes")
+            memory = np.memmap(folder / name, np.uint8, mode="r+" if writable else "r")
+        except OSError as error:
+            raise StoreError(f"{name} in {str(folder)!r} cannot be read: {error.strerror or error}") from error
+        if memory[: len(header)].tobytes() != header:
+            raise FormatError(f"{name} in {str(folder)!r} does not have the header of this model's file")
+        placed = layout({spec.name: (spec.element, spec.shape) for spec in self.shards[name]})
+        tensors: dict[int, Bits] = {}
+        for spec in self.shards[name]:
+            start = len(header) + placed[spec.name].start
+            tensors[self._table.index(spec.name)] = memory[start : start + spec.nbytes].view(spec.element.uint)
+        return tensors
+
+    def finish(self, folder: Path) -> None:
+        """Sync the files to disk, and write the index if there are several. Raises StoreError."""
+        try:
+            for name in self.shards:
+                sync_file(folder / name)  # pages that were changed through maps, too
+        except OSError as error:
+            raise StoreError(f"weights in {str(folder)!r} cannot be written: {error.strerror or error}") from error
+        if INDEX_NAME in self.names:
+            index = {
+                "metadata": {"total_size": self._table.full_bytes},
+                "weight_map": {spec.name: name for name, shard in self.shards.items() for spec in shard},
+            }
+            write_file(folder / INDEX_NAME, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+
+    def _header(self, name: str) -> bytes:
+        placed = layout({spec.name: (spec.element, spec.shape) for spec in self.shards[name]})
+        return header_bytes(placed, {"format": "pt"})
+
+    def _size(self, name: str) -> int:
+        return len(self._header(name)) + self.shards[name].full_bytes
+
+
+def model_files_of_run(
+    run: RunDocuments, base: str | Path | None, looked_in: list[str], notes: list[str]
+) -> dict[str, bytes]:
+    """Return name → content of the model's small files: those that the run keeps, and missing ones from its base.
+
+    Args:
+        base: checkpoint of version 0, if it is not at the recorded place.
+        looked_in: gets where files were searched, and why something there could not be read. That is no error, because
+            weights without a configuration are useful too. notes: gets what is wrong with files of the run.
+    """
+    found: dict[str, bytes] = {}
+    kept = [item for item in run.info.files if is_model_file(item.name)]
+    looked_in.append(f"run {run.info.run}, which keeps {', '.join(item.name for item in kept) or 'no files'}")
+    for item in kept:
+        try:
+            found[item.name] = fetch_run_file(run, item)
+        except (NotFoundError, DigestError, LimitError) as error:
+            notes.append(f"{item.name} of the run cannot be used: {error.message}")
+    return _of_base(run, base, looked_in, notes) | found if missing_files(found) else found
+
+
+def _of_base(run: RunDocuments, base: str | Path | None, looked_in: list[str], notes: list[str]) -> dict[str, bytes]:
+    """Return the small files of the given base, else of the recorded base; for a branch, those of its source run."""
+    try:
+        first = run.manifest(0)
+        recorded = first.base
+        if recorded is not None and recorded.run is not None:
+            with open_branch_source(run, first, base) as (source, _, further):
+                return model_files_of_run(source, further, looked_in, notes)
+        if base is not None:
+            folder = resolve_base(base, weights=False).path
+        elif recorded is None:
+            return {}
+        elif recorded.model is not None and not Path(recorded.location).is_dir():
+            folder = resolve_base(f"{recorded.model}@{recorded.revision}", weights=False).path
+        else:
+            folder = Path(recorded.location)
+            if not any((folder / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
+                # A run must not cause copies of arbitrary local folders: the base must be a checkpoint.
+                looked_in.append(f"base {str(folder)!r}, which is not a checkpoint on this machine")
+                return {}
+        looked_in.append(f"base {str(folder)!r}")
+        return {name: path.read_bytes() for name, path in model_files(folder).items()}
+    except (DeltaSyncError, OSError) as error:
+        looked_in.append(f"its base, which cannot be read: {error}")
+        return {}

@@ -1,0 +1,477 @@
+"""``follow`` keeps a folder at a run's newest version, as an ordinary checkpoint, for engines other than vLLM.
+
+``DIR/current`` is a symbolic link to the folder of one whole version, and switches to the next one in one step. A new
+version is made beside the current one: files whose tensors did not change are hard links to the current ones, others
+are copies in which the changes are applied. No file of a finished version is ever written to again, so engines may map
+them.
+"""
+
+import fcntl
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_delta_sync.bucket import StoreOptions
+from vllm_delta_sync.cache import ObjectCache
+from vllm_delta_sync.client import Run, Version, open_run
+from vllm_delta_sync.durable_files import sync_folder
+from vllm_delta_sync.errors import (
+    ChainError,
+    ConflictError,
+    DataError,
+    DeltaSyncError,
+    ForkError,
+    ReplayError,
+    StoreError,
+    UsageError,
+)
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES, WeightFiles, model_files_of_run
+from vllm_delta_sync.maintenance.export import ExportRecord, choose_version, read_record
+from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.run.checks import check_base
+from vllm_delta_sync.run.model_files import write_file
+from vllm_delta_sync.run.read_plan import ReadPlanner, plan_read
+from vllm_delta_sync.run.restore import Progress, apply_step, restore
+from vllm_delta_sync.settings import HEAD
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits
+from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.checkpoint import EXPORT_NAME, is_model_file
+from vllm_delta_sync.tensors.state import HeldPieces, apply_changes
+from vllm_delta_sync.trust import Keyring
+
+logger = guarded_logger(__name__)
+
+CURRENT_NAME = "current"
+"""The symbolic link to the folder of the newest version."""
+WORK_NAME = ".delta_sync_follow"
+"""Subfolder for what is not finished: the next version, fetched objects, removed versions, and the lock."""
+FOLDER_PREFIX = "version-"
+_LOCK, _HANDLED, _NEXT, _OBJECTS, _REMOVED, _LINK = "lock", "handled", "next", "objects", "removed", "link"
+_UNLIMITED = 2**62
+
+
+@dataclass(frozen=True)
+class FollowedVersion:
+    """A version that ``DIR/current`` has switched to.
+
+    Attributes:
+        folder: of the version; it stays the same when ``current`` moves on, until ``keep`` newer versions exist.
+        version, step, manifest: number, optimizer step, SHA-256 of the manifest.
+        read_bytes: of the deltas or the anchor that it was made from; 0 if the folder was there already.
+        linked: names of weight files that are hard links to those of the version before.
+        seconds: from reading the head to the switch.
+    """
+
+    folder: Path
+    version: int
+    step: int
+    manifest: str
+    read_bytes: int
+    linked: list[str]
+    seconds: float
+
+
+def follow(
+    url: str,
+    folder: str | Path,
+    version: Version = None,
+    *,
+    once: bool = False,
+    poll_seconds: float = 2.0,
+    keep: int = 2,
+    base: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    keyring: Keyring | None = None,
+    store: StoreOptions | None = None,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+) -> Iterator[FollowedVersion]:
+    """Keep ``folder/current`` at a version of a run, and yield each version after the switch to it::
+
+        for update in follow("s3://bucket/runs/a", "/models/a"):
+            reload_engine(update.folder)
+
+    The folder can be killed at any moment: ``current`` is one whole version, bit for bit what was published, or does
+    not exist yet. A version whose loop body did not end is yielded again by the next call. Needs the disk space of
+    ``keep`` + 1 versions, and the memory of a few tensors.
+
+    A version that is missing, damaged, not signed by a trusted key or older than the current one is logged and not
+    taken; so is a failure of the store. Both are tried again at the next poll.
+
+    Args:
+        url: of the run, as ``open_run``.
+        folder: a new or empty one, or one that an earlier call made. Only one process may follow into it.
+        version: None for the newest that is not quarantined; ``tag:NAME``, which is followed wherever it moves; or a
+            number, after which the iteration ends.
+        once: end when the folder is at the version, and raise what else would be logged.
+        poll_seconds: time between polls of the bucket.
+        keep: versions whose folders stay, the current one included; give an engine time to load one.
+        base: as ``Run.snapshot``. shard_bytes: bytes of tensors in one file. keyring, store: as ``open_run``.
+        progress: called with bytes done and bytes in total, for each version.
+        stop: ends the iteration when it is set.
+
+    Raises:
+        UsageError: an argument is invalid, or the folder holds files that were not made by this function.
+        ConflictError: another process follows into the folder. SettingsError: as ``open_run``.
+    """
+    if keep < 1:
+        raise UsageError(f"keep is {keep}; give at least 1 version")
+    if shard_bytes < 1:
+        raise UsageError(f"shard_bytes is {shard_bytes}; give at least 1 byte")
+    if not 0 < poll_seconds < float("inf"):
+        raise UsageError(f"poll_seconds is {poll_seconds}; give a number of seconds above 0")
+    check_base(base)
+    if version == HEAD:
+        version = None
+    return _poll(
+        _Folder(Path(folder), base, shard_bytes, keep, progress), url, version, keyring, store,
+        once or isinstance(version, int), poll_seconds, threading.Event() if stop is None else stop,
+    )  # fmt: skip
+
+
+def _poll(
+    place: "_Folder",
+    url: str,
+    version: Version,
+    keyring: Keyring | None,
+    store: StoreOptions | None,
+    once: bool,
+    poll_seconds: float,
+    stop: threading.Event,
+) -> Iterator[FollowedVersion]:
+    """As ``follow``, which checks the arguments at its call rather than at the first version."""
+    with ExitStack() as stack:
+        stack.enter_context(place.locked())
+        run: Run | None = None
+        refused = ""
+        while not stop.is_set():
+            try:
+                if run is None:
+                    run = stack.enter_context(open_run(url, keyring, store, place.objects))
+                update = place.update(run, version)
+            except (DataError, StoreError) as error:
+                if once:
+                    raise
+                if refused != error.message:
+                    logger.warning("%s stays as it is: %s: %s", place.path, error.kind, error.message)
+                refused = error.message
+            else:
+                refused = ""
+                if update is not None:
+                    yield update
+                    place.mark_handled(update)
+                if once:
+                    return
+            stop.wait(poll_seconds)
+
+
+class _Folder:
+    """The folder that ``follow`` keeps.
+
+    Attributes:
+        path: the folder. objects: keeps fetched objects until the version that needs them is made, across restarts.
+    """
+
+    def __init__(
+        self, path: Path, base: str | Path | None, shard_bytes: int, keep: int, progress: Progress | None
+    ) -> None:
+        self.path = path
+        self._work = path / WORK_NAME
+        self.objects = ObjectCache(self._work / _OBJECTS, _UNLIMITED)
+        self._base, self._shard_bytes, self._keep, self._progress = base, shard_bytes, keep, progress
+        # Of the weights in the current folder, per tensor id: measured once, then moved along with the changes.
+        self._measured: tuple[Path, list[Fingerprint]] | None = None
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder, and exclude other processes from it in the block.
+
+        Raises:
+            UsageError: it holds files of others. ConflictError: another process follows into it.
+            StoreError: it cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not self._work.exists() and (found := sorted(path.name for path in self.path.iterdir())):
+                raise UsageError(
+                    f"--to {str(self.path)!r} holds {found[0]!r}, which delta-sync follow did not make; name a new or "
+                    "empty folder"
+                )
+            self._work.mkdir(exist_ok=True)
+            lock = (self._work / _LOCK).open("wb")
+        except (NotADirectoryError, FileExistsError) as error:
+            raise UsageError(f"--to {str(self.path)!r} is a file, or lies below one; name a folder") from error
+        except OSError as error:
+            raise self._unwritable(error) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConflictError(
+                    f"another process follows a run into {str(self.path)!r}; end it, or name another folder"
+                ) from error
+            try:
+                yield
+            finally:
+                shutil.rmtree(self._work / _NEXT, ignore_errors=True)
+
+    def update(self, run: Run, version: Version) -> FollowedVersion | None:
+        """Move ``current`` to a version; None if it is there, and the last switch to it was handled.
+
+        Raises:
+            DataError: the version is missing, damaged, or does not continue the current one.
+            StoreError: the bucket or the disk failed.
+        """
+        began = time.monotonic()
+        if not run.is_current():
+            raise ChainError(f"{run.bucket.url!r} holds another run than before; follow it into another folder")
+        target, _ = choose_version(run, version)
+        try:
+            current = self._current()
+            if current is not None:
+                self._check_continues(run, *current, target, version)
+            if (
+                current is not None
+                and current[1].manifest == target.digest
+                and self._fingerprints(run, *current) is not None
+            ):
+                if self._handled() == target.digest:
+                    return None
+                return FollowedVersion(current[0], target.version, target.step, target.digest, 0, [], 0.0)
+            made, read_bytes, linked = self._make(run, current, target)
+            self._switch_to(made)
+            self._remove_old()
+        except OSError as error:
+            raise self._unwritable(error) from error
+        seconds = time.monotonic() - began
+        return FollowedVersion(made, target.version, target.step, target.digest, read_bytes, linked, seconds)
+
+    def mark_handled(self, update: FollowedVersion) -> None:
+        """Remember that the caller has handled a version, so that it is not yielded again."""
+        write_file(self._work / _HANDLED, update.manifest.encode())
+
+    def _handled(self) -> str | None:
+        try:
+            return (self._work / _HANDLED).read_text()
+        except FileNotFoundError:
+            return None
+
+    def _current(self) -> tuple[Path, ExportRecord] | None:
+        """Return what ``current`` links to, and the record there; None if there is none, or it is damaged."""
+        try:
+            folder = self.path / (self.path / CURRENT_NAME).readlink().name
+        except FileNotFoundError:
+            return None
+        record = read_record(folder)
+        return None if record is None or not record.manifest else (folder, record)
+
+    def _check_continues(
+        self, run: Run, folder: Path, record: ExportRecord, target: Manifest, version: Version
+    ) -> None:
+        """Raise ChainError unless a version may follow the current one."""
+        if record.run != run.info.run:
+            raise ChainError(
+                f"{str(self.path)!r} follows run {record.run}, and {run.bucket.url!r} holds run {run.info.run}; "
+                "follow it into another folder"
+            )
+        if version is not None:  # a tag, or a number, may lead back
+            return
+        held, digest = record.version, record.manifest
+        remedy = f"If this is on purpose, remove {str(self.path / CURRENT_NAME)!r}"
+        if target.version < held:
+            raise ReplayError(
+                f"the newest version in the bucket is {target.version}, but {str(folder)!r} has version {held}: an "
+                f"older state was restored, or newer versions are hidden. {remedy}"
+            )
+        if run.keyring.checks_signatures or target.version == held:
+            there = run.verifier.ancestor_digest(target.version, target.digest, held)
+            if there != digest:
+                raise ForkError(
+                    f"version {target.version} in the bucket descends from {there} as version {held}, but "
+                    f"{str(folder)!r} has {digest}: there are two histories. {remedy}"
+                )
+
+    def _make(
+        self, run: Run, current: tuple[Path, ExportRecord] | None, target: Manifest
+    ) -> tuple[Path, int, list[str]]:
+        """Make the folder of a version.
+
+        Returns:
+            The folder, the bytes of what was read for it, and the names of the weight files that are hard links.
+        """
+        for folder in self._folders():  # one that was made before: a tag has moved back, or a process was killed
+            record = read_record(folder)
+            if (
+                record is not None
+                and record.manifest == target.digest
+                and self._fingerprints(run, folder, record) is not None
+            ):
+                return folder, 0, []
+        new = self._work / _NEXT
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        files = WeightFiles(run.table, self._shard_bytes)
+        advanced = None if current is None else self._advance(run, *current, target, files, new)
+        if advanced is not None:
+            fingerprints, read_bytes, linked = advanced
+        else:
+            restored = restore(
+                run, target, self._base, progress=self._progress, scratch=self._work, room=lambda _: files.create(new)
+            )
+            fingerprints, read_bytes, linked = restored.state.fingerprints, restored.plan.bytes, []
+            notes: list[str] = []
+            for name, data in model_files_of_run(run, self._base, [], notes).items():
+                write_file(new / name, data)
+            for note in notes:
+                logger.warning("%s", note)
+        files.finish(new)
+        names = sorted({path.name for path in new.iterdir()} | {EXPORT_NAME})
+        write_file(new / EXPORT_NAME, ExportRecord.of(target, names).to_bytes())
+        sync_folder(new)
+        name, number = f"{FOLDER_PREFIX}{target.version}-{target.digest[:8]}", 1
+        while (folder := self.path / (name if number == 1 else f"{name}-{number}")).exists():
+            number += 1
+        os.rename(new, folder)
+        sync_folder(self.path)
+        self._measured = folder, fingerprints
+        return folder, read_bytes, linked
+
+    def _advance(
+        self, run: Run, folder: Path, record: ExportRecord, target: Manifest, files: WeightFiles, new: Path
+    ) -> tuple[list[Fingerprint], int, list[str]] | None:
+        """Fill ``new`` from the current folder and the deltas between; None if that is not possible, or costs more."""
+        fingerprints = self._fingerprints(run, folder, record)
+        if fingerprints is None:
+            return None
+        try:
+            planner = ReadPlanner(run)
+            planner.add_manifests(target)
+            steps = planner.path(record.version, target.version)
+            size = sum(step.payload_bytes for step in steps)
+            if size > run.table.full_bytes and plan_read(run, target).bytes < size:
+                return None
+            weights = _NextWeights(run.table, files, folder, new, list(fingerprints))
+            done = 0
+            for step in steps:
+                apply_step(step, weights, self._work)
+                done += step.payload_bytes
+                if self._progress is not None:
+                    self._progress(done, size)
+        except DataError as error:
+            logger.info("version %d is read anew rather than from %s: %s", target.version, folder.name, error.message)
+        else:
+            if weights.fingerprint == target.model_fingerprint:
+                return weights.fingerprints, size, weights.link_unchanged(record.files)
+        shutil.rmtree(new)
+        new.mkdir()
+        return None
+
+    def _has(self, run: Run, folder: Path, record: ExportRecord, target: Manifest) -> bool:
+        """Return whether a folder holds the weights of a version."""
+        return record.manifest == target.digest and self._fingerprints(run, folder, record) is not None
+
+    def _fingerprints(self, run: Run, folder: Path, record: ExportRecord) -> list[Fingerprint] | None:
+        """Return the fingerprint of each tensor in a version's folder, measured once; None if it is damaged."""
+        if self._measured is not None and self._measured[0] == folder:
+            return self._measured[1]
+        try:
+            files = WeightFiles(run.table, self._shard_bytes)
+            found: dict[int, Fingerprint] = {}
+            for name in files.shards:
+                for tensor, bits in files.open(folder, name).items():
+                    found[tensor] = fingerprint_tensor(run.table[tensor].name, bits)
+        except DeltaSyncError as error:
+            logger.warning("%s is not used: %s", folder, error.message)
+            return None
+        if sum(found.values(), Fingerprint()).hex() != record.fingerprint:
+            logger.warning("%s is not used: its weights are not those of version %s", folder, record.version)
+            return None
+        self._measured = folder, [found[tensor] for tensor in range(len(run.table))]
+        return self._measured[1]
+
+    def _folders(self) -> list[Path]:
+        """Return the folders of versions, the newest first."""
+        found = [path for path in self.path.glob(f"{FOLDER_PREFIX}*") if path.is_dir() and not path.is_symlink()]
+        return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+    def _switch_to(self, folder: Path) -> None:
+        os.utime(folder)  # it is now the newest
+        link = self._work / _LINK
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        os.replace(link, self.path / CURRENT_NAME)
+        sync_folder(self.path)
+        shutil.rmtree(self._work / _OBJECTS, ignore_errors=True)
+
+    def _remove_old(self) -> None:
+        """Remove all but the newest versions; each leaves its place in one step, so that no part of one is seen."""
+        removed = self._work / _REMOVED
+        for folder in self._folders()[self._keep :]:
+            removed.mkdir(exist_ok=True)
+            os.rename(folder, removed / folder.name)
+        shutil.rmtree(removed, ignore_errors=True)
+
+    def _unwritable(self, error: OSError) -> StoreError:
+        return StoreError(f"folder {str(self.path)!r} cannot be written: {error.strerror or error}")
+
+
+class _NextWeights:
+    """The weights of the next version while steps are applied: a ``run.restore.StepTarget``.
+
+    A file of the current version is copied when one of its tensors changes first.
+
+    Args:
+        files: of both versions. current, new: folders of both versions.
+        fingerprints: of the current version, per tensor id; moved along.
+    """
+
+    def __init__(
+        self, table: TensorTable, files: WeightFiles, current: Path, new: Path, fingerprints: list[Fingerprint]
+    ) -> None:
+        self.fingerprints = fingerprints
+        self._table, self._files, self._current, self._new = table, files, current, new
+        self._bits: dict[int, Bits] = {}
+        for name in files.shards:
+            self._bits.update(files.open(current, name))
+        self._copied: set[str] = set()
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return sum(self.fingerprints, Fingerprint())
+
+    def base_tensor(self, tensor: int) -> BaseTensor:
+        return BaseTensor(self._bits[tensor])
+
+    def apply(self, changes: Changes) -> None:
+        apply_changes(changes, self._table, self._writable, self.fingerprints)
+
+    def link_unchanged(self, names: list[str]) -> list[str]:
+        """Give the new folder the files that did not change; return the names of the weight files among them.
+
+        Args:
+            names: of all files of the current version.
+        """
+        unchanged = [name for name in self._files.shards if name not in self._copied]
+        small = [name for name in names if is_model_file(name)]
+        for name in [*unchanged, *small]:
+            try:
+                os.link(self._current / name, self._new / name)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(self._current / name, self._new / name)
+        return unchanged
+
+    def _writable(self, tensor: int) -> HeldPieces:
+        name = self._files.shard_of[tensor]
+        if name not in self._copied:
+            shutil.copyfile(self._current / name, self._new / name)
+            self._bits.update(self._files.open(self._new, name, writable=True))
+            self._copied.add(name)
+        return ((None, self._bits[tensor]),)
