@@ -26,6 +26,7 @@ import trainer_side.result
 import vllm_delta_sync.client
 import vllm_delta_sync.engine.api.embedded
 import vllm_delta_sync.fleet.fleet
+import vllm_delta_sync.maintenance.follow
 import vllm_delta_sync.run.documents
 import vllm_delta_sync.trust.keyring
 import vllm_delta_sync.verify.report
@@ -349,6 +350,9 @@ def python() -> Iterator[str]:
     yield stub(vllm_delta_sync.fleet.fleet, "Fleet")
     yield stub(vllm_delta_sync.fleet.fleet, "Replica")
     yield stub(vllm_delta_sync.verify.report, "VerifyReport")
+    yield "### `from vllm_delta_sync import follow`"
+    for name in ("follow", "FollowedVersion"):
+        yield stub(vllm_delta_sync.maintenance.follow, name)
     yield "### `from vllm_delta_sync.trust import Keyring`"
     yield stub(vllm_delta_sync.trust.keyring, "Keyring")
     yield "### `from vllm_delta_sync.engine import WORKER_EXTENSION, attach, attach_async`"

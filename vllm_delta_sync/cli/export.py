@@ -52,7 +52,8 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _export(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.maintenance.export import SHARD_BYTES, export
+    from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES
+    from vllm_delta_sync.maintenance.export import export
 
     run = opened(options)
     try:

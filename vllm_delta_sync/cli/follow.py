@@ -78,7 +78,8 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _follow(options: argparse.Namespace) -> Answer:
-    from vllm_delta_sync.maintenance.follow import SHARD_BYTES, follow
+    from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES
+    from vllm_delta_sync.maintenance.follow import follow
 
     command = [] if options.on_update is None else _split(options.on_update)
     documents: list[dict[str, Any]] = []

@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +93,7 @@ def follow(
     store: StoreOptions | None = None,
     progress: Progress | None = None,
     stop: threading.Event | None = None,
-) -> Iterator[FollowedVersion]:
+) -> Generator[FollowedVersion]:
     """Keep ``folder/current`` at a version of a run, and yield each version after the switch to it::
 
         for update in follow("s3://bucket/runs/a", "/models/a"):
@@ -146,7 +146,7 @@ def _poll(
     once: bool,
     poll_seconds: float,
     stop: threading.Event,
-) -> Iterator[FollowedVersion]:
+) -> Generator[FollowedVersion]:
     """As ``follow``, which checks the arguments at its call rather than at the first version."""
     with ExitStack() as stack:
         stack.enter_context(place.locked())
