@@ -170,6 +170,10 @@ def figures(case: str, arrivals: Arrivals, course: Sequence[Phase], syncs: Seque
 
     rows: list[Row] = []
     speeds = {kind: [arrivals.speed(p.start, p.end) for p in course if p.syncs is kind] for kind in (True, False)}
+    if any(arrivals.tokens(phase.start, phase.end) == 0 for phase in course):
+        raise SystemExit(
+            f"{case}: no token arrived within a phase; give a longer --every, or a machine that is less busy"
+        )
     gaps = {
         kind: 1e3 * np.quantile(arrivals.gaps([(p.start, p.end) for p in course if p.syncs is kind]), [0.5, 0.99, 1])
         for kind in (True, False)

@@ -59,6 +59,7 @@ class Line:
 
     Attributes:
         versions: by number. gone: numbers that retention gave up. lost: those whose manifests rotted for good.
+        rotted: keys that ever were damaged while the place had this run.
         source: the run and version that it branches from.
     """
 
@@ -70,6 +71,10 @@ class Line:
     tags: dict[str, int] = field(default_factory=dict)
     source: "tuple[Line, int] | None" = None
     base: bool = False
+
+    def __post_init__(self) -> None:
+        # A server may still name what it read of this run after another one has begun at the place.
+        self.rotted = self.place.rotted
 
     @property
     def head(self) -> int:
@@ -328,7 +333,7 @@ class World:
         line = self.lines[board.served.run]
         version = board.served.version
         # One that rotted may still be a manifest, of the same weights.
-        rotted = keys.version_key(version) in line.place.rotted
+        rotted = keys.version_key(version) in line.rotted
         assert rotted or line.versions[version].digest == board.served.digest
         assert equal(bits, line.versions[version].bits), f"weights are not those of version {version}"
         if follower.floor is not None and follower.floor[0] == line.run:
