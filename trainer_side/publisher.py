@@ -93,9 +93,10 @@ class Publisher:
                 without arguments that returns one.
             bucket: URL of a run (or an open bucket, which the caller closes).
             base: checkpoint directory that servers start from, or a public model as ``org/name@revision``. It decides
-                names and dtypes. If the weights equal its bits, version 0 is a reference to it and uploads nothing;
-                otherwise version 0 is a full snapshot. For an existing run: the location of the checkpoint of its
-                version 0, if not at the recorded place; names and dtypes are those of the run.
+                names and dtypes; where it is quantized, weights are quantized as it was (docs/trainer.md). If the
+                weights equal its bits, version 0 is a reference to it and uploads nothing; otherwise version 0 is a
+                full snapshot. For an existing run: the location of the checkpoint of its version 0, if not at the
+                recorded place; names and dtypes are those of the run.
             every: publish at every k-th call only.
             codec: ``packed``: fast. ``context``: smaller, slower, and versions cannot be reverted. ``auto``: chooses
                 one of them for each version by upload speed; the log gives the reason. ``raw``: plain values that

@@ -13,6 +13,7 @@ from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.engine import compile_kernels
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.encode.encoder import BaseCopies
+from trainer_side.model.quantized import quantized, to_quantize
 from trainer_side.model.sources import LiveTensors
 from trainer_side.options import Options
 from vllm_delta_sync.bucket import Bucket
@@ -23,10 +24,11 @@ from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.run.model_files import read_file
 from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.changes import Changes
-from vllm_delta_sync.tensors.checkpoint import Checkpoint
+from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint
 
 _Result = TypeVar("_Result")
 
@@ -138,6 +140,8 @@ class WholeWeights:
         return work()
 
     def begin(self) -> tuple[manifests.FullState, str | None]:
+        if self.base is not None and (config := Path(self.base) / CONFIG_NAME).is_file():
+            self.live = quantized(self.live, Checkpoint(self.base).specs, config.read_bytes(), Path(self.base))
         baseline = self._baseline = Baseline.captured(self.live, self.base)
         self._background.call(lambda: prepare(baseline, baseline.table, self._options))
         self._background.call(baseline.scan)
@@ -145,6 +149,9 @@ class WholeWeights:
 
     def fit(self, run: Run) -> None:
         self._run = run
+        specs = {spec.name: spec for spec in run.table}
+        if to_quantize(self.live, specs) and any(item.name == CONFIG_NAME for item in run.info.files):
+            self.live = quantized(self.live, specs, read_file(run, CONFIG_NAME))
         baseline = self._baseline = Baseline.of_run(self.live, run.table)
         self._background.call(lambda: prepare(baseline, baseline.table, self._options))
 

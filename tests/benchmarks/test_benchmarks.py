@@ -15,7 +15,7 @@ from benchmarks.scaling.shapes import scaled_models
 
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("apply", "breakeven", "codec", "notice", "publish", "scaling", "stores")
+    for name in ("apply", "breakeven", "codec", "notice", "publish", "quantized", "scaling", "stores")
 ]
 
 

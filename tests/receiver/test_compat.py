@@ -77,6 +77,12 @@ compat/patches.py | an LLM after a Publisher crashes
     vllm.triton_utils: dispatcher._rebind_kernels(overrides) only
 compat/patches.py | CPU
     vllm.model_executor.layers: utils.dispatch_cpu_unquantized_gemm(layer, remove_weight) only
+compat/patches.py | on a CPU, models in int8 are refused
+    vllm: _custom_ops.onednn_scaled_int8_quant(input, scale, azp, symmetric) only
+    vllm.platforms: current_platform.is_cpu
+    vllm.model_executor.kernels.linear.scaled_mm.cpu: CPUInt8ScaledMMLinearKernel.apply_weights(self, layer, x, bias)
+        only; CPUInt8ScaledMMLinearKernel.process_weights_after_loading(self, layer) only;
+        CPUInt8ScaledMMLinearKernel._get_layer_params
 compat/patches.py | a busy server on few cores may stand still
     vllm.distributed: utils.USE_SCHED_YIELD
 compat/patches.py | a launch without the extension goes unnoticed

@@ -1,9 +1,11 @@
 """Weights that a model computes from its checkpoint, through the whole receiver: followed, rolled back, found when they
 were changed from outside; or refused by name where nothing shows what they are."""
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from tests.support.modules import WIDTH, FusedModel, ModulePort, ShardedModel, checkpoint_tensors, save_base
 from tests.support.world import World
@@ -551,6 +555,38 @@ def test_fp8_with_block_scales_is_followed_in_its_own_bits(tmp_path: Path, proce
             assert receiver.served_version == version
             assert every_tensor(model) == every_tensor(made_of(tensors, process)) != before
             assert receiver.verify()["verdict"]
+
+
+def in_fp8(live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What transformers writes of weights with ``quant_method: fp8``."""
+    config = FineGrainedFP8Config(weight_block_size=(BLOCK, BLOCK))
+    found: dict[str, torch.Tensor] = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert(live)
+    return found
+
+
+@pytest.mark.parametrize("process", [as_loaded, transposed, made_even])
+def test_weights_that_the_publisher_quantizes_to_fp8_are_followed(tmp_path: Path, process: Process) -> None:
+    generator = torch.Generator().manual_seed(2)
+    live = {f"{part}.weight": torch.randn(ROWS, COLUMNS, generator=generator).bfloat16() for part in PARTS}
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file(in_fp8(live), base / "model.safetensors")
+    recipe = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    (base / "config.json").write_text(json.dumps({"quantization_config": recipe}))
+    model = made_of(in_fp8(live), process)
+    port = ModulePort(model)
+    port.ranks[0].folder = str(base)
+    receiver = Receiver(port, Settings(bucket=str(tmp_path / "run")))
+    with Publisher(lambda: list(live.items()), bucket=str(tmp_path / "run"), base=base) as publisher:
+        for version in range(1, 4):
+            step(live, version)
+            publisher.publish(step=version, wait=True)
+            publisher.flush()
+            before = every_tensor(model)
+            receiver.advance()
+            assert every_tensor(model) == every_tensor(made_of(in_fp8(live), process)) != before
+    receiver.rollback(1)
+    assert receiver.verify()["verdict"]
 
 
 def test_fp8_as_the_checkpoint_has_it_takes_no_shadow(tmp_path: Path) -> None:

@@ -61,12 +61,13 @@ def _check_targets(tensor: CheckpointTensor, targets: list[str], specs: Mapping[
                 f"tensor {name!r} is {spec.dtype} {list(spec.shape)} in {where}, but {tensor.dtype} "
                 f"{list(tensor.shape)} in the model"
             )
-        _check_convertible(tensor.name, tensor.dtype, spec, f"in {where}")
-        if spec.element.is_float and spec.element.itemsize == 1 and tensor.dtype != TORCH_DTYPES[spec.dtype]:
+        if spec.element.itemsize == 1 and tensor.dtype.is_floating_point and tensor.dtype != TORCH_DTYPES[spec.dtype]:
             raise ModelError(
                 f"tensor {name!r} is {spec.dtype} in {where} and needs scales that {tensor.dtype} weights do not "
-                "give; use a base in full precision"
+                "give: a publisher quantizes them if config.json has a quantization_config and one process holds all "
+                "weights; use such a base and publish from one rank (docs/trainer.md), or a base in full precision"
             )
+        _check_convertible(tensor.name, tensor.dtype, spec, f"in {where}")
 
 
 def _check_convertible(name: str, dtype: torch.dtype, spec: TensorSpec, where: str) -> None:

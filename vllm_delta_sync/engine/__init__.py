@@ -28,6 +28,7 @@ def __getattr__(name: str) -> object:
 
         features.check_front_end(os.environ)
         patches.keep_plain_cpu_weights()
+        patches.keep_plain_cpu_int8()
         cpu_experts.keep_plain_cpu_experts()
         load_hook.watch_loading()
         watch_for_controller()

@@ -33,7 +33,8 @@ EXPORT_NAME = "delta_sync_export.json"
 """File about the weights that ``delta-sync export`` writes beside them."""
 # The export's record, the state of a trainer, and a file that makes transformers load an adapter.
 _NOT_THE_MODEL = (EXPORT_NAME, "trainer_state.json", "adapter_config.json")
-_WANTED = ["*.safetensors", *(f"*{suffix}" for suffix in MODEL_FILE_SUFFIXES)]
+# recipe.yaml says how a quantized checkpoint was made.
+_WANTED = ["*.safetensors", "recipe.yaml", *(f"*{suffix}" for suffix in MODEL_FILE_SUFFIXES)]
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,52 @@ def keep_plain_cpu_weights() -> None:
     utils.dispatch_cpu_unquantized_gemm = dispatch_plain
 
 
+def keep_plain_cpu_int8() -> None:
+    """Make CPU linear layers of 8-bit integers (W8A8, one scale per token) compute from their plain weights.
+
+    Cause: after loading, vLLM gives these weights to oneDNN, which keeps a packed copy behind a handle, and drops the
+    parameter; with AMX it packs the parameter. Symptom: the model is refused, as nothing can reach that copy. Remove
+    when: vLLM has a setting that keeps unpacked weights. Layers whose inputs have a fixed scale, or a zero point, stay
+    as they are. Changes nothing on a GPU.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    try:
+        from vllm import _custom_ops
+        from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel as Kernel
+    except ImportError as error:
+        logger.warning("models in int8 cannot be followed with this vLLM: %s", error)
+        return
+    if hasattr(Kernel.apply_weights, "delta_sync"):
+        return
+    process, apply = Kernel.process_weights_after_loading, Kernel.apply_weights
+
+    def is_plain(kernel: Any) -> bool:
+        return bool(kernel.config.input_symmetric and not kernel.config.is_static_input_scheme)
+
+    def process_plain(self: Any, layer: Any) -> None:
+        if not is_plain(self):
+            process(self, layer)
+
+    def apply_plain(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not is_plain(self):
+            return apply(self, layer, x, bias)
+        weight, scale = self._get_layer_params(layer)[:2]
+        if scale.numel() == len(layer.logical_widths) > 1:  # one scale per fused weight
+            scale = torch.repeat_interleave(scale, torch.tensor(layer.logical_widths))
+        rows, scales, _ = _custom_ops.onednn_scaled_int8_quant(x.reshape(-1, x.shape[-1]), None, None, True)
+        out = torch._int_mm(rows, weight.t()).float().mul_(scale.view(-1)).mul_(scales)
+        if bias is not None:
+            out.add_(bias)
+        return out.to(x.dtype).view(*x.shape[:-1], -1)
+
+    apply_plain.delta_sync = True  # type: ignore[attr-defined]
+    Kernel.process_weights_after_loading, Kernel.apply_weights = process_plain, apply_plain
+
+
 def keep_current_config(vllm_config: Any) -> None:
     """Keep vLLM's current configuration set in a worker from now on. Call it on the worker's main thread.
 

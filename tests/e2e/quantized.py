@@ -1,0 +1,64 @@
+"""A trainer in full precision and an offline vLLM in int8, in one process.
+
+Run as ``python -m tests.e2e.quantized FOLDER FAMILY SCHEME``. Publishes from real steps on a base that
+``compressed-tensors`` has quantized, moves an ``LLM`` along, and writes what it saw. Each version is compared with a
+fresh load of its export, and with the checkpoint that the library writes.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.fresh import digests, generate, load_again, make_engine, worker_model
+from tests.support.quantizing import digest, library_tensors, save_quantized
+from tests.support.tiny import make_model, train_steps
+
+VERSIONS = 5
+ROLLED_BACK_TO = 2
+
+
+def main(root: Path, family: str, scheme: str) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from trainer_side import Publisher
+    from vllm_delta_sync import open_run
+    from vllm_delta_sync.engine import attach
+    from vllm_delta_sync.maintenance.export import export
+
+    model = make_model(family, seed=5)
+    base = save_quantized(model, root / "base", scheme)
+    steps = train_steps(model, lr=3e-4)
+    url = str(root / "run")
+    with Publisher(model, url, base=base) as publisher, open_run(url) as run:
+        llm = make_engine(str(base))
+        sync = attach(llm, bucket=url)
+        first = sync.to()
+        seen: list[dict[str, Any]] = []
+        for step in range(1, VERSIONS + 1):
+            next(steps)
+            publisher.publish(step=step, wait=True)
+            publisher.flush()
+            export(run, root / f"v{step}")
+            status = sync.to()
+            library = digest(library_tensors(model, root / f"library{step}", scheme))
+            seen.append(
+                {
+                    "served": status["served"]["version"],
+                    "kind": run.manifest(step).kind,
+                    "digests": digests(worker_model(llm)),
+                    "equal": digests(worker_model(llm)) == digests(load_again(llm, str(root / f"v{step}"))),
+                    "library": library == digest({name: tensor.clone() for name, tensor in run.tensors(step)}),
+                    "outputs": generate(llm),
+                    "verdict": sync.verify()["verdict"],
+                }
+            )
+        back = sync.to(ROLLED_BACK_TO)["served"]["version"]
+        rolled_back = {"served": back, "digests": digests(worker_model(llm)), "outputs": generate(llm)}
+    fresh = generate(make_engine(str(root / f"v{VERSIONS}")))
+    result = {"seen": seen, "rolled_back": rolled_back, "fresh": fresh, "derived": first["ranks"][0]["derived"]}
+    (root / "seen.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
