@@ -294,3 +294,13 @@ def test_tied_weights_that_the_base_has_quantized_are_refused(tmp_path: Path) ->
     (base / "config.json").write_text('{"quantization_config": {"quant_method": "compressed-tensors"}}')
     with pytest.raises(ModelError, match=r"'a\.weight' and 'b\.weight' are tied"):
         live_on(base, IterableTensors(lambda: [("a.weight", weight), ("b.weight", weight)]))
+
+
+def test_a_quantized_base_without_a_recipe_is_refused(tmp_path: Path, url: str) -> None:
+    model = small_model()
+    base = save_quantized(model, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    del config["quantization_config"]
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"is I8 in base .* needs scales .* publish from one rank"):
+        Publisher(model, url, base=base)
