@@ -126,14 +126,14 @@ def _wait_until_at_most(uploads: set[Future[None]], most: int) -> set[Future[Non
         wait(uploads, SLICE_SECONDS, FIRST_COMPLETED)
 
 
-def reference(run: str, state: FullState, base: Base) -> Manifest:
+def reference(run: str, state: FullState, base: Base, step: int = 0) -> Manifest:
     """Return version 0 that uploads nothing, because the weights equal ``base``."""
-    return _full("reference", run, state, [], base=base)
+    return _full("reference", run, state, [], step=step, base=base)
 
 
-def anchor(run: str, state: FullState, objects: list[ObjectRef]) -> Manifest:
+def anchor(run: str, state: FullState, objects: list[ObjectRef], step: int = 0) -> Manifest:
     """Return version 0 with all tensors in ``objects``."""
-    return _full("anchor", run, state, objects)
+    return _full("anchor", run, state, objects, step=step)
 
 
 def restart_anchor(

@@ -102,6 +102,7 @@ class Options(BaseModel):
     keyring: InstanceOf[Keyring] = Field(default_factory=Keyring)
     head_seconds: Annotated[int, Field(ge=1, le=MAX_HEAD_SECONDS, strict=True)] = HEAD_SECONDS
     baseline: BaselineLocation = "host"
+    first_step: Annotated[int, Field(ge=0, lt=2**53, strict=True)] = 0
     diff_threads: Annotated[int, Field(ge=1, strict=True)] | None = None
     receiver_bytes_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
 

@@ -81,6 +81,7 @@ class Publisher:
         baseline: BaselineLocation = "host",
         diff_threads: int | None = None,
         receiver_bytes_per_second: float | None = None,
+        first_step: int = 0,
     ) -> None:
         """Begin a run with the current weights as version 0, or take over the run at the URL.
 
@@ -124,10 +125,13 @@ class Publisher:
             trusted_keys: public key files whose signatures are accepted in a run that is taken over. None means the
                 setting ``trusted_keys``, else the signing key's own public key.
             head_seconds: how long a signed HEAD.json is valid; it is renewed in time while the publisher lives.
-            baseline: where to keep the last published bits of tensors that live on a device: in ``host`` memory (pinned
-                for CUDA) or on the ``device``, where they take as many bytes as the model in the served dtypes.
+            baseline: where to keep the last published bits, which take as many bytes as the model in the served dtypes:
+                in ``host`` memory (pinned for tensors on CUDA); for tensors that live on a device, on the ``device``;
+                or on ``disk``, for models larger than memory: in an unnamed file of the temporary directory (TMPDIR),
+                mapped into memory, of which the system keeps in memory what there is room for. Not for sharded models.
             diff_threads: threads that compare large tensors on the host; None means torch's number of threads.
             receiver_bytes_per_second: receivers' download speed (codec ``auto``); None means the measured upload speed.
+            first_step: optimizer step that version 0 of a new run records.
 
         Raises:
             UsageError: an argument is invalid. SettingsError: a key file or another setting cannot be used.
@@ -146,7 +150,7 @@ class Publisher:
                 key, trusted, codec=codec, compression=compression, every=every, resume=resume, read_back=read_back,
                 rescan_bytes=rescan_bytes, anchor_every=anchor_every, fold=fold, shard_bytes=shard_bytes, gate=gate,
                 head_seconds=head_seconds, baseline=baseline, diff_threads=diff_threads,
-                receiver_bytes_per_second=receiver_bytes_per_second,
+                receiver_bytes_per_second=receiver_bytes_per_second, first_step=first_step,
             )  # fmt: skip
 
         self._lock = threading.Lock()
@@ -195,6 +199,7 @@ class Publisher:
                 self._maintenance = BackgroundMaintenance(self._bucket, weights.base, options, opened.writer)
                 undo.callback(self._maintenance.close)
             self._committer = Committer(self._bucket, opened, options, ranks.work, self._maintenance)
+            self._began = opened.began
             self._background.call(self._committer.begin)
             self._session = PublishSession(
                 weights, options, self._committer, self._detector, self._background, ranks.caller
@@ -212,6 +217,11 @@ class Publisher:
         return self._bucket.url
 
     @property
+    def began(self) -> bool:
+        """Whether this publisher began the run, with version 0; otherwise it took the run over."""
+        return self._began
+
+    @property
     def notice_address(self) -> str | None:
         """Address that notices are sent on, with the real port; None without notices."""
         return None if self._notice is None else self._notice.address
@@ -227,6 +237,7 @@ class Publisher:
         wait: bool = False,
         weights: Iterable[tuple[str, torch.Tensor]] | None = None,
         sidecars: Mapping[str, SidecarData] | None = None,
+        skip_unchanged: bool = False,
     ) -> PublishResult:
         """Publish the current weights as the next version.
 
@@ -239,6 +250,8 @@ class Publisher:
             sidecars: name → bytes to commit with this version, such as a small training state; at most 16 of 16 MiB.
                 Read back by ``Run.sidecar``. Sidecars of a call that is skipped or fails are dropped. Where ranks
                 publish together, those of rank 0 are committed.
+            skip_unchanged: skip the call if no bits differ from the version that it would build on; otherwise a version
+                without changes is published. Not for sharded models.
 
         Returns:
             The result, after the comparison; reading some of its fields waits for the background thread.
@@ -257,7 +270,7 @@ class Publisher:
         try:
             with self._lock:
                 self._check_open()
-                return self._session.publish(step, wait, pairs, watch, sidecars)
+                return self._session.publish(step, wait, pairs, watch, sidecars, skip_unchanged)
         except (KeyboardInterrupt, SystemExit):
             interrupted = True
             raise

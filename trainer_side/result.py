@@ -95,7 +95,8 @@ class PublishResult:
     Attributes:
         version: number of the new version; None if the call was skipped.
         step: the argument of ``publish``.
-        kind: ``delta``, or ``skipped`` (not every call publishes, or the previous version is still under way).
+        kind: ``delta``, or ``skipped`` (not every call publishes, or the previous version is still under way, or
+            nothing has changed).
         changed: elements whose bits changed; of a sharded model, in this rank's shards. total: elements of the model.
         full_bytes: bytes of the model in the served dtypes.
         seconds: durations, see ``Seconds``; reading some of them waits.

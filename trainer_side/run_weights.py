@@ -29,6 +29,7 @@ from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint
+from vllm_delta_sync.tensors.state import ModelState
 
 _Result = TypeVar("_Result")
 
@@ -142,7 +143,7 @@ class WholeWeights:
     def begin(self) -> tuple[manifests.FullState, str | None]:
         if self.base is not None and (config := Path(self.base) / CONFIG_NAME).is_file():
             self.live = quantized(self.live, Checkpoint(self.base).specs, config.read_bytes(), Path(self.base))
-        baseline = self._baseline = Baseline.captured(self.live, self.base)
+        baseline = self._baseline = Baseline.captured(self.live, self.base, self._options.baseline)
         self._background.call(lambda: prepare(baseline, baseline.table, self._options))
         self._background.call(baseline.scan)
         return self._state, baseline.first_difference
@@ -160,9 +161,9 @@ class WholeWeights:
         self._background.call(self.baseline.scan)
 
     def checkout(self, manifest: Manifest) -> None:
-        # At a takeover the baseline has no values yet, and keeps the arrays: they must not be mapped from a file.
+        # At a takeover the baseline has no values yet, and keeps the arrays: only on disk they are mapped from a file.
         first = not self.baseline.fingerprints
-        state = restore(self.run, manifest, self.base, in_memory=True if first else None).state
+        state = self._restored(manifest, in_memory=True if first else None)
         self.baseline.replace(state.bits, manifest.model_fingerprint)
 
     def put_shards(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
@@ -173,7 +174,10 @@ class WholeWeights:
         return manifests.FullState(self.table, self.baseline.fingerprints)
 
     def restore(self, manifest: Manifest) -> list[Bits]:
-        return restore(self.run, manifest, self.base).state.bits
+        return self._restored(manifest).bits
+
+    def _restored(self, manifest: Manifest, in_memory: bool | None = None) -> ModelState:
+        return restore(self.run, manifest, self.base, False if self._options.baseline == "disk" else in_memory).state
 
     def changes(self, pending: PendingDelta) -> Changes:
         return pending.changes()

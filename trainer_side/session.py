@@ -60,7 +60,7 @@ class PublishSession:
         self._skip_log = SkipLog()
 
     def publish(
-        self, step: int, wait: bool, weights: Weights | None, watch: Stopwatch, sidecars: Sidecars
+        self, step: int, wait: bool, weights: Weights | None, watch: Stopwatch, sidecars: Sidecars, skips_equal: bool
     ) -> PublishResult:
         """See ``Publisher.publish``."""
         # Count before any check can raise, so that the counts of all ranks stay equal.
@@ -69,6 +69,8 @@ class PublishSession:
 
         def checked() -> int:
             self._check_source(weights)
+            if skips_equal and not self._group.alone:
+                raise UsageError("skip_unchanged is set, and a rank of a sharded model sees its own changes only")
             sidecar_bytes.update(checked_sidecars(sidecars))
             return check_step(step)
 
@@ -97,6 +99,9 @@ class PublishSession:
             if not self._group.alone:
                 self._withdraw(error, step, watch)
             raise
+        if skips_equal and not pending.changed:
+            self._background.call(pending.revert)
+            return self._skipped_result(step, watch)
         return self._hand_over(step, pending, watch, sidecar_bytes)
 
     def finish(self) -> None:
@@ -333,6 +338,8 @@ def _check_sharded(options: Options) -> None:
             "gate is set, and a gate needs whole tensors, of which each rank has a part; leave it out, or publish "
             "from one rank through a function that yields (checkpoint name, whole tensor)"
         )
+    if options.baseline == "disk":
+        raise UsageError("baseline is 'disk', which is for whole tensors, of which each rank has a part; give 'host'")
     if options.codec == "context":
         raise UsageError(
             "codec is 'context', which encodes changes with the whole tensor, of which each rank has a part; give "

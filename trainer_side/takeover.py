@@ -88,11 +88,13 @@ class OpenedRun:
 
     Attributes:
         weights: those of ``current``. writer: its ``newest`` is ``current``.
+        began: whether the run was begun, not taken over.
     """
 
     weights: RunWeights
     writer: RunWriter
     current: Manifest
+    began: bool = False
 
 
 def open_or_begin(
@@ -136,7 +138,9 @@ def open_or_begin(
     def own() -> OpenedRun:
         return opened[0] if group.is_rank0 else _follow(bucket, weights, text, options, group.rank)
 
-    return group.on_every_rank("ready", own)
+    ready = group.on_every_rank("ready", own)
+    ready.began = not exists
+    return ready
 
 
 def _locate_base(
@@ -270,10 +274,10 @@ def begin(
         start.claim()
         start.put_files(files)
         if base is not None and difference is None:
-            manifest = keyring.signed(manifests.reference(info.run, state, base.recorded))
+            manifest = keyring.signed(manifests.reference(info.run, state, base.recorded, options.first_step))
         else:
             state, objects = weights.put_shards(start.put)
-            manifest = keyring.signed(manifests.anchor(info.run, state, objects))
+            manifest = keyring.signed(manifests.anchor(info.run, state, objects, options.first_step))
         start.commit(manifest)
     writer.announce()
     return OpenedRun(weights, writer, manifest)

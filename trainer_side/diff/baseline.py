@@ -15,8 +15,10 @@ from vllm_delta_sync.errors import FingerprintError, ModelError, TensorMismatchE
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.run.restore import scratch_file
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
+from vllm_delta_sync.tensors.state import contiguous_buffer
 
 logger = guarded_logger(__name__)
 
@@ -53,11 +55,11 @@ def names_in_run(live: LiveTensors, table: TensorTable) -> dict[str, list[str]]:
 class Baseline:
     """Bits of each tensor of the run: as many bytes as the model has in the served dtypes.
 
-    They are in host memory (pinned if the live tensor is on a CUDA device), or, by ``location``, on the device of the
-    live tensor, where each moves at its first comparison.
+    By ``location`` they are in host memory (pinned if the live tensor is on a CUDA device), or in an unnamed temporary
+    file that is mapped into memory, or on the device of the live tensor, where each moves at its first comparison.
 
     Attributes:
-        location: where the bits of live tensors on a device are kept; tensors on the host are compared on the host.
+        location: where the bits are kept. ``device`` concerns live tensors on a device; others are on the host.
         table: the run's tensors.
         targets_of: live tensor name (aliases included) → ids of the tensors that get its values.
         fingerprints: per tensor id, of the newest durable version; empty before ``scan`` or ``replace``.
@@ -70,6 +72,7 @@ class Baseline:
         names: Mapping[str, list[str]],
         checkpoint: Checkpoint | None,
         partial: Collection[int] = (),
+        location: BaselineLocation = "host",
     ) -> None:
         """Make a baseline without values, except those of the checkpoint; see ``captured`` and ``of_run``.
 
@@ -77,7 +80,7 @@ class Baseline:
             names: live tensor name → names in the table.
             partial: ids of tensors of which other ranks hold the rest.
         """
-        self.location: BaselineLocation = "host"
+        self.location = location
         self.table = table
         self.targets_of = {name: tuple(table.index(target) for target in targets) for name, targets in names.items()}
         self.first_difference: str | None = None
@@ -85,17 +88,18 @@ class Baseline:
         self._partial = frozenset(partial)
         self._checkpoint = checkpoint
         self._buffers: list[BaselineBuffer | None] = [None] * len(table)
+        self._file: Sequence[Bits] | None = None
         self._scrub_position = 0
 
     @classmethod
-    def captured(cls, live: LiveTensors, base: str | Path | None = None) -> Self:
+    def captured(cls, live: LiveTensors, base: str | Path | None = None, location: BaselineLocation = "host") -> Self:
         """Return the baseline of a new run, from the current values of the live tensors.
 
         Args:
             base: checkpoint directory; decides names and dtypes, and provides tensors that the model does not have.
         """
         table, names, checkpoint = new_run_tensors(live, base)
-        baseline = cls(table, names, checkpoint)
+        baseline = cls(table, names, checkpoint, location=location)
         baseline.capture(live)
         if checkpoint is not None:
             baseline.warn_of_missing("base")
@@ -111,7 +115,7 @@ class Baseline:
 
     def buffer_on(self, tensor: int, device: torch.device) -> BaselineBuffer:
         """Return a tensor id's bits, moved to where a live tensor on ``device`` is compared; read from a base once."""
-        buffer = self._buffers[tensor] or HostBuffer(np.array(self.read(tensor)))
+        buffer = self._buffers[tensor] or self._copy(tensor, self.read(tensor))
         buffer = self._buffers[tensor] = move_buffer(buffer, self.table[tensor].name, device, self.location)
         return buffer
 
@@ -139,6 +143,8 @@ class Baseline:
     def replace(self, bits: Sequence[Bits], expected: Fingerprint) -> None:
         """Replace all bits, by (numel,) bits per tensor id. Do not use the arrays afterwards: some are kept.
 
+        With location ``disk`` they must be writable, and mapped from a file.
+
         Raises:
             FingerprintError: they do not have the expected fingerprint; nothing was replaced.
         """
@@ -156,7 +162,8 @@ class Baseline:
         """As ``replace``, with fingerprints that the caller has checked."""
         for tensor, buffer in enumerate(self._buffers):
             if buffer is None:
-                self._buffers[tensor] = HostBuffer(_writable(bits[tensor]))
+                mapped = self.location == "disk"
+                self._buffers[tensor] = HostBuffer(np.asarray(bits[tensor]) if mapped else _writable(bits[tensor]))
             else:
                 buffer.write(bits[tensor])
         self.fingerprints = fingerprints
@@ -215,7 +222,7 @@ class Baseline:
                 bits = host_bits(tensor, spec.dtype)
                 buffer = captured[target]
                 if buffer is None:
-                    captured[target] = HostBuffer(bits)
+                    captured[target] = HostBuffer(bits) if self.location != "disk" else self._copy(target, bits)
                 elif not np.array_equal(buffer.bits, bits):
                     raise TensorMismatchError(
                         f"tensor {name!r} is tied to {spec.name!r} but has other values; yield it once, or untie it"
@@ -248,6 +255,17 @@ class Baseline:
     def may_send_in_full(self, tensor: int) -> bool:
         """Return whether a version may carry all bits of a tensor rather than its changes: in one object."""
         return tensor not in self._partial
+
+    def _copy(self, tensor: int, bits: Bits) -> HostBuffer:
+        """Return a new buffer with a copy of (numel,) bits."""
+        if self.location != "disk":
+            return HostBuffer(np.array(bits))
+        if self._file is None:
+            self._file = contiguous_buffer(scratch_file)(self.table)
+        # A plain array, whose kernels are found without inspecting its class.
+        room = np.asarray(self._file[tensor])
+        np.copyto(room, bits)
+        return HostBuffer(room)
 
     def _measure(self, tensor: int) -> Fingerprint:
         return fingerprint_tensor(self.table[tensor].name, self.read(tensor))

@@ -11,7 +11,7 @@ from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.tensors.bits import Bits, Positions, revert_distances
 from vllm_delta_sync.tensors.torch_views import SIGNED, bits_of
 
-BaselineLocation = Literal["host", "device"]
+BaselineLocation = Literal["host", "device", "disk"]
 
 
 class BaselineBuffer(ABC):
@@ -39,7 +39,7 @@ class BaselineBuffer(ABC):
 
 
 class HostBuffer(BaselineBuffer):
-    """Host memory. ``bits`` is the array itself."""
+    """Host memory, or a file mapped into it. ``bits`` is the array itself."""
 
     def __init__(self, bits: Bits) -> None:
         self.bits = bits
@@ -105,9 +105,10 @@ def move_buffer(buffer: BaselineBuffer, name: str, device: torch.device, locatio
     """Return the same bits where a live tensor on ``device`` is compared; ``buffer`` itself if they are there."""
     if device.type == "cpu":
         return buffer if isinstance(buffer, HostBuffer) else HostBuffer(buffer.read())
-    if location == "host":
+    if location != "device":
         host = buffer if isinstance(buffer, HostBuffer) else HostBuffer(buffer.read())
-        return host if device.type != "cuda" or host.pinned else HostBuffer(_pinned(host.bits))
+        pins = location == "host" and device.type == "cuda" and not host.pinned
+        return HostBuffer(_pinned(host.bits)) if pins else host
     if isinstance(buffer, DeviceBuffer) and buffer.flat.device == device:
         return buffer
     bits = buffer.read()

@@ -25,6 +25,7 @@ from vllm_delta_sync.cli import (
     inspect,
     keys,
     log,
+    publish,
     repair,
     serve,
     tag,
@@ -52,12 +53,15 @@ EXAMPLES = """\
 examples:
   delta-sync serve Qwen/Qwen3-0.6B --bucket /data/runs/a --port 8000
   delta-sync serve --bucket s3://weights/runs/a --port 8000
+  delta-sync publish --watch out --bucket s3://weights/runs/a
   delta-sync log --bucket /data/runs/a --last 10
   delta-sync inspect /data/runs/a --version 7
   delta-sync verify --bucket file:///data/runs/a --base /models/qwen3
 
 """
-MODULES = (serve, log, inspect, export, follow, verify, repair, gc, tag, branch, compact, keys, doctor, broker, fleet)
+MODULES = (
+    serve, publish, log, inspect, export, follow, verify, repair, gc, tag, branch, compact, keys, doctor, broker, fleet
+)  # fmt: skip
 """The subcommands, in the order of ``--help``. ``add`` of each module adds its parser, whose ``handler`` runs it."""
 
 

@@ -140,6 +140,7 @@ class Checkpoint:
 
     Attributes:
         path: the directory.
+        files: file name → its container.
         specs: name → dtype and shape, of every tensor in it.
 
     Raises:
@@ -153,10 +154,10 @@ class Checkpoint:
             raise NotFoundError(
                 f"checkpoint directory {str(path)!r} does not exist; give the path of a local one, or org/name@revision"
             )
-        self._containers = {name: _open(self.path / name) for name in _file_names(self.path)}
+        self.files = {name: _open(self.path / name) for name in weight_files(self.path)}
         self._container_of: dict[str, Container] = {}
         self.specs: dict[str, TensorSpec] = {}
-        for file_name, container in self._containers.items():
+        for file_name, container in self.files.items():
             for name, entry in container.entries.items():
                 if name in self._container_of:
                     raise FormatError(f"checkpoint {str(path)!r}: tensor {name!r} is in two files, also {file_name}")
@@ -173,7 +174,12 @@ class Checkpoint:
         return aligned(self._container_of[name].bits(name))
 
 
-def _file_names(path: Path) -> list[str]:
+def weight_files(path: Path) -> list[str]:
+    """Return the names of a checkpoint's safetensors files: those that its index names, or the single one.
+
+    Raises:
+        NotFoundError: there is neither. FormatError, LimitError: the index is malformed. StoreError: it is unreadable.
+    """
     index = path / INDEX_NAME
     if index.is_file():
         try:

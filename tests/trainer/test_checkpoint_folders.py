@@ -1,0 +1,495 @@
+"""Checkpoint folders become versions, bit for bit: only complete ones, each once, and in bounded memory."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save, save_file
+
+from tests.support.architectures import same_bits
+from tests.support.checkpoints import index_of, shards_of, weights, write_checkpoint
+from tests.support.publishing import Tensors, assert_holds, assert_versions
+from trainer_side.checkpoint_folders import (
+    CheckpointFolder,
+    CheckpointPublisher,
+    CheckpointWatcher,
+    IncompleteCheckpointError,
+    PublishedCheckpoint,
+)
+from vllm_delta_sync import open_run
+from vllm_delta_sync.errors import DeltaSyncError, FormatError, NotFoundError, StoreError, TensorMismatchError
+from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
+
+POLL = 0.05
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where a trainer writes its checkpoints."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+def watch_once(out: Path, url: str) -> list[tuple[str, str, int]]:
+    """Name, outcome and version of each checkpoint, of a process that starts anew."""
+    with CheckpointPublisher(url) as publisher:
+        results = list(CheckpointWatcher(out, publisher, POLL).watch(once=True))
+    return [(result.folder.name, result.outcome, result.manifest.version) for result in results]
+
+
+def steps_of(url: str) -> list[int]:
+    return [manifest.step for manifest in open_run(url).log()]
+
+
+# One after another
+
+
+def test_folders_become_versions(out: Path, url: str) -> None:
+    with CheckpointPublisher(url) as publisher:
+        for number, step in enumerate((3, 4, 9)):
+            folder = write_checkpoint(out / f"checkpoint-{step}", weights(step), sharded=step == 4)
+            result = publisher.publish(folder)
+            assert (result.outcome, result.step, result.manifest.version) == ("published", step, number)
+        again = publisher.publish(folder, step=12)
+        assert (again.outcome, again.manifest.version) == ("unchanged", 2)
+    run = assert_versions(url, [weights(step) for step in (3, 4, 9)])
+    assert [(manifest.step, manifest.kind) for manifest in run.log()] == [(3, "anchor"), (4, "delta"), (9, "delta")]
+    assert run.file("config.json") == b'{"model_type": "tiny"}'
+    assert run.file("tokenizer.json") == b"{}"
+
+
+def test_a_run_is_taken_over(out: Path, url: str) -> None:
+    for step in (1, 2, 3):
+        with CheckpointPublisher(url, codec="raw" if step == 3 else "auto") as publisher:
+            publisher.publish(write_checkpoint(out / "last", weights(step)), step)
+            assert publisher.run.head().codec == {1: None, 2: "packed", 3: "raw"}[step]
+    assert_versions(url, [weights(step) for step in (1, 2, 3)])
+
+
+def test_every_dtype_and_shape(tmp_path: Path, url: str) -> None:
+    torch.manual_seed(1)
+    tensors = {
+        "scalar": torch.randn(()),
+        "none": torch.empty(0, 3),
+        "f8": torch.randn(7, 5).to(torch.float8_e4m3fn),
+        "f64": torch.randn(3, dtype=torch.float64),
+        "bool": torch.rand(11) > 0.5,
+        "u8": torch.randint(0, 255, (13,), dtype=torch.uint8),
+        "nan": torch.tensor([float("nan"), -0.0, float("inf")]).half(),
+    }
+    changed = {name: tensor.clone() for name, tensor in tensors.items()}
+    changed["f64"][1], changed["bool"][2], changed["nan"][1] = 2.5, ~changed["bool"][2], 0.0
+    with CheckpointPublisher(url) as publisher:
+        publisher.publish(write_checkpoint(tmp_path / "a", tensors))
+        assert publisher.publish(write_checkpoint(tmp_path / "b", changed)).manifest.changed == 3
+    assert_versions(url, [tensors, changed])
+    assert steps_of(url) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "step"),
+    [
+        ("checkpoint-100", b'{"global_step": 7}', 100),
+        ("iter_0000020", None, 20),
+        ("last", b'{"global_step": 7}', 7),
+        ("last", b'{"global_step": "7"}', None),
+        ("last", b'{"global_', None),
+        ("v99999999999999999999", None, None),
+    ],
+)
+def test_steps(tmp_path: Path, name: str, state: bytes | None, step: int | None) -> None:
+    folder = write_checkpoint(tmp_path / name, weights(0))
+    if state is not None:
+        (folder / "trainer_state.json").write_bytes(state)
+    assert CheckpointFolder(folder).step == step
+    (tmp_path / "newest").symlink_to(folder)
+    assert CheckpointFolder(tmp_path / "newest").step == step
+
+
+# With a base
+
+
+def test_with_a_base_version_0_is_a_reference(tmp_path: Path, out: Path, url: str) -> None:
+    base = write_checkpoint(tmp_path / "base", weights(0))
+    with CheckpointPublisher(url, base) as publisher:
+        result = publisher.publish(write_checkpoint(out / "checkpoint-5", weights(5)))
+        assert (result.outcome, result.manifest.version, result.manifest.kind) == ("published", 1, "delta")
+    assert [manifest.kind for manifest in open_run(url).log()] == ["reference", "delta"]
+    assert_versions(url, [weights(0), weights(5)])
+    with CheckpointPublisher(f"{url}-2", base) as publisher:
+        result = publisher.publish(base)
+        assert (result.outcome, result.manifest.version, result.manifest.kind) == ("unchanged", 0, "reference")
+
+
+def test_with_a_base_weights_are_rounded_to_its_dtypes(tmp_path: Path, out: Path, url: str) -> None:
+    base = write_checkpoint(tmp_path / "base", weights(0))
+    wide = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights(5).items()}
+    for name in ("model.embed.weight", "model.layers.0.proj.weight"):
+        wide[name] += 1e-5
+    lacking = wide.pop("model.layers.0.scale")
+    rounded = {name: tensor.to(weights(0)[name].dtype) for name, tensor in wide.items()}
+    for step in (5, 6):  # begins the run, and takes it over
+        wide["model.steps"] = rounded["model.steps"] = torch.tensor([step])
+        with CheckpointPublisher(url, base) as publisher:
+            publisher.publish(write_checkpoint(out / f"checkpoint-{step}", wide))
+        assert_holds(open_run(url), None, {**rounded, "model.layers.0.scale": weights(0)["model.layers.0.scale"]})
+    assert not same_bits(lacking, weights(0)["model.steps"])
+    with pytest.raises(TensorMismatchError, match="with a base, dtypes are rounded"), CheckpointPublisher(url) as other:
+        other.publish(out / "checkpoint-6")
+
+
+# What is not complete, or does not fit
+
+
+def cut(name: str, size: int) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, size)
+
+
+def lengthen(folder: Path) -> None:
+    with (folder / "model-00001-of-00002.safetensors").open("ab") as file:
+        file.write(b"more")
+
+
+def reserve(folder: Path) -> None:
+    """As writers do that first make the file as long as it will be."""
+    path = folder / "model-00002-of-00002.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+HALF_WRITTEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda folder: (folder / SECOND).unlink(), f"{SECOND} is missing"),
+    "empty": (cut(SECOND, 0), f"{SECOND} has 0 bytes of at least 8"),
+    "no header": (cut(SECOND, 5), f"{SECOND} has 5 bytes of at least 8"),
+    "half a header": (cut(SECOND, 20), f"{SECOND} has 20 bytes of at least "),
+    "half the data": (cut(FIRST, 9000), f"{FIRST} has 9,000 bytes of at least "),
+    "too long": (lengthen, f"{FIRST}: 4 bytes after the last entry"),
+    "reserved": (reserve, f"{SECOND} header"),
+    "half an index": (cut(INDEX_NAME, 30), INDEX_NAME),
+}
+
+
+@pytest.mark.parametrize("case", HALF_WRITTEN)
+def test_half_a_checkpoint_is_refused(case: str, out: Path, url: str) -> None:
+    damage, message = HALF_WRITTEN[case]
+    first = write_checkpoint(out / "checkpoint-1", weights(1), sharded=True)
+    damage(first)
+    with CheckpointPublisher(url) as publisher:
+        with pytest.raises(FormatError) as found:
+            publisher.publish(first)
+        assert message in found.value.message
+        assert not Path(url).exists()
+        publisher.publish(write_checkpoint(out / "checkpoint-2", weights(2)))
+        with pytest.raises(FormatError):
+            publisher.publish(first, step=3)
+        publisher.publish(write_checkpoint(first, weights(1), sharded=True), step=4)
+    assert_versions(url, [weights(2), weights(1)])
+
+
+def test_what_is_no_checkpoint(tmp_path: Path, url: str) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    save_file({}, nothing / SINGLE_NAME)
+    for folder, message in (
+        (empty, f"has neither {SINGLE_NAME} nor {INDEX_NAME}"),
+        (tmp_path / "none", "does not exist"),
+        (nothing, "has no tensor"),
+    ):
+        with pytest.raises(NotFoundError, match=message), CheckpointPublisher(url) as publisher:
+            publisher.publish(folder)
+    with pytest.raises(NotFoundError, match="create it"), CheckpointPublisher(url) as publisher:
+        CheckpointWatcher(tmp_path / "none", publisher)
+
+
+def other_weights(change: str) -> Tensors:
+    tensors = weights(2)
+    match change:
+        case "shape":
+            tensors["model.layers.0.scale"] = torch.zeros(65)
+        case "dtype":
+            tensors["model.layers.0.scale"] = tensors["model.layers.0.scale"].half()
+        case "added":
+            tensors["lm_head.weight"] = torch.zeros(3)
+        case "missing":
+            del tensors["model.layers.0.scale"]
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("shape", r"'model.layers.0.scale' is F32 \[65\], but F32 \[64\] in the "),
+        ("dtype", r"'model.layers.0.scale' is F16 \[64\], but F32 \[64\] in the "),
+        ("added", "has tensor 'lm_head.weight', which the "),
+        ("missing", "lacks tensor 'model.layers.0.scale', which the "),
+    ],
+)
+def test_other_tensors_are_refused(change: str, message: str, out: Path, url: str) -> None:
+    other = write_checkpoint(out / "other", other_weights(change))
+    with CheckpointPublisher(url) as publisher:
+        publisher.publish(write_checkpoint(out / "checkpoint-1", weights(1)))
+        with pytest.raises(TensorMismatchError, match=message):
+            publisher.publish(other)
+        publisher.publish(write_checkpoint(out / "checkpoint-2", weights(2)))
+    with CheckpointPublisher(url) as publisher:
+        with pytest.raises(TensorMismatchError, match=message):
+            publisher.publish(other)
+        publisher.publish(write_checkpoint(out / "checkpoint-3", weights(3)))
+    assert_versions(url, [weights(step) for step in (1, 2, 3)])
+    assert open_run(url).newest_epoch() == 1  # what does not fit takes no run over
+
+
+# Deleted or written while it is read
+
+
+def delete(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def truncate(folder: Path) -> None:
+    for path in folder.glob("*.safetensors"):
+        os.truncate(path, 100)
+
+
+def overwrite(folder: Path) -> None:
+    write_checkpoint(folder, weights(50), sharded=True)
+
+
+@pytest.mark.parametrize("harm", [delete, truncate, overwrite])
+@pytest.mark.parametrize("begins", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize("when", [1, 3, 4])
+def test_nothing_is_published_of_a_checkpoint_that_is_harmed_while_it_is_read(
+    harm: Callable[[Path], None], begins: bool, when: int, out: Path, url: str
+) -> None:
+    history = []
+    folder = write_checkpoint(out / "checkpoint-7", weights(7), sharded=True)
+    calls = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal calls
+        calls += 1
+        assert done <= total
+        if calls == when:
+            harm(folder)
+
+    with CheckpointPublisher(url) as publisher:
+        if not begins:
+            publisher.publish(write_checkpoint(out / "checkpoint-1", weights(1)))
+            history.append(weights(1))
+        with pytest.raises(IncompleteCheckpointError, match="checkpoint-7' is not complete"):
+            publisher.publish(folder, progress=progress)
+        assert Path(url).exists() is not begins
+        publisher.publish(write_checkpoint(out / "checkpoint-8", weights(8)))
+    assert_versions(url, [*history, weights(8)])
+
+
+def test_a_checkpoint_that_vanishes_is_one_log_line(
+    out: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        write_checkpoint(out / f"checkpoint-{step}", weights(step), sharded=True)
+    real = CheckpointFolder.tensors
+
+    def tensors(self: CheckpointFolder, progress: object = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """A trainer deletes the second while it is read."""
+        for number, pair in enumerate(real(self)):
+            if number == 1 and self.step == 2:
+                shutil.rmtree(self.path)
+            yield pair
+
+    monkeypatch.setattr(CheckpointFolder, "tensors", tensors)
+    with caplog.at_level(logging.WARNING):
+        assert watch_once(out, url) == [("checkpoint-1", "published", 0), ("checkpoint-3", "published", 1)]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("checkpoint-2 is not published: checkpoint ")
+    assert line.endswith(f"{SECOND} was deleted while it was read")
+    assert_versions(url, [weights(1), weights(3)])
+
+
+# Watching
+
+
+def test_what_a_slow_trainer_writes_is_published_bit_for_bit(out: Path, url: str) -> None:
+    steps = (5, 10, 15, 20)
+    command = [sys.executable, "-m", "tests.support.checkpoints", str(out), *map(str, steps)]
+    results: list[PublishedCheckpoint] = []
+    with subprocess.Popen(command) as trainer, CheckpointPublisher(url) as publisher:
+        try:
+            for result in CheckpointWatcher(out, publisher, POLL).watch():
+                results.append(result)
+                if result.step == steps[-1]:
+                    break
+        finally:
+            trainer.kill()
+    assert [result.outcome for result in results] == ["published"] * 4
+    assert steps_of(url) == [*steps]
+    assert_versions(url, [weights(step) for step in steps])
+
+
+def test_a_folder_that_still_changes_is_not_published(out: Path, url: str) -> None:
+    """Its files are as long as they must be, but a writer that reserves space has not filled them yet."""
+    folder = write_checkpoint(out / "checkpoint-1", weights(1))
+    data = save(weights(2))
+    with CheckpointPublisher(url) as publisher:
+        watcher = CheckpointWatcher(out, publisher, POLL)
+        for cursor in (100, 5000, len(data)):
+            assert list(watcher._poll()) == []
+            (folder / SINGLE_NAME).write_bytes(data[:cursor].ljust(len(data), b"\0"))
+        assert list(watcher._poll()) == []
+        assert [result.outcome for result in watcher._poll()] == ["published"]
+        assert list(watcher._poll()) == []
+    assert_versions(url, [weights(2)])
+
+
+def test_a_restart_publishes_nothing_again(out: Path, url: str) -> None:
+    for step in (100, 20):
+        write_checkpoint(out / f"checkpoint-{step}", weights(step))
+    (out / ".hidden-7").mkdir()
+    write_checkpoint(out / ".hidden-7", weights(7))
+    (out / "logs").mkdir()
+    assert watch_once(out, url) == [("checkpoint-20", "published", 0), ("checkpoint-100", "published", 1)]
+    older = [("checkpoint-20", "older", 1), ("checkpoint-100", "older", 1)]
+    assert watch_once(out, url) == older
+    write_checkpoint(out / "checkpoint-60", weights(60))
+    write_checkpoint(out / "checkpoint-200", weights(200))
+    shutil.rmtree(out / "checkpoint-20")
+    assert watch_once(out, url) == [
+        ("checkpoint-60", "older", 1),
+        ("checkpoint-100", "older", 1),
+        ("checkpoint-200", "published", 2),
+    ]
+    assert_versions(url, [weights(step) for step in (20, 100, 200)])
+
+
+def test_folders_without_a_step_are_published_in_the_order_of_their_times(out: Path, url: str) -> None:
+    for number, name in enumerate(("early", "late", "between")):
+        folder = write_checkpoint(out / name, weights(number))
+        time = 10**18 + {"early": 0, "between": 1, "late": 2}[name] * 10**9
+        os.utime(folder / SINGLE_NAME, ns=(time, time))
+    write_checkpoint(out / "checkpoint-10", weights(10))
+    assert watch_once(out, url) == [
+        ("checkpoint-10", "published", 0),
+        ("early", "published", 1),
+        ("between", "published", 2),
+        ("late", "published", 3),
+    ]
+    assert steps_of(url) == [10, 11, 12, 13]
+    write_checkpoint(out / "checkpoint-20", weights(20))
+    write_checkpoint(out / "later", weights(3))
+    assert watch_once(out, url) == [
+        ("checkpoint-10", "older", 3),
+        ("checkpoint-20", "published", 4),
+        ("early", "older", 4),
+        ("between", "older", 4),
+        ("late", "older", 4),
+        ("later", "published", 5),
+    ]
+    assert {result[1] for result in watch_once(out, url)} == {"older"}
+    assert_versions(url, [weights(step) for step in (10, 0, 2, 1, 20, 3)])
+
+
+def test_a_folder_that_is_written_again_is_published_again(out: Path, url: str) -> None:
+    with CheckpointPublisher(url) as publisher:
+        watcher = CheckpointWatcher(out, publisher, POLL)
+        for step in (1, 2):
+            write_checkpoint(out / "last", weights(step))
+            (out / "last" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+            assert [result.step for _ in range(3) for result in watcher._poll()] == [step]
+    assert_versions(url, [weights(1), weights(2)])
+
+
+def test_one_that_does_not_fit_stops_no_other(out: Path, url: str, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 3):
+        write_checkpoint(out / f"checkpoint-{step}", weights(step))
+    write_checkpoint(out / "checkpoint-2", other_weights("shape"))
+    shards = shards_of(weights(4))
+    (out / "checkpoint-4").mkdir()
+    save_file(shards[SECOND], out / "checkpoint-4" / SECOND)
+    (out / "checkpoint-4" / INDEX_NAME).write_text(index_of(shards))
+    with CheckpointPublisher(url) as publisher:
+        watcher = CheckpointWatcher(out, publisher, POLL)
+        assert [result.step for result in watcher.watch(once=True)] == [1, 3]
+        assert list(watcher.refused) == ["checkpoint-2"]
+        lines = [record.getMessage() for record in caplog.records]
+        assert [line.split(" is not published: ")[0] for line in lines] == ["checkpoint-2", "checkpoint-4"]
+        assert list(watcher._poll()) == []
+        assert len(caplog.records) == 2
+        write_checkpoint(out / "checkpoint-4", weights(4), sharded=True)
+        assert [result.step for result in watcher.watch(once=True)] == [4]
+    assert_versions(url, [weights(step) for step in (1, 3, 4)])
+
+
+def test_a_store_that_fails_is_tried_again(out: Path, url: str) -> None:
+    objects, aside, lines = Path(url) / "objects", Path(url) / "aside", []
+
+    class Repair(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+            if record.getMessage().startswith("trying again every 0.05 s"):
+                objects.unlink()
+                aside.rename(objects)
+
+    with CheckpointPublisher(url) as publisher:
+        publisher.publish(write_checkpoint(out / "checkpoint-1", weights(1)))
+        objects.rename(aside)
+        objects.write_bytes(b"a file in the place of the folder")
+        write_checkpoint(out / "checkpoint-2", weights(2))
+        watcher = CheckpointWatcher(out, publisher, POLL)
+        with pytest.raises(DeltaSyncError):
+            list(watcher.watch(once=True))
+        logger, handler = logging.getLogger("trainer_side.checkpoint_folders"), Repair()
+        logger.addHandler(handler)
+        try:
+            found = next(result for result in watcher.watch() if result.outcome == "published")
+        finally:
+            logger.removeHandler(handler)
+        assert (found.step, found.manifest.version) == (2, 1)
+    assert len(lines) == 1
+    assert_versions(url, [weights(1), weights(2)])
+
+
+def test_a_folder_that_cannot_be_listed(out: Path, url: str) -> None:
+    with CheckpointPublisher(url) as publisher:
+        watcher = CheckpointWatcher(out, publisher, POLL)
+        out.rmdir()
+        with pytest.raises(StoreError, match="cannot be read"):
+            list(watcher.watch(once=True))
+
+
+# Memory
+
+
+def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, url: str) -> None:
+    """For beginning a run, publishing changes, and taking it over; the model has 200 MB, its largest tensor 16 MB."""
+    torch.manual_seed(0)
+    tensors = {f"layers.{number}": torch.randn(4000, 2000).bfloat16() for number in range(12)}
+    folders = []
+    for step in range(3):
+        for tensor in tensors.values():
+            tensor.view(-1)[step::1009] += 1
+        folders.append(str(write_checkpoint(tmp_path / f"checkpoint-{step}", tensors)))
+    limit = 70e6
+    for these, versions in ((folders[:2], [0, 1]), (folders[2:], [2])):
+        command = [sys.executable, "-m", "tests.support.folder_memory", url, *these]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        print(report)
+        assert report["versions"] == versions
+        assert report["anonymous"] < limit, report
+    assert_holds(open_run(url), None, tensors)
