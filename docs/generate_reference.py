@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from reference_tables import RESULT_SECONDS, SPAN_FIELDS, STATUS_FIELDS, TIMINGS, VERIFY_FIELDS
 
+import trainer_side.checkpoint_folders
 import trainer_side.integrations.transformers
 import trainer_side.integrations.trl
 import trainer_side.options
@@ -340,6 +341,10 @@ def python() -> Iterator[str]:
     yield "`PublishResult.seconds` has the keys:"
     yield table(("key", "meaning"), [(code(name), text) for name, text in RESULT_SECONDS.items()])
     yield stub(trainer_side.integrations.transformers, "DeltaSyncCallback")
+    yield "### `from trainer_side.checkpoint_folders import CheckpointPublisher, CheckpointWatcher`"
+    yield "Needs torch, not vLLM."
+    for name in ("CheckpointPublisher", "CheckpointWatcher", "CheckpointFolder", "PublishedCheckpoint"):
+        yield stub(trainer_side.checkpoint_folders, name)
     yield "### `from trainer_side.integrations.trl import DeltaWeightTransfer`"
     yield stub(trainer_side.integrations.trl, "DeltaWeightTransfer")
     yield "### `from vllm_delta_sync import open_run`"

@@ -41,7 +41,13 @@ from vllm_delta_sync.tensors.checkpoint import Checkpoint, model_files, weight_f
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, tensor_from_bits
 from vllm_delta_sync.trust import Keyring
 
-__all__ = ["CheckpointFolder", "CheckpointPublisher", "CheckpointWatcher", "IncompleteCheckpointError"]
+__all__ = [
+    "CheckpointFolder",
+    "CheckpointPublisher",
+    "CheckpointWatcher",
+    "IncompleteCheckpointError",
+    "PublishedCheckpoint",
+]
 
 logger = guarded_logger(__name__)
 

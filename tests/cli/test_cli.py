@@ -53,7 +53,7 @@ def test_version_and_help() -> None:
         done = delta_sync(command, "--help")
         assert done.code == 0
         assert "examples:" in done.out, command
-        if command in ("log", "inspect", "verify", "repair", "gc", "compact", "fleet", "doctor", "export"):
+        if command in ("log", "inspect", "verify", "repair", "gc", "compact", "fleet", "doctor", "export", "publish"):
             assert all(word in done.out for word in ("--json", "exit codes:", "\n  0 ")), command
     assert "vllm serve --help" in delta_sync("serve", "--help").out
 
@@ -232,6 +232,10 @@ USAGE = (
     *("doctor", "doctor --bucket RUN --bytes -1", "doctor --bucket RUN --bytes 1MB"),
     *("export --bucket RUN", "export --to x", "export --bucket RUN --to x --version best"),
     "export --bucket RUN --to x --shard-bytes 0",
+    *("publish --bucket RUN", "publish --from x --watch y --bucket RUN", "publish --from x", "publish --watch x"),
+    *("publish --watch x --step 1 --bucket RUN", "publish --from x --once --bucket RUN"),
+    *("publish --from x --poll 1 --bucket RUN", "publish --watch x --poll 0 --bucket RUN"),
+    *("publish --from x --step -1 --bucket RUN", "publish --from x --codec zip --bucket RUN"),
 )
 
 

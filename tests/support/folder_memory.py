@@ -26,7 +26,7 @@ def main(url: str, *folders: str) -> None:
         while not done.wait(0.002):
             most = max(most, anonymous())
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     with CheckpointPublisher(url) as publisher:
         versions = [publisher.publish(folder).manifest.version for folder in folders]

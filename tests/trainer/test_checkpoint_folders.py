@@ -24,7 +24,7 @@ from trainer_side.checkpoint_folders import (
     PublishedCheckpoint,
 )
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import DeltaSyncError, FormatError, NotFoundError, StoreError, TensorMismatchError
+from vllm_delta_sync.errors import ConflictError, DeltaSyncError, FormatError, NotFoundError, StoreError, TensorMismatchError
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
 
 POLL = 0.05
@@ -469,6 +469,18 @@ def test_a_folder_that_cannot_be_listed(out: Path, url: str) -> None:
         out.rmdir()
         with pytest.raises(StoreError, match="cannot be read"):
             list(watcher.watch(once=True))
+
+
+def test_a_publisher_that_was_fenced_ends(out: Path, url: str) -> None:
+    with pytest.raises(ConflictError), CheckpointPublisher(url) as publisher:
+        watcher = CheckpointWatcher(out, publisher, POLL)
+        write_checkpoint(out / "checkpoint-1", weights(1))
+        assert [result.step for result in watcher.watch(once=True)] == [1]
+        with CheckpointPublisher(url) as other:
+            other.publish(write_checkpoint(out / "checkpoint-2", weights(2)))
+        write_checkpoint(out / "checkpoint-3", weights(3))
+        list(watcher.watch())
+    assert_versions(url, [weights(1), weights(2)])
 
 
 # Memory

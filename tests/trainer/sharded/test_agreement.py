@@ -223,6 +223,7 @@ def operations(rank: int, size: int, folder: str) -> None:
         # What cannot be done is refused on every rank alike, and nothing is broken by it.
         refused(lambda: publisher.rebase(99), NotFoundError, "version 99 is not published")
         refused(lambda: publisher.publish(9, weights=[]), UsageError, "weights=")
+        refused(lambda: publisher.publish(9, skip_unchanged=True), UsageError, "skip_unchanged")
         trained.publish(publisher)
         publisher.flush()
         # Another publisher takes the run over.
@@ -246,6 +247,7 @@ def refusals(rank: int, size: int, folder: str, key: str) -> None:
     model, bucket = trained.model, trained.bucket
     refused(lambda: Publisher(model, bucket, codec="context"), UsageError, "packed")
     refused(lambda: Publisher(model, bucket, gate=Gate()), UsageError, "gate")
+    refused(lambda: Publisher(model, bucket, baseline="disk"), UsageError, "give 'host'")
     refused(lambda: Publisher(model, bucket, base=f"{folder}/nowhere"), NotFoundError, "nowhere")
     other = Mixed()
     if rank == 1:
