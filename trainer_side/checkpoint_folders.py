@@ -482,11 +482,13 @@ class CheckpointWatcher:
         try:
             checkpoint = CheckpointFolder(path)
         except (DataError, ModelError, StoreError) as error:
-            return self._refuse(name, error)
+            self._refuse(name, error)
+            return None
         try:
             return self._publisher.publish(checkpoint, step, sidecars)
         except (IncompleteCheckpointError, TensorMismatchError, ModelError) as error:
-            return self._refuse(name, error)
+            self._refuse(name, error)
+            return None
 
     def _refuse(self, name: str, error: DeltaSyncError) -> None:
         logger.warning("%s is not published: %s", name, error)
