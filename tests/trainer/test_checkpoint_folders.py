@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import load_file, save, save_file
 
 from tests.support.architectures import same_bits
 from tests.support.checkpoints import index_of, shards_of, weights, write_checkpoint
-from tests.support.publishing import Tensors, assert_holds, assert_versions
+from tests.support.publishing import Tensors, assert_holds, assert_versions, snapshot
+from tests.support.tiny import make_model, save_checkpoint
+from tests.support.trainers import trainer_of
 from trainer_side.checkpoint_folders import (
     CheckpointFolder,
     CheckpointPublisher,
@@ -346,6 +348,26 @@ def test_what_a_slow_trainer_writes_is_published_bit_for_bit(out: Path, url: str
     assert [result.outcome for result in results] == ["published"] * 4
     assert steps_of(url) == [*steps]
     assert_versions(url, [weights(step) for step in steps])
+
+
+def test_checkpoints_of_a_transformers_trainer(tmp_path: Path, out: Path, url: str) -> None:
+    """In float32, while servers have bfloat16; its best model is the last one under another name."""
+    model = make_model("qwen3")
+    base = save_checkpoint(model, tmp_path / "base")
+    trainer = trainer_of(model, tmp_path, [], save_strategy="steps", save_steps=2, save_total_limit=2, max_steps=6)
+    trainer.train()
+    trainer.save_model(str(out / "final"))
+    saved = [load_file(out / name / SINGLE_NAME) for name in ("checkpoint-4", "checkpoint-6")]
+    for bucket, with_base, dtype in ((url, None, torch.float32), (f"{url}-served", base, torch.bfloat16)):
+        with CheckpointPublisher(bucket, with_base) as publisher:
+            results = list(CheckpointWatcher(out, publisher, POLL).watch(once=True))
+        assert [(result.folder.name, result.step, result.outcome) for result in results] == [
+            ("checkpoint-4", 4, "published"), ("checkpoint-6", 6, "published"), ("final", 7, "unchanged"),
+        ]  # fmt: skip
+        run = open_run(bucket)
+        assert [manifest.step for manifest in run.log()] == ([0] if with_base else []) + [4, 6]
+        for result, tensors in zip(results, saved, strict=False):
+            assert_holds(run, result.manifest.version, snapshot(tensors, dtype))
 
 
 def test_a_folder_that_still_changes_is_not_published(out: Path, url: str) -> None:
