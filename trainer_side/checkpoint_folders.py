@@ -453,6 +453,7 @@ class CheckpointWatcher:
     def _poll(self) -> Iterator[PublishedCheckpoint]:
         before, self._seen = self._seen, self._scan()
         self._done = {name: state for name, state in self._done.items() if name in self._seen}
+        self.refused = {name: reason for name, reason in self.refused.items() if name in self._seen}
         if self._at_start is None:
             self._at_start = set(self._seen)
         ready: list[tuple[bool, int, int, str]] = []
@@ -470,14 +471,13 @@ class CheckpointWatcher:
 
     def _publish(self, name: str, step: int | None, written: int) -> PublishedCheckpoint | None:
         """Publish a checkpoint that no longer changes; None if it is refused."""
-        path, newest, sidecars = self._directory / name, self._publisher.newest, None
+        path, newest = self._directory / name, self._publisher.newest
         if newest is not None:
             at_start = self._at_start or ()
             if (name in at_start and written <= self._recorded) if step is None else step <= newest.step:
                 return PublishedCheckpoint(path, step, "older", newest)
-        self._time = max(self._time, written if step is None else 0)
-        if self._time:
-            sidecars = {SIDECAR: str(self._time).encode()}
+        newest_time = max(self._time, written if step is None else 0)
+        sidecars = {SIDECAR: str(newest_time).encode()} if newest_time else None
         self.refused.pop(name, None)
         try:
             checkpoint = CheckpointFolder(path)
@@ -485,10 +485,12 @@ class CheckpointWatcher:
             self._refuse(name, error)
             return None
         try:
-            return self._publisher.publish(checkpoint, step, sidecars)
+            result = self._publisher.publish(checkpoint, step, sidecars)
         except (IncompleteCheckpointError, TensorMismatchError, ModelError) as error:
             self._refuse(name, error)
             return None
+        self._time = newest_time
+        return result
 
     def _refuse(self, name: str, error: DeltaSyncError) -> None:
         logger.warning("%s is not published: %s", name, error)

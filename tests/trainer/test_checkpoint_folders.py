@@ -432,6 +432,24 @@ def test_folders_without_a_step_are_published_in_the_order_of_their_times(out: P
     assert_versions(url, [weights(step) for step in (10, 0, 2, 1, 20, 3)])
 
 
+def test_a_folder_without_a_step_that_was_refused_is_tried_again_after_a_restart(out: Path, url: str) -> None:
+    write_checkpoint(out / "checkpoint-1", weights(1))
+    write_checkpoint(out / "odd", other_weights("shape"))
+    with CheckpointPublisher(url) as publisher:
+        watcher = CheckpointWatcher(out, publisher, POLL)
+        assert [result.step for result in watcher.watch(once=True)] == [1]
+        write_checkpoint(out / "checkpoint-2", weights(2))
+        assert [result.step for result in watcher.watch(once=True)] == [2]
+        assert list(watcher.refused) == ["odd"]
+    with CheckpointPublisher(url) as publisher:
+        watcher = CheckpointWatcher(out, publisher, POLL)
+        assert {result.outcome for result in watcher.watch(once=True)} == {"older"}
+        assert list(watcher.refused) == ["odd"]
+        shutil.rmtree(out / "odd")
+        assert list(watcher.watch(once=True)) == []
+        assert watcher.refused == {}
+
+
 def test_a_folder_that_is_written_again_is_published_again(out: Path, url: str) -> None:
     with CheckpointPublisher(url) as publisher:
         watcher = CheckpointWatcher(out, publisher, POLL)

@@ -49,7 +49,9 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     folder.add_argument("--from", dest="source", metavar="DIR", help="checkpoint folder to publish")
     folder.add_argument("--watch", metavar="DIR", help="publish each checkpoint that appears as a subfolder")
     add_bucket(parser)
-    parser.add_argument("--step", type=count, metavar="N", help="with --from: its step; default: see below")
+    parser.add_argument(
+        "--step", type=count, metavar="N", help="with --from: its step; default: as the folder's name or files say"
+    )
     parser.add_argument(
         "--base", metavar="DIR|MODEL", help="checkpoint that servers start from: a folder, or org/name@revision"
     )
