@@ -1,6 +1,6 @@
 """``AdminToken``: the token that state-changing HTTP routes require, from a file or the environment.
 
-A process keeps only the SHA-256 of its token, so its memory, an object's text and its children's environment cannot
+A server keeps only the SHA-256 of its token, so its memory, an object's text and its children's environment cannot
 reveal the token. Wrong tokens are neither delayed nor counted: guessing a random token is hopeless at any rate, and a
 limit would let strangers lock the operator out.
 """
@@ -85,21 +85,34 @@ def load(file: Path | None, environment: Mapping[str, str] | None = None) -> Adm
         SettingsError: both are set, the file cannot be read, or as ``AdminToken.of``.
     """
     environment = os.environ if environment is None else environment
-    text, digest = environment.get(VARIABLE), environment.get(DIGEST_VARIABLE)
-    given = [name for name, value in ((VARIABLE, text), (DIGEST_VARIABLE, digest)) if value is not None]
-    if file is not None:
-        given.append("admin_token_file")
-    if len(given) > 1:
-        raise SettingsError(f"{' and '.join(given)} are both set; give one")
-    if file is not None:
-        return AdminToken.of(_read(file), f"admin_token_file {str(file)!r}")
+    text, digest = load_text(file, environment), environment.get(DIGEST_VARIABLE)
     if text is not None:
-        return AdminToken.of(text, VARIABLE)
+        return AdminToken(_digest(text))
     if digest is None:
         return None
     if not _DIGEST.fullmatch(digest):
         raise SettingsError(f"{DIGEST_VARIABLE} is not a SHA-256 of 64 hexadecimal digits; set {VARIABLE} instead")
     return AdminToken(bytes.fromhex(digest))
+
+
+def load_text(file: Path | None, environment: Mapping[str, str] | None = None) -> str | None:
+    """Return the token itself, for a client that sends it to a server; None if only its SHA-256 or nothing is set.
+
+    Raises:
+        SettingsError: as ``load``.
+    """
+    environment = os.environ if environment is None else environment
+    given = [name for name in (VARIABLE, DIGEST_VARIABLE) if name in environment]
+    if file is not None:
+        given.append("admin_token_file")
+    if len(given) > 1:
+        raise SettingsError(f"{' and '.join(given)} are both set; give one")
+    text, source = environment.get(VARIABLE), VARIABLE
+    if file is not None:
+        text, source = _read(file), f"admin_token_file {str(file)!r}"
+    if text is not None:
+        AdminToken.of(text, source)
+    return text
 
 
 def readable_by_others(file: Path) -> bool:

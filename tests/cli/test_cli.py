@@ -53,7 +53,8 @@ def test_version_and_help() -> None:
         done = delta_sync(command, "--help")
         assert done.code == 0
         assert "examples:" in done.out, command
-        if command in ("log", "inspect", "verify", "repair", "gc", "compact", "fleet", "doctor", "export", "publish"):
+        of_a_run = ("log", "inspect", "verify", "repair", "gc", "compact", "fleet", "doctor", "export", "publish")
+        if command in (*of_a_run, "follow", "status", "sync", "rollback", "hold", "release", "wait"):
             assert all(word in done.out for word in ("--json", "exit codes:", "\n  0 ")), command
     assert "vllm serve --help" in delta_sync("serve", "--help").out
 
@@ -231,11 +232,13 @@ USAGE = (
     *("fleet --bucket RUN --replicas 2", "fleet --bucket RUN --timeout 5", "fleet --bucket RUN --wait head"),
     *("doctor", "doctor --bucket RUN --bytes -1", "doctor --bucket RUN --bytes 1MB"),
     *("export --bucket RUN", "export --to x", "export --bucket RUN --to x --version best"),
-    "export --bucket RUN --to x --shard-bytes 0",
+    *("export --bucket RUN --to x --shard-bytes 0", "rollback", "wait", "sync --version two", "rollback --version -1"),
+    *("status --watch 0", "hold --timeout 0", "hold --version 1", "release --server", "status --server nowhere"),
     *("publish --bucket RUN", "publish --from x --watch y --bucket RUN", "publish --from x", "publish --watch x"),
     *("publish --watch x --step 1 --bucket RUN", "publish --from x --once --bucket RUN"),
     *("publish --from x --poll 1 --bucket RUN", "publish --watch x --poll 0 --bucket RUN"),
     *("publish --from x --step -1 --bucket RUN", "publish --from x --codec zip --bucket RUN"),
+    *("follow --bucket RUN", "follow --bucket RUN --to x --keep 0", "follow --bucket RUN --to x --poll 0"),
 )
 
 

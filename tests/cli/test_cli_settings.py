@@ -45,6 +45,7 @@ ON_A_RUN = (
 OF_EVERY_KIND = (
     *("keygen {folder}/new.key", "inspect {folder}/root.key.pub", "serve model --dry-run"),
     *("broker --publishers tcp://127.0.0.1:* --subscribers tcp://127.0.0.1:*", *ON_A_RUN),
+    *("status", "sync", "rollback --version 1", "hold", "release", "wait --version 1"),
 )
 
 

@@ -29,15 +29,15 @@ from tests.support.publishing import keys
 from tests.support.stores import s3_server
 from tests.support.web import Site, listening
 from trainer_side import Publisher
+from vllm_delta_sync import server_client
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.doctor import bucket_checks, doctor, server_checks
+from vllm_delta_sync.doctor import bucket_checks, doctor
 from vllm_delta_sync.doctor.bucket_checks import ago
 from vllm_delta_sync.doctor.doctor import examine
 from vllm_delta_sync.doctor.findings import CheckResult
-from vllm_delta_sync.doctor.server_checks import MAX_ANSWER_BYTES, NOT_LOADED, ask, check_server_url
 from vllm_delta_sync.engine import WORKER_EXTENSION
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.errors import AccessError, ConflictError, StoreError, UsageError
@@ -45,6 +45,7 @@ from vllm_delta_sync.format.documents import tag_key
 from vllm_delta_sync.format.manifest import Head
 from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.maintenance.gc.collect import collect
+from vllm_delta_sync.server_client import MAX_ANSWER_BYTES, NOT_LOADED, ask, check_server_url
 from vllm_delta_sync.settings import environment_name
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.verify.document_audit import DocumentAudit
@@ -92,7 +93,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine nothing is found to hang that does not."""
-    for module in (doctor, server_checks):
+    for module in (doctor, server_client):
         monkeypatch.setattr(module, "REQUEST_SECONDS", 120.0)
 
 
@@ -747,7 +748,7 @@ def test_nobody_there() -> None:
     ids=["no HTTP", "drips"],
 )
 def test_what_is_no_http_server_or_drips(monkeypatch: pytest.MonkeyPatch, data: bytes, pause: float, kind: str) -> None:
-    for module in (doctor, server_checks):
+    for module in (doctor, server_client):
         monkeypatch.setattr(module, "REQUEST_SECONDS", 1.0)
     stop = threading.Event()
 

@@ -9,6 +9,7 @@ import pytest
 from tests.e2e.fresh import fresh_vllm
 from tests.e2e.servers import Load, Server, plain_vllm_serve, serving
 from tests.e2e.world import Follower, World
+from tests.support.commands import kind, shown
 from tests.support.forge import BAD_VERSIONS
 from vllm_delta_sync.engine.compat.patches import allow_list
 
@@ -110,7 +111,18 @@ def check_rollback(server: Server, head: int, digests: list[dict[str, str]]) -> 
     server.wait_served(head)
     assert server.post("/delta_sync/hold").json()["state"] == "held"
     assert server.post("/delta_sync/release").json()["state"] == "idle"
+    check_commands(server.url, head)
     assert server.digests() == digests[VERSIONS]
+
+
+def check_commands(url: str, head: int) -> None:
+    """The same by ``delta-sync``: back, and forward again."""
+    rolled = shown("rollback", "--server", url, "--version", head - 1)
+    assert rolled.startswith(f"{url}: rolled back; serves version {head - 1} ")
+    assert f"version {head - 1} (step " in shown("status", "--server", url)
+    assert kind(1, "wait", "--server", url, "--version", head) == "unreachable"
+    shown("release", "--server", url)
+    assert f"serves version {head} " in shown("wait", "--server", url, "--version", head, "--timeout", "300")
 
 
 def test_bad_versions_are_refused(follower: Follower) -> None:

@@ -42,6 +42,14 @@ def test_from_the_environment() -> None:
     assert admin_token.load(None, {}) is None
 
 
+def test_a_client_gets_the_token_itself(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f" {TOKEN}\n")
+    assert admin_token.load_text(file, {}) == admin_token.load_text(None, {VARIABLE: TOKEN}) == TOKEN
+    assert admin_token.load_text(None, {DIGEST_VARIABLE: "00" * 32}) is None
+    assert admin_token.load_text(None, {}) is None
+
+
 def test_settings_take_the_variable_and_do_not_keep_it() -> None:
     settings = load_settings(environment={"DELTA_SYNC_BUCKET": "/x", VARIABLE: TOKEN})
     assert TOKEN not in repr(settings) + str(settings) + settings.model_dump_json()
@@ -68,6 +76,8 @@ def test_token_that_is_refused(tmp_path: Path, text: str, words: str) -> None:
         with pytest.raises(SettingsError, match=words) as caught:
             admin_token.load(source, environment)
         assert not text or text not in caught.value.message
+        with pytest.raises(SettingsError, match=words):
+            admin_token.load_text(source, environment)
     environment = {VARIABLE: text}
     admin_token.hide(environment)
     assert environment == {VARIABLE: text}, "a token that cannot be used must not become none"

@@ -2,12 +2,12 @@
 
 import argparse
 import json
-import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, count, exit_codes, opened, seconds, version
-from vllm_delta_sync.cli.text import clean, print_columns
+from vllm_delta_sync.cli.text import clean, print_columns, redraw
 from vllm_delta_sync.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ examples:
   delta-sync fleet --bucket /data/runs/a --watch 2
   delta-sync fleet --bucket /data/runs/a --wait 12 --replicas 8 --timeout 300
 """
-CLEAR = "\033[H\033[J"
 LONGEST_ERROR = 60
 
 
@@ -75,9 +74,7 @@ def _watch(run: "Run", options: argparse.Namespace) -> None:
         if options.json:
             print(json.dumps(document), flush=True)
         else:
-            print(CLEAR if sys.stdout.isatty() else "", end="")
-            print_fleet(document)
-            print("" if sys.stdout.isatty() else "\n", end="", flush=True)
+            redraw(partial(print_fleet, document))
         time.sleep(options.watch)
         fleet.poll()
 

@@ -28,6 +28,7 @@ from vllm_delta_sync.cli import (
     publish,
     repair,
     serve,
+    server,
     tag,
     verify,
 )
@@ -60,7 +61,8 @@ examples:
 
 """
 MODULES = (
-    serve, publish, log, inspect, export, follow, verify, repair, gc, tag, branch, compact, keys, doctor, broker, fleet
+    serve, publish, log, inspect, export, follow, verify, repair, gc, tag, branch, compact, keys, doctor, broker, fleet,
+    server,
 )  # fmt: skip
 """The subcommands, in the order of ``--help``. ``add`` of each module adds its parser, whose ``handler`` runs it."""
 

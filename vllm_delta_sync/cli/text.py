@@ -1,11 +1,12 @@
 """Text output of the commands: columns, sizes, shares, progress bars; ``clean`` escapes control characters."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from vllm_delta_sync.bucket.middleware.progress import terminal_size
 
+CLEAR = "\033[H\033[J"
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -54,6 +55,13 @@ def print_fields(fields: Sequence[tuple[str, object]]) -> None:
     width = max(len(clean(name)) for name, _ in fields)
     for name, value in fields:
         print(f"{clean(name).ljust(width)}  {clean(value)}")
+
+
+def redraw(show: Callable[[], None]) -> None:
+    """Print what ``show`` prints: on a terminal in place of what is on it, else followed by an empty line."""
+    print(CLEAR if sys.stdout.isatty() else "", end="")
+    show()
+    print("" if sys.stdout.isatty() else "\n", end="", flush=True)
 
 
 class ProgressBar:

@@ -6,7 +6,8 @@ from vllm_delta_sync.bucket import StoreOptions
 from vllm_delta_sync.bucket.threads import start_call
 from vllm_delta_sync.doctor.bucket_checks import BucketProbe
 from vllm_delta_sync.doctor.findings import DEFAULT_BYTES, CheckResult, CheckRunner, HungError, wait_for
-from vllm_delta_sync.doctor.server_checks import REQUEST_SECONDS, ServerProbe
+from vllm_delta_sync.doctor.server_checks import ServerProbe
+from vllm_delta_sync.server_client import REQUEST_SECONDS
 from vllm_delta_sync.trust import Keyring
 
 SETTLE_SECONDS = 3.0

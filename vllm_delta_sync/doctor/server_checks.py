@@ -1,54 +1,17 @@
 """``ServerProbe`` checks whether a vLLM server follows a run, from what the server reports."""
 
-import http.client
-import json
-from dataclasses import dataclass
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any
 
 from vllm_delta_sync.doctor.findings import CheckResult, Failure
-from vllm_delta_sync.errors import (
-    ChainError,
-    DeltaSyncError,
-    EngineError,
-    FormatError,
-    UnavailableError,
-    UsageError,
-    error_kinds,
-)
-from vllm_delta_sync.redaction import public_url
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, EngineError, UsageError, error_kinds
+from vllm_delta_sync.server_client import MAX_MESSAGE, NOT_LOADED, Reply, ask, check_server_url
 
-REQUEST_SECONDS = 10.0
-MAX_ANSWER_BYTES = 8 * 1024 * 1024
 WAIT_SECONDS = 5
 """Seconds that a server may take to catch up before it counts as lagging."""
 QUIET_SECONDS = 30.0
 """Seconds without a notice after which notices count as lost; publishers and brokers repeat the last every 2 s."""
 HEALTHY = ("idle", "held", "staging", "draining", "committing", "verifying")
 STARTING = ("waiting_for_run", "proving", "repairing")
-NOT_LOADED = (
-    "Start it with `delta-sync serve MODEL --bucket URL`. With plain `vllm serve`: install vllm-delta-sync there, add "
-    "delta_sync to VLLM_PLUGINS, set DELTA_SYNC_BUCKET, and pass --worker-extension-cls "
-    "vllm_delta_sync.engine.WorkerExtension"
-)
-_Value = TypeVar("_Value")
-
-
-@dataclass(frozen=True)
-class Reply:
-    """An HTTP status code and the JSON object of the answer; an empty one if the body is not a JSON object."""
-
-    status: int
-    document: dict[str, Any]
-
-    def field(self, path: str, kind: type[_Value]) -> _Value | None:
-        """Return the member at ``a.b`` if it is of that type, else None; the server is not trusted."""
-        found: Any = self.document
-        for name in path.split("."):
-            found = found.get(name) if isinstance(found, dict) else None
-        if isinstance(found, bool) and kind is not bool:
-            return None
-        return found if isinstance(found, kind) else None
 
 
 class ServerProbe:
@@ -184,53 +147,8 @@ class ServerProbe:
         return self._status.field("served.version", int)
 
     def _last_error(self) -> DeltaSyncError | None:
-        """Return the server's ``last_error`` as an error of its kind, with its message cut to 2000 characters."""
+        """Return the server's ``last_error`` as an error of its kind, with its message cut to ``MAX_MESSAGE``."""
         kind, message = self._status.field("last_error.kind", str), self._status.field("last_error.message", str)
         if kind is None or message is None:
             return None
-        return error_kinds().get(kind, EngineError)(message[:2000])
-
-
-def check_server_url(url: str) -> None:
-    """Raise UsageError unless ``url`` is an http or https URL without credentials."""
-    try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError as error:
-        raise UsageError(f"server URL {url[:200]!r} is not valid: {error}") from error
-    if parts.scheme not in ("http", "https") or not host or not url.isascii() or " " in url:
-        raise UsageError(f"server URL {url[:200]!r} is not valid; write it like http://host:8000")
-    if public_url(url) != url or parts.username is not None:
-        raise UsageError(f"server URL {url[:200]!r} has a user, a password, a query or a fragment; leave them out")
-
-
-def ask(url: str, path: str) -> Reply:
-    """Send a GET request to a server. Uses no proxy and follows no redirect: the check is about the named server.
-
-    Raises:
-        UnavailableError: no server answers in time, or what answers is not an HTTP server.
-        FormatError: the answer is too large.
-    """
-    parts = urlsplit(url)
-    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    # With a port, http.client does not look for one in an IPv6 address.
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    connection = connect(parts.hostname or "", port, timeout=REQUEST_SECONDS)
-    try:
-        connection.request("GET", parts.path.rstrip("/") + path)
-        answer = connection.getresponse()
-        data = answer.read(MAX_ANSWER_BYTES + 1)
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise UnavailableError(
-            f"{url} does not answer: {reason}; check host and port, and whether the server has started"
-        ) from error
-    finally:
-        connection.close()
-    if len(data) > MAX_ANSWER_BYTES:
-        raise FormatError(f"{url} answers with more than {MAX_ANSWER_BYTES} bytes, so it is not a vLLM server")
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        document = None
-    return Reply(answer.status, document if isinstance(document, dict) else {})
+        return error_kinds().get(kind, EngineError)(message[:MAX_MESSAGE])
