@@ -1,10 +1,12 @@
 """Arguments, settings and helpers that the subcommands share, such as ``add_bucket`` and ``opened``."""
 
 import argparse
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.errors import DeltaSyncError, UsageError
+from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, UsageError
 from vllm_delta_sync.settings import ClientSettings, client_settings, environment_name
 from vllm_delta_sync.trust import Keyring
 
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 FLAGS = ("bucket", "trusted_keys", "signing_key")
 """Settings that commands take as flags; all others come only from the environment or the settings file."""
+VERSION = "N|head~N|tag:NAME"
+"""Metavar of what ``version`` parses."""
 
 Answer = tuple[dict[str, Any], Callable[[], None]]
 """The document for ``--json``, and a function that prints it as text."""
@@ -30,6 +34,23 @@ class CheckFailedError(Exception):
 def failed_check(error: DeltaSyncError) -> Exception:
     """Return the exception to raise for an error that a check found, so that the exit code is 1."""
     return error if error.exit_code == 1 else CheckFailedError(error)
+
+
+@contextmanager
+def checking_history(run: "Run") -> Iterator[None]:
+    """Report what the block finds missing in the history of a run as damage; that nothing is published is no damage.
+
+    Raises:
+        NotFoundError: nothing is published.
+    """
+    from vllm_delta_sync.maintenance.accounting import is_empty
+
+    try:
+        yield
+    except NotFoundError as error:
+        if is_empty(run):
+            raise
+        raise failed_check(error) from error
 
 
 def exit_codes(failed: str, done: str = "done") -> str:
@@ -150,11 +171,11 @@ def positive(text: str) -> int:
 
 
 def version(text: str) -> int | str:
-    """Parse a version's number, or ``tag:NAME``."""
-    if text.startswith("tag:"):
+    """Parse a version's number, ``head``, ``head~N`` or ``tag:NAME``, as ``RunDocuments.resolve`` takes it."""
+    if text.startswith("tag:") or re.fullmatch("head(~[0-9]{1,10})?", text):
         return text
     if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a version; give a number, or tag:NAME")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version; give a number, head, head~N or tag:NAME")
     return int(text)
 
 

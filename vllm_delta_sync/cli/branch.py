@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, opened, version
+from vllm_delta_sync.cli.arguments import VERSION, Answer, add_bucket, add_trust, opened, version
 from vllm_delta_sync.cli.text import print_fields
 
 BRANCH_EXAMPLES = """\
@@ -27,7 +27,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     branch.add_argument("url", metavar="NEW_URL", help="URL of the new run")
     add_bucket(branch)
     add_trust(branch, signing=True)
-    branch.add_argument("--version", type=version, metavar="N|tag:NAME", help="version to start at; default: the head")
+    branch.add_argument("--version", type=version, metavar=VERSION, help="version to start at; default: the head")
     branch.set_defaults(handler=_branch)
 
 

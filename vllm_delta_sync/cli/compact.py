@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm_delta_sync.cli.arguments import (
+    VERSION,
     Answer,
     add_base,
     add_bucket,
@@ -55,9 +56,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     add_bucket(parser)
     add_base(parser)
     add_trust(parser, signing=True)
-    parser.add_argument(
-        "--anchor", type=_anchor_version, metavar="N|head|tag:NAME", help="also make the anchor of this version"
-    )
+    parser.add_argument("--anchor", type=version, metavar=VERSION, help="also make the anchor of this version")
     parser.add_argument("--no-folds", action="store_true", help="make no merged deltas")
     parser.add_argument(
         "--codec",
@@ -146,10 +145,6 @@ def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
         raise KeyboardInterrupt from error
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _anchor_version(text: str) -> int | str:
-    return text if text == "head" else version(text)
 
 
 def _print(document: dict[str, Any]) -> None:

@@ -4,7 +4,17 @@ import argparse
 import sys
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import Answer, add_base, add_bucket, add_trust, exit_codes, opened, positive, version
+from vllm_delta_sync.cli.arguments import (
+    VERSION,
+    Answer,
+    add_base,
+    add_bucket,
+    add_trust,
+    exit_codes,
+    opened,
+    positive,
+    version,
+)
 from vllm_delta_sync.cli.text import ProgressBar, clean, print_fields, size
 
 EXAMPLES = """\
@@ -36,7 +46,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument(
         "--version",
         type=version,
-        metavar="N|tag:NAME",
+        metavar=VERSION,
         help="the version to write; default: the newest that is not quarantined",
     )
     parser.add_argument("--to", required=True, metavar="DIR", help="folder to write; created if it does not exist")

@@ -6,7 +6,17 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, count, exit_codes, opened, seconds, version
+from vllm_delta_sync.cli.arguments import (
+    VERSION,
+    Answer,
+    add_bucket,
+    add_trust,
+    count,
+    exit_codes,
+    opened,
+    seconds,
+    version,
+)
 from vllm_delta_sync.cli.text import clean, print_columns, redraw
 from vllm_delta_sync.errors import UsageError
 
@@ -39,7 +49,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     fleet.add_argument(
         "--watch", type=seconds, metavar="SECONDS", help="refresh the list until Ctrl-C; not with --wait"
     )
-    fleet.add_argument("--wait", type=version, metavar="N|tag:NAME", help="wait until all servers serve this version")
+    fleet.add_argument("--wait", type=version, metavar=VERSION, help="wait until all servers serve this version")
     fleet.add_argument(
         "--replicas", type=count, default=None, metavar="N", help="with --wait: least number of servers (default: 1)"
     )

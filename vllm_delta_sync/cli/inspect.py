@@ -6,7 +6,16 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.cli.arguments import Answer, add_trust, count, exit_codes, failed_check, opened, positive
+from vllm_delta_sync.cli.arguments import (
+    VERSION,
+    Answer,
+    add_trust,
+    exit_codes,
+    failed_check,
+    opened,
+    positive,
+    version,
+)
 from vllm_delta_sync.cli.log import Document, describe_signature, signed, summary
 from vllm_delta_sync.cli.text import percent, print_columns, print_fields, shape, size
 from vllm_delta_sync.errors import NotFoundError, StoreError, UsageError
@@ -29,7 +38,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         + exit_codes("the document or an object is damaged, or an object of the version is missing"),
     )
     inspect.add_argument("target", metavar="URL_OR_FILE", help="run URL, or path of a .safetensors file")
-    inspect.add_argument("--version", type=count, metavar="N", help="a version of the run")
+    inspect.add_argument("--version", type=version, metavar=VERSION, help="a version of the run")
     inspect.add_argument("--top", type=positive, default=20, metavar="N", help="tensors to list (default: 20)")
     inspect.add_argument("--all", action="store_true", help="list every tensor")
     add_trust(inspect)
@@ -47,7 +56,8 @@ def _inspect(options: argparse.Namespace) -> Answer:
     if options.version is None:
         document = run_document(run)
         return document, lambda: print_run(document, top)
-    document = version_document(run, options.version)
+    named = options.version
+    document = version_document(run, named if isinstance(named, int) else run.resolve(named).version)
     return document, lambda: print_version(document, top)
 
 

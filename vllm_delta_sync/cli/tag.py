@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, opened, version
+from vllm_delta_sync.cli.arguments import VERSION, Answer, add_bucket, add_trust, opened, version
 from vllm_delta_sync.cli.text import print_columns
 from vllm_delta_sync.errors import UsageError
 
@@ -30,7 +30,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     tag.add_argument("name", metavar="NAME", nargs="?", help="1 to 100 of A-Z a-z 0-9 . _ -")
     add_bucket(tag)
     add_trust(tag, signing=True)
-    tag.add_argument("--version", type=version, metavar="N|tag:NAME", help="the version; default: the head")
+    tag.add_argument("--version", type=version, metavar=VERSION, help="the version; default: the head")
     tag.add_argument(
         "--milestone", action="store_true", help="the publisher makes an anchor of the version, which gc keeps"
     )

@@ -131,6 +131,8 @@ def follow(
     check_base(base)
     if version == HEAD:
         version = None
+    if isinstance(version, str) and version.startswith(f"{HEAD}~"):
+        raise UsageError(f"version {version[:80]!r} moves with the head; follow the head, a tag or a number")
     return _poll(
         _Folder(Path(folder), base, shard_bytes, keep, progress), url, version, keyring, store,
         once or isinstance(version, int), poll_seconds, threading.Event() if stop is None else stop,

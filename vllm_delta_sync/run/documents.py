@@ -1,5 +1,6 @@
 """``RunDocuments`` reads and checks a run's documents: run.json, manifests, the head, tags, anchors, merged deltas."""
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from hashlib import sha256
@@ -75,6 +76,7 @@ from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.precheck import PRECHECK_BYTES, precheck_signature
 
 TAG_PREFIX = "tag:"
+_BEFORE_HEAD = re.compile(rf"{HEAD}~([0-9]{{1,10}})")
 _Standalone = TypeVar("_Standalone", Anchor, Claim, MergedDelta, Lease, Retention, Tag)
 
 
@@ -332,7 +334,7 @@ class RunDocuments:
         """Return the manifest of a version given by number or tag, or of the head.
 
         Args:
-            version: a number, ``tag:NAME``, or None or ``head`` for the head.
+            version: a number, ``tag:NAME``, None or ``head`` for the head, or ``head~N`` for the version N before it.
 
         Raises:
             NotFoundError: there is no such version or tag. UsageError: ``version`` is neither.
@@ -340,10 +342,12 @@ class RunDocuments:
         """
         if version is None or version == HEAD:
             return self.head()
-        if isinstance(version, str):
+        before = _BEFORE_HEAD.fullmatch(version) if isinstance(version, str) else None
+        if isinstance(version, str) and before is None:
             if not version.startswith(TAG_PREFIX):
                 raise UsageError(
-                    f"version {version[:80]!r} is not a version; give a number, {TAG_PREFIX}NAME, or none for the head"
+                    f"version {version[:80]!r} is not a version; give a number, {HEAD}~N, {TAG_PREFIX}NAME, or none "
+                    "for the head"
                 )
             tag = self.tag(version.removeprefix(TAG_PREFIX))
             manifest = self.manifest(tag.version)
@@ -353,9 +357,10 @@ class RunDocuments:
                 )
             return manifest
         head = self.head()
-        if not 0 <= version <= head.version:
+        number = int(version) if before is None else head.version - int(before[1])
+        if not 0 <= number <= head.version:
             raise NotFoundError(f"version {version} is not published; the newest is {head.version}")
-        return head if version == head.version else self.manifest(version)
+        return head if number == head.version else self.manifest(number)
 
     def tag(self, name: str) -> Tag:
         """Read a tag. Raises NotFoundError, UsageError (invalid name), FormatError, ChainError (of another run)."""
