@@ -17,7 +17,9 @@ from vllm_delta_sync.cli import (
     branch,
     broker,
     compact,
+    diff,
     doctor,
+    du,
     export,
     fleet,
     follow,
@@ -29,6 +31,7 @@ from vllm_delta_sync.cli import (
     repair,
     serve,
     server,
+    stats,
     tag,
     verify,
 )
@@ -61,8 +64,8 @@ examples:
 
 """
 MODULES = (
-    serve, publish, log, inspect, export, follow, verify, repair, gc, tag, branch, compact, keys, doctor, broker, fleet,
-    server,
+    serve, publish, log, inspect, du, diff, stats, export, follow, verify, repair, gc, tag, branch, compact, keys,
+    doctor, broker, fleet, server,
 )  # fmt: skip
 """The subcommands, in the order of ``--help``. ``add`` of each module adds its parser, whose ``handler`` runs it."""
 

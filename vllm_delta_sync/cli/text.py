@@ -28,6 +28,11 @@ def percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.3g} %" if whole else "-"
 
 
+def many(count: int, noun: str) -> str:
+    """Format a count with its noun: ``no objects``, ``1 object``, ``1,000 objects``."""
+    return f"{count:,} {noun}" if count == 1 else f"{f'{count:,}' if count else 'no'} {noun}s"
+
+
 def times(full: int, payload: int) -> str:
     """Format how many times smaller ``payload`` is than ``full``; a dash if there is no payload."""
     return f"{full / payload:.3g}x" if payload else "-"

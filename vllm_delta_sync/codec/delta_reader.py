@@ -52,7 +52,7 @@ def decode(data: Buffer, table: TensorTable, context: DeltaContext, old: BaseLoo
     """
     what = f"delta object of version {context.version}"
     container = Container(data, what)
-    metadata = _metadata(container, context, what)
+    metadata = read_metadata(container, context, what)
     named = _named(container, table, what)
     carried = [tensor.id for tensor in named]
     if metadata["codec"] == "raw":
@@ -101,11 +101,12 @@ def codec_of(data: Buffer, context: DeltaContext) -> Codec:
         FormatError, LimitError, UnsupportedError, ChainError: see ``decode``.
     """
     what = f"delta object of version {context.version}"
-    codec: Codec = _metadata(Container(data, what), context, what)["codec"]
+    codec: Codec = read_metadata(Container(data, what), context, what)["codec"]
     return codec
 
 
-def _metadata(container: Container, context: DeltaContext, what: str) -> dict[str, Any]:
+def read_metadata(container: Container, context: DeltaContext, what: str) -> dict[str, Any]:
+    """Return a delta object's checked metadata. Raises as ``decode``."""
     text = container.metadata.get(METADATA_KEY)
     if text is None:
         raise FormatError(f"{what}: metadata has no {METADATA_KEY!r}; this is not a delta object")
@@ -217,7 +218,7 @@ class LazyDelta:
         self.version = context.version
         what = f"delta object of version {context.version}"
         container = Container(data, what)
-        metadata = _metadata(container, context, what)
+        metadata = read_metadata(container, context, what)
         self.codec = metadata["codec"]
         if self.codec not in RELATIVE_CODECS:
             raise UnsupportedError(

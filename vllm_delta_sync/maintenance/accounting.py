@@ -1,0 +1,282 @@
+"""``account`` says what a run's bucket holds and what each version costs; ``tensor_costs`` says which tensors cost it.
+
+Sizes come from one listing of the bucket, and what an object is for from the documents that name it.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from vllm_delta_sync.codec.delta_sizes import ObjectSizes, read_sizes
+from vllm_delta_sync.errors import DataError, NotFoundError
+from vllm_delta_sync.format.documents import (
+    COLLECTIONS_CLOCK,
+    KEYS_KEY,
+    LEASES_PREFIX,
+    RETENTION_KEY,
+    Anchor,
+    MergedDelta,
+    anchor_key,
+    anchor_of_key,
+    claim_of_key,
+    collection_of_key,
+    merged_delta_key,
+    merged_delta_of_key,
+    pause_slot_of_key,
+    tag_of_key,
+)
+from vllm_delta_sync.format.limits import check_limit
+from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, Manifest, ObjectRef, version_of_key
+from vllm_delta_sync.run.checks import delta_context, object_limit
+from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.prefetch import read_ahead
+
+Kind = Literal[
+    "deltas", "anchors", "standalone anchors", "merged deltas", "sidecars", "files", "manifests", "documents", "unnamed"
+]
+KINDS: tuple[Kind, ...] = (
+    *("deltas", "anchors", "standalone anchors", "merged deltas"),
+    *("sidecars", "files", "manifests", "documents", "unnamed"),
+)
+"""Kinds of objects. ``anchors`` are those in the history; ``unnamed`` is what no readable document names."""
+Progress = Callable[[int, int], None]
+"""Called with documents or objects done and in total."""
+Grouping = Literal["layer", "kind"]
+
+_DOCUMENTS = (RUN_KEY, TABLE_KEY, HEAD_KEY, RETENTION_KEY, KEYS_KEY, COLLECTIONS_CLOCK)
+_LEASE = re.compile(re.escape(LEASES_PREFIX) + r"[^/]+\.json")
+
+
+@dataclass
+class VersionCost:
+    """What a version takes in the bucket; what several versions name counts for the first of them.
+
+    Attributes:
+        manifest: of the version. stored: kind → bytes in the bucket, of its manifest, its own objects, its sidecars and
+            its standalone anchor. lost: its own objects that are not stored; garbage collection removed them.
+    """
+
+    manifest: Manifest
+    stored: Counter[Kind] = field(default_factory=Counter)
+    lost: int = 0
+
+
+@dataclass
+class BucketAccount:
+    """What a run's bucket holds; each object counts once.
+
+    Attributes:
+        versions: oldest first. counts, bytes: of objects, by kind.
+        full_bytes: of full checkpoints of the same versions. A version 0 that refers to a checkpoint elsewhere does not
+            count: it would not be stored again either.
+        documents: anchors and merged deltas that were read. unreadable: key of one of them → why it cannot be read; its
+            objects count as unnamed.
+    """
+
+    versions: list[VersionCost] = field(default_factory=list)
+    counts: Counter[Kind] = field(default_factory=Counter)
+    bytes: Counter[Kind] = field(default_factory=Counter)
+    full_bytes: int = 0
+    documents: int = 0
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+
+def read_history(run: RunDocuments, last: int | None = None, progress: Progress | None = None) -> list[Manifest]:
+    """Return the manifests of the newest ``last`` versions, all if None, oldest first; reads in parallel.
+
+    Raises:
+        As ``RunDocuments.log``.
+    """
+    head = run.head()
+    count = head.version + 1 if last is None else min(last, head.version + 1)
+    found: list[Manifest] = []
+    for manifest in run.log(last, head):
+        found.append(manifest)
+        if progress is not None:
+            progress(len(found), count)
+    return found
+
+
+def is_empty(run: RunDocuments) -> bool:
+    """Return whether nothing was published, after ``run.head`` raised NotFoundError. Raises StoreError."""
+    return run.pointer is None and not run.versions()
+
+
+def full_bytes(manifests: Iterable[Manifest]) -> int:
+    """Return the bytes of full checkpoints of these versions, as ``BucketAccount`` counts them."""
+    return sum(manifest.full_bytes for manifest in manifests if manifest.kind != "reference")
+
+
+def account(run: RunDocuments, progress: Progress | None = None) -> BucketAccount:
+    """Read all manifests, anchors and merged deltas, list the bucket, and count each object once.
+
+    Documents come first: writers put objects before the document that names them, so the later listing has them. A run
+    without versions has an account too.
+
+    Raises:
+        DeltaSyncError: as ``RunDocuments.log``, for example because a manifest is damaged.
+    """
+    found = BucketAccount()
+    manifests: list[Manifest] = []
+    try:
+        manifests = read_history(run, None, progress)
+    except NotFoundError:
+        if not is_empty(run):
+            raise
+    found.versions = [VersionCost(manifest) for manifest in manifests]
+    found.full_bytes = full_bytes(manifests)
+    named: dict[str, tuple[Kind, int | None]] = {}
+
+    def name(refs: Iterable[str], kind: Kind, version: int | None = None) -> None:
+        for key in refs:
+            named.setdefault(key, (kind, version))
+
+    for manifest in manifests:
+        kind: Kind = "anchors" if manifest.kind == "anchor" else "deltas"
+        name((ref.key for ref in manifest.objects), kind, manifest.version)
+        name((item.key for item in manifest.sidecars), "sidecars", manifest.version)
+    for document in _read_standalone(run, found):
+        keys = [ref.key for ref in document.objects]
+        if isinstance(document, MergedDelta):
+            name(keys, "merged deltas")
+        else:
+            name(keys, "standalone anchors", document.version if document.version < len(manifests) else None)
+    name((item.key for item in run.info.files), "files")
+    stored: set[str] = set()
+    for info in run.bucket.list():
+        kind, owner = named.get(info.key) or _document(info.key, len(manifests))
+        stored.add(info.key)
+        found.counts[kind] += 1
+        found.bytes[kind] += info.bytes
+        if owner is not None:
+            found.versions[owner].stored[kind] += info.bytes
+    for cost in found.versions:
+        cost.lost = sum(ref.key not in stored for ref in cost.manifest.objects)
+    return found
+
+
+def _document(key: str, versions: int) -> tuple[Kind, int | None]:
+    """Return the kind of a key that no document names, and the version whose manifest it is."""
+    version = version_of_key(key)
+    if version is not None:
+        return "manifests", version if version < versions else None
+    parsers: tuple[Callable[[str], object], ...] = (
+        *(anchor_of_key, merged_delta_of_key, tag_of_key, claim_of_key),
+        *(pause_slot_of_key, collection_of_key, _LEASE.fullmatch),
+    )
+    is_document = key in _DOCUMENTS or any(parse(key) is not None for parse in parsers)
+    return ("documents" if is_document else "unnamed"), None
+
+
+def _read_standalone(run: RunDocuments, found: BucketAccount) -> list[Anchor | MergedDelta]:
+    wanted: list[int | tuple[int, int]] = [*run.anchors(), *run.merged_deltas()]
+
+    def read(item: int | tuple[int, int]) -> Anchor | MergedDelta | DataError:
+        try:
+            return run.anchor(item) if isinstance(item, int) else run.merged_delta(*item)
+        except DataError as error:
+            return error
+
+    documents = []
+    for item, answer in zip(wanted, read_ahead(read, wanted), strict=True):
+        if isinstance(answer, DataError):
+            if not isinstance(answer, NotFoundError):  # removed meanwhile
+                key = anchor_key(item) if isinstance(item, int) else merged_delta_key(*item)
+                found.unreadable[key] = answer.message
+        else:
+            documents.append(answer)
+    found.documents = len(documents)
+    return documents
+
+
+@dataclass
+class GroupCost:
+    """What a group of tensors takes of the deltas of some versions.
+
+    Attributes:
+        tensors, elements, full_bytes: of the model. carried: elements in the deltas, of all versions together.
+        bytes: of the deltas; see ``ObjectSizes``.
+    """
+
+    tensors: int = 0
+    elements: int = 0
+    full_bytes: int = 0
+    carried: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class TensorAccount:
+    """What groups of tensors take of the deltas of some versions.
+
+    Attributes:
+        groups: by name. rest: bytes of headers and fingerprints, which belong to no tensor.
+        versions, objects: that were read. lost: objects that are not stored. read: bytes that were read.
+    """
+
+    groups: dict[str, GroupCost] = field(default_factory=dict)
+    rest: int = 0
+    versions: int = 0
+    objects: int = 0
+    lost: int = 0
+    read: int = 0
+
+
+def group_of(name: str, by: Grouping) -> str:
+    """Return the group of a tensor: its layer (the name up to the first number), or its name without numbers."""
+    parts = name.split(".")
+    if by == "kind":
+        return ".".join("*" if part.isdecimal() else part for part in parts)
+    number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+    # Tensors outside of layers, such as the embedding, are a group for each module.
+    return ".".join(parts[:-1] if number is None else parts[: number + 1]) or name
+
+
+def tensor_costs(
+    run: RunDocuments, manifests: Iterable[Manifest], by: Grouping, progress: Progress | None = None
+) -> TensorAccount:
+    """Read headers and directories of the objects of deltas, and sum up what each group of tensors takes.
+
+    Digests are not checked, because objects are not read in full.
+
+    Raises:
+        DataError: an object is damaged; the message names it. StoreError: the store failed.
+    """
+    found = TensorAccount()
+    for spec in run.table:
+        group = found.groups.setdefault(group_of(spec.name, by), GroupCost())
+        group.tensors += 1
+        group.elements += spec.numel
+        group.full_bytes += spec.nbytes
+    deltas = [manifest for manifest in manifests if manifest.kind == "delta"]
+    found.versions = len(deltas)
+    wanted = [(manifest, ref) for manifest in deltas for ref in manifest.objects]
+    for done, ((_, ref), sizes) in enumerate(zip(wanted, read_ahead(partial(_sizes, run), wanted), strict=True), 1):
+        if sizes is None:
+            found.lost += 1
+        else:
+            found.objects += 1
+            found.read += sizes.read
+            found.rest += ref.bytes - sum(sizes.bytes.values())
+            for tensor, taken in sizes.bytes.items():
+                group = found.groups[group_of(run.table[tensor].name, by)]
+                group.bytes += taken
+                group.carried += sizes.elements[tensor]
+        if progress is not None:
+            progress(done, len(wanted))
+    return found
+
+
+def _sizes(run: RunDocuments, item: tuple[Manifest, ObjectRef]) -> ObjectSizes | None:
+    manifest, ref = item
+    context = delta_context(manifest)
+    check_limit(f"{ref.key}: bytes", ref.bytes, object_limit(run.table), "object_limit")
+    if context is None:
+        return None
+    try:
+        return read_sizes(partial(run.bucket.get_range, ref.key), ref.bytes, run.table, context, f"object {ref.key}")
+    except NotFoundError:
+        return None

@@ -1,0 +1,148 @@
+"""``version_stats`` and ``summarize`` compute from manifests what a trainer published, how often, and what it saved."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.maintenance.accounting import Progress, read_history
+from vllm_delta_sync.run.documents import RunDocuments
+
+
+@dataclass(frozen=True)
+class VersionStats:
+    """One version.
+
+    Attributes:
+        seconds: since the version before it, by the publisher's clock; None for version 0.
+        published: payload bytes of the versions up to this one. full: bytes of full checkpoints of the same versions,
+            without a version 0 that refers to a checkpoint elsewhere. Both count from the first version that was asked
+            for.
+    """
+
+    manifest: Manifest
+    seconds: float | None
+    published: int
+    full: int
+
+    @property
+    def changed_share(self) -> float:
+        return self.manifest.changed / self.manifest.total if self.manifest.total else 0.0
+
+    @property
+    def saved_share(self) -> float | None:
+        """Share of the bytes of full checkpoints that was not published so far; None while there are none."""
+        return 1 - self.published / self.full if self.full else None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, 95th percentile (linear interpolation) and maximum of some values."""
+
+    median: float
+    p95: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread | None":
+        """Return the spread of values, None if there are none."""
+        return cls(*(float(found) for found in np.percentile(values, (50, 95, 100)))) if values else None
+
+
+@dataclass(frozen=True)
+class StatsSummary:
+    """Several versions together.
+
+    Attributes:
+        payload_bytes, changed_share: of the deltas. seconds: between versions.
+        hours: from the first version to the last. versions_per_hour, bytes_per_hour: of the versions after the first;
+            None where the clock shows no time between them.
+    """
+
+    payload_bytes: Spread | None
+    changed_share: Spread | None
+    seconds: Spread | None
+    hours: float
+    versions_per_hour: float | None
+    bytes_per_hour: float | None
+
+
+def version_stats(run: RunDocuments, last: int | None = None, progress: Progress | None = None) -> list[VersionStats]:
+    """Return the newest ``last`` versions, all if None, oldest first; reads manifests only.
+
+    Raises:
+        As ``RunDocuments.log``.
+    """
+    # One more, for the time since the version before the first.
+    manifests = read_history(run, None if last is None else last + 1, progress)
+    found: list[VersionStats] = []
+    published = full = 0
+    for place, manifest in enumerate(manifests):
+        if last is not None and place < len(manifests) - last:
+            continue
+        published += manifest.payload_bytes
+        full += 0 if manifest.kind == "reference" else manifest.full_bytes
+        seconds = None if place == 0 else seconds_between(manifests[place - 1], manifest)
+        found.append(VersionStats(manifest, seconds, published, full))
+    return found
+
+
+def seconds_between(earlier: Manifest, later: Manifest) -> float | None:
+    """Return the time between two versions by the publisher's clock; None if a time does not exist, such as 25:00."""
+    try:
+        return (datetime.fromisoformat(later.created_at) - datetime.fromisoformat(earlier.created_at)).total_seconds()
+    except ValueError:
+        return None
+
+
+def summarize(versions: Sequence[VersionStats]) -> StatsSummary:
+    """Summarize versions, at least one."""
+    deltas = [version for version in versions if version.manifest.kind == "delta"]
+    hours = (seconds_between(versions[0].manifest, versions[-1].manifest) or 0.0) / 3600
+    passed = hours > 0
+    return StatsSummary(
+        Spread.of([version.manifest.payload_bytes for version in deltas]),
+        Spread.of([version.changed_share for version in deltas]),
+        Spread.of([version.seconds for version in versions if version.seconds is not None]),
+        hours,
+        (len(versions) - 1) / hours if passed else None,
+        (versions[-1].published - versions[0].published) / hours if passed else None,
+    )
+
+
+def draw(versions: Sequence[VersionStats], title: str) -> Any:
+    """Return a matplotlib figure: bytes and changed share of each version, and all bytes against full checkpoints.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    # A title is a stranger's text: a dollar sign in it must not begin a formula.
+    figure.suptitle(title, parse_math=False)
+    sizes, shares, sums = figure.subplots(3, 1, sharex=True)
+    numbers = [version.manifest.version for version in versions]
+    deltas = [version for version in versions if version.manifest.kind == "delta"]
+    others = [version for version in versions if version.manifest.kind == "anchor"]
+    of_deltas = [version.manifest.version for version in deltas]
+    sizes.plot(of_deltas, [version.manifest.payload_bytes for version in deltas], ".", label="delta")
+    sizes.plot(
+        [version.manifest.version for version in others],
+        [version.manifest.payload_bytes for version in others],
+        "^",
+        label="anchor",
+    )
+    sizes.axhline(versions[0].manifest.full_bytes, linestyle="--", color="gray", label="full checkpoint")
+    sizes.set(ylabel="bytes", yscale="log")
+    shares.plot(of_deltas, [100 * version.changed_share for version in deltas], ".")
+    shares.set(ylabel="changed elements, %", ylim=(0, None))
+    sums.plot(numbers, [version.full for version in versions], "--", color="gray", label="full checkpoints")
+    sums.plot(numbers, [version.published for version in versions], label="published")
+    sums.set(ylabel="bytes so far", xlabel="version", yscale="log")
+    for axes in (sizes, sums):
+        axes.legend()
+    return figure
