@@ -45,6 +45,9 @@ def object_of(path: Path, version: int) -> Path:
     return path / open_run(str(path)).manifest(version).objects[0].key
 
 
+OF_A_SERVER = ("status", "sync", "rollback", "hold", "release", "wait")
+
+
 def test_version_and_help() -> None:
     assert delta_sync("--version").out == f"delta-sync {__version__}\n"
     text, commands = delta_sync("--help").out, cli.build_parser().commands
@@ -54,7 +57,7 @@ def test_version_and_help() -> None:
         assert done.code == 0
         assert "examples:" in done.out, command
         of_a_run = ("log", "inspect", "verify", "repair", "gc", "compact", "fleet", "doctor", "export", "publish")
-        if command in (*of_a_run, "follow", "status", "sync", "rollback", "hold", "release", "wait"):
+        if command in (*of_a_run, "follow", "du", "diff", "stats", *OF_A_SERVER):
             assert all(word in done.out for word in ("--json", "exit codes:", "\n  0 ")), command
     assert "vllm serve --help" in delta_sync("serve", "--help").out
 

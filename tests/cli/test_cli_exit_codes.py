@@ -45,7 +45,9 @@ def test_verify_of_what_is_not_there_is_3(written: Written, tmp_path: Path) -> N
     assert kind(3, "verify", "--bucket", tmp_path / "nowhere") == "not_found"
 
 
-@pytest.mark.parametrize("command", ["verify", "log", "gc --dry-run", "compact", "repair", "fleet"])
+@pytest.mark.parametrize(
+    "command", ["verify", "log", "gc --dry-run", "compact", "repair", "fleet", "du", "stats", "diff 0 1"]
+)
 def test_a_store_that_fails_is_4(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"no directory")
     assert kind(4, *command.split(), "--bucket", tmp_path / "file") == "store"

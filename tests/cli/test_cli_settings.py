@@ -41,6 +41,7 @@ ON_A_RUN = (
     *("repair", "repair --dry-run", "gc --keep-last 1", "gc --keep-last 1 --dry-run", "tag", "tag best"),
     *("tag old --delete", "branch {folder}/branch", "compact", "compact --dry-run", "keys", "keys --add {pub}"),
     *("doctor --bytes 0", "fleet", "fleet --wait 1 --replicas 0"),
+    *("du", "du --keep-last 1 --tensors layer", "diff 0 1", "diff 0 1 --quick", "stats"),
 )
 OF_EVERY_KIND = (
     *("keygen {folder}/new.key", "inspect {folder}/root.key.pub", "serve model --dry-run"),

@@ -1,0 +1,614 @@
+"""``delta-sync du``, ``diff`` and ``stats``: figures are those of the bucket and of the weights; and ``head~N``."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.commands import answer, delta_sync, kind, shown
+from tests.support.publishers import small_trainer
+from tests.support.samples import RunWriter, every_dtype_table, nudge, random_bits
+from tests.support.sidecars import age, publish
+from tests.support.written import SMALL, TABLE, Written, whole_file
+from trainer_side import Publisher
+from vllm_delta_sync import cli, open_run
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.bucket.local import LocalBucket
+from vllm_delta_sync.cli import diff as diff_command
+from vllm_delta_sync.cli import du as du_command
+from vllm_delta_sync.errors import NotFoundError, UsageError
+from vllm_delta_sync.fleet.heartbeats import write_heartbeat
+from vllm_delta_sync.format.canonical_json import dump_canonical
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.manifest import object_key, version_key
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.maintenance.accounting import group_of
+from vllm_delta_sync.maintenance.follow import follow
+from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
+from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.torch_views import tensor_from_bits
+
+KINDS_OF_DELTA = ("packed", "raw", "context", "full", "same", "packed", "packed", "packed")
+ESCAPE = "\x1b[2J"
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    """A run with everything that lies beside versions, and an object that nothing names."""
+    written = Written(tmp_path / "run")
+    written.deltas(*KINDS_OF_DELTA)
+    written.publish_by_ranks(3)
+    written.folds()
+    written.beside(5)
+    written.tag("best", 3)
+    written.claim()
+    written.bucket.put(object_key("ab" * 32), b"left by a crash")
+    write_heartbeat(written.run, "r1", 7, 9, seconds=300)
+    write_heartbeat(written.run, "r2", None, None, seconds=300)
+    return written
+
+
+def du(written: Written, *arguments: object, code: int = 0) -> Any:
+    return answer("du", "--bucket", written.folder, *arguments, code=code)
+
+
+def files(folder: Path) -> dict[str, int]:
+    """Key → bytes of what lies in a directory."""
+    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+
+
+def kinds_of(document: Any) -> dict[str, tuple[int, int]]:
+    return {row["kind"]: (row["objects"], row["bytes"]) for row in document["kinds"]}
+
+
+def by_plain_reading(folder: Path) -> dict[str, tuple[int, int]]:
+    """Kind → (objects, bytes), from the JSON of the documents alone."""
+    lying = files(folder)
+
+    def documents(prefix: str) -> list[Any]:
+        return [json.loads((folder / key).read_bytes()) for key in sorted(lying) if key.startswith(prefix)]
+
+    def named(rows: list[Any], field: str = "objects") -> set[str]:
+        return {item["key"] for row in rows for item in row.get(field, [])}
+
+    versions = documents("versions/")
+    found = {
+        "deltas": named([row for row in versions if row["kind"] == "delta"]),
+        "anchors": named([row for row in versions if row["kind"] == "anchor"]),
+        "standalone anchors": named(documents("anchors/")),
+        "merged deltas": named(documents("folds/")),
+        "sidecars": named(versions, "sidecars"),
+        "files": named(documents("run.json"), "files"),
+        "manifests": {key for key in lying if key.startswith("versions/")},
+        "documents": {key for key in lying if not key.startswith(("versions/", "objects/", "sidecars/", "files/"))},
+    }
+    found["unnamed"] = set(lying) - set().union(*found.values())
+    stored = {name: keys & lying.keys() for name, keys in found.items()}
+    return {name: (len(keys), sum(lying[key] for key in keys)) for name, keys in stored.items() if keys}
+
+
+# du
+
+
+def test_du_counts_each_object_of_the_bucket_once(written: Written) -> None:
+    lying = files(written.folder)
+    document = du(written, "--last", "100")
+    assert (document["bytes"], document["objects"]) == (sum(lying.values()), len(lying))
+    assert kinds_of(document) == by_plain_reading(written.folder)
+    assert {row["kind"] for row in document["kinds"]} >= {"unnamed", "standalone anchors", "merged deltas"}
+    assert (document["versions"], document["collected"], document["unreadable"]) == (10, 0, [])
+    assert document["full_bytes"] == 10 * TABLE.full_bytes
+    rows = document["last"]
+    assert [row["version"] for row in rows] == list(range(10))
+    for row, manifest in zip(rows, written.writer.manifests, strict=True):
+        assert row["stored"]["objects"] == manifest.payload_bytes == row["payload_bytes"]
+        assert row["stored"]["manifest"] == lying[version_key(row["version"])]
+        assert row["stored_bytes"] == sum(row["stored"].values())
+    kinds = kinds_of(document)
+    of_versions = ("deltas", "anchors", "standalone anchors", "sidecars", "manifests")
+    assert sum(row["stored_bytes"] for row in rows) == sum(kinds.get(name, (0, 0))[1] for name in of_versions)
+    assert [row["version"] for row in rows if row["stored"]["standalone_anchor"]] == [5]
+    assert document["read"] == {"manifests": 10, "documents": 3, "headers": 0}
+    text = shown("du", "--bucket", written.folder, "--last", "2")
+    assert all(word in text for word in ("unnamed: named by nothing", "read 10 manifests, 3 other documents, no obj"))
+    assert [row["version"] for row in du(written, "--last", "2")["last"]] == [8, 9]
+    assert len(du(written)["last"]) == 10
+
+
+def test_du_of_a_run_of_the_publisher_with_files_and_shared_sidecars(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_bytes(b'{"model_type":"qwen3"}')
+    trainer = small_trainer()
+    folder = tmp_path / "run"
+    with Publisher(trainer.live, str(folder), files=tmp_path / "own") as publisher:
+        for step in range(1, 4):
+            publish(publisher, trainer, step, shared=b"the same each time", own=str(step).encode())
+    document = answer("du", "--bucket", folder)
+    assert kinds_of(document) == by_plain_reading(folder)
+    assert kinds_of(document)["sidecars"] == (4, 21)
+    # What several versions name counts for the first of them.
+    assert [row["stored"]["sidecars"] for row in document["last"]] == [0, 19, 1, 1]
+    assert sum(size for _, size in kinds_of(document).values()) == sum(files(folder).values())
+
+
+def test_du_of_a_reference_does_not_count_the_checkpoint(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 3, start="checkpoint")
+    assert du(written)["full_bytes"] == 3 * TABLE.full_bytes
+
+
+def test_du_says_what_gc_then_frees(written: Written) -> None:
+    policy = ("--keep-last", "2", "--keep-every", "4")
+    refused = du(written, *policy)["gc"]
+    assert (refused["bytes"], refused["objects"]) == (0, 0)
+    assert (
+        refused["nothing_because"] == answer("gc", "--dry-run", "--bucket", written.folder, *policy)["nothing_because"]
+    )
+    assert "nothing, because" in shown("du", "--bucket", written.folder, *policy)
+    age(written.folder)
+    before = files(written.folder)
+    planned = du(written, *policy)["gc"]
+    assert (planned["keep_last"], planned["keep_every"], planned["nothing_because"]) == (2, 4, [])
+    assert files(written.folder) == before
+    report = collect(written.run, RetentionPolicy(keep_last=2, keep_every=4))
+    assert (planned["bytes"], planned["objects"]) == (report.bytes, len(report.objects))
+    assert planned["bytes"] == sum(size for key, size in before.items() if key not in files(written.folder)) > 0
+    after = du(written, "--last", "100")
+    assert kinds_of(after) == by_plain_reading(written.folder)
+    lying = files(written.folder)
+    collected = [
+        manifest.version
+        for manifest in written.writer.manifests
+        if any(ref.key not in lying for ref in manifest.objects)
+    ]
+    assert after["collected"] == len(collected) > 0
+    assert [row["version"] for row in after["last"] if row["lost"]] == collected
+    # Without a policy gc is not asked.
+    assert after["gc"] is None
+
+
+def changed_elements(written: Written) -> Counter[str]:
+    """Tensor → elements that the deltas changed, by the weights; tensors sent in full count as a whole."""
+    found: Counter[str] = Counter()
+    for old, new, how in zip(written.writer.bits, written.writer.bits[1:], (*KINDS_OF_DELTA, "ranks"), strict=False):
+        for tensor, spec in enumerate(written.writer.table):
+            whole = how == "full" and tensor == 0
+            found[spec.name] += spec.numel if whole else int(np.count_nonzero(old[tensor] != new[tensor]))
+    return found
+
+
+def test_du_by_tensors(written: Written) -> None:
+    document = du(written, "--last", "100", "--tensors", "kind")["tensors"]
+    rows = {row["group"]: row for row in document["groups"]}
+    assert {name: row["carried"] for name, row in rows.items()} == changed_elements(written)
+    assert {name: row["full_bytes"] for name, row in rows.items()} == {spec.name: spec.nbytes for spec in TABLE}
+    deltas = [manifest for manifest in written.writer.manifests if manifest.kind == "delta"]
+    taken = sum(row["bytes"] for row in rows.values()) + document["headers_bytes"]
+    assert taken == sum(manifest.payload_bytes for manifest in deltas)
+    assert (document["versions"], document["lost"]) == (len(deltas), 0)
+    assert document["objects"] == sum(len(manifest.objects) for manifest in deltas)
+    assert [row["bytes"] for row in document["groups"]] == sorted((row["bytes"] for row in rows.values()), reverse=True)
+    # Of the versions that are listed only.
+    assert du(written, "--last", "2", "--tensors", "layer")["tensors"]["versions"] == 2
+    text = shown("du", "--bucket", written.folder, "--last", "100", "--tensors", "layer")
+    assert f"{document['objects']} headers of objects" in text
+
+
+def test_du_reads_only_the_headers_of_large_objects(tmp_path: Path) -> None:
+    table = TensorTable([TensorSpec(f"layers.{n}.w", "F32", (50_000,)) for n in range(3)])
+    written = Written(tmp_path / "run", table=table)
+    written.publish(0.5)
+    written.publish(0.5, codec="raw")
+    document = du(written, "--tensors", "layer")
+    assert {row["group"] for row in document["tensors"]["groups"]} == {"layers.0", "layers.1", "layers.2"}
+    carried = sum(row["carried"] for row in document["tensors"]["groups"])
+    assert carried == sum(manifest.changed for manifest in written.writer.manifests[1:])
+    whole = sum(manifest.payload_bytes for manifest in written.writer.manifests[1:])
+    assert 0 < document["read"]["header_bytes"] <= 2 * 65_536 < whole
+
+
+def test_groups_of_tensors() -> None:
+    name = "model.layers.11.mlp.experts.3.up_proj.weight"
+    assert group_of(name, "layer") == "model.layers.11"
+    assert group_of(name, "kind") == "model.layers.*.mlp.experts.*.up_proj.weight"
+    assert group_of("model.embed_tokens.weight", "layer") == "model.embed_tokens"
+    assert group_of("scale", "layer") == group_of("scale", "kind") == "scale"
+
+
+def test_du_notes_a_damaged_merged_delta(written: Written) -> None:
+    key = "folds/0000000000-0000000004.json"
+    written.bucket.put(key, b"{")
+    document = du(written)
+    assert [row["key"] for row in document["unreadable"]] == [key]
+    kinds = kinds_of(document)
+    assert kinds["unnamed"][0] == 2
+    assert sum(count for count, _ in kinds.values()) == len(files(written.folder))
+    assert f"counts as unnamed: {key}: " in shown("du", "--bucket", written.folder)
+
+
+@pytest.mark.parametrize("flaw", ["missing", "damaged", "rewritten", "object"])
+def test_damage_is_one_clear_error(written: Written, flaw: str) -> None:
+    key = version_key(4)
+    commands = ["du", "stats"]
+    if flaw == "missing":
+        written.lose(key)
+    elif flaw == "damaged":
+        written.bucket.put(key, b"{")
+    elif flaw == "rewritten":
+        value = json.loads(written.bucket.get(key))
+        written.bucket.put(key, dump_canonical({**value, "step": 41}))
+    else:
+        key = written.object_of(2)
+        written.flip(key, 9)
+        commands = ["du --tensors kind"]
+    for command in commands:
+        done = delta_sync(*command.split(), "--bucket", written.folder)
+        assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
+        expected = {"missing": "not_found", "damaged": "format", "rewritten": "chain", "object": "format"}[flaw]
+        assert done.err.startswith(f"delta-sync: {expected}: ")
+        assert (version_key(5) if flaw == "rewritten" else key) in done.err
+
+
+def test_an_empty_run(tmp_path: Path) -> None:
+    writer = RunWriter(open_bucket(tmp_path / "run"), SMALL)
+    document = answer("du", "--bucket", tmp_path / "run", "--tensors", "layer", "--keep-last", "1")
+    lying = files(tmp_path / "run")
+    assert kinds_of(document) == {"documents": (2, sum(lying.values()))}
+    assert (document["versions"], document["last"], document["gc"]) == (0, [], None)
+    shown("du", "--bucket", writer.bucket.url)
+    for command in (("stats",), ("diff", "0", "head")):
+        assert kind(3, *command, "--bucket", tmp_path / "run") == "not_found"
+    for command in (("du",), ("stats",), ("diff", "0", "1")):
+        assert kind(3, *command, "--bucket", tmp_path / "nowhere") == "not_found"
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Requests to directories within the block, by key; those of a listing as ``list``."""
+    requests: Counter[str] = Counter()
+
+    def watch(name: str) -> Any:
+        call = getattr(LocalBucket, name)
+
+        def watched(bucket: LocalBucket, key: str = "", *more: Any, **options: Any) -> Any:
+            requests["list" if name == "list" else key] += 1
+            return call(bucket, key, *more, **options)
+
+        return mock.patch.object(LocalBucket, name, watched)
+
+    with watch("get"), watch("get_range"), watch("stat"), watch("list"), watch("get_file"):
+        yield requests
+
+
+@pytest.mark.parametrize(
+    ("command", "first"),
+    [("du", 0), ("du --keep-last 2", 0), ("stats", 0), ("stats --last 3", 5)],
+)
+def test_each_manifest_is_read_once_and_no_object(written: Written, command: str, first: int) -> None:
+    with counted() as requests:
+        document = answer(*command.split(), "--bucket", written.folder)
+    assert [key for key in requests if key.startswith(("objects/", "sidecars/"))] == []
+    head = written.head
+    once = {version_key(version): 1 for version in range(first, head + 1)}
+    # The version after the head is asked for, to learn that there is none.
+    read = {key: n for key, n in requests.items() if key.startswith("versions/") and key != version_key(head + 1)}
+    assert read == once
+    assert document["read"]["manifests"] == len(once)
+    documents = sum(n for key, n in requests.items() if key.startswith(("anchors/", "folds/")))
+    assert requests.total() <= len(once) + documents + 30
+
+
+# diff
+
+
+def values(spec: TensorSpec, bits: Bits) -> np.ndarray:
+    """The elements in fp64, by way of torch."""
+    found: np.ndarray = tensor_from_bits(bits.copy(), spec).to(torch.float64).numpy().reshape(-1)
+    return found
+
+
+def expected_change(spec: TensorSpec, old: Bits, new: Bits) -> dict[str, Any]:
+    """A row of diff, by numpy on whole tensors."""
+    a, b = values(spec, old), values(spec, new)
+    both = np.isfinite(a) & np.isfinite(b)
+    with np.errstate(all="ignore"):
+        change, whole = float(np.linalg.norm(b[both] - a[both])), float(np.linalg.norm(a[both]))
+    return {
+        "changed": int(np.count_nonzero(old != new)),
+        "nonfinite_old": int(np.count_nonzero(~np.isfinite(a))),
+        "nonfinite_new": int(np.count_nonzero(~np.isfinite(b))),
+        "norm_change": change,
+        "norm_old": whole,
+        "relative": change / whole if change else 0.0,
+    }
+
+
+def assert_changes(document: Any, table: TensorTable, old: list[Bits], new: list[Bits]) -> None:
+    """A document of diff has the figures of these weights, and is sorted."""
+    expected = {spec.name: expected_change(spec, *pair) for spec, *pair in zip(table, old, new, strict=True)}
+    rows = {row["name"]: row for row in document["changes"]}
+    assert rows.keys() == {name for name, change in expected.items() if change["changed"]}
+    for name, row in rows.items():
+        for field, value in expected[name].items():
+            if isinstance(value, int):
+                assert row[field] == value, (name, field)
+            elif math.isfinite(value):
+                assert row[field] == pytest.approx(value, rel=1e-12), (name, field)
+            else:
+                assert row[field] is None, (name, field)
+    for field in ("changed", "nonfinite_old", "nonfinite_new"):
+        assert document[field] == sum(change[field] for change in expected.values())
+    distances = [math.inf if row["relative"] is None else row["relative"] for row in document["changes"]]
+    assert distances == sorted(distances, reverse=True)
+    norms = [np.hypot.reduce([change[field] for change in expected.values()]) for field in ("norm_change", "norm_old")]
+    if np.isfinite(norms).all():
+        assert (document["norm_change"], document["norm_old"]) == pytest.approx(norms, rel=1e-12)
+        assert document["relative"] == pytest.approx(norms[0] / norms[1], rel=1e-12)
+
+
+def bits_of_every_dtype(table: TensorTable, random: np.random.Generator) -> list[Bits]:
+    """Uniform patterns, NaN and infinity among them; booleans are 0 or 1, doubles below where squares overflow."""
+    found = random_bits(table, random)
+    for spec, bits in zip(table, found, strict=True):
+        if spec.dtype == "BOOL":
+            bits &= 1
+        elif spec.dtype == "F64":
+            bits[:] = random.standard_normal(bits.size).view(bits.dtype)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_diff_is_what_numpy_computes(tmp_path: Path, seed: int) -> None:
+    table = every_dtype_table(2000)
+    random = np.random.default_rng(seed)
+    old = bits_of_every_dtype(table, random)
+    new = [
+        np.where(random.random(a.size) < 0.2, b, a)
+        for a, b in zip(old, bits_of_every_dtype(table, random), strict=True)
+    ]
+    writer = RunWriter(open_bucket(tmp_path / "run"), table)
+    writer.anchor(old, whole_file(tmp_path / "anchor", table, old).read_bytes())
+    writer.delta(new)
+    with mock.patch("vllm_delta_sync.maintenance.compare.CHUNK_ELEMENTS", 700):
+        document = answer("diff", "0", "1", "--bucket", tmp_path / "run")
+    assert_changes(document, table, old, new)
+    assert document["changed_tensors"] == len(document["changes"]) == len(DTYPES) + (new[-1] != old[-1]).any()
+    assert_changes(answer("diff", "head", "head~1", "--bucket", tmp_path / "run"), table, new, old)
+    same = answer("diff", "1", "head", "--bucket", tmp_path / "run")
+    assert (same["changed"], same["changes"], same["relative"]) == (0, [], 0.0)
+
+
+def test_diff_of_zeros_signs_and_what_overflows(tmp_path: Path) -> None:
+    """Bits are compared, so a changed sign of zero counts; norms that do not exist are null, and JSON stays JSON."""
+    table = TensorTable(
+        [TensorSpec("huge", "F64", (2,)), TensorSpec("sign", "F32", (2,)), TensorSpec("zero", "F32", (2,))]
+    )
+    old = [np.array([1e300, -1e300]), np.array([0.0, 1.0], "<f4"), np.zeros(2, "<f4")]
+    new = [np.array([-1e300, 1e300]), np.array([-0.0, 1.0], "<f4"), np.array([0.5, 0], "<f4")]
+    before, after = (
+        [array.view(spec.element.uint) for spec, array in zip(table, side, strict=True)] for side in (old, new)
+    )
+    writer = RunWriter(open_bucket(tmp_path / "run"), table)
+    writer.anchor(before, whole_file(tmp_path / "anchor", table, before).read_bytes())
+    writer.delta(after)
+    text = shown("diff", "0", "1", "--bucket", tmp_path / "run", "--json")
+    document = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    rows = {row["name"]: row for row in document["changes"]}
+    assert rows["sign"]["changed"] == 1
+    assert (rows["sign"]["relative"], rows["zero"]["relative"], rows["zero"]["norm_change"]) == (0.0, None, 0.5)
+    assert (rows["huge"]["norm_change"], rows["huge"]["relative"], document["relative"]) == (None, None, None)
+    assert document["changes"][-1]["name"] == "sign"
+    shown("diff", "0", "1", "--bucket", tmp_path / "run")
+
+
+def test_diff_across_codecs_rebases_and_tags(written: Written) -> None:
+    written.publish(0.2, base=4)
+    table, bits = written.writer.table, written.writer.bits
+    for names, a, b in ((("tag:best", "head"), 3, 10), (("head~1", "4"), 9, 4), (("0", "8"), 0, 8)):
+        document = answer("diff", *names, "--bucket", written.folder)
+        assert (document["old"]["version"], document["new"]["version"]) == (a, b)
+        assert_changes(document, table, bits[a], bits[b])
+        assert document["read"]["objects"] > 0
+    text = shown("diff", "0", "head", "--bucket", written.folder, "--top", "1")
+    assert "… 3 more; --json lists them" in text
+    assert "they are in no norm" in text
+
+
+def test_diff_of_two_runs(written: Written, tmp_path: Path) -> None:
+    other = Written(tmp_path / "other", 2, seed=9, run="ab" * 16)
+    both = ("--bucket", written.folder, "--other", other.folder)
+    document = answer("diff", "head", "head~1", *both)
+    assert (document["old"]["version"], document["new"]["version"]) == (9, 1)
+    assert document["new"]["run"] == "ab" * 16
+    assert_changes(document, written.writer.table, written.writer.bits[9], other.writer.bits[1])
+    assert kind(2, "diff", "0", "1", *both, "--quick") == "usage"
+    small = Written(tmp_path / "small", 1, table=SMALL)
+    refused = answer("diff", "0", "0", "--bucket", written.folder, "--other", small.folder, code=1)["error"]
+    assert refused["kind"] == "tensor_mismatch"
+    assert all(word in refused["message"] for word in ("'a.weight'", "BF16", "cannot be compared"))
+
+
+def test_diff_of_a_branch_with_its_source(tmp_path: Path) -> None:
+    branch = Written(tmp_path / "run", 2, start="branch")
+    document = answer("diff", "2", "head", "--bucket", tmp_path / "source", "--other", tmp_path / "run")
+    assert_changes(document, TABLE, branch.writer.bits[0], branch.writer.bits[2])
+    assert document["read"]["bases"] == 1
+    assert ", and 1 base" in shown("diff", "0", "1", "--bucket", tmp_path / "run").replace("2 bases", "1 base")
+
+
+def test_quick_counts_what_the_deltas_carry(written: Written) -> None:
+    bits = written.writer.bits
+    for first, last in ((0, 1), (1, 9), (3, 6), (5, 4), (8, 9), (4, 4)):
+        with counted() as requests:
+            document = answer("diff", first, last, "--quick", "--bucket", written.folder)
+        counts = {row["name"]: row["carried"] for row in document["changes"]}
+        for tensor, spec in enumerate(TABLE):
+            changed = int(np.count_nonzero(bits[first][tensor] != bits[last][tensor]))
+            assert changed <= counts.get(spec.name, 0) <= spec.numel
+            if last - first == 1:
+                assert counts.get(spec.name, 0) == changed
+        assert document["carried"] == sum(counts.values())
+        read = [key for key in requests if key.startswith("objects/")]
+        assert len(read) == document["read"]["objects"]
+        assert written.object_of(0) not in read
+    assert "at most" in shown("diff", "1", "9", "--quick", "--bucket", written.folder)
+    written.anchor(nudge(bits[-1], written.random, 0.1))
+    assert kind(1, "diff", "9", "10", "--quick", "--bucket", written.folder) == "chain"
+
+
+def test_diff_of_what_is_damaged_or_not_there(written: Written) -> None:
+    assert kind(3, "diff", "0", "10", "--bucket", written.folder) == "not_found"
+    assert kind(3, "diff", "tag:worst", "1", "--bucket", written.folder) == "not_found"
+    written.flip(written.object_of(9))
+    assert kind(1, "diff", "8", "9", "--bucket", written.folder) == "digest"
+    assert kind(1, "diff", "8", "9", "--quick", "--bucket", written.folder) == "digest"
+
+
+# stats
+
+
+def test_stats_are_those_of_the_manifests(written: Written) -> None:
+    document = answer("stats", "--bucket", written.folder)
+    manifests, rows = written.writer.manifests, document["versions"]
+    assert [(row["version"], row["step"], row["codec"]) for row in rows] == [
+        (manifest.version, manifest.step, manifest.codec) for manifest in manifests
+    ]
+    assert [row["payload_bytes"] for row in rows] == [manifest.payload_bytes for manifest in manifests]
+    assert [row["changed_share"] for row in rows] == [manifest.changed / TABLE.total for manifest in manifests]
+    # The writer's clock goes by one second for each version.
+    assert [row["seconds"] for row in rows] == [None, *[1.0] * 9]
+    published = np.cumsum([manifest.payload_bytes for manifest in manifests])
+    assert [row["published_bytes"] for row in rows] == published.tolist()
+    assert rows[-1]["saved_share"] == pytest.approx(1 - published[-1] / (10 * TABLE.full_bytes))
+    summary = document["summary"]
+    payload = [manifest.payload_bytes for manifest in manifests if manifest.kind == "delta"]
+    assert summary["payload_bytes"] == {
+        "median": np.median(payload),
+        "p95": pytest.approx(np.percentile(payload, 95)),
+        "max": max(payload),
+    }
+    assert summary["hours"] == pytest.approx(9 / 3600)
+    assert summary["versions_per_hour"] == pytest.approx(3600)
+    assert summary["bytes_per_hour"] == pytest.approx(sum(payload) * 400)
+    assert summary["published_bytes"] == published[-1]
+    assert document["read"] == {"manifests": 10, "heartbeats": 2}
+    text = shown("stats", "--bucket", written.folder)
+    assert "read 10 manifests, 2 heartbeats, no objects" in text
+
+
+def test_stats_of_the_last_versions(written: Written) -> None:
+    whole = answer("stats", "--bucket", written.folder)["versions"]
+    document = answer("stats", "--bucket", written.folder, "--last", "3")
+    sums = ("published_bytes", "published_full_bytes", "saved_share")
+
+    def own(rows: list[Any]) -> list[Any]:
+        return [{name: value for name, value in row.items() if name not in sums} for row in rows]
+
+    assert own(document["versions"]) == own(whole[-3:])
+    assert document["summary"]["published_bytes"] == sum(row["payload_bytes"] for row in whole[-3:])
+    assert document["summary"]["full_bytes"] == 3 * TABLE.full_bytes
+    one = answer("stats", "--bucket", written.folder, "--last", "1")
+    assert (len(one["versions"]), one["versions"][0]["seconds"], one["summary"]["versions_per_hour"]) == (1, 1.0, None)
+    assert "… 7 before them" not in shown("stats", "--bucket", written.folder, "--last", "3")
+    long = Written(written.folder.with_name("long"), 25, table=SMALL)
+    assert "… 6 before them" in shown("stats", "--bucket", long.folder)
+    assert "before them" not in shown("stats", "--bucket", long.folder, "--last", "100")
+
+
+def test_stats_of_receivers(written: Written) -> None:
+    document = answer("stats", "--bucket", written.folder)["fleet"]
+    rows = {row["receiver"]: row for row in document["replicas"]}
+    assert (rows["r1"]["served"], rows["r1"]["behind"], rows["r1"]["behind_seconds"]) == (7, 2, 2.0)
+    assert (rows["r2"]["served"], rows["r2"]["behind"], rows["r2"]["behind_seconds"]) == (None, None, None)
+    text = shown("stats", "--bucket", written.folder)
+    assert "2 live receivers, 0 ended; behind the newest version: median 2, max 2" in text
+    written.lose("receivers/r1.json")
+    written.lose("receivers/r2.json")
+    assert "no live receivers, 0 ended\nread 10 manifests, no heartbeats" in shown("stats", "--bucket", written.folder)
+
+
+def test_stats_of_times_that_do_not_exist(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", 2)
+    newest = json.loads(written.bucket.get(version_key(2)))
+    written.bucket.put(version_key(2), dump_canonical({**newest, "created_at": "2026-99-99T99:99:99Z"}))
+    written.lose("HEAD.json")
+    document = answer("stats", "--bucket", written.folder)
+    assert [row["seconds"] for row in document["versions"]] == [None, 1.0, None]
+    assert document["summary"]["versions_per_hour"] is None
+    shown("stats", "--bucket", written.folder)
+
+
+def test_stats_draws_a_picture(written: Written, tmp_path: Path) -> None:
+    picture = tmp_path / "versions.png"
+    assert answer("stats", "--bucket", written.folder, "--plot", picture)["plot"] == str(picture)
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    for wrong in (tmp_path / "versions.jpg", tmp_path / "nowhere" / "versions.png"):
+        assert kind(2, "stats", "--bucket", written.folder, "--plot", wrong) == "usage"
+        assert not wrong.exists()
+    with mock.patch.dict("sys.modules", {"matplotlib": None}):
+        answer("stats", "--bucket", written.folder)
+        refused = answer("stats", "--bucket", written.folder, "--plot", picture, code=2)["error"]
+    assert refused["kind"] == "usage"
+    assert "matplotlib, which is not installed: pip install matplotlib" in refused["message"]
+
+
+# What all of them take, and print
+
+
+def test_names_of_tensors_reach_no_terminal_unescaped(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table with such a name is refused; were it not, output would still escape it."""
+    table = json.loads(written.bucket.get("tensors.json"))
+    table["tensors"][0]["name"] = ESCAPE
+    written.bucket.put("tensors.json", dump_canonical(table))
+    for command in ("du --tensors layer", "diff 0 1", "stats"):
+        done = delta_sync(*command.split(), "--bucket", written.folder)
+        assert (done.code, done.out, "\x1b" in done.err) == (1, "", False)
+    row = {"name": ESCAPE, "dtype": ESCAPE, "shape": [1], "elements": 1, "carried": 1}
+    diff_command._print_rows(("tensor", "dtype"), [(row["name"], row["dtype"])], 5)
+    group = {"group": ESCAPE, "tensors": 1, "full_bytes": 1, "elements": 1, "carried": 1, "bytes": 1}
+    numbers = {"versions": 1, "objects": 1, "lost": 0, "headers_bytes": 1}
+    du_command._print_tensors({"by": "layer", "groups": [group], **numbers})
+    printed = capsys.readouterr().out
+    assert printed.count("\\x1b[2J") == 3
+    assert "\x1b" not in printed
+
+
+def test_versions_counted_from_the_head(written: Written) -> None:
+    run = open_run(str(written.folder))
+    assert [run.resolve(name).version for name in ("head", "head~0", "head~1", "head~9", "tag:best", 4, None)] == [
+        *(9, 9, 8, 0, 3, 4, 9)
+    ]
+    with pytest.raises(NotFoundError, match="version head~10 is not published; the newest is 9"):
+        run.resolve("head~10")
+    for wrong in ("head~", "head~-1", "head~x", "head~1~1", "head^", "HEAD", "~1", "head~12345678901"):
+        with pytest.raises(UsageError, match="give a number, head~N, tag:NAME"):
+            run.resolve(wrong)
+        assert kind(2, "diff", wrong, "head", "--bucket", written.folder) == "usage"
+    with pytest.raises(UsageError, match="moves with the head"):
+        follow(str(written.folder), written.folder.with_name("kept"), "head~1")
+
+
+def test_every_command_takes_them(written: Written, tmp_path: Path) -> None:
+    bucket = ("--bucket", written.folder)
+    assert answer("inspect", written.folder, "--version", "head~2")["version"] == 7
+    assert answer("export", *bucket, "--version", "head~1", "--to", tmp_path / "export")["version"] == 8
+    assert answer("tag", "older", *bucket, "--version", "head~3")["version"] == 6
+    assert answer("branch", tmp_path / "branch", *bucket, "--version", "head~4")["source"]["version"] == 5
+    assert answer("compact", *bucket, "--no-folds", "--anchor", "head~5", "--dry-run")["anchor"] == 4
+    written.lose("receivers/r2.json")
+    assert answer("fleet", *bucket, "--wait", "head~2", "--timeout", "1")["lowest"] == 7
+    takes = {
+        name: action.metavar
+        for name, command in cli.build_parser().commands.items()
+        for action in command._actions
+        if action.dest in ("version", "anchor", "wait") and action.nargs is None
+    }
+    assert takes.pop("follow") == "N|tag:NAME"
+    assert set(takes.values()) == {"N|head~N|tag:NAME"}
