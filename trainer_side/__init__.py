@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from trainer_side.options import Gate
+from trainer_side.options import Budget, Gate
 from trainer_side.publisher import Publisher
 from trainer_side.result import PublishResult
 
 if TYPE_CHECKING:
     from trainer_side.integrations.transformers import DeltaSyncCallback
 
-__all__ = ["DeltaSyncCallback", "Gate", "PublishResult", "Publisher"]
+__all__ = ["Budget", "DeltaSyncCallback", "Gate", "PublishResult", "Publisher"]
 
 
 def __getattr__(name: str) -> object:

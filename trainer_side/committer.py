@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from trainer_side import manifests
 from trainer_side.diff.pending_delta import PendingDelta
+from trainer_side.encode.budget_selection import BudgetSelection
 from trainer_side.encode.encoder import Encoder
 from trainer_side.encode.update_gate import UpdateGate
 from trainer_side.maintenance import BackgroundMaintenance, RebaseTag
@@ -121,6 +122,7 @@ class Committer:
         self.suspect = False
         self._encoder = Encoder(self.baseline, weights.table, options, opened.writer.bandwidth, group.size)
         self._gate = None if options.gate is None else UpdateGate(options.gate, self.baseline)
+        self._budget = None if options.budget is None else BudgetSelection(options.budget, self.baseline)
         self._rebase_tag = RebaseTag(lambda: self.run, opened.writer.epoch)
 
     @property
@@ -136,7 +138,7 @@ class Committer:
     def begin(self) -> None:
         """Compile kernels and, if there is a gate, measure the current version. Call before any delta is pending."""
         self._encoder.compile()
-        self._start_gate(self.current, self._reference(self.current))
+        self._start_from(self.current, self._reference(self.current))
 
     def commit_version(
         self,
@@ -264,13 +266,15 @@ class Committer:
             return own
         try:
             self._check_scrub_slice(pending, version)
+            watch.lap()
+            if self._budget is None:
+                self._encode(own, pending, version)
+            else:
+                self._encode_within(self._budget, own, pending, version, progress)
+            progress.seconds["encode"] = watch.lap()
+            # After the encoding, since a budget may then hold back more: servers get what is judged.
             self._judge(pending, version, step, progress)
             watch.lap()
-            changes = self._weights.changes(pending)
-            own.changed, own.reversible, own.changes = changes.changed, changes.reversible, changes.fingerprints
-            context = DeltaContext(self.writer.run, version, self.current.version)
-            own.codec, own.data = self._encoder.encode(changes, context)
-            progress.seconds["encode"] = watch.lap()
             store_all = in_parallel if len(own.data) > 1 else map
             refs = list(store_all(self.writer.put_object, own.data))
             own.refs = [ref.model_copy(update={"rank": self._group.rank}) for ref in refs]
@@ -279,6 +283,28 @@ class Committer:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is reported, and ``_apply_outcome`` raises it
             own.error = error
         return own
+
+    def _encode(self, own: _RankContents, pending: PendingDelta, version: int) -> None:
+        changes = self._weights.changes(pending)
+        own.changed, own.reversible, own.changes = changes.changed, changes.reversible, changes.fingerprints
+        context = DeltaContext(self.writer.run, version, self.current.version)
+        own.codec, own.data = self._encoder.encode(changes, context)
+
+    def _encode_within(
+        self,
+        budget: BudgetSelection,
+        own: _RankContents,
+        pending: PendingDelta,
+        version: int,
+        progress: PublishProgress,
+    ) -> None:
+        """Encode what the budget lets through, and record what it holds back."""
+        exact = progress.exact or budget.is_exact_due(version, self.newest)
+        budget.select(pending, exact)
+        self._encode(own, pending, version)
+        while budget.must_shrink(pending, sum(map(len, own.data)), exact):
+            self._encode(own, pending, version)
+        progress.held_back = budget.held_back(pending, self.newest)
 
     def _check_scrub_slice(self, pending: PendingDelta, version: int) -> None:
         """Compare a slice of the baseline with what was published, taking the pending delta into account.
@@ -343,7 +369,7 @@ class Committer:
         )
         return manifests.delta(
             self.newest, self.current, step, (own.codec, self._options.compression), objects, contents,
-            self.writer.epoch, progress.quarantined, [item for item, _ in own.sidecars],
+            self.writer.epoch, progress.quarantined, [item for item, _ in own.sidecars], progress.held_back,
         )  # fmt: skip
 
     def _apply_outcome(self, answer: Json, pending: PendingDelta, own: _RankContents, version: int, step: int) -> None:
@@ -386,6 +412,12 @@ class Committer:
         self.current = manifest
         if self._gate is not None:
             self._gate.mark_durable(manifest.version)
+        if self._budget is not None:
+            self._budget.mark_durable(manifest)
+        if manifest.held_back is not None:
+            logger.info(
+                "version %d is not the trainer's exact state: %s", manifest.version, manifest.held_back.summary()
+            )
         if manifest.quarantine is not None:
             reasons = "; ".join(manifest.quarantine.reasons)
             logger.warning("version %d is published as quarantined: %s", manifest.version, reasons)
@@ -466,7 +498,7 @@ class Committer:
         reference = self._reference(manifest)
         self._weights.checkout(manifest)
         self.current = manifest
-        self._start_gate(manifest, reference)
+        self._start_from(manifest, reference)
 
     def _reference(self, manifest: Manifest) -> tuple[int, list[Bits]] | None:
         """Return what a quarantined version is compared with: the newest sound version that it builds on.
@@ -491,9 +523,11 @@ class Committer:
             logger.warning("the sound version before version %d cannot be rebuilt: %s", current.version, error)
             return None
 
-    def _start_gate(self, manifest: Manifest, reference: tuple[int, list[Bits]] | None) -> None:
+    def _start_from(self, manifest: Manifest, reference: tuple[int, list[Bits]] | None) -> None:
         if self._gate is not None:
             self._gate.start(manifest.version, manifest.quarantine is not None, reference)
+        if self._budget is not None:
+            self._budget.start(manifest)
 
     def _check_undamaged(self) -> None:
         """Raise PublishError or FingerprintError unless this rank's baseline can be written as an anchor."""

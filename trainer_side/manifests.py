@@ -18,7 +18,17 @@ from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.codecs import BASE_CODECS, RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.documents import Anchor
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.manifest import Base, Break, Manifest, ObjectRef, Quarantine, Sidecar, object_key, timestamp
+from vllm_delta_sync.format.manifest import (
+    Base,
+    Break,
+    HeldBack,
+    Manifest,
+    ObjectRef,
+    Quarantine,
+    Sidecar,
+    object_key,
+    timestamp,
+)
 from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.bits import Bits
@@ -228,6 +238,7 @@ def delta(
     epoch: int,
     reasons: Sequence[str] = (),
     sidecars: Sequence[Sidecar] = (),
+    held_back: HeldBack | None = None,
 ) -> Manifest:
     """Return the version after ``parent``.
 
@@ -236,6 +247,7 @@ def delta(
         coding: of the objects.
         objects: empty if nothing changed. changes: what they contain together.
         reasons: why the version is quarantined, if it is. sidecars: stored with it.
+        held_back: how far it is from the trainer's weights; None if it is exact.
 
     Raises:
         LimitError: the run has too many breaks.
@@ -261,6 +273,7 @@ def delta(
         requires=required_features(codec, compression) if objects else [],
         objects=objects,
         sidecars=list(sidecars),
+        held_back=held_back,
         changed=changes.changed,
         total=parent.total,
         payload_bytes=sum(ref.bytes for ref in objects),

@@ -1,4 +1,4 @@
-"""Options of a publisher, checked: ``Options`` and the update gate's bounds, ``Gate``."""
+"""Options of a publisher, checked: ``Options``, the update gate's bounds ``Gate``, and ``Budget``."""
 
 import math
 import operator
@@ -76,6 +76,53 @@ def _is_bound(value: object, maximum: float) -> bool:
     return plain and 0 < float(value) <= maximum and math.isfinite(value)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Budget:
+    """Bounds of what a version sends: the largest changes first; the rest goes out with later versions.
+
+    This is lossy until the next exact version. A version that holds something back is not the trainer's state: its
+    manifest has how many elements are held back and how far it is from it, and receivers hold exactly what was
+    published. Importance ratios see it: tokens come from weights that the trainer never had.
+
+    The size of a change is |new − old| / |old| of its element, where old is what was published last. A change from or
+    to zero, and one from or to NaN or infinity, counts as largest. Of equal changes the first go out, in the order of
+    the tensors. Integer and boolean elements always go out. What is held back stays in the difference to the published
+    state: the next call finds it again, with what was added meanwhile, also after a failed upload or a restart.
+
+    Exact versions have no bound: version 0, those of ``publish(exact=True)`` and ``exact_every``, and the one that
+    ``close`` adds if the last version is not exact.
+
+    Attributes:
+        max_bytes: the most bytes of a version's objects. How many changes fit is estimated from the versions before;
+            if they take more, fewer are encoded again. So a version exceeds the bound only by integer elements. It has
+            no objects if not even one change fits.
+        max_share: the largest share of the run's elements that a version sends, above 0 and at most 1. Only integer
+            elements can exceed it.
+        min_change: elements whose change is smaller than this are held back, above 0.
+        exact_every: versions from one exact version to the next, at least 1; None for no limit.
+
+    Raises:
+        UsageError: a bound is invalid, or there is none.
+    """
+
+    max_bytes: int | None = None
+    max_share: float | None = None
+    min_change: float | None = None
+    exact_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "exact_every"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"budget: {name} is {value!r}; give an integer of at least 1, or None")
+        if not _is_bound(self.max_share, 1.0):
+            raise UsageError(f"budget: max_share is {self.max_share!r}; give a share above 0 and at most 1, or None")
+        if not _is_bound(self.min_change, math.inf):
+            raise UsageError(f"budget: min_change is {self.min_change!r}; give a ratio above 0, or None")
+        if self.max_bytes is None and self.max_share is None and self.min_change is None:
+            raise UsageError("budget: there is no bound; give max_bytes, max_share or min_change")
+
+
 RESCAN_BYTES = 64 * 1024**2
 
 SidecarData = bytes | bytearray | memoryview
@@ -99,6 +146,7 @@ class Options(BaseModel):
     shard_bytes: Annotated[int, Field(ge=1, strict=True)]
     # Without InstanceOf, pydantic would also make a Gate of a dictionary.
     gate: InstanceOf[Gate] | None = None
+    budget: InstanceOf[Budget] | None = None
     keyring: InstanceOf[Keyring] = Field(default_factory=Keyring)
     head_seconds: Annotated[int, Field(ge=1, le=MAX_HEAD_SECONDS, strict=True)] = HEAD_SECONDS
     baseline: BaselineLocation = "host"

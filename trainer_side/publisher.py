@@ -1,5 +1,6 @@
 """``Publisher``: publish a model's weights while it trains."""
 
+import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from trainer_side.diff.engine import Detector
 from trainer_side.maintenance import BackgroundMaintenance
 from trainer_side.manifests import SHARD_BYTES
 from trainer_side.model.sources import ModelLike, live_tensors
-from trainer_side.options import RESCAN_BYTES, Gate, Options, SidecarData, check_version, checked, chosen_keys
+from trainer_side.options import RESCAN_BYTES, Budget, Gate, Options, SidecarData, check_version, checked, chosen_keys
 from trainer_side.result import PublishResult, Stopwatch
 from trainer_side.run_files import check_folder, collect_files
 from trainer_side.run_weights import RunWeights, WholeWeights
@@ -75,6 +76,7 @@ class Publisher:
         rescan_bytes: int = RESCAN_BYTES,
         shard_bytes: int = SHARD_BYTES,
         gate: Gate | None = None,
+        budget: Budget | None = None,
         signing_key: str | Path | None = None,
         trusted_keys: str | Sequence[str | Path] | None = None,
         head_seconds: int = HEAD_SECONDS,
@@ -120,6 +122,7 @@ class Publisher:
             shard_bytes: bytes of tensors in one object of a full snapshot; a delta that is larger when decoded is
                 split too. Objects of one version upload in parallel; a version has at most 65,536.
             gate: bounds that versions must satisfy, and what happens to a version that does not; None means no bounds.
+            budget: bounds of what a version sends, see ``Budget``; None means that every version is the exact state.
             signing_key: private key file (``delta-sync keygen``). A run is signed from its beginning, or never. None:
                 the setting ``signing_key``; if that is not set either, nothing is signed.
             trusted_keys: public key files whose signatures are accepted in a run that is taken over. None means the
@@ -149,6 +152,7 @@ class Publisher:
             return checked(
                 key, trusted, codec=codec, compression=compression, every=every, resume=resume, read_back=read_back,
                 rescan_bytes=rescan_bytes, anchor_every=anchor_every, fold=fold, shard_bytes=shard_bytes, gate=gate,
+                budget=budget,
                 head_seconds=head_seconds, baseline=baseline, diff_threads=diff_threads,
                 receiver_bytes_per_second=receiver_bytes_per_second, first_step=first_step,
             )  # fmt: skip
@@ -238,6 +242,7 @@ class Publisher:
         weights: Iterable[tuple[str, torch.Tensor]] | None = None,
         sidecars: Mapping[str, SidecarData] | None = None,
         skip_unchanged: bool = False,
+        exact: bool = False,
     ) -> PublishResult:
         """Publish the current weights as the next version.
 
@@ -252,6 +257,9 @@ class Publisher:
                 publish together, those of rank 0 are committed.
             skip_unchanged: skip the call if no bits differ from the version that it would build on; otherwise a version
                 without changes is published. Not for sharded models.
+            exact: send all changes, also those that the ``budget`` held back; waits like ``wait``, and ignores
+                ``every``. Elements of tensors that ``weights`` lacks stay held back. Without a budget it changes
+                nothing: every version is exact.
 
         Returns:
             The result, after the comparison; reading some of its fields waits for the background thread.
@@ -270,7 +278,7 @@ class Publisher:
         try:
             with self._lock:
                 self._check_open()
-                return self._session.publish(step, wait, pairs, watch, sidecars, skip_unchanged)
+                return self._session.publish(step, wait, pairs, watch, sidecars, skip_unchanged, exact)
         except (KeyboardInterrupt, SystemExit):
             interrupted = True
             raise
@@ -394,6 +402,10 @@ class Publisher:
     def close(self) -> None:
         """Flush, then release threads, sockets and connections. May be called twice.
 
+        If a ``budget`` held back part of the last version, the weights that the model has now are published first, as
+        an exact version with the step of the last one; not so while an exception is handled, and not if this publisher
+        gets its weights with each call.
+
         Raises:
             PublishError, ConflictError: as ``flush``; everything is released in any case.
         """
@@ -413,6 +425,8 @@ class Publisher:
                 last.callback(self._detector.close)
                 last.callback(self._background.close)
                 self._session.finish()
+                if sys.exc_info()[1] is None:  # otherwise training may have stopped in the middle of a step
+                    self._session.publish_held_back()
 
     def __enter__(self) -> Self:
         return self

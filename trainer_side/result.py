@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from trainer_side.background_thread import BackgroundJob
 from vllm_delta_sync.errors import DeltaSyncError, PublishError
+from vllm_delta_sync.format.manifest import HeldBack
 
 Kind = Literal["delta", "skipped"]
 
@@ -17,21 +18,24 @@ class PublishProgress(BackgroundJob):
     """One version that is being published, shared by the publisher, its background thread and the result.
 
     Attributes:
-        sidecars: bytes committed with the version, by name.
+        sidecars: bytes committed with the version, by name. exact: whether the budget does not apply to it.
         seconds: durations so far. payload_bytes, codec: of the objects; 0 and None if there are none.
         changed: elements of all ranks, where several publish together.
         quarantined: why the gate quarantined the version.
+        held_back: what the budget held back; None if the version is exact.
         error_raised: whether the caller has already received the error, if there is one.
     """
 
-    def __init__(self, sidecars: Mapping[str, bytes] | None = None) -> None:
+    def __init__(self, sidecars: Mapping[str, bytes] | None = None, exact: bool = False) -> None:
         super().__init__()
         self.sidecars = sidecars or {}
+        self.exact = exact
         self.seconds: dict[str, float] = {}
         self.payload_bytes = 0
         self.changed = 0
         self.codec: str | None = None
         self.quarantined: tuple[str, ...] = ()
+        self.held_back: HeldBack | None = None
         self.error_raised = False
 
     @classmethod
@@ -97,7 +101,8 @@ class PublishResult:
         step: the argument of ``publish``.
         kind: ``delta``, or ``skipped`` (not every call publishes, or the previous version is still under way, or
             nothing has changed).
-        changed: elements whose bits changed; of a sharded model, in this rank's shards. total: elements of the model.
+        changed: elements whose bits changed, those included that a budget holds back; of a sharded model, in this
+            rank's shards. total: elements of the model.
         full_bytes: bytes of the model in the served dtypes.
         seconds: durations, see ``Seconds``; reading some of them waits.
     """
@@ -174,6 +179,16 @@ class PublishResult:
             GateError: the gate refused it. PublishError, ConflictError: it could not be made durable.
         """
         return self._waited.quarantined
+
+    @property
+    def held_back(self) -> HeldBack | None:
+        """What the budget held back: ``elements`` and ``relative_norm``; None if the version is the trainer's exact
+        state. Waits until the version is durable.
+
+        Raises:
+            PublishError, ConflictError: the version could not be made durable.
+        """
+        return self._waited.held_back
 
     @property
     def _waited(self) -> PublishProgress:

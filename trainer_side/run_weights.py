@@ -12,6 +12,7 @@ from trainer_side.background_thread import BackgroundThread
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.engine import compile_kernels
 from trainer_side.diff.pending_delta import PendingDelta
+from trainer_side.encode.budget_selection import check_dtypes
 from trainer_side.encode.encoder import BaseCopies
 from trainer_side.model.quantized import quantized, to_quantize
 from trainer_side.model.sources import LiveTensors
@@ -100,7 +101,9 @@ class RunWeights(Protocol):
 
 
 def prepare(baseline: Baseline, table: TensorTable, options: Options) -> None:
-    """Compile kernels, and run the codec's check of the table now rather than at the first version."""
+    """Compile kernels, and run the codec's and the budget's check of the table now, not at the first version."""
+    if options.budget is not None:
+        check_dtypes(table)
     baseline.location = options.baseline
     compile_kernels(baseline.table)
     nothing = Changes()

@@ -60,7 +60,14 @@ class PublishSession:
         self._skip_log = SkipLog()
 
     def publish(
-        self, step: int, wait: bool, weights: Weights | None, watch: Stopwatch, sidecars: Sidecars, skips_equal: bool
+        self,
+        step: int,
+        wait: bool,
+        weights: Weights | None,
+        watch: Stopwatch,
+        sidecars: Sidecars,
+        skips_equal: bool = False,
+        exact: bool = False,
     ) -> PublishResult:
         """See ``Publisher.publish``."""
         # Count before any check can raise, so that the counts of all ranks stay equal.
@@ -74,13 +81,15 @@ class PublishSession:
             sidecar_bytes.update(checked_sidecars(sidecars))
             return check_step(step)
 
-        if self._calls % self._options.every:
+        # Without a budget every version is exact.
+        exact = exact and self._options.budget is not None
+        if self._calls % self._options.every and not exact:
             step = checked()
             if self._group.alone and not self._busy:
                 self.finish()  # raise an error that is known by now
             return self._skipped_result(step, watch)
         what = f"publish, call {self._calls}"
-        if wait:
+        if wait or exact:
             self._wait_under_way()
         busy = self._group.reduce_on_rank0(what, lambda: [checked(), self._busy], _busy_at_one_step)
         step = check_step(step)
@@ -102,7 +111,26 @@ class PublishSession:
         if skips_equal and not pending.changed:
             self._background.call(pending.revert)
             return self._skipped_result(step, watch)
-        return self._hand_over(step, pending, watch, sidecar_bytes)
+        return self._hand_over(step, pending, watch, sidecar_bytes, exact)
+
+    def publish_held_back(self) -> None:
+        """Publish the live weights as an exact version if the newest version is this publisher's own and not exact.
+
+        Raises:
+            PublishError, ConflictError: it could not be made durable.
+        """
+        committer, newest = self._committer, self._committer.newest
+        own = newest is committer.current and newest.epoch == committer.writer.epoch
+        if newest.held_back is None or not own or self._options.budget is None:
+            return
+        if not self._live.has_values:
+            logger.warning(
+                "version %d, the last one, is not exact: %s. This publisher gets its weights with each call: give the "
+                "last one exact=True", newest.version, newest.held_back.summary(),
+            )  # fmt: skip
+            return
+        self.publish(newest.step, True, None, Stopwatch(), None, exact=True)
+        self.wait_durable()
 
     def finish(self) -> None:
         """Wait for the version under way, without the other ranks; if there are none, as ``wait_durable``."""
@@ -214,9 +242,9 @@ class PublishSession:
         return pending
 
     def _hand_over(
-        self, step: int, pending: PendingDelta, watch: Stopwatch, sidecars: Mapping[str, bytes]
+        self, step: int, pending: PendingDelta, watch: Stopwatch, sidecars: Mapping[str, bytes], exact: bool
     ) -> PublishResult:
-        progress = PublishProgress(sidecars)
+        progress = PublishProgress(sidecars, exact)
         progress.seconds["diff"] = watch.lap()
         version = self._committer.newest.version + 1
         result = self._result(version, step, pending.changed, progress)
@@ -333,6 +361,11 @@ def agreed_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Optio
 
 
 def _check_sharded(options: Options) -> None:
+    if options.budget is not None:
+        raise UsageError(
+            "budget is set, and a budget chooses among the changes of whole tensors, of which each rank has a part; "
+            "leave it out, or publish from one rank through a function that yields (checkpoint name, whole tensor)"
+        )
     if options.gate is not None:
         raise UsageError(
             "gate is set, and a gate needs whole tensors, of which each rank has a part; leave it out, or publish "

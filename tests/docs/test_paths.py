@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.world import World
-from trainer_side import Gate, Publisher
+from trainer_side import Budget, Gate, Publisher
 from vllm_delta_sync.bucket.factory import open_bucket
 from vllm_delta_sync.settings import StoreOptions
 
@@ -91,7 +91,9 @@ def test_the_path_of_a_publish(tmp_path: Path) -> None:
     with (
         tracing() as tracer,
         open_bucket(tmp_path / "run", limited) as bucket,
-        Publisher(model, bucket, notice="tcp://127.0.0.1:*", gate=Gate(), fold=False) as publisher,
+        Publisher(
+            model, bucket, notice="tcp://127.0.0.1:*", gate=Gate(), budget=Budget(max_share=0.01), fold=False
+        ) as publisher,
     ):
         for step in (1, 2):
             with torch.no_grad():

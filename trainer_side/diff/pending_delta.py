@@ -4,6 +4,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trainer_side.diff.baseline import Baseline
@@ -14,7 +15,7 @@ from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import TensorMismatchError
 from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
-from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.bits import Bits, Positions, revert_distances
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
@@ -27,7 +28,8 @@ class PendingDelta:
     in a form that undoes nothing if the step did not happen.
 
     Attributes:
-        changed: number of elements whose bits changed.
+        changed: number of elements whose bits changed, without those held back.
+        compared: ids of the tensors that were compared.
         fingerprints: tensor id → fingerprint after minus before.
     """
 
@@ -39,7 +41,9 @@ class PendingDelta:
         self._touched: list[tuple[int, ChangeLog]] = []
         self._lock = threading.Lock()
         self._closed = False
+        self._sparse = False
         self.changed = 0
+        self.compared: set[int] = set()
         self.fingerprints: dict[int, Fingerprint] = {}
 
     @property
@@ -67,6 +71,7 @@ class PendingDelta:
         Returns:
             Number of changed elements.
         """
+        self.compared.add(tensor)
         spec = self._baseline.table[tensor]
         buffer = self._baseline.buffer_on(tensor, live.device)
         log = ChangeLog(spec.element)
@@ -107,6 +112,27 @@ class PendingDelta:
                 log.revert(self._baseline.buffer(tensor))
             self._closed = True
             self._touched.clear()
+
+    def hold_back(self, tensor: int, keep: npt.NDArray[np.bool_]) -> tuple[Bits, Bits]:
+        """Revert changed elements of a tensor and drop them: the next comparison finds them again.
+
+        From then on no tensor is sent in full, which would carry more elements than were kept.
+
+        Args:
+            keep: (n,) which of the tensor's changed elements stay, in ascending order.
+
+        Returns:
+            Bits before and after, of the elements that are held back.
+        """
+        log = next(log for touched, log in self._touched if touched == tensor)
+        positions, before, after = log.hold_back(self._baseline.buffer(tensor), keep)
+        self.fingerprints[tensor] -= fingerprint_change(self._baseline.table[tensor].name, positions, before, after)
+        self.changed -= positions.size
+        self._sparse = True
+        if not log.size:
+            self._touched.remove((tensor, log))
+            del self.fingerprints[tensor]
+        return before, after
 
     def elements(self, most: int) -> Iterator[tuple[int, Iterator[tuple[Positions, Bits, Bits]]]]:
         """Yield tensor id, and its changed elements in pieces of up to ``most``: positions, bits before and now."""
@@ -152,8 +178,12 @@ class PendingDelta:
 
     def _is_smaller_in_full(self, tensor: int, log: ChangeLog) -> bool:
         baseline = self._baseline
-        return baseline.may_send_in_full(tensor) and full_is_smaller(
-            baseline.table[tensor], log, self._codec, self._compression, lambda: baseline.read(tensor)
+        return (
+            not self._sparse
+            and baseline.may_send_in_full(tensor)
+            and full_is_smaller(
+                baseline.table[tensor], log, self._codec, self._compression, lambda: baseline.read(tensor)
+            )
         )
 
     def _group(self, batch: list[int], logs: list[ChangeLog]) -> Sparse:

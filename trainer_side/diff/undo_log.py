@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from trainer_side.diff.buffers import BaselineBuffer
 from vllm_delta_sync.format.dtypes import DType
@@ -88,6 +89,21 @@ class ChangeLog:
             distances[cursor:end] = entry.distances[: entry.size]
             cursor = end
         self.parts = [[ExpandedChanges(positions, distances)]]
+
+    def hold_back(self, buffer: BaselineBuffer, keep: npt.NDArray[np.bool_]) -> tuple[Positions, Bits, Bits]:
+        """Restore the baseline where (n,) ``keep`` is False, and forget these elements.
+
+        Returns:
+            Their positions (m,), and their bits before and after the change.
+        """
+        positions, distances = np.empty(self.size, np.int64), np.empty(self.size, self.element.uint)
+        self.join_into(positions, distances)
+        kept = ExpandedChanges(positions[keep], distances[keep])
+        held = positions[~keep]
+        after = buffer.get(held)
+        buffer.revert(self.element, held, distances[~keep])
+        self.parts = [[kept]]
+        return held, buffer.get(held), after
 
     def _entries(self) -> Iterator[Segment | ExpandedChanges]:
         """Yield the entries that hold changes."""

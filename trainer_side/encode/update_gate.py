@@ -242,23 +242,27 @@ class UpdateGate:
         element, gate, result = self._table[tensor].element, self.gate, Difference()
         with np.errstate(all="ignore"):
             for before, after in found:
-                _add(result, element, before, after, gate.nonfinite, gate.max_norm_jump is not None)
+                add_difference(result, element, before, after, gate.nonfinite, gate.max_norm_jump is not None)
         if math.isnan(result.distance):
             result.distance = math.inf
         return result
 
     def _squared(self, tensor: int, bits: Bits) -> float:
-        element = self._table[tensor].element
-        if not has_values(element):
-            return 0.0
-        with np.errstate(all="ignore"):
-            return math.fsum(_squares(values_of(element, piece)) for piece, _ in pieces(bits, bits))
+        return squared_norm(self._table[tensor].element, bits)
 
 
 def pieces(before: Bits, after: Bits) -> Iterator[tuple[Bits, Bits]]:
     """Yield both arrays, in views of ``PIECE_ELEMENTS`` elements."""
     for start in range(0, before.size, PIECE_ELEMENTS):
         yield before[start : start + PIECE_ELEMENTS], after[start : start + PIECE_ELEMENTS]
+
+
+def squared_norm(element: DType, bits: Bits) -> float:
+    """Return Σ w² of the finite elements of (numel,) bits; 0 for integers."""
+    if not has_values(element):
+        return 0.0
+    with np.errstate(all="ignore"):
+        return math.fsum(_squares(values_of(element, piece)) for piece, _ in pieces(bits, bits))
 
 
 def judge_state(gate: Gate | None, baseline: Baseline) -> list[str]:
@@ -289,7 +293,8 @@ def _count_nonfinite(table: TensorTable, bits: list[Bits]) -> list[int]:
     ]
 
 
-def _add(result: Difference, element: DType, before: Bits, after: Bits, nonfinite: bool, norm: bool) -> None:
+def add_difference(result: Difference, element: DType, before: Bits, after: Bits, nonfinite: bool, norm: bool) -> None:
+    """Add the difference of (n,) bits before and after to a result; see ``Gate`` for ``nonfinite`` and ``norm``."""
     different = before != after
     changed = int(np.count_nonzero(different))
     if not changed:

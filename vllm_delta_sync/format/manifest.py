@@ -325,6 +325,26 @@ class Quarantine(DocumentPart):
         return f"{self.reasons[0][:300]!r}{f' and {more} more' if more else ''}"
 
 
+class HeldBack(DocumentPart):
+    """How far a version is from the trainer's weights, whose publisher has a byte budget.
+
+    Attributes:
+        elements: changed elements of the trainer's weights that have their earlier bits in this version.
+        relative_norm: ‖trainer − version‖₂ / ‖version‖₂ over the finite elements of floating-point tensors; null if it
+            is beyond float64.
+        exact: newest version before this one that is exact.
+    """
+
+    elements: Annotated[Count, Field(ge=1)]
+    relative_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+    exact: Version
+
+    def summary(self) -> str:
+        """Return the distance in words, for the log."""
+        far = "unknown" if self.relative_norm is None else f"{self.relative_norm:.3g}"
+        return f"{self.elements:,} changed elements are held back, relative distance {far}"
+
+
 class Manifest(DatedDocument):
     """versions/<n>.json: writing the manifest commits the version.
 
@@ -342,10 +362,11 @@ class Manifest(DatedDocument):
         changed: elements in the objects. total: elements of the model.
         payload_bytes: sum of the objects' bytes. full_bytes: the model's bytes in the served dtypes.
         sidecars: the caller's bytes beside the weights; readers of weights ignore them.
+        held_back: set for a version that is not the trainer's exact state.
     """
 
     KIND = "manifest"
-    OMITTED_IF_EMPTY = ("sidecars",)
+    OMITTED_IF_EMPTY = ("sidecars", "held_back")
     version: Version
     step: Count
     kind: Literal["anchor", "reference", "delta"]
@@ -360,6 +381,7 @@ class Manifest(DatedDocument):
     compression: str | None = None
     objects: Annotated[list[ObjectRef], Field(max_length=limits.MAX_OBJECTS_PER_VERSION)] = []
     sidecars: Annotated[list[Sidecar], Field(max_length=limits.MAX_SIDECARS)] = []
+    held_back: HeldBack | None = None
     changed: Count
     total: Count
     payload_bytes: Count
@@ -386,6 +408,8 @@ class Manifest(DatedDocument):
         sound = None if self.quarantine is None else self.quarantine.sound
         if sound is not None and sound >= self.version:
             raise ValueError("quarantine.sound does not precede version")
+        if self.held_back is not None and (self.held_back.exact >= self.version or self.kind != "delta"):
+            raise ValueError("held_back.exact does not precede version, or the version is no delta")
         self._check_breaks()
         return self
 
@@ -409,6 +433,11 @@ class Manifest(DatedDocument):
     def sound(self) -> int | None:
         """Newest version up to this one that is not quarantined; None if all are."""
         return self.version if self.quarantine is None else self.quarantine.sound
+
+    @property
+    def exact(self) -> int:
+        """Newest version up to this one that is the trainer's exact state."""
+        return self.version if self.held_back is None else self.held_back.exact
 
 
 class Head(Document):
