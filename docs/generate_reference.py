@@ -133,6 +133,8 @@ def settings() -> Iterator[str]:
 
 
 def shown_default(value: object) -> str:
+    if isinstance(value, bool):
+        return code(str(value).lower())
     return "none" if value is None else code(value)
 
 
@@ -148,7 +150,7 @@ def shape_of(entry: dict[str, Any]) -> str:
     if "pattern" in entry:
         return f"text like {code(entry['pattern'])}"
     bounds = [f"{sign} {entry[key]:g}" for key, sign in BOUNDS if key in entry]
-    names = {"string": "text", "number": "number", "integer": "integer"}
+    names = {"string": "text", "number": "number", "integer": "integer", "boolean": "`true`, `false`"}
     return ", ".join([names[entry["type"]], *bounds])
 
 
@@ -333,9 +335,10 @@ def declaring_kinds() -> Iterator[type[errors.DeltaSyncError]]:
 
 def python() -> Iterator[str]:
     yield "## Python"
-    yield "### `from trainer_side import DeltaSyncCallback, Gate, Publisher, PublishResult`"
+    yield "### `from trainer_side import Budget, DeltaSyncCallback, Gate, Publisher, PublishResult`"
     yield "Needs torch, not vLLM; only `DeltaSyncCallback` needs transformers."
     yield stub(trainer_side.options, "Gate")
+    yield stub(trainer_side.options, "Budget")
     yield stub(trainer_side.publisher, "Publisher")
     yield stub(trainer_side.result, "PublishResult")
     yield "`PublishResult.seconds` has the keys:"

@@ -9,6 +9,10 @@ STATUS_FIELDS = {
     "served.step": "the trainer's step",
     "served.fingerprint": "32 hex digits, [defined here](FORMAT.md#14-fingerprint)",
     "served.quarantined": "why the publisher's gate refused to have it served; empty for any other version",
+    "served.held_back": (
+        "null if it is the trainer's exact state; else how far it is from it: `elements` that are held back, "
+        "`relative_norm` of their distance, and `exact`, the newest exact version before it"
+    ),
     "head": "the newest version seen in the bucket, with the same members; null before the first poll",
     "lag": "number of versions between the served one and the newest that following leads to; null if one is unknown",
     "state": "one of the [states](#states)",
@@ -113,6 +117,7 @@ SPAN_FIELDS = {
     "version": "version of the weights that sampled these tokens; null before the weights were identified",
     "start": "first token of the span, counted from the choice's first output token",
     "end": "one past its last token",
+    "held_back": "only if the version is not the trainer's exact state: as `served.held_back` of the status",
 }
 RESULT_SECONDS = {
     "diff": "compare with the previous version; `publish` returns after it",

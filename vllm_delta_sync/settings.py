@@ -137,6 +137,14 @@ class Settings(StoreOptions):
             "by number or by tag, is always served."
         ),
     ] = "skip"
+    require_exact: Annotated[
+        bool,
+        Field(
+            description="When the target is head: serve only versions that are the trainer's exact state, not those of "
+            "a publisher with a byte budget that hold changes back. A target that names one, by number or by "
+            "tag, is always served."
+        ),
+    ] = False
     trusted_keys: Annotated[
         str | None,
         Field(

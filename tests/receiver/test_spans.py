@@ -297,6 +297,14 @@ def test_only_the_last_chunk_gets_the_member(chunks: list[str], ends_at: int, la
     assert len(found) >= len(chunks)
 
 
+def test_span_of_a_version_that_is_not_exact_says_so() -> None:
+    held = {"elements": 7, "relative_norm": 0.25, "exact": 2}
+    record = spans.SpanRecord(spans=[span(0, 4, 0, 2), span(0, 3, 2, 5), span(1, None, 0, 1)])
+    assert record.document("r1", {3: held}) == {
+        "run": "r1", "spans": [span(0, 4, 0, 2), {**span(0, 3, 2, 5), "held_back": held}, span(1, None, 0, 1)],
+    }  # fmt: skip
+
+
 # The run that an answer counts in
 
 

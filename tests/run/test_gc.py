@@ -488,6 +488,15 @@ def test_newest_sound_version_is_kept_and_can_go_on(tmp_path: Path) -> None:
     assert run.equals(13)
 
 
+def test_newest_exact_version_is_kept_and_can_go_on(tmp_path: Path) -> None:
+    run = marked(tmp_path, "...~~!~")
+    report = collect(run.run_, TIGHT)
+    assert report.kept == {3: ["exact"], 7: ["head"]}
+    assert run.equals(3)
+    assert run.equals(7)
+    leads_on(Run(run.memory), 3, 7)
+
+
 def test_run_without_a_sound_version(tmp_path: Path) -> None:
     bucket = MemoryBucket()
     MarkedGrown.bad = True
@@ -514,11 +523,11 @@ def test_anchor_that_leads_to_the_sound_version_is_kept(tmp_path: Path) -> None:
 @quiet
 @example(marks=".....!!!", folds=True, anchors=set(), keep_last=1, more="")
 @given(
-    marks=st.text("..!", min_size=1, max_size=16),
+    marks=st.text("..!~~?", min_size=1, max_size=16),
     folds=st.booleans(),
     anchors=st.sets(st.integers(1, 16), max_size=3),
     keep_last=st.integers(1, 4),
-    more=st.text("..!", max_size=4),
+    more=st.text("..!~", max_size=4),
 )
 def test_sound_version_stays_readable_whatever_is_collected(
     tmp_path: Path, marks: str, folds: bool, anchors: set[int], keep_last: int, more: str
@@ -538,5 +547,8 @@ def test_sound_version_stays_readable_whatever_is_collected(
         assert sound is not None
         assert run.equals(head.version)
         assert run.equals(sound)
-        if sound != head.version:
-            leads_on(Run(run.memory), sound, head.version)
+        exact = Run(run.memory).newest_to_serve(head, exact=True)
+        assert exact is not None
+        assert run.equals(exact)
+        for version in {sound, exact} - {head.version}:
+            leads_on(Run(run.memory), version, head.version)

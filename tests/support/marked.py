@@ -1,11 +1,11 @@
-"""Runs with quarantined versions, for receivers and for retention."""
+"""Runs with versions that are quarantined or not exact, for receivers and for retention."""
 
 from typing import Any
 
 from tests.support.chains import Chain
 from tests.support.collecting import Grown
 from tests.support.samples import RunWriter
-from vllm_delta_sync.format.manifest import Manifest, Quarantine
+from vllm_delta_sync.format.manifest import HeldBack, Manifest, Quarantine
 from vllm_delta_sync.tensors.bits import Bits
 
 REASON = "it is no good"
@@ -15,15 +15,21 @@ class Marking(RunWriter):
     """A writer that can mark what it commits.
 
     Attributes:
-        bad: whether versions committed now are quarantined.
+        bad: whether versions committed now are quarantined. inexact: whether they hold something back.
     """
 
-    bad = False
+    bad = inexact = False
+
+    def mark(self, sign: str) -> None:
+        """What is committed now: ``!`` quarantined, ``~`` not exact, ``?`` both, anything else neither."""
+        self.bad, self.inexact = sign in "!?", sign in "~?"
 
     def _commit(self, bits: list[Bits], objects: list[bytes], kind: str, changed: int, **fields: object) -> Manifest:
         if self.bad:
             sound = self.manifests[-1].sound if self.manifests else None
             fields["quarantine"] = Quarantine(reasons=[REASON], sound=sound)
+        if self.inexact:
+            fields["held_back"] = HeldBack(elements=7, relative_norm=0.25, exact=self.manifests[-1].exact)
         return super()._commit(bits, objects, kind, changed, **fields)
 
 
@@ -31,11 +37,11 @@ class MarkedChain(Marking, Chain):
     """A chain for receivers."""
 
     def play(self, marks: str, **options: Any) -> None:
-        """Commit a delta per character: ``!`` for a quarantined one, anything else for a sound one."""
-        for mark in marks:
-            self.bad = mark == "!"
+        """Commit a delta per character, see ``mark``."""
+        for sign in marks:
+            self.mark(sign)
             self.grow(1, **options)
-        self.bad = False
+        self.mark(".")
 
 
 class MarkedGrown(Marking, Grown):
@@ -43,7 +49,7 @@ class MarkedGrown(Marking, Grown):
 
     def play(self, marks: str) -> None:
         """As ``MarkedChain.play``."""
-        for mark in marks:
-            self.bad = mark == "!"
+        for sign in marks:
+            self.mark(sign)
             self.grow()
-        self.bad = False
+        self.mark(".")

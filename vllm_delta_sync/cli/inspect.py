@@ -16,7 +16,7 @@ from vllm_delta_sync.cli.arguments import (
     positive,
     version,
 )
-from vllm_delta_sync.cli.log import Document, describe_signature, signed, summary
+from vllm_delta_sync.cli.log import Document, describe_held_back, describe_signature, signed, summary
 from vllm_delta_sync.cli.text import percent, print_columns, print_fields, shape, size
 from vllm_delta_sync.errors import NotFoundError, StoreError, UsageError
 
@@ -104,6 +104,7 @@ def print_run(document: Document, top: int | None) -> None:
     if head is not None:
         fields.append(("fingerprint", head["fingerprint"]))
         fields += [("quarantined", reason) for reason in head["quarantined"]]
+        fields += describe_held_back(head)
     print_fields(fields)
     if document["files"]:
         print()
@@ -239,6 +240,7 @@ def _version_fields(document: Document) -> list[tuple[str, object]]:
         ("payload", f"{size(document['payload_bytes'])} of {size(document['full_bytes'])}"),
     ]
     fields += [("quarantined", reason) for reason in document["quarantined"]]
+    fields += describe_held_back(document)
     if document["kind"] == "reference":
         fields.append(("base", document["base"] or "not recorded"))
     if document["kind"] == "delta":

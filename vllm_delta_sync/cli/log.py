@@ -83,6 +83,7 @@ def summary(run: "Run", manifest: "Manifest") -> Document:
         "created_at": manifest.created_at,
         **signed(run, manifest),
         "quarantined": [] if manifest.quarantine is None else manifest.quarantine.reasons,
+        "held_back": None if manifest.held_back is None else manifest.held_back.model_dump(),
     }
 
 
@@ -99,13 +100,22 @@ def describe_signature(document: Document) -> str:
     return f"by key {short(document['signed_by'])}, " + ("valid" if document["signature_holds"] else "not checked")
 
 
+def describe_held_back(document: Document) -> list[tuple[str, str]]:
+    """Return a row that says how far a version is from the trainer's weights; none if it is exact."""
+    held = document["held_back"]
+    if held is None:
+        return []
+    far = "unknown" if held["relative_norm"] is None else f"{held['relative_norm']:.3g}"
+    return [("held back", f"{held['elements']:,} elements, relative distance {far}; exact: version {held['exact']}")]
+
+
 def print_log(document: Document) -> None:
     """Print one line per version."""
     rows: list[tuple[object, ...]] = [
         (
             row["version"],
             row["step"],
-            f"{row['kind']}, quarantined" if row["quarantined"] else row["kind"],
+            row["kind"] + (", not exact" if row["held_back"] else "") + (", quarantined" if row["quarantined"] else ""),
             percent(row["changed"], row["total"]) if row["kind"] == "delta" else "-",
             size(row["payload_bytes"]),
             times(row["full_bytes"], row["payload_bytes"]),

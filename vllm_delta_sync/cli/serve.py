@@ -43,6 +43,8 @@ def metavar(field: str) -> str:
     annotation = Settings.model_fields[field].annotation
     if get_origin(annotation) is Literal:
         return "{" + ",".join(get_args(annotation)) + "}"
+    if annotation is bool:
+        return "{true,false}"
     by_end = next((name for end, name in METAVARS_BY_END.items() if field.endswith(end)), None)
     return METAVARS.get(field) or by_end or ("PATH" if Path in (annotation, *get_args(annotation)) else "N")
 
@@ -63,7 +65,8 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     # Those of the store's client last: few need them.
     for field, setting in sorted(Settings.model_fields.items(), key=lambda item: item[0] in StoreOptions.model_fields):
-        default = "" if setting.default is None or setting.is_required() else f" Default: {setting.default}."
+        shown = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
+        default = "" if setting.default is None or setting.is_required() else f" Default: {shown}."
         serve.add_argument(
             _flag(field), metavar=metavar(field), help=f"{setting.description}{default}".replace("%", "%%")
         )

@@ -110,7 +110,7 @@ class ServerProbe:
         if holding or not follows_head:
             return CheckResult("lag", "ok", f"{summary}, as ordered (hold, target or policy)", figures)
         if self._status.field("lag", int) == 0 and self._status.field("head.version", int) == head:
-            return CheckResult("lag", "ok", f"{summary}; the versions in between are quarantined", figures)
+            return CheckResult("lag", "ok", f"{summary}; the versions in between are quarantined or not exact", figures)
         remedy = "If this persists: see `last_error` and the server's log, and check that the server reaches the bucket"
         return CheckResult("lag", "warning", summary, figures, remedy)
 

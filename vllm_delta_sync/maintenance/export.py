@@ -184,7 +184,11 @@ def choose_version(run: Run, version: Version) -> tuple[Manifest, list[str]]:
     """Return the version to export, and notes about it."""
     manifest = run.resolve(version)
     if manifest.quarantine is None:
-        return manifest, []
+        held = manifest.held_back
+        if held is None:
+            return manifest, []
+        note = f"version {manifest.version} is not the trainer's exact state, version {held.exact} is: {held.summary()}"
+        return manifest, [note]
     reasons = "; ".join(manifest.quarantine.reasons)
     if version is not None:
         return manifest, [f"version {manifest.version} is quarantined: {reasons}"]

@@ -136,6 +136,10 @@ class StatusView(Protocol):
     def served_run(self) -> str | None:
         """See Receiver."""
 
+    @property
+    def inexact(self) -> dict[int, Answer]:
+        """See Receiver."""
+
     def status(self) -> Answer:
         """See Receiver; adds ``server`` (index of this one), ``role`` (leader or follower) and ``servers`` (all)."""
 
@@ -250,6 +254,10 @@ class LeaderServer:
     def served_run(self) -> str | None:
         return self._service.receiver.served_run
 
+    @property
+    def inexact(self) -> dict[int, Answer]:
+        return self._service.receiver.inexact
+
     def status(self) -> Answer:
         """See Receiver; adds this API server's role and the list of all."""
         index = 0 if self._group is None else self._group.index
@@ -273,7 +281,8 @@ class LeaderServer:
             changed.set()
 
     def _view(self) -> Answer:
-        return {"status": self.status(), "served": self.served_version, "run": self.served_run}
+        inexact = list(self.inexact.items())  # not a dictionary: JSON would make its keys strings
+        return {"status": self.status(), "served": self.served_version, "run": self.served_run, "inexact": inexact}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         changed = asyncio.Event()
@@ -351,6 +360,11 @@ class FollowerClient:
     def served_run(self) -> str | None:
         view = self._view
         return None if view is None else view["run"]
+
+    @property
+    def inexact(self) -> dict[int, Answer]:
+        view = self._view
+        return {} if view is None else dict(view["inexact"])
 
     def status(self) -> Answer:
         """See Receiver, as of its last change.

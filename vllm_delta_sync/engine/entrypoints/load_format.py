@@ -116,7 +116,8 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         """
         began = time.perf_counter()
         run, choose_version = self._agree_on_version()
-        held, state = rebuild(run, choose_version, model_config.model, self._serves_quarantined)
+        exact = load_settings().require_exact
+        held, state = rebuild(run, choose_version, model_config.model, self._serves_quarantined, exact)
         if from_rank_0(held.version) != held.version:
             raise EngineError(f"this rank could rebuild version {held.version}, rank 0 another one; restart the server")
         fingerprints = tuple(value.hex() for value in state.fingerprints)
@@ -158,7 +159,8 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         order = peek_order(settings)
         settings = settings if order is None else apply_order(settings, order)
         run = self.run if order is None or order.bucket is None else self._open(settings, settings.bucket)
-        head = newest_good_manifest(run, self._serves_quarantined, TrustedHead(settings, run.keyring, writes=False))
+        trusted_head = TrustedHead(settings, run.keyring, writes=False)
+        head = newest_good_manifest(run, self._serves_quarantined, trusted_head, settings.require_exact)
         holds = order is not None and order.holding and order.run == run.info.run
         version = order.version if order is not None and holds else None
         if version is None and settings.target == HEAD:

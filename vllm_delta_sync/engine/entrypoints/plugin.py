@@ -73,7 +73,7 @@ class EndpointPlugin:
             logger.warning("admin_token_file can be read by other users; run chmod 600 on it")
         fail_when_engine_died(engine_client)
         weight_transfer.install_on_server(engine_client, controller, settings.bucket)
-        spans.install(engine_client, state, lambda: controller.receiver.served_run)
+        spans.install(engine_client, state, lambda: controller.receiver.served_run, lambda: controller.receiver.inexact)
         await controller.start()
         logger.info("following %s (policy %s)", public_url(settings.bucket), settings.policy)
 

@@ -19,6 +19,7 @@ class RevocationHandler:
 
     def __init__(self, settings: Settings, board: StatusBoard, history: History, updater: WeightUpdater) -> None:
         self._serves_quarantined = settings.quarantined == "serve"
+        self._require_exact = settings.require_exact
         self._board = board
         self._history = history
         self._updater = updater
@@ -120,6 +121,8 @@ class RevocationHandler:
         if manifest is None:
             return False
         if manifest.quarantine is not None and not self._serves_quarantined:
+            return False
+        if manifest.held_back is not None and self._require_exact:
             return False
         try:
             self._history.check_in_history(manifest)

@@ -35,8 +35,10 @@ class RunSession:
         self.target_unavailable = False
         self._last_skipped = -1
         serves_any = settings.quarantined == "serve"
-        self.history = History(settings.bucket, keyring, TrustedHead(settings, keyring), settings.store(), serves_any)
-        self.planner = UpdatePlanner(self.history, serves_any)
+        exact = settings.require_exact
+        trusted_head = TrustedHead(settings, keyring)
+        self.history = History(settings.bucket, keyring, trusted_head, settings.store(), serves_any, exact)
+        self.planner = UpdatePlanner(self.history, serves_any, exact)
         self.updater = WeightUpdater(port, settings, board, self.history, self.planner, ranks)
         self.revocation = RevocationHandler(settings, board, self.history, self.updater)
         self.identifier = WeightIdentifier(settings, board, self.history, ranks, self._refuse)

@@ -6,7 +6,7 @@ of its choices, a stream gets them in its last chunk (``add_spans``).
 """
 
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,16 +27,24 @@ class SpanRecord:
 
     started: int = 0
     finished: int = 0
-    spans: list[dict[str, int | None]] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
         """Whether all prompts have finished."""
         return 0 < self.started == self.finished
 
-    def document(self, run: str | None) -> dict[str, Any]:
-        """Return the member ``delta_sync`` of a response."""
-        return {"run": run, "spans": sorted(self.spans, key=lambda span: (span["index"], span["start"]))}
+    def document(self, run: str | None, inexact: Mapping[int, Any]) -> dict[str, Any]:
+        """Return the member ``delta_sync`` of a response.
+
+        Args:
+            inexact: for versions that are not exact, what their spans show as ``held_back``.
+        """
+        spans = [
+            {**span, "held_back": inexact[span["version"]]} if span["version"] in inexact else span
+            for span in sorted(self.spans, key=lambda span: (span["index"], span["start"]))
+        ]
+        return {"run": run, "spans": spans}
 
     async def watch(self, prompt: int, choices: int, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         """Pass outputs through and record the spans of finished ones."""
@@ -55,11 +63,21 @@ class SpanRecord:
             self.spans.append({"index": index, "version": version, "start": span.start, "end": span.end})
 
 
-def install(engine_client: Any, state: Any, run_id: Callable[[], str | None]) -> None:
+def _all_exact() -> Mapping[int, Any]:
+    return {}
+
+
+def install(
+    engine_client: Any,
+    state: Any,
+    run_id: Callable[[], str | None],
+    inexact: Callable[[], Mapping[int, Any]] = _all_exact,
+) -> None:
     """Wrap the engine client and the two OpenAI serving objects of an API server.
 
     Args:
-        run_id: returns the run that versions belong to.
+        run_id: returns the run that versions belong to. inexact: returns its versions that are not exact, see
+            ``SpanRecord.document``.
     """
     patches.wrap_method(engine_client, "generate", _generate)
     for attribute, method in (
@@ -68,7 +86,7 @@ def install(engine_client: Any, state: Any, run_id: Callable[[], str | None]) ->
     ):
         serving = getattr(state, attribute, None)
         if serving is not None:
-            patches.wrap_method(serving, method, _respond(run_id))
+            patches.wrap_method(serving, method, _respond(run_id, inexact))
 
 
 def _generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +101,7 @@ def _generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return record.watch(prompt, getattr(params, "n", 1) or 1, outputs)
 
 
-def _respond(run_id: Callable[[], str | None]) -> Callable[..., Any]:
+def _respond(run_id: Callable[[], str | None], inexact: Callable[[], Mapping[int, Any]]) -> Callable[..., Any]:
     async def respond(original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(request, "use_beam_search", False):
             # vLLM searches in generations of one token each, which no span could place.
@@ -96,15 +114,19 @@ def _respond(run_id: Callable[[], str | None]) -> Callable[..., Any]:
             ends = run_id()
             return ends if began in (None, ends) else None
 
+        def document() -> dict[str, Any]:
+            named = run()
+            return record.document(named, {} if named is None else inexact())
+
         token = _current.set(record)
         try:
             response = await original(request, *args, **kwargs)
         finally:
             _current.reset(token)
         if isinstance(response, AsyncGenerator):
-            return add_spans(response, lambda: record.document(run()) if record.complete else None)
+            return add_spans(response, lambda: document() if record.complete else None)
         if hasattr(response, "choices"):
-            response.delta_sync = record.document(run())
+            response.delta_sync = document()
         return response
 
     return respond

@@ -22,9 +22,11 @@ class History:
         keyring: keys that must have signed the run. trusted_head: refuses heads older than one seen before.
         store: options of the store; if None, from the environment.
         serves_quarantined: whether quarantined versions are served like others.
+        require_exact: whether versions that are not exact are skipped.
 
     Attributes:
         head: manifest of the newest good version; None before the first poll.
+        goal: the newest version that a receiver of the head serves; None if there is none.
         expired: set if HEAD.json had expired at the last poll.
         undo_manifests: manifests of the versions in the undo log, so that a rollback needs no network.
     """
@@ -36,15 +38,17 @@ class History:
         trusted_head: TrustedHead,
         store: StoreOptions | None = None,
         serves_quarantined: bool = False,
+        require_exact: bool = False,
     ) -> None:
         self._url = url
-        self._serves_quarantined = serves_quarantined
+        self._serves_quarantined, self._require_exact = serves_quarantined, require_exact
         self.store = store
         self.keyring = keyring
         self.trusted_head = trusted_head
         self._run: Run | None = None
         self._origins: list[RunVersion] = []
         self.head: Manifest | None = None
+        self.goal: int | None = None
         self.expired: ExpiredError | None = None
         self._stopped_by: DeltaSyncError | None = None
         self.undo_manifests: dict[int, Manifest] = {}
@@ -68,7 +72,7 @@ class History:
         self.trusted_head.check_run(run)
         self._run = run
         self._origins = []
-        self.head = None
+        self.head = self.goal = None
         self.undo_manifests.clear()
         return self._run
 
@@ -100,6 +104,8 @@ class History:
             raise
         self.expired = self.trusted_head.check_expiry(self.run, stopped_by)
         self.trusted_head.accept_head(self.run, head, stopped_by, served)
+        if self.head is None or self.head.digest != head.digest:
+            self.goal = self.run.newest_to_serve(head, self._serves_quarantined, self._require_exact)
         self.head, self._stopped_by = head, stopped_by
         return stopped_by
 
@@ -121,12 +127,6 @@ class History:
         """Sequence number of keys.json; 0 if the run has none."""
         file = self.run.verifier.keys.file
         return 0 if file is None else file.sequence
-
-    @property
-    def goal(self) -> int | None:
-        """The newest version that a receiver of the head serves; None if there is none."""
-        head = self.head
-        return None if head is None else head.version if self._serves_quarantined else head.sound
 
     def unpublished(self, version: int) -> NotFoundError | None:
         """Return the error for a version that was not published when last polled; None if it was."""

@@ -31,15 +31,16 @@ class UpdatePlanner:
 
     Args:
         quarantined: whether any quarantined version may be served.
+        exact: whether only exact versions may be served.
 
     Attributes:
-        requested_version: an explicitly requested version, served even if it is quarantined.
+        requested_version: an explicitly requested version, served even if it is quarantined or not exact.
         feedback: what staging and commits found out; the updater reports to it.
     """
 
-    def __init__(self, history: History, quarantined: bool = False) -> None:
+    def __init__(self, history: History, quarantined: bool = False, exact: bool = False) -> None:
         self._history = history
-        self._quarantined = quarantined
+        self._quarantined, self._exact = quarantined, exact
         self.requested_version: int | None = None
         self.feedback = PlanFeedback()
         self._planners: dict[str, ReadPlanner] = {}
@@ -221,7 +222,7 @@ class UpdatePlanner:
                 )
                 return None
             return UpdatePlan(target, [taken for taken, _ in path[:number]])
-        raise ChainError(f"no version after {position.version} on the path is readable and not quarantined")
+        raise ChainError(f"no version after {position.version} on the path is readable and may be served")
 
     def _has_other_digest(self, target: Manifest, step: Step) -> bool:
         if step.run.info.run == target.run:
@@ -231,7 +232,9 @@ class UpdatePlanner:
 
     def _may_serve(self, manifest: Manifest) -> bool:
         """Return whether a commit may end at a version, which then generates."""
-        return manifest.quarantine is None or self._quarantined or manifest.version == self.requested_version
+        allowed = self._quarantined or manifest.quarantine is None
+        exact = not self._exact or manifest.held_back is None
+        return (allowed and exact) or manifest.version == self.requested_version
 
     # Snapshots and rebuilds instead of steps
 

@@ -27,11 +27,13 @@ from vllm_delta_sync.tensors.state import ModelState
 SECONDS_BETWEEN_LINES = 5.0
 
 
-def newest_good_manifest(run: Run, quarantined: bool = False, trusted_head: TrustedHead | None = None) -> Manifest:
+def newest_good_manifest(
+    run: Run, quarantined: bool = False, trusted_head: TrustedHead | None = None, exact: bool = False
+) -> Manifest:
     """Return the newest good manifest of a run.
 
     Args:
-        quarantined: whether a quarantined version is acceptable.
+        quarantined: whether a quarantined version is acceptable. exact: whether only an exact version is.
         trusted_head: refuses what contradicts what it has seen before.
 
     Raises:
@@ -52,25 +54,31 @@ def newest_good_manifest(run: Run, quarantined: bool = False, trusted_head: Trus
         trusted_head.check_fresh(run, error, expired)
     if error is not None:
         logger.error("what follows version %d cannot be used: %s", manifest.version, error)
-    if manifest.quarantine is None or quarantined:
+    newest = run.newest_to_serve(manifest, quarantined, exact)
+    if newest == manifest.version:
         return manifest
-    if manifest.sound is None:
+    if newest is None:
         raise NotFoundError(
             f"every version of run {run.info.run} at {run.bucket.url!r} is quarantined; publish a sound one, or set "
             'quarantined = "serve"'
         )
-    logger.warning("version %d is quarantined and skipped: %s", manifest.version, manifest.quarantine.summary())
-    sound = run.manifest(manifest.sound)
-    run.verifier.check_descends(manifest, sound)
-    return sound
+    if manifest.quarantine is not None:
+        logger.warning("version %d is quarantined and skipped: %s", manifest.version, manifest.quarantine.summary())
+    elif manifest.held_back is not None:
+        logger.info("version %d is not exact and skipped: %s", manifest.version, manifest.held_back.summary())
+    found = run.manifest(newest)
+    run.verifier.check_descends(manifest, found)
+    return found
 
 
-def rebuild(run: Run, head: Manifest, folder: str, quarantined: bool = False) -> tuple[Manifest, ModelState]:
+def rebuild(
+    run: Run, head: Manifest, folder: str, quarantined: bool = False, exact: bool = False
+) -> tuple[Manifest, ModelState]:
     """Rebuild ``head``, or the last version before it that can be reached.
 
     Args:
         folder: model folder given to vLLM; see ``restore_version``.
-        quarantined: whether an earlier version that is quarantined is acceptable.
+        quarantined: whether an earlier version that is quarantined is acceptable. exact: whether only exact ones are.
 
     Returns:
         the manifest of the rebuilt version, and its weights, whose fingerprint was checked.
@@ -89,8 +97,8 @@ def rebuild(run: Run, head: Manifest, folder: str, quarantined: bool = False) ->
                 raise
             first, failed = first or error, error
         earlier = _newest_before(run, target, avoid)
-        while earlier is not None and earlier.quarantine is not None and not quarantined:
-            earlier = None if earlier.sound is None else run.manifest(earlier.sound)
+        while earlier is not None and (newest := run.newest_to_serve(earlier, quarantined, exact)) != earlier.version:
+            earlier = None if newest is None else run.manifest(newest)
         if earlier is None:
             raise first
         run.verifier.check_descends(head, earlier)

@@ -48,7 +48,7 @@ class Edge:
         info: of the document. start, end: versions that it leads from and to.
         refs: (key, bytes) of its objects. reversible: whether it can be reverted.
         used: whether readers use it.
-        digest, parent, sidecars (keys), quarantined: of a manifest.
+        digest, parent, sidecars (keys), quarantined, exact: of a manifest.
         revoked: of a manifest: its signing key is revoked for this version, so every reader refuses it.
     """
 
@@ -61,6 +61,7 @@ class Edge:
     digest: str = ""
     parent: str | None = None
     quarantined: bool = False
+    exact: bool = True
     revoked: bool = False
     sidecars: tuple[str, ...] = ()
 
@@ -103,6 +104,12 @@ class RunGraph:
     def sound(self) -> int | None:
         """Newest version that servers accept, neither quarantined nor revoked; None if there is none."""
         return next((edge.end for edge in reversed(self.history) if not edge.quarantined and not edge.revoked), None)
+
+    @property
+    def exact(self) -> int | None:
+        """Newest version that servers with ``require_exact`` accept; ``sound`` in a run without byte budgets."""
+        accepted = (edge for edge in reversed(self.history) if not edge.quarantined and not edge.revoked and edge.exact)
+        return next((edge.end for edge in accepted), None)
 
     def is_complete(self, edge: Edge) -> bool:
         """Return whether all objects of a document are stored with their declared sizes."""
@@ -229,6 +236,7 @@ def _edge_of_manifest(manifest: Manifest, info: ObjectInfo) -> Edge:
         digest=manifest.digest,
         parent=manifest.parent,
         quarantined=manifest.quarantine is not None,
+        exact=manifest.held_back is None,
         sidecars=tuple(item.key for item in manifest.sidecars),
     )
 

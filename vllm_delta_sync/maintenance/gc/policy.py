@@ -130,6 +130,8 @@ class _Planner:
         found: dict[int, dict[str, None]] = {graph.head: {"head": None}}
         if graph.sound is not None and graph.sound != graph.head:
             found[graph.sound] = {"sound": None}
+        if graph.exact is not None and graph.exact not in found:
+            found[graph.exact] = {"exact": None}
 
         def want(version: int, reason: str) -> None:
             if version <= graph.head and not graph.history[version].revoked:
@@ -164,7 +166,7 @@ class _Planner:
 
     def _is_abandoned(self, version: int) -> bool:
         record = self._record
-        if record is None or version in (self._graph.head, self._graph.sound):
+        if record is None or version in (self._graph.head, self._graph.sound, self._graph.exact):
             return False
         if record.head is not None:
             return record.gave_up(version)
@@ -204,14 +206,13 @@ class _Planner:
         self._keep_all((edge for edge in self._graph.standalone if edge.used and edge.start >= max(0, begin)), "last")
 
     def _keep_paths_onward(self) -> None:
-        """Keep the paths to the head from live receivers, and from the newest sound version if that is another one."""
-        head, sound = self._graph.head, self._graph.sound
+        """Keep the paths to the head from live receivers, and from the newest sound and exact ones if they differ."""
+        head, sound, exact = self._graph.head, self._graph.sound, self._graph.exact
         served: set[int | None] = {
             lease.served for lease in self._leases if lease.served in self._versions_held_by(lease)
         }
-        if sound != head:
-            served.add(sound)
-        for target in {head, sound}:
+        served |= {sound, exact} - {head}
+        for target in {head, sound, exact}:
             if target is not None and served - {None}:
                 paths = paths_to(self._edges, target, self._is_unsettled)
                 for version in served:
@@ -219,12 +220,12 @@ class _Planner:
                         self._keep_all(paths.path_to(version), "onward")
 
     def _keep_anchors(self) -> None:
-        """Keep milestones' anchors, and the newest anchors leading to the head and sound version, for servers without
-        the base."""
+        """Keep milestones' anchors, and the newest anchors leading to the head, sound and exact version, for servers
+        without the base."""
         anchors = [edge for edge in self._edges if edge.start == NOTHING and edge.refs]
         milestones = {tag.version for tag in self._graph.tags.values() if tag.milestone}
         self._keep_all((edge for edge in anchors if edge.end in milestones & self._planned.kept.keys()), "milestone")
-        for target in {self._graph.head, self._graph.sound}:
+        for target in {self._graph.head, self._graph.sound, self._graph.exact}:
             if target is not None:
                 self._keep_anchor_of(target, anchors)
 
@@ -311,6 +312,7 @@ class _Planner:
         reasons = {
             "head": f"needed by the head, version {head}",
             "sound": f"needed by version {self._graph.sound}, the newest not quarantined",
+            "exact": f"needed by version {self._graph.exact}, the newest that is the trainer's exact state",
             "last": ("needed by the newest version" if last == 1 else f"needed by the newest {last} versions")
             + (f" (--keep-last), and the run has {head + 1}" if head < last else " (--keep-last)"),
             "every": f"needed by versions divisible by {policy.keep_every} (--keep-every)",
