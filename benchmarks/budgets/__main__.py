@@ -1,0 +1,169 @@
+"""Byte budgets in a reinforcement learning loop: the reward with 50, 25 and 10 % of the bytes, against the exact run.
+
+The loop of ``examples/rl_loop.py``: policy, task, loss and optimizer, and a publisher that writes a version for each
+step. Instead of a vLLM server a copy of the policy samples, in this process, with weights that it reads from the run:
+it applies each delta, and holds bit for bit what was published. For each seed, the exact run comes first. The others
+begin with the same weights, and a version may have at most that share of the exact run's mean bytes. Distance is
+``relative_norm`` of the manifests: how far the weights that sample are from the trainer's, relative to their norm.
+
+The reward is the mean of the last steps. A run has few steps, and few seeds: read it with its range over the seeds.
+"""
+
+import copy
+import random
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.breakeven.__main__ import apply
+from benchmarks.common.rows import Row, parser, row, write
+from benchmarks.common.tables import grid
+from examples import rl_loop
+from examples.rl_loop import Answer
+from trainer_side import Budget, Publisher
+from vllm_delta_sync import open_run
+from vllm_delta_sync.tensors.torch_views import bits_of
+
+BENCH = "budgets"
+SHARES = (0.5, 0.25, 0.1)
+SEEDS = (0, 1, 2)
+STEPS = 30
+LAST = 10
+"""Steps at the end whose rewards are averaged."""
+
+
+class Sampler:
+    """Stands in for a server: samples with weights that follow the publisher's run."""
+
+    def __init__(self, model: torch.nn.Module, publisher: Publisher, seed: int) -> None:
+        self._model, self._publisher = copy.deepcopy(model), publisher
+        self._run = open_run(publisher.url)
+        parameters = dict(self._model.named_parameters())
+        self._bits = [bits_of(parameters[spec.name]) for spec in self._run.table]
+        self._generator = torch.Generator().manual_seed(seed)
+        self.version = publisher.version
+
+    def wait_version(self, version: int) -> None:
+        """Apply the versions up to this one."""
+        while self.version < version:
+            self.version += 1
+            apply(self._run.changes(self._run.manifest(self.version)), self._bits)
+
+    def request(self, method: str, path: str) -> Any:
+        """The status that the loop reads."""
+        return {"last_error": None, "recent": [], "served": {"version": self.version}}
+
+    @torch.no_grad()
+    def sample(self, prompts: list[list[int]], samples: int, temperature: float) -> list[Answer]:
+        """``samples`` answers to each prompt, sampled at temperature 1 by the newest version."""
+        self._publisher.flush()
+        self.wait_version(self._publisher.version)
+        rows = [list(prompt) for prompt in prompts for _ in range(samples)]
+        begins = [len(row) for row in rows]
+        logprobs: list[list[float]] = [[] for _ in rows]
+        going = list(range(len(rows)))
+        for _ in range(rl_loop.MAX_ANSWER_TOKENS):
+            width = max(len(rows[number]) for number in going)
+            tokens = torch.full((len(going), width), rl_loop.IDS[rl_loop.PAD])
+            for line, number in enumerate(going):
+                tokens[line, : len(rows[number])] = torch.tensor(rows[number])
+            logits = self._model(input_ids=tokens, use_cache=False).logits.float()
+            ends = torch.tensor([len(rows[number]) - 1 for number in going])
+            chances = torch.log_softmax(logits[torch.arange(len(going)), ends], dim=-1)
+            chosen = torch.multinomial(chances.exp(), 1, generator=self._generator).squeeze(1).tolist()
+            for line, (number, token) in enumerate(zip(going, chosen, strict=True)):
+                rows[number].append(token)
+                logprobs[number].append(float(chances[line, token]))
+            going = [number for number in going if rows[number][-1] != rl_loop.IDS[rl_loop.EOS]]
+            if not going:
+                break
+        return [self._answer(row[begin:], found) for row, begin, found in zip(rows, begins, logprobs, strict=True)]
+
+    def _answer(self, tokens: list[int], logprobs: list[float]) -> Answer:
+        finished = tokens[-1] == rl_loop.IDS[rl_loop.EOS]
+        text = "".join(rl_loop.VOCABULARY[token] for token in (tokens[:-1] if finished else tokens))
+        return Answer(text, tokens, logprobs, [self.version] * len(tokens), finished)
+
+
+def any_reward(word: str, text: str, finished: bool) -> float:
+    """For ``--quick``, whose policy has learned nothing: a reward that answers differ in."""
+    return float(len(text) % 2)
+
+
+def train(model: torch.nn.Module, seed: int, steps: int, max_bytes: int | None) -> tuple[list[Any], list[float]]:
+    """Train a copy of the policy → the loop's figures for each step, and the distance of each version."""
+    model = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    budget = None if max_bytes is None else Budget(max_bytes=max_bytes)
+    with tempfile.TemporaryDirectory() as folder:
+        with Publisher(model, folder, codec="packed", budget=budget) as publisher:
+            sampler = Sampler(model, publisher, seed)
+            training = rl_loop.Training(model, publisher, sampler, steps, seed)  # type: ignore[arg-type]
+            training.run(float("inf"))
+        log = list(open_run(folder).log())[1 : steps + 1]
+    held = [manifest.held_back for manifest in log]
+    return training.steps, [0.0 if item is None else item.relative_norm or 0.0 for item in held]
+
+
+def measure(case: str, seed: int, steps: Sequence[Any], distances: Sequence[float]) -> list[Row]:
+    """The rows of one run."""
+    named = f"{case}, seed {seed}"
+    last = steps[-LAST:]
+    return [
+        row(BENCH, named, "reward", float(np.mean([step["reward"] for step in last])), "of 1"),
+        row(BENCH, named, "bytes per version", float(np.mean([step["payload_bytes"] for step in steps])), "B"),
+        row(BENCH, named, "largest version", max(step["payload_bytes"] for step in steps), "B"),
+        row(BENCH, named, "mean distance", float(np.mean(distances)), "of the norm"),
+        row(BENCH, named, "last distance", distances[-1], "of the norm"),
+    ]
+
+
+def summarise(rows: Sequence[Row], seeds: int) -> list[Row]:
+    """Means over the seeds, and the range of the rewards."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for item in rows:
+        case = item["case"].partition(", seed ")[0]
+        found.setdefault((case, item["metric"], item["unit"]), []).append(item["value"])
+    means = []
+    for (case, metric, unit), values in found.items():
+        named = f"{case}, {seeds} seeds"
+        means.append(row(BENCH, named, metric, float(np.mean(values)), unit))
+        if metric == "reward":
+            means.append(row(BENCH, named, "least reward", min(values), unit))
+            means.append(row(BENCH, named, "most reward", max(values), unit))
+    return means
+
+
+def tables(rows: list[Row]) -> list[str]:
+    """Markdown: a line for each share, means over the seeds."""
+    columns = ("reward", "least reward", "most reward", "bytes per version", "mean distance", "last distance")
+    return grid("versions of", [item for item in rows if item["case"].endswith(" seeds")], columns)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    known = parser(BENCH, __doc__ or "")
+    known.add_argument("--steps", type=int, default=STEPS, help=f"of each run (default: {STEPS})")
+    options = known.parse_args(arguments)
+    seeds, steps = (SEEDS[:1], 3) if options.quick else (SEEDS, options.steps)
+    if options.quick:
+        rl_loop.reward = any_reward
+    rows: list[Row] = []
+    for seed in seeds:
+        policy = rl_loop.make_model(seed)
+        if not options.quick:
+            rl_loop.warm_up(policy, seed)
+        exact, distances = train(policy, seed, steps, None)
+        rows += measure("exact", seed, exact, distances)
+        mean = float(np.mean([step["payload_bytes"] for step in exact]))
+        for share in SHARES[-1:] if options.quick else SHARES:
+            figures, distances = train(policy, seed, steps, max(1, int(share * mean)))
+            rows += measure(f"{100 * share:g} % of the bytes", seed, figures, distances)
+    write(options.json, [*rows, *summarise(rows, len(seeds))])
+
+
+if __name__ == "__main__":
+    main()
