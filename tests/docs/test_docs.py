@@ -110,7 +110,7 @@ def run_python(code: str, folder: Path) -> str:
 
 
 def blocks_of_the_readme(shared: Path) -> list[str]:
-    """Those that need no vLLM: a trainer, a reader, a training that goes on, and a gate."""
+    """Those that need no vLLM: a trainer, a reader, a training that goes on, a gate, and a budget."""
     found = [block for block in python_blocks("README.md") if "vllm import LLM" not in block]
     for text in (SHARED, "tcp://*:5555"):
         assert text in found[0] + found[1]
@@ -120,7 +120,7 @@ def blocks_of_the_readme(shared: Path) -> list[str]:
 def test_blocks_of_the_readme_run(tmp_path: Path) -> None:
     """On a tiny model in place of the one downloaded."""
     checkpoint = save_checkpoint(make_model("qwen3"), tmp_path / "Qwen3-0.6B")
-    trainer, reader, _, _ = blocks_of_the_readme(tmp_path / "shared")
+    trainer, reader, *_ = blocks_of_the_readme(tmp_path / "shared")
     said = run_python(trainer, tmp_path)
     steps = int(re.findall(r"range\(1, (\d+)\)", trainer)[0]) - 1
     assert re.findall(r"^step (\d+): version (\d+), ", said, re.MULTILINE) == [
@@ -137,7 +137,7 @@ def test_other_blocks_of_the_readme_run(tmp_path: Path) -> None:
     """They go on where a training of their own has ended."""
     save_checkpoint(make_model("qwen3"), tmp_path / "Qwen3-0.6B")
     shared = tmp_path / "again"
-    trainer, _, again, gate = blocks_of_the_readme(shared)
+    trainer, _, again, gate, budget = blocks_of_the_readme(shared)
     first = re.sub(r"range\(1, \d+\)", "range(1, 19)", trainer, count=1)
     run_python(f"{first}\n{again}", tmp_path)
     run = open_run(str(shared / "first-run"))
@@ -145,6 +145,8 @@ def test_other_blocks_of_the_readme_run(tmp_path: Path) -> None:
     assert [tag.version for tag in run.tags().values()] == [19]
     gated = first.replace(str(shared), str(tmp_path / "gated")).replace("base=", "gate=gate, base=")
     assert "version 18" in run_python(f"{gate}\n{gated}", tmp_path)
+    within = first.replace(str(shared), str(tmp_path / "within")).replace("base=", "budget=budget, base=")
+    assert "version 18" in run_python(f"{budget}\n{within}", tmp_path)
     check_upkeep(shared, tmp_path)
 
 
