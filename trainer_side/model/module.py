@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from trainer_side.model.conversion_trace import Route, View, trace
+from trainer_side.model.lora import LoraLayers
 from trainer_side.model.sources import CheckpointTensor, LiveTensors, changed, check_name, check_readable, storage_key
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.redaction import guarded_logger
@@ -27,6 +28,9 @@ _WRAPPERS = {
     "DeepSpeedEngine": "module",
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
+    # Those of PEFT: a PeftModel around a tuner, such as LoraModel, around the model.
+    "PeftModel": "base_model",
+    "BaseTuner": "model",
 }
 
 State = dict[str, torch.Tensor]
@@ -41,16 +45,18 @@ class ModuleForm:
         aliases: checkpoint name of a tied duplicate → checkpoint name of the tensor that is published.
     """
 
-    def __init__(self, model: nn.Module, *, described: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, described: bool = False, merges_adapters: bool = False) -> None:
         """Find how the module's tensors map to its checkpoint.
 
         Args:
             described: the module only describes the model, and its tensors may be on the meta device.
+            merges_adapters: the caller merges LoRA adapters (``lora_layers``); otherwise they are refused.
         """
         self._model = unwrap(model)
-        _refuse_unpublishable(self._model)
+        self._merges_adapters = merges_adapters
+        _refuse_unpublishable(self._model, merges_adapters)
         self._described = described
-        state = _module_state(self._model, described)
+        state = self._read_state(self.lora_layers())
         self._ties = _find_ties(self._model, state)
         self._geometry = _geometry(state)
         self.routes = self._trace(state)
@@ -64,11 +70,28 @@ class ModuleForm:
         if not self.tensors:
             raise ModelError(f"{type(model).__name__} has no tensor to publish")
 
-    def state(self) -> State:
-        """Return the module's current tensors, sharded ones unchanged, all others detached."""
-        state = _module_state(self._model, self._described)
+    def state(self, lora: LoraLayers | None = None) -> State:
+        """Return the module's current tensors, sharded ones unchanged, all others detached.
+
+        Args:
+            lora: the module's ``lora_layers``; the tensors are those of the base, before they are merged.
+        """
+        state = self._read_state(lora)
         self._check_unchanged(state)
+        if lora is not None:
+            lora.check_ties(self._ties)
         return state
+
+    def lora_layers(self) -> LoraLayers | None:
+        """Return the module's LoRA layers, if the caller merges them. Raises ModelError, see ``LoraLayers``."""
+        return LoraLayers(self._model) if self._merges_adapters else None
+
+    def _read_state(self, lora: LoraLayers | None) -> State:
+        state = _module_state(self._model, self._described)
+        if lora is None:
+            return state
+        named = ((lora.base_name(name), tensor) for name, tensor in state.items())
+        return {name: tensor for name, tensor in named if name is not None}
 
     def _trace(self, state: State) -> dict[str, Route]:
         untied = {name: tensor for name, tensor in state.items() if name not in self._ties}
@@ -119,16 +142,24 @@ class ModuleForm:
 
 
 class ModuleTensors(LiveTensors):
-    """Tensors of a module that this process holds alone, under the names and shapes of its checkpoint."""
+    """Tensors of a module that this process holds alone, under the names and shapes of its checkpoint.
+
+    Of a PEFT model those of its base, with the active LoRA adapters merged; see ``LoraLayers``.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._form = ModuleForm(model)
+        self._form = ModuleForm(model, merges_adapters=True)
         self.tensors, self.aliases = self._form.tensors, self._form.aliases
         for _ in self.read():
             pass
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        state = {name: _held_whole(name, tensor) for name, tensor in self._form.state().items()}
+        lora = self._form.lora_layers()
+        state: Mapping[str, torch.Tensor] = {
+            name: _held_whole(name, tensor) for name, tensor in self._form.state(lora).items()
+        }
+        if lora is not None:
+            state = lora.merged(state)
         for name, route in self._form.routes.items():
             yield name, route.read(state)
 
@@ -159,7 +190,7 @@ def _wrapper_attribute(module: nn.Module) -> str | None:
     return None
 
 
-def _refuse_unpublishable(model: nn.Module) -> None:
+def _refuse_unpublishable(model: nn.Module, merges_adapters: bool) -> None:
     for name, module in model.named_modules():
         if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
             raise ModelError(
@@ -167,9 +198,10 @@ def _refuse_unpublishable(model: nn.Module) -> None:
                 "fully_shard (FSDP2), or publish from one rank through a function that yields (checkpoint name, full "
                 "tensor)"
             )
-        if getattr(module, "peft_config", None):
+        if getattr(module, "peft_config", None) and not merges_adapters:
             raise ModelError(
-                f"module {name or type(module).__name__!r} carries PEFT adapters; merge them into a copy of "
+                f"module {name or type(module).__name__!r} carries PEFT adapters and is published by several ranks "
+                "together; merge them into a copy of "
                 "the weights (merge_and_unload) and publish that, or pass an iterable of (checkpoint name, "
                 "merged tensor)"
             )

@@ -1,0 +1,144 @@
+"""PEFT models, published merged into their base: bit for bit what ``merge_and_unload`` of a copy gives."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from tests.support.architectures import qwen3, qwen3_moe, same_bits, saved, train
+from tests.support.publishing import assert_holds, snapshot
+from trainer_side import Publisher
+from trainer_side.model.sources import live_tensors
+from vllm_delta_sync import open_run
+from vllm_delta_sync.errors import ModelError
+
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+EXPERTS: dict[str, Any] = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
+def adapted(model: PreTrainedModel, seed: int = 0, **options: Any) -> PeftModel:
+    """A PEFT model whose adapter changes its targets."""
+    config = LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | options)
+    found: PeftModel = get_peft_model(model, config)
+    randomize(found, seed)
+    return found
+
+
+def randomize(model: nn.Module, seed: int) -> None:
+    """Give every adapter's weights other values: B begins as zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 8)
+
+
+def merged(model: PeftModel, folder: Path) -> dict[str, torch.Tensor]:
+    """What PEFT merges and transformers saves, of a copy."""
+    return saved(copy.deepcopy(model).merge_and_unload(), folder)
+
+
+def two_adapters(model: PreTrainedModel) -> PeftModel:
+    found = adapted(model)
+    found.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "k_proj"], task_type="CAUSAL_LM"))
+    randomize(found, 1)
+    # Both are merged, in this order; PeftModel itself activates only one.
+    found.base_model.set_adapter(["other", "default"])
+    return found
+
+
+CASES: dict[str, Callable[[], PeftModel]] = {
+    "float32": lambda: adapted(qwen3()),
+    "bfloat16 under float32 adapters": lambda: adapted(qwen3().bfloat16()),
+    "bfloat16": lambda: adapted(qwen3().bfloat16()).bfloat16(),
+    "float16": lambda: adapted(qwen3().half()).half(),
+    "rank-stabilized": lambda: adapted(qwen3(), use_rslora=True, rank_pattern={"down_proj": 3}),
+    "embedding": lambda: adapted(qwen3(tied=False).bfloat16(), target_modules=["embed_tokens", "lm_head", "q_proj"]),
+    "modules to save": lambda: adapted(qwen3(tied=False), modules_to_save=["lm_head", "norm"]),
+    "biases": lambda: adapted(qwen3(attention_bias=True), bias="all"),
+    "two adapters": lambda: two_adapters(qwen3().bfloat16()),
+    "experts": lambda: adapted(qwen3_moe().bfloat16(), target_modules=["q_proj"], **EXPERTS),
+}
+
+
+@pytest.mark.parametrize("build", CASES.values(), ids=CASES.keys())
+def test_tensors_are_those_of_merge_and_unload(build: Callable[[], PeftModel], tmp_path: Path) -> None:
+    model = build()
+    before = snapshot(model.state_dict())
+    expected = merged(model, tmp_path)
+    base = saved(copy.deepcopy(model).unload(), tmp_path / "base")
+    read = dict(live_tensors(model).read())
+    assert read.keys() == expected.keys()
+    assert [name for name in expected if not same_bits(read[name], expected[name])] == []
+    changed = [name for name in expected if not same_bits(base[name], expected[name])]
+    assert changed, "the adapter does too little to tell"
+    assert [name for name, tensor in model.state_dict().items() if not same_bits(tensor, before[name])] == []
+
+
+def test_versions_follow_training(url: str, tmp_path: Path) -> None:
+    model = adapted(qwen3())
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    history = [merged(model, tmp_path / "0")]
+    with Publisher(model, url) as publisher:
+        for step in range(1, 4):
+            train(model, optimizer)
+            publisher.publish(step=step, wait=True)
+            history.append(merged(model, tmp_path / str(step)))
+    run = open_run(url)
+    for version, weights in enumerate(history):
+        assert_holds(run, version, weights)
+    assert "config.json" in {file.name for file in run.info.files}
+    moved = {name.split(".")[-2] for name in history[0] if not same_bits(history[0][name], history[3][name])}
+    assert moved == set(TARGETS)
+
+
+def test_adapters_that_transformers_adds_and_peft_has_merged(tmp_path: Path) -> None:
+    model = qwen3()
+    model.add_adapter(LoraConfig(r=4, target_modules=TARGETS, init_lora_weights=False))
+    wrapped = adapted(qwen3())
+    expected = merged(wrapped, tmp_path)
+    assert model.peft_config
+    assert dict(live_tensors(model).read()).keys() == expected.keys()
+    wrapped.merge_adapter()
+    read = dict(live_tensors(nn.DataParallel(wrapped)).read())
+    assert [name for name in expected if not same_bits(read[name], expected[name])] == []
+
+
+def test_the_active_adapter_is_read(tmp_path: Path) -> None:
+    model = two_adapters(qwen3())
+    live = live_tensors(model)
+    model.set_adapter("other")
+    expected = merged(model, tmp_path)
+    read = dict(live.read())
+    assert [name for name in expected if not same_bits(read[name], expected[name])] == []
+
+
+REFUSED: dict[str, tuple[Callable[[], PeftModel], str]] = {
+    "dora": (lambda: adapted(qwen3(), use_dora=True), r"q_proj' has adapter 'default', a variant of LoRA \(DoraLinear"),
+    "bias": (
+        lambda: adapted(qwen3(attention_bias=True), target_modules=["q_proj"], lora_bias=True),
+        "q_proj' has adapter 'default', LoRA with a bias",
+    ),
+    "tied": (lambda: adapted(qwen3(), target_modules=["embed_tokens"]), "has a LoRA adapter and is tied to"),
+    "tokens": (
+        lambda: adapted(qwen3(), trainable_token_indices=[1, 2]),
+        "embed_tokens' is PEFT's TrainableTokensWrapper",
+    ),
+    "other method": (
+        lambda: get_peft_model(qwen3(), AdaLoraConfig(target_modules=TARGETS, total_step=10)),
+        "carries PEFT adapters, of which 'default' is ADALORA, not LORA",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_merged_is_refused_by_name(case: str) -> None:
+    build, message = REFUSED[case]
+    with pytest.raises(ModelError, match=message):
+        live_tensors(build())
