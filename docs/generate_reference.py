@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from reference_tables import RESULT_SECONDS, SPAN_FIELDS, STATUS_FIELDS, TIMINGS, VERIFY_FIELDS
 
 import trainer_side.checkpoint_folders
+import trainer_side.integrations.peft
 import trainer_side.integrations.transformers
 import trainer_side.integrations.trl
 import trainer_side.options
@@ -350,6 +351,8 @@ def python() -> Iterator[str]:
         yield stub(trainer_side.checkpoint_folders, name)
     yield "### `from trainer_side.integrations.trl import DeltaWeightTransfer`"
     yield stub(trainer_side.integrations.trl, "DeltaWeightTransfer")
+    yield "### `from trainer_side.integrations.peft import adapter_publisher`"
+    yield stub(trainer_side.integrations.peft, "adapter_publisher")
     yield "### `from vllm_delta_sync import open_run`"
     yield "Needs neither vLLM nor a trainer; only `Run.tensors` and `Run.load_into` need torch."
     for name in ("open_run", "Run"):

@@ -399,6 +399,14 @@ class Publisher:
             run = self._committer.run
         return Fleet(run).wait(wanted, replicas, timeout)
 
+    def file(self, name: str) -> bytes:
+        """Return one of the small files that the run keeps (``files``), such as ``config.json``; see ``Run.file``."""
+        from vllm_delta_sync.run.model_files import read_file
+
+        with self._lock:
+            self._check_open()
+            return read_file(self._committer.run, name)
+
     def close(self) -> None:
         """Flush, then release threads, sockets and connections. May be called twice.
 

@@ -19,7 +19,13 @@ from vllm_delta_sync.errors import StoreError, UsageError
 from vllm_delta_sync.format.limits import MAX_RUN_FILE_BYTES, MAX_RUN_FILES, MAX_RUN_FILES_BYTES
 from vllm_delta_sync.format.manifest import FILE_NAME
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, MODEL_FILE_SUFFIXES, ResolvedBase, model_files
+from vllm_delta_sync.tensors.checkpoint import (
+    ADAPTER_CONFIG_NAME,
+    CONFIG_NAME,
+    MODEL_FILE_SUFFIXES,
+    ResolvedBase,
+    model_files,
+)
 
 logger = guarded_logger(__name__)
 
@@ -122,10 +128,17 @@ class _SizeBudget:
 
 
 def _files_in(files: str | Path) -> list[Path]:
-    """Return the paths of the files in a folder that the user named."""
+    """Return the paths of the files in a folder that the user named.
+
+    ``adapter_config.json`` makes transformers load an adapter, so it belongs in no model's folder; a folder without
+    ``config.json`` is that of an adapter.
+    """
     if not isinstance(files, str | Path) or not str(files) or not Path(files).is_dir():
         raise UsageError(f"files is {str(files)!r}, not a folder; give one that holds config.json and similar files")
     found = list(model_files(Path(files)).values())
+    adapter = Path(files) / ADAPTER_CONFIG_NAME
+    if adapter.is_file() and not (Path(files) / CONFIG_NAME).exists():
+        found.append(adapter)
     if not found:
         raise UsageError(
             f"files is {str(files)!r}, a folder without any file that a run keeps ({', '.join(MODEL_FILE_SUFFIXES)}); "

@@ -6,6 +6,7 @@ file of a secret. ``DELTA_SYNC_ADMIN_TOKEN`` is the only secret in an environmen
 """
 
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ CONFIG_VARIABLE = "DELTA_SYNC_CONFIG"
 NO_SETTINGS = (CONFIG_VARIABLE, admin_token.VARIABLE, admin_token.DIGEST_VARIABLE)
 HEAD = "head"
 TARGET = rf"^({HEAD}|[0-9]{{1,10}}|tag:{TAG_NAME.pattern})$"
+ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,99}$"
 MAX_CONNECTIONS = 256
 MIN_BYTES_PER_SECOND = 1_000_000
 
@@ -102,6 +104,22 @@ class Settings(StoreOptions):
             "az://container/run, file:///path/run or a plain path.",
         ),
     ]
+    lora_name: Annotated[
+        str | None,
+        Field(
+            pattern=ADAPTER_NAME,
+            description="Name under which the run in `bucket` is served, if it is the run of a LoRA adapter: requests "
+            "ask for it as `model`. vLLM loads the base itself. Requires --enable-lora.",
+        ),
+    ] = None
+    lora_adapters: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="Further LoRA adapters to serve beside the run in `bucket`, as NAME=URL of their runs, "
+            "separated by commas; each follows the head of its run. Requires --enable-lora.",
+        ),
+    ] = None
     target: Annotated[
         str,
         BeforeValidator(lambda value: str(value) if type(value) is int else value),
@@ -301,6 +319,24 @@ class Settings(StoreOptions):
             "DELTA_SYNC_ADMIN_TOKEN to the token. Without either, these routes answer loopback only."
         ),
     ] = None
+
+    def adapters(self) -> dict[str, "Settings"]:
+        """Return name → settings of each run in ``lora_adapters``. Raises SettingsError: an entry is invalid."""
+        found: dict[str, Settings] = {}
+        for entry in (self.lora_adapters or "").split(",") if self.lora_adapters else ():
+            name, _, url = entry.strip().partition("=")
+            if not re.match(ADAPTER_NAME, name) or not url:
+                raise SettingsError(f"lora_adapters has {redact(entry)[:80]!r}, which is not NAME=URL")
+            if name in found or name == self.lora_name:
+                raise SettingsError(f"lora_adapters: adapter {name!r} is named twice")
+            try:
+                check_url(url)
+            except UsageError as error:
+                raise SettingsError(f"lora_adapters: adapter {name!r}: {error.message}") from error
+            found[name] = self.model_copy(
+                update={"bucket": url, "lora_name": name, "lora_adapters": None, "target": HEAD}
+            )
+        return found
 
     def admin_token(self, environment: Mapping[str, str] | None = None) -> admin_token.AdminToken | None:
         """Return the token of ``admin_token_file`` or of the environment. Errors as ``admin_token.load``."""

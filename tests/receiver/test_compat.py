@@ -65,6 +65,7 @@ BREAKS = {
     "ATTACHED": "attach_async() cannot drive an AsyncLLM object",
     "REFUSALS": "an option that cannot be followed is not refused",
     "HTTP": "the server has no /delta_sync routes and follows nothing",
+    "ADAPTERS": "LoRA adapters cannot be taken over from a run",
     "DERIVED": "what vLLM computes from weights after loading goes stale",
 }
 
@@ -90,9 +91,9 @@ compat/patches.py | a launch without the extension goes unnoticed
 compat/patches.py | DERIVED
     vllm.config: vllm._current_vllm_config; vllm.get_cached_compilation_config
 compat/patches.py | SPANS
-    vllm.v1.engine.core_client: AsyncMPClient.set_weight_version_async
+    vllm.v1.engine.core_client: AsyncMPClient.set_weight_version_async; AsyncMPClient.get_weight_version_async
 core/engine_core.py | CORE
-    vllm.v1.engine.core: EngineCoreProc.set_weight_version
+    vllm.v1.engine.core: EngineCoreProc.set_weight_version; EngineCoreProc.get_weight_version
 core/engine_core.py | a /pause during a commit lets new requests wait instead of rejecting them
     vllm.v1.engine.core: EngineCoreProc.pause_generation since 0.33
 core/engine_core.py | a dead engine leaves exit status 0
@@ -153,6 +154,18 @@ compat/cpu_experts.py | CPU
 worker/rank_worker.py | CALLS
     vllm.v1.worker.gpu_worker: Worker.get_model
     vllm.v1.worker.worker_base: WorkerBase.rank; WorkerBase.model_config
+compat/lora.py | ADAPTERS
+    vllm.lora.request: LoRARequest(lora_name, lora_int_id, lora_path, load_inplace)
+    vllm.lora.peft_helper: PEFTHelper.from_dict(config_dict) only; PEFTHelper.validate_legal(self, lora_config) only
+    vllm.lora.utils: parse_fine_tuned_lora_name(name, weights_mapper) only
+    vllm.v1.worker.gpu_worker: Worker.add_lora(self, lora_request) only; Worker.remove_lora(self, lora_id) only;
+        Worker.list_loras
+    vllm.lora.worker_manager: WorkerLoRAManager.create_lora_manager
+    vllm.lora.model_manager: LoRAModelManager.modules; LoRAModelManager.packed_modules_mapping
+    vllm.v1.worker.lora_model_runner_mixin: LoRAModelRunnerMixin.load_lora_model
+api/adapters.py | ADAPTERS
+    vllm.entrypoints.openai.models.serving: OpenAIServingModels.lora_requests; OpenAIServingModels.is_base_model(self,
+        model_name) only; OpenAIServingModels.static_lora_modules; OpenAIServingModels.engine_client
 compat/write_hooks.py | DOORS
     vllm.v1.worker.gpu_worker: Worker.WRITERS; Worker.sleep(level); Worker.wake_up(self, tags) only
     vllm.v1.worker.gpu_model_runner: GPUModelRunner.reload_weights
@@ -178,7 +191,8 @@ api/embedded.py | ATTACHED
     vllm.v1.engine.async_llm: AsyncLLM.vllm_config; AsyncLLM.engine_core
 core/ports.py | OFFLINE
     vllm: LLM.collective_rpc(method, args); LLM.reset_prefix_cache; LLM.llm_engine
-    vllm.v1.engine.llm_engine: LLMEngine.has_unfinished_requests; LLMEngine.set_weight_version
+    vllm.v1.engine.llm_engine: LLMEngine.has_unfinished_requests; LLMEngine.set_weight_version;
+        LLMEngine.get_weight_version
 compat/features.py | REFUSALS
     vllm.config: ParallelConfig.data_parallel_size; ParallelConfig.enable_eplb; ParallelConfig.enable_elastic_ep;
         ParallelConfig.local_engines_only; ParallelConfig.distributed_executor_backend

@@ -67,6 +67,9 @@ class Core:
     def set_weight_version(self, label: str) -> None:
         self.labels.append(label)
 
+    def get_weight_version(self) -> str:
+        return self.labels[-1] if self.labels else "default"
+
     def collective_rpc(self, name: str, timeout: float | None, args: tuple[bytes, int]) -> list[Any]:
         request, number = args
         return [{"call": number, "answer": self.port.serve(rank, request)} for rank in self.port.ranks]

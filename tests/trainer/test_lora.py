@@ -1,42 +1,29 @@
-"""PEFT models, published merged into their base: bit for bit what ``merge_and_unload`` of a copy gives."""
+"""PEFT models: published merged into their base, bit for bit as ``merge_and_unload`` of a copy; adapters as runs."""
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from tests.support.adapters import TARGETS, adapted, randomize
 from tests.support.architectures import qwen3, qwen3_moe, same_bits, saved, train
 from tests.support.publishing import assert_holds, snapshot
 from trainer_side import Publisher
+from trainer_side.integrations.peft import adapter_publisher
 from trainer_side.model.sources import live_tensors
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.maintenance.branch import branch
 
-TARGETS = ["q_proj", "v_proj", "down_proj"]
 EXPERTS: dict[str, Any] = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-
-
-def adapted(model: PreTrainedModel, seed: int = 0, **options: Any) -> PeftModel:
-    """A PEFT model whose adapter changes its targets."""
-    config = LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | options)
-    found: PeftModel = get_peft_model(model, config)
-    randomize(found, seed)
-    return found
-
-
-def randomize(model: nn.Module, seed: int) -> None:
-    """Give every adapter's weights other values: B begins as zeros."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name or "modules_to_save" in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 8)
 
 
 def merged(model: PeftModel, folder: Path) -> dict[str, torch.Tensor]:
@@ -142,3 +129,54 @@ def test_what_cannot_be_merged_is_refused_by_name(case: str) -> None:
     build, message = REFUSED[case]
     with pytest.raises(ModelError, match=message):
         live_tensors(build())
+
+
+def test_an_adapter_is_a_run_of_its_own(url: str, tmp_path: Path) -> None:
+    model = two_adapters(qwen3())
+    with adapter_publisher(nn.DataParallel(model), url) as publisher:
+        model.save_pretrained(tmp_path / "0")
+        randomize(model, 7)
+        publisher.publish(step=1, wait=True)
+        model.save_pretrained(tmp_path / "1")
+    run = open_run(url)
+    for version in (0, 1):
+        assert_holds(run, version, load_file(tmp_path / str(version) / "adapter_model.safetensors"))
+    assert json.loads(run.file("adapter_config.json")) == json.loads(
+        (tmp_path / "1" / "adapter_config.json").read_text()
+    )
+    assert model.peft_config["default"].inference_mode is False
+    with adapter_publisher(model, f"{url}-other", adapter="other") as publisher:
+        assert publisher.version == 0
+    assert len(open_run(f"{url}-other").table) == len(load_file(tmp_path / "1" / "other" / "adapter_model.safetensors"))
+
+
+def test_a_branch_goes_on_with_deltas_between_related_adapters(url: str) -> None:
+    model = adapted(qwen3())
+    with adapter_publisher(model, url) as publisher:
+        randomize(model, 1)
+        publisher.publish(step=1, wait=True)
+    branch(open_run(url), 1, f"{url}-branch")
+    with adapter_publisher(model, f"{url}-branch") as publisher:
+        randomize(model, 2)
+        assert publisher.publish(step=2, wait=True).kind == "delta"
+    assert_holds(open_run(f"{url}-branch"), 1, get_peft_model_state_dict(model))
+    with pytest.raises(ModelError, match="was begun with lora_alpha = 6, and this adapter has 8"):
+        adapter_publisher(adapted(qwen3(), lora_alpha=8), url)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        pytest.param(qwen3, "Qwen3ForCausalLM has no adapter 'default', but none", id="no peft"),
+        pytest.param(lambda: adapted(qwen3(), use_dora=True), "LoraConfig with use_dora=True", id="dora"),
+        pytest.param(lambda: adapted(qwen3(), bias="all"), "bias='all'", id="bias"),
+        pytest.param(
+            lambda: get_peft_model(qwen3(), AdaLoraConfig(target_modules=TARGETS, total_step=10)),
+            "is AdaLoraConfig",
+            id="other method",
+        ),
+    ],
+)
+def test_an_adapter_that_vllm_cannot_load_is_refused(build: Callable[[], nn.Module], message: str, url: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        adapter_publisher(build(), url)

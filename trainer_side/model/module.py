@@ -174,9 +174,13 @@ def _held_whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return check_readable(name, tensor)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside frameworks' wrappers, such as DistributedDataParallel; itself without one."""
-    while (attribute := _wrapper_attribute(model)) is not None:
+def unwrap(model: nn.Module, until: tuple[type, ...] = ()) -> nn.Module:
+    """Return the module inside frameworks' wrappers, such as DistributedDataParallel; itself without one.
+
+    Args:
+        until: wrappers of these classes stay on.
+    """
+    while not isinstance(model, until) and (attribute := _wrapper_attribute(model)) is not None:
         model = getattr(model, attribute)
     return model
 

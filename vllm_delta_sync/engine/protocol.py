@@ -24,6 +24,20 @@ _RELEASES_DIFFER = "this worker and its controller are of different releases"
 # Parts of messages
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter of an engine, whose weights a run of its own holds.
+
+    Attributes:
+        name: under which requests ask for it.
+        number: vLLM's ``lora_int_id``, the same on every rank.
+        folder: where each node keeps the adapter's files as they are loaded now; vLLM may read them again.
+    """
+
+    name: str
+    number: int
+    folder: str
+
+
 class ClaimedVersion(msgspec.Struct, frozen=True):
     """The version that a rank's weights should be: run id, its URL, version, fingerprints per tensor id of that run."""
 
@@ -189,8 +203,14 @@ def _snake_case(name: str) -> str:
     return "".join(f"_{char.lower()}" if char.isupper() else char for char in name).lstrip("_")
 
 
-class RankRequest(msgspec.Struct, Generic[A_co], frozen=True, tag_field="operation", tag=_snake_case):
-    """What a controller asks of every rank, which answers with an A_co."""
+class RankRequest(msgspec.Struct, Generic[A_co], frozen=True, tag_field="operation", tag=_snake_case, kw_only=True):
+    """What a controller asks of every rank, which answers with an A_co.
+
+    Attributes:
+        adapter: whose weights it is about; None for the model's own.
+    """
+
+    adapter: Adapter | None = None
 
     @property
     def operation(self) -> str:

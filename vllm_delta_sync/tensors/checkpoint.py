@@ -22,6 +22,8 @@ from vllm_delta_sync.tensors.bits import Bits
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+"""Configuration of a LoRA adapter, as PEFT writes it; the run of an adapter keeps it."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
 
 # No '..' in a revision: it becomes a path below the Hub's cache, and may come from an untrusted manifest.
@@ -32,7 +34,7 @@ MODEL_FILE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 EXPORT_NAME = "delta_sync_export.json"
 """File about the weights that ``delta-sync export`` writes beside them."""
 # The export's record, the state of a trainer, and a file that makes transformers load an adapter.
-_NOT_THE_MODEL = (EXPORT_NAME, "trainer_state.json", "adapter_config.json")
+_NOT_THE_MODEL = (EXPORT_NAME, "trainer_state.json", ADAPTER_CONFIG_NAME)
 # recipe.yaml says how a quantized checkpoint was made.
 _WANTED = ["*.safetensors", "recipe.yaml", *(f"*{suffix}" for suffix in MODEL_FILE_SUFFIXES)]
 

@@ -7,28 +7,42 @@ which must not be blocked. The setting ``pause_mode`` says what happens to reque
 
 import asyncio
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.engine import WORKER_EXTENSION
 from vllm_delta_sync.engine.api import weight_transfer
+from vllm_delta_sync.engine.api.adapters import check_lora, make_adapter
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.features import check_engine
+from vllm_delta_sync.engine.compat.lora import lora_request
 from vllm_delta_sync.engine.core.engine_core import missing_names
 from vllm_delta_sync.engine.core.ports import OfflineEnginePort, ServerEnginePort
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.observe.readiness import Answer
-from vllm_delta_sync.errors import EngineError
+from vllm_delta_sync.engine.protocol import Adapter
+from vllm_delta_sync.errors import EngineError, SettingsError
 from vllm_delta_sync.settings import Settings, load_settings
 
 
 class OfflineSync:
     """Moves an ``LLM`` from version to version. Use it in the thread that uses the ``LLM``."""
 
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: Receiver, adapter: Adapter | None = None) -> None:
         self._receiver = receiver
+        self._adapter = adapter
+
+    @property
+    def lora_request(self) -> Any:
+        """vLLM's ``LoRARequest`` for the adapter that the setting ``lora_name`` names, to pass to ``generate``.
+
+        Raises:
+            EngineError: no version of an adapter is served.
+        """
+        return _lora_request(self._adapter, self._receiver.served_version)
 
     def to(self, version: int | None = None) -> dict[str, Any]:
         """Bring the weights to a version, newer or older; None means the version that the setting ``target`` names.
@@ -91,9 +105,30 @@ def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | Non
         )
     settings = _settings(bucket, trusted_keys)
     check_engine(llm.llm_engine.vllm_config, WORKER_EXTENSION, offline=True)
-    sync = OfflineSync(Receiver(OfflineEnginePort(llm, settings), settings))
+    adapter = _make_adapter(settings, llm.llm_engine.vllm_config)
+    sync = OfflineSync(Receiver(OfflineEnginePort(llm, settings, adapter), settings), adapter)
     weight_transfer.install_offline(llm, weight_transfer.TransferChecks(settings.bucket, sync.status), sync.to)
     return sync
+
+
+def _make_adapter(settings: Settings, vllm_config: Any) -> Adapter | None:
+    """Return the adapter that the setting ``lora_name`` names; None if there is none.
+
+    Raises:
+        SettingsError: ``lora_adapters`` is set. EngineError: vLLM was started without LoRA.
+    """
+    if settings.lora_adapters is not None:
+        raise SettingsError("lora_adapters is for servers; set lora_name, and attach once for each adapter")
+    if settings.lora_name is None:
+        return None
+    check_lora(vllm_config, [settings.lora_name])
+    return make_adapter(settings.lora_name)
+
+
+def _lora_request(adapter: Adapter | None, served: int | None) -> Any:
+    if adapter is None or served is None:
+        raise EngineError("no adapter is served: set lora_name, and bring it to a version first")
+    return lora_request(adapter)
 
 
 def _settings(bucket: str, trusted_keys: str | Sequence[str | Path] | None) -> Settings:
@@ -117,12 +152,25 @@ class AsyncSync:
 
     def __init__(self, engine: Any, settings: Settings) -> None:
         self._engine = engine
-        self._service = ReceiverService(ServerEnginePort(engine, asyncio.get_running_loop(), settings), settings)
+        self._adapter = _make_adapter(settings, engine.vllm_config)
+        # An adapter has only a part of the engine's label.
+        turns = None if self._adapter is None else threading.RLock()
+        port = ServerEnginePort(engine, asyncio.get_running_loop(), settings, self._adapter, turns)
+        self._service = ReceiverService(port, settings)
         self._pending: set[asyncio.Future[Answer]] = set()
         self._closed = False
         checks = weight_transfer.TransferChecks(settings.bucket, self.status)
         weight_transfer.install_async(engine, checks, self._ask)
         self._service.start()
+
+    @property
+    def lora_request(self) -> Any:
+        """vLLM's ``LoRARequest`` for the adapter that the setting ``lora_name`` names, to pass to ``generate``.
+
+        Raises:
+            EngineError: no version of an adapter is served.
+        """
+        return _lora_request(self._adapter, self._service.receiver.served_version)
 
     async def __aenter__(self) -> "AsyncSync":
         return self

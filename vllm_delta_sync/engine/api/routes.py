@@ -14,7 +14,7 @@ from vllm_delta_sync.engine.api.admission import VERSIONED_PATHS as VERSIONED_PA
 from vllm_delta_sync.engine.api.admission import Admission
 from vllm_delta_sync.engine.api.version_waiters import VersionWaiters
 from vllm_delta_sync.engine.follow.service import ReceiverService
-from vllm_delta_sync.errors import BusyError
+from vllm_delta_sync.errors import BusyError, NotFoundError, UsageError
 from vllm_delta_sync.format.limits import MAX_VERSION
 from vllm_delta_sync.settings import TARGET, Settings
 
@@ -66,8 +66,18 @@ class TargetRequest(BaseModel):
 
 
 def service_of(request: Request) -> ReceiverService:
-    """Return the server's receiver."""
-    service: ReceiverService = request.app.state.delta_sync
+    """Return the server's receiver, or that of an adapter in ``lora_adapters`` (query parameter ``adapter``).
+
+    Raises:
+        NotFoundError: no such adapter is followed.
+    """
+    state, name = request.app.state, request.query_params.get("adapter")
+    others: dict[str, ReceiverService] = getattr(state, "delta_sync_adapters", {})
+    if name is not None and name not in others:
+        raise NotFoundError(
+            f"no adapter {name[:100]!r} is in the setting lora_adapters, which has {', '.join(others) or 'none'}"
+        )
+    service: ReceiverService = state.delta_sync if name is None else others[name]
     return service
 
 
@@ -150,6 +160,8 @@ async def wait(
 
     409 at once, kind `unreachable`, if it will not be served without an operator's action: this server is held, or its
     target is older."""
+    if "adapter" in request.query_params:
+        raise UsageError("wait is for the run in the setting bucket; poll /delta_sync/status?adapter=NAME instead")
     waiters: VersionWaiters = request.app.state.delta_sync_waiters
     deadline = time.monotonic() + timeout
     with _waiting_slot(request):

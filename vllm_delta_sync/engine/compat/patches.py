@@ -10,8 +10,10 @@ Other places that use vLLM's internals have their own files; where they replace 
 ``compat/load_hook.py``                records what is done to weights after loading
 ``compat/cpu_experts.py``              makes the CPU's experts compute from plain weights
 ``compat/write_hooks.py``              wraps methods of the worker that write weights
+``compat/lora.py``                     the worker's LoRA calls, and its manager of adapters and their layers
 ``api/weight_transfer.py``             a weight transfer backend, and the client's calls for it
 ``entrypoints/transfer_backend.py``    the workers' side of that backend
+``api/adapters.py``                    the API server's table of adapters
 ``api/embedded.py``                    methods of an ``AsyncLLM`` object
 ``entrypoints/load_format.py``         a load format
 ``observe/spans.py``                   wraps ``generate`` of the client and two OpenAI routes, and changes the
@@ -30,7 +32,7 @@ docs/support.md lists the tested releases and how they were tested.
 
 import importlib.metadata
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_delta_sync.engine.logger import logger
@@ -194,9 +196,33 @@ def keep_current_config(vllm_config: Any) -> None:
         current.get_cached_compilation_config.cache_clear()
 
 
-def version_label(version: int | None) -> str:
-    """Return vLLM's weight version for one of ours, which outputs carry per span; None: its own for no version."""
-    return "default" if version is None else str(version)
+def version_label(version: int | None, adapters: Mapping[str, int | None] | None = None) -> str:
+    """Return vLLM's weight version for one of ours, which outputs carry per span; None: its own for no version.
+
+    Args:
+        version: of the model's own weights. adapters: name → version of LoRA adapters that are followed.
+    """
+    label = "default" if version is None else str(version)
+    known = {} if adapters is None else adapters
+    return label + "".join(f";{name}={held}" for name, held in known.items() if held is not None)
+
+
+def split_label(label: str) -> tuple[int | None, dict[str, int | None]]:
+    """Return the version, and those of adapters by name, of a ``version_label``."""
+    own, *parts = label.split(";")
+    adapters: dict[str, int | None] = {}
+    for part in parts:
+        name, _, held = part.rpartition("=")
+        adapters[name] = int(held) if held.isdecimal() else None
+    return int(own) if own.isdecimal() else None, adapters
+
+
+def relabel(label: str, adapter: str | None, version: int | None) -> str:
+    """Return a ``version_label`` with another version of one adapter, or (None) of the model's own weights."""
+    own, adapters = split_label(label)
+    if adapter is None:
+        return version_label(version, adapters)
+    return version_label(own, {**adapters, adapter: version})
 
 
 def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any
 
+import msgspec
+
 from vllm_delta_sync.engine import protocol
-from vllm_delta_sync.engine.compat.patches import version_label, wrap_method
+from vllm_delta_sync.engine.compat.patches import relabel, wrap_method
 from vllm_delta_sync.engine.core import executors
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, RankState
@@ -52,6 +54,7 @@ class TimedPause:
         deferred: calls of other callers to make after it.
         pending: completes when the loop is idle; None if it was idle at once.
         failure: why the ranks can no longer be called.
+        adapter: whose weights are changed in it; None for the model's own.
     """
 
     deadline: float
@@ -61,6 +64,7 @@ class TimedPause:
     pending: "Future[Any] | None" = None
     callback: Callable[..., Any] | None = None
     failure: str | None = None
+    adapter: protocol.Adapter | None = None
     ended: threading.Event = field(default_factory=threading.Event)
 
 
@@ -72,8 +76,11 @@ class PauseWatchdog:
         self._active: TimedPause | None = None
         self._expired = False
 
-    def pause(self, mode: str, clear_cache: bool, limit_s: float) -> "Future[Any] | None":
+    def pause(self, mode: str, clear_cache: bool, limit_s: float, adapter: bytes = b"") -> "Future[Any] | None":
         """Pause as ``pause_scheduler`` does, for at most ``limit_s`` seconds. During a pause of ours: renew it.
+
+        Args:
+            adapter: whose weights are to be changed, encoded; empty for the model's own.
 
         Raises:
             RuntimeError: the engine sleeps, so its weights are not in memory.
@@ -88,7 +95,8 @@ class PauseWatchdog:
         keeps = before.name == "PAUSED_ALL"
         waiting = list(engine._idle_state_callbacks)
         engine._idle_state_callbacks.clear()
-        paused = TimedPause(time.monotonic() + limit_s, before, waiting)
+        changed = msgspec.msgpack.decode(adapter, type=protocol.Adapter) if adapter else None
+        paused = TimedPause(time.monotonic() + limit_s, before, waiting, adapter=changed)
         self._expired = False
         # First: vLLM's pause calls every rank, and waits forever for one that is gone.
         threading.Thread(target=self._watch, args=(paused,), name="delta-sync-watchdog", daemon=True).start()
@@ -141,6 +149,13 @@ class PauseWatchdog:
         if self._active is None:
             return False
         self._engine.set_weight_version(label)
+        return True
+
+    def relabel_paused(self, adapter: str | None, version: int | None) -> bool:
+        """As ``label_paused``, for engines with adapters: set the part of one of them, or (None) of the model's own."""
+        if self._active is None:
+            return False
+        self._engine.set_weight_version(relabel(self._engine.get_weight_version(), adapter, version))
         return True
 
     def resume(self) -> bool:
@@ -215,6 +230,8 @@ class PauseWatchdog:
         return future
 
     def _ask(self, request: RankRequest[A]) -> list[A | RankFailure]:
+        if self._active is not None and self._active.adapter is not None:
+            request = msgspec.structs.replace(request, adapter=self._active.adapter)
         payload = protocol.encode_request(request)
         answers = call_executor(self._engine.model_executor, payload, RANK_CALL_SECONDS)
         return protocol.decode_answers(request, answers)
@@ -235,7 +252,8 @@ class PauseWatchdog:
             current = self._ask(protocol.Describe())
             if not is_settled(current, version):
                 raise WeightsLostError(f"ranks should have reverted to version {version}, but they report {current}")
-        self._engine.set_weight_version(version_label(version))
+        adapter = None if self._active is None or self._active.adapter is None else self._active.adapter.name
+        self._engine.set_weight_version(relabel(self._engine.get_weight_version(), adapter, version))
         held = [rank.version for rank in found if isinstance(rank, RankState)]
         action = "kept" if was_settled else "reverted"
         return f"ranks held {held}, {action}, generation goes on with version {version}"
@@ -333,6 +351,7 @@ WATCHDOG_CALLS = (
     PauseWatchdog.call_ranks,
     PauseWatchdog.call_paused,
     PauseWatchdog.label_paused,
+    PauseWatchdog.relabel_paused,
     PauseWatchdog.end,
 )
 """What a controller may call in the engine core, as ``delta_sync_pause`` and so on."""
@@ -354,8 +373,9 @@ def missing_names() -> list[str]:
     from vllm.v1.engine import core, core_client
 
     process = getattr(core, "EngineCoreProc", None)
-    methods = ["pause_scheduler", "resume_scheduler", "set_weight_version", "run_busy_loop", "_handle_client_request"]
-    missing = [name for name in [*methods, "_send_engine_dead"] if not hasattr(process, name)]
+    methods = ["pause_scheduler", "resume_scheduler", "set_weight_version", "get_weight_version", "run_busy_loop"]
+    methods += ["_handle_client_request", "_send_engine_dead"]
+    missing = [name for name in methods if not hasattr(process, name)]
     if not hasattr(getattr(engine, "EngineCoreRequestType", None), "WAKEUP"):
         missing.append("EngineCoreRequestType.WAKEUP")
     if not hasattr(getattr(core_client, "AsyncMPClient", None), "_call_utility_async"):

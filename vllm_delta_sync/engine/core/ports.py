@@ -8,17 +8,20 @@ the order of data parallel ranks.
 """
 
 import asyncio
+import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import msgspec
+
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit.transaction import DrainError
-from vllm_delta_sync.engine.compat.patches import version_label
+from vllm_delta_sync.engine.compat.patches import relabel, version_label
 from vllm_delta_sync.engine.core.engine_core import RANK_METHOD, check_numbers, missing_names, next_number
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, decode_answers, encode_request
-from vllm_delta_sync.errors import EngineError, WeightsLostError
+from vllm_delta_sync.errors import BusyError, EngineError, WeightsLostError
 from vllm_delta_sync.settings import Settings
 
 CALL_TIMEOUT_S = 120.0
@@ -32,16 +35,27 @@ R = TypeVar("R")
 class ServerEnginePort:
     """The ``EnginePort`` to all engine cores of a vLLM server.
 
-    The receiver's thread calls it; coroutines run in the server's event loop. If this vLLM's engine core is not as
-    expected (``missing_names``), this class makes vLLM's own calls instead, to a single engine: ``check_layout``
-    refuses several.
+    The receiver's thread calls it; coroutines run in the server's event loop. Each receiver of an engine has a port of
+    its own: ``adapter`` says whose weights it changes, and ``turns`` lets one of them at a time pause the engine. If
+    this vLLM's engine core is not as expected (``missing_names``), this class makes vLLM's own calls instead, to a
+    single engine: ``check_layout`` refuses several.
 
     Raises:
         EngineError: this vLLM lacks one of those calls.
     """
 
-    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, settings: Settings) -> None:
+    def __init__(
+        self,
+        client: Any,
+        loop: asyncio.AbstractEventLoop,
+        settings: Settings,
+        adapter: protocol.Adapter | None = None,
+        turns: "threading.RLock | None" = None,
+    ) -> None:
         self._client = client
+        self._adapter = adapter
+        self._turns = turns
+        self._has_turn = False
         self._core = client.engine_core
         fallback = ["pause_scheduler_async", "resume_scheduler_async"] if missing_names() else []
         if lacking := [name for name in ["set_weight_version_async", *fallback] if not hasattr(self._core, name)]:
@@ -62,6 +76,7 @@ class ServerEnginePort:
             WeightsLostError: a rank does not answer during a commit, so its weights are unknown.
             EngineError: the engine failed, or the pause had expired and nothing was done.
         """
+        request = self._addressed(request)
         if not protocol.OPERATIONS[request.operation].paused:
             return self._run(self._call(request))
         try:
@@ -77,7 +92,12 @@ class ServerEnginePort:
 
         Raises:
             DrainError: they took too long. The caller must still end the pause, by ``resume``.
+            BusyError: the engine is paused for another run's commit, which does not end.
         """
+        if self._turns is not None and not self._has_turn:
+            if not self._turns.acquire(timeout=self._pause_seconds + ANSWER_SECONDS):
+                raise BusyError("the engine is paused for a version of another run; this one is tried again later")
+            self._has_turn = True
         pausing = self.pause_engines(self._pause_seconds)
         if self._pause_mode != "wait":
             self._run(pausing)
@@ -93,24 +113,49 @@ class ServerEnginePort:
             ) from error
 
     def resume(self) -> bool:
+        if self._turns is not None and not self._has_turn:
+            return False  # the pause, if there is one, is another run's
+        expired = False
         if missing_names():
             self._run(self._core.resume_scheduler_async())
-            return False
-        return any(self._run(self._call_engines("delta_sync_resume")))
+        else:
+            expired = any(self._run(self._call_engines("delta_sync_resume")))
+        if self._turns is not None:
+            self._has_turn = False
+            self._turns.release()
+        return expired
 
     def label(self, version: int | None) -> None:
-        self._run(self._core.set_weight_version_async(version_label(version)))
+        if self._turns is None:
+            self._run(self._core.set_weight_version_async(version_label(version)))
+            return
+        with self._turns:
+            before = self._run(self._core.get_weight_version_async())
+            self._run(self._core.set_weight_version_async(relabel(before, self._adapter_name, version)))
 
     def label_paused(self, version: int | None) -> None:
         """See EnginePort. Weights that a watchdog has reverted keep their label."""
         if missing_names():
             self.label(version)
-        elif not all(self._run(self._call_engines("delta_sync_label_paused", version_label(version)))):
+            return
+        labelling = (
+            self._call_engines("delta_sync_label_paused", version_label(version))
+            if self._turns is None
+            else self._call_engines("delta_sync_relabel_paused", self._adapter_name, version)
+        )
+        if not all(self._run(labelling)):
             raise EngineError(f"the pause expired before its outputs were labelled with version {version}")
 
     def end(self, reason: str) -> None:
         """See EnginePort; the server ends with its engine."""
         self._run(self._end(reason))
+
+    @property
+    def _adapter_name(self) -> str | None:
+        return None if self._adapter is None else self._adapter.name
+
+    def _addressed(self, request: RankRequest[A]) -> RankRequest[A]:
+        return request if self._adapter is None else msgspec.structs.replace(request, adapter=self._adapter)
 
     @property
     def _engines(self) -> list[bytes]:
@@ -178,7 +223,7 @@ class ServerEnginePort:
             return None
         outcomes = await self._call_ranks("delta_sync_call_paused", request, self._pause_seconds)
         if several and isinstance(request, protocol.Revert) and None in outcomes:
-            described = await self._call_ranks("delta_sync_call_ranks", protocol.Describe())
+            described = await self._call_ranks("delta_sync_call_ranks", self._addressed(protocol.Describe()))
             for engine, payloads in enumerate(described):
                 ranks = decode_answers(protocol.Describe(), payloads)
                 if outcomes[engine] is None and all(
@@ -205,7 +250,8 @@ class ServerEnginePort:
         # If one engine refused, engines that run in step with it would wait for it.
         if len(self._engines) > 1 and any(await self._call_engines("is_sleeping")):
             raise EngineError("the engine sleeps and holds no weights to patch; wake it up first (POST /wake_up)")
-        request = asyncio.ensure_future(self._call_engines("delta_sync_pause", mode, clear_cache, limit_s))
+        changed = [] if self._adapter is None else [msgspec.msgpack.encode(self._adapter)]
+        request = asyncio.ensure_future(self._call_engines("delta_sync_pause", mode, clear_cache, limit_s, *changed))
         try:
             # Mode ``wait`` lasts until the slowest engine has finished its requests in flight, so renew meanwhile.
             while not (await asyncio.wait({request}, timeout=limit_s / 3))[0]:
@@ -256,12 +302,15 @@ def _engine_errors() -> Iterator[None]:
 class OfflineEnginePort:
     """The ``EnginePort`` to an ``LLM`` object, used between two ``generate`` calls, where no pause is needed."""
 
-    def __init__(self, llm: Any, settings: Settings) -> None:
+    def __init__(self, llm: Any, settings: Settings, adapter: protocol.Adapter | None = None) -> None:
         self._llm = llm
+        self._adapter = adapter
         self._reset_prefix_cache = settings.prefix_cache == "reset"
 
     def call(self, request: RankRequest[A]) -> list[A | RankFailure]:
         number = next_number()
+        if self._adapter is not None:
+            request = msgspec.structs.replace(request, adapter=self._adapter)
         with _engine_errors():
             answers = self._llm.collective_rpc(RANK_METHOD, args=(encode_request(request), number))
         return decode_answers(request, check_numbers(answers, number))
@@ -279,8 +328,9 @@ class OfflineEnginePort:
         return False
 
     def label(self, version: int | None) -> None:
+        engine, name = self._llm.llm_engine, None if self._adapter is None else self._adapter.name
         with _engine_errors():
-            self._llm.llm_engine.set_weight_version(version_label(version))
+            engine.set_weight_version(relabel(engine.get_weight_version(), name, version))
 
     def label_paused(self, version: int | None) -> None:
         """See EnginePort; nothing runs, so nothing expires."""

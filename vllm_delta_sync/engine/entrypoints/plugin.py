@@ -1,6 +1,7 @@
 """``register`` is vLLM's general plugin (every process), ``EndpointPlugin`` its endpoint plugin (API server)."""
 
 import asyncio
+import threading
 from argparse import Namespace
 from typing import Any
 
@@ -54,27 +55,55 @@ class EndpointPlugin:
 
     async def _begin(self, engine_client: Any, state: Any) -> None:
         from vllm_delta_sync.engine.api import weight_transfer
+        from vllm_delta_sync.engine.api.adapters import announce, check_lora, make_adapter
         from vllm_delta_sync.engine.api.api_servers import LeaderElection, find_api_server_group
         from vllm_delta_sync.engine.compat.features import check_engine
         from vllm_delta_sync.engine.core.engine_core import fail_when_engine_died, missing_names
         from vllm_delta_sync.engine.core.ports import ServerEnginePort
         from vllm_delta_sync.engine.follow.service import ReceiverService
         from vllm_delta_sync.engine.observe import spans
-        from vllm_delta_sync.settings import load_settings
+        from vllm_delta_sync.settings import Settings, load_settings
 
         settings = load_settings()
         check_engine(engine_client.vllm_config, WORKER_EXTENSION, missing=missing_names())
-        port = ServerEnginePort(engine_client, asyncio.get_running_loop(), settings)
-        controller = LeaderElection(lambda: ReceiverService(port, settings), find_api_server_group(engine_client))
+        others = settings.adapters()
+        names = [*([] if settings.lora_name is None else [settings.lora_name]), *others]
+        models, loop = getattr(state, "openai_serving_models", None), asyncio.get_running_loop()
+        check_lora(engine_client.vllm_config, names, models)
+        turns = threading.RLock() if names else None
+
+        def follow(chosen: Settings, exports_metrics: bool = True) -> ReceiverService:
+            adapter = None if chosen.lora_name is None else make_adapter(chosen.lora_name)
+            port = ServerEnginePort(engine_client, loop, chosen, adapter, turns)
+            service = ReceiverService(port, chosen, exports_metrics)
+            if adapter is not None:
+                announce(models, adapter, service.receiver.board, loop)
+            return service
+
+        controller = LeaderElection(lambda: follow(settings), find_api_server_group(engine_client))
         state.delta_sync = controller
+        state.delta_sync_adapters = {name: follow(chosen, exports_metrics=False) for name, chosen in others.items()}
         state.delta_sync_token = settings.admin_token()
         state.delta_sync_min_version_seconds = settings.min_version_seconds
         if settings.admin_token_file is not None and admin_token.readable_by_others(settings.admin_token_file):
             logger.warning("admin_token_file can be read by other users; run chmod 600 on it")
         fail_when_engine_died(engine_client)
         weight_transfer.install_on_server(engine_client, controller, settings.bucket)
-        spans.install(engine_client, state, lambda: controller.receiver.served_run, lambda: controller.receiver.inexact)
+
+        def source(name: str | None = None) -> spans.SpanSource:
+            followed = controller if name is None else state.delta_sync_adapters[name]
+            return spans.SpanSource(lambda: followed.receiver.served_run, lambda: followed.receiver.inexact)
+
+        own = source()
+        sources = {name: source(name) for name in others}
+        if settings.lora_name is None:
+            spans.install(engine_client, state, own.run_id, own.inexact, sources)
+        else:
+            # The model's own weights are of no run.
+            spans.install(engine_client, state, lambda: None, adapters={**sources, settings.lora_name: own})
         await controller.start()
+        for service in state.delta_sync_adapters.values():
+            service.start()
         logger.info("following %s (policy %s)", public_url(settings.bucket), settings.policy)
 
 

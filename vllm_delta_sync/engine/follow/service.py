@@ -30,6 +30,9 @@ END_HEARTBEAT_SECONDS = 5.0
 class ReceiverService:
     """Owns the receiver's thread, and threads for notices and the heartbeat where the settings ask for them.
 
+    Args:
+        exports_metrics: whether the gauges of Prometheus, which a process has once, show this receiver.
+
     Raises:
         SettingsError: the keys for notices cannot be used.
 
@@ -38,11 +41,12 @@ class ReceiverService:
         status_document: what requests are answered with; the API server leader adds fields to the receiver's status.
     """
 
-    def __init__(self, port: EnginePort, settings: Settings) -> None:
+    def __init__(self, port: EnginePort, settings: Settings, exports_metrics: bool = True) -> None:
         self._notice_keys = client_keys(settings.notice_key, settings.notice_server_key)
         self.receiver = Receiver(port, settings, orders=StandingOrderStore(settings))
         self.status_document: Callable[[], dict[str, Any]] = self.receiver.status
-        self.receiver.board.export_metrics()
+        if exports_metrics:
+            self.receiver.board.export_metrics()
         self._settings = settings
         self._requests: queue.SimpleQueue[tuple[str, Any, Future[Any]]] = queue.SimpleQueue()
         self._wake = threading.Event()

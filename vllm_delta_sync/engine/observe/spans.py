@@ -22,9 +22,11 @@ class SpanRecord:
     """Spans of one HTTP request, collected as its outputs finish.
 
     Attributes:
+        adapter: name of the LoRA adapter that the request asks for, if its run is followed.
         started, finished: prompts handed to the engine, and prompts whose last output came.
     """
 
+    adapter: str | None = None
     started: int = 0
     finished: int = 0
     spans: list[dict[str, Any]] = field(default_factory=list)
@@ -58,7 +60,8 @@ class SpanRecord:
 
     def _record_spans(self, first: int, completion: Any) -> None:
         for span in completion.weight_versions or ():
-            version = int(span.version) if span.version.isdecimal() else None
+            own, adapters = patches.split_label(span.version)
+            version = own if self.adapter is None else adapters.get(self.adapter)
             index = first + completion.index
             self.spans.append({"index": index, "version": version, "start": span.start, "end": span.end})
 
@@ -67,17 +70,30 @@ def _all_exact() -> Mapping[int, Any]:
     return {}
 
 
+@dataclass(frozen=True)
+class SpanSource:
+    """What versions in spans belong to.
+
+    Attributes:
+        run_id: returns the run. inexact: returns its versions that are not exact, see ``SpanRecord.document``.
+    """
+
+    run_id: Callable[[], str | None]
+    inexact: Callable[[], Mapping[int, Any]] = _all_exact
+
+
 def install(
     engine_client: Any,
     state: Any,
     run_id: Callable[[], str | None],
     inexact: Callable[[], Mapping[int, Any]] = _all_exact,
+    adapters: Mapping[str, SpanSource] | None = None,
 ) -> None:
     """Wrap the engine client and the two OpenAI serving objects of an API server.
 
     Args:
-        run_id: returns the run that versions belong to. inexact: returns its versions that are not exact, see
-            ``SpanRecord.document``.
+        run_id, inexact: of the model's own weights, see ``SpanSource``.
+        adapters: name → the same for a LoRA adapter that requests ask for, if its run is followed.
     """
     patches.wrap_method(engine_client, "generate", _generate)
     for attribute, method in (
@@ -86,7 +102,7 @@ def install(
     ):
         serving = getattr(state, attribute, None)
         if serving is not None:
-            patches.wrap_method(serving, method, _respond(run_id, inexact))
+            patches.wrap_method(serving, method, _respond(SpanSource(run_id, inexact), adapters or {}))
 
 
 def _generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -101,22 +117,25 @@ def _generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return record.watch(prompt, getattr(params, "n", 1) or 1, outputs)
 
 
-def _respond(run_id: Callable[[], str | None], inexact: Callable[[], Mapping[int, Any]]) -> Callable[..., Any]:
+def _respond(model: SpanSource, adapters: Mapping[str, SpanSource]) -> Callable[..., Any]:
     async def respond(original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(request, "use_beam_search", False):
             # vLLM searches in generations of one token each, which no span could place.
             return await original(request, *args, **kwargs)
-        record = SpanRecord()
-        began = run_id()
+        asked = getattr(request, "model", None)
+        adapter = asked if asked in adapters else None
+        source = model if adapter is None else adapters[adapter]
+        record = SpanRecord(adapter)
+        began = source.run_id()
 
         def run() -> str | None:
             # Versions of two runs in one response cannot be told apart, so no run is named.
-            ends = run_id()
+            ends = source.run_id()
             return ends if began in (None, ends) else None
 
         def document() -> dict[str, Any]:
             named = run()
-            return record.document(named, {} if named is None else inexact())
+            return record.document(named, {} if named is None else source.inexact())
 
         token = _current.set(record)
         try:

@@ -60,16 +60,19 @@ class WorkerExtension:
     """
 
     delta_sync_receiver: "RankWorker | None" = None
+    delta_sync_adapters: "dict[str, RankWorker] | None" = None
 
     def delta_sync_call(self, request: bytes, number: int) -> dict[str, Any]:
         """Return the call's number, and this rank's encoded answer to an encoded request."""
         contacted.set()
         return {
             "call": number,
-            "answer": protocol.serve(request, lambda decoded: self._delta_sync_rank().answer(decoded)),
+            "answer": protocol.serve(request, lambda decoded: self._delta_sync_rank(decoded.adapter).answer(decoded)),
         }
 
-    def _delta_sync_rank(self) -> "RankWorker":
+    def _delta_sync_rank(self, adapter: protocol.Adapter | None) -> "RankWorker":
+        if adapter is not None:
+            return self._delta_sync_adapter(adapter)
         if self.delta_sync_receiver is None:
             model = self.get_model()  # type: ignore[attr-defined]
             folder = self.model_config.model  # type: ignore[attr-defined]
@@ -79,6 +82,15 @@ class WorkerExtension:
             if record is not None and record.changed:
                 patches.keep_current_config(self.vllm_config)  # type: ignore[attr-defined]
         return self.delta_sync_receiver
+
+    def _delta_sync_adapter(self, adapter: protocol.Adapter) -> "RankWorker":
+        from vllm_delta_sync.engine.worker.adapter_worker import AdapterWorker
+
+        if self.delta_sync_adapters is None:
+            self.delta_sync_adapters = {}
+        if adapter.name not in self.delta_sync_adapters:
+            self.delta_sync_adapters[adapter.name] = AdapterWorker(self, adapter, self.rank)  # type: ignore[attr-defined]
+        return self.delta_sync_adapters[adapter.name]
 
 
 def watch_for_controller() -> None:
@@ -228,6 +240,7 @@ class RankWorker:
         cache = None if folder is None else ObjectCache(Path(folder), request.cache_bytes)
         runs = RunCache(request.trusted, request.store, cache)
         run = runs.open(request.url, request.info)
+        self.prepare(run)
         claimed = self._claimed_version()
         load_time_bits = LoadTimeBits(self.model, self.folder, run, runs, self.routes)
         routes = trace_routes(self.model, run.table, load_time_bits, self.memory)
@@ -253,6 +266,9 @@ class RankWorker:
             derived=[run.table[tensor].name for tensor in reloaded],
             ms={"trace": 1e3 * (traced - began), "scan": 1e3 * (time.perf_counter() - traced)},
         )
+
+    def prepare(self, run: Run) -> None:
+        """Prepare to hold versions of a run, before its routes are traced; nothing to do for the model itself."""
 
     def _claimed_version(self) -> protocol.ClaimedVersion | None:
         """Return the version that this rank last had, or that it was loaded with; None if unknown."""

@@ -1,0 +1,181 @@
+"""LoRA adapters from runs of their own, on a real vLLM: each says what the trainer's adapter says, loaded anew."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import warm
+from tests.e2e.fresh import MAX_TOKENS, PROMPTS
+from tests.e2e.lora import VERSIONS
+from tests.e2e.servers import Server, delta_sync_serve, eventually, refused
+from tests.e2e.world import World
+from tests.support.adapters import adapted, randomize, save_adapter
+from tests.support.tiny import make_model, save_checkpoint
+from trainer_side.integrations.peft import adapter_publisher
+from vllm_delta_sync import open_run
+from vllm_delta_sync.maintenance.branch import branch
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("lora")]
+
+FLAGS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--max-cpu-loras", "4", "--poll-seconds", "0.2")
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_adapters_are_those_of_the_trainer_after_every_version(tmp_path: Path, ranks: int) -> None:
+    environment = {"VLLM_PLUGINS": "delta_sync", "DELTA_SYNC_STATE_DIR": str(tmp_path / "state")}
+    if ranks == 2:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    done = warm.run("tests.e2e.lora", str(tmp_path), str(ranks), seconds=600, environment=environment)
+    assert done.status == 0, done.said[-6000:]
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["wrong"] == []
+    assert seen["different"], "the versions do not differ enough to tell"
+    assert [each["math"] for each in seen["served"]] == list(range(VERSIONS + 1))
+    assert [each["code"] for each in seen["served"]] == [0, 0, 1, 1, 2, 2]
+    assert seen["verdicts"] == [True, True]
+    assert seen["labels"] == "default;math=5;code=2"
+    assert (seen["rolled back to"], seen["rolled back"], seen["other stayed"]) == (3, True, True)
+    assert seen["failed"]["kind"] == "engine"
+    assert "vLLM did not load adapter 'math': RuntimeError: out of slots" in seen["failed"]["message"]
+    assert (seen["after failure"], seen["put back"], seen["tried again"]) == (VERSIONS, True, True)
+    words = {
+        "other shape": "'shape' is of another base: tensor",
+        "other depth": "'depth' is of another base: it changes 'model.layers.2.",
+        "other rank": "'rank' has rank 16, and --max-lora-rank is 8; set it to 16 or more",
+        "no adapter": "has no adapter_config.json, so it is not that of an adapter",
+    }
+    for case, said in words.items():
+        assert seen["refused"][case]["kind"] == "model", case
+        assert said in seen["refused"][case]["message"]
+    assert seen["nothing applied"]
+    assert seen["others stay"]
+
+
+def ask(server: Server, model: str) -> tuple[list[Any], dict[str, Any]]:
+    """Greedy tokens and log probabilities under a name, and the spans of the last prompt."""
+    found = []
+    for prompt in PROMPTS:
+        body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "logprobs": 1}
+        answer = server.post("/v1/completions", {**body, "ignore_eos": True, "return_token_ids": True})
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        found.append([choice["token_ids"], choice["logprobs"]["token_logprobs"]])
+    return found, answer.json()["delta_sync"]
+
+
+class Adapter:
+    """One adapter in training, its run, and what a server says of it."""
+
+    def __init__(self, root: Path, name: str, base: Any, seed: int) -> None:
+        self.root, self.name, self.version = root, name, 0
+        self.model = adapted(base, seed)
+        self.url = str(root / f"run-{name}")
+        self.publisher = adapter_publisher(self.model, self.url)
+
+    def publish(self) -> None:
+        self.version += 1
+        randomize(self.model, 100 + self.version)
+        self.publisher.publish(step=self.version, wait=True)
+        self.publisher.flush()
+
+    def wait_served(self, server: Server, version: int | None = None) -> dict[str, Any]:
+        wanted = self.version if version is None else version
+
+        def served() -> bool:
+            status = self.status(server)
+            return status["served"] is not None and status["served"]["version"] == wanted
+
+        eventually(served, f"{self.name} serves version {wanted}", 120)
+        return self.status(server)
+
+    def status(self, server: Server) -> dict[str, Any]:
+        status: dict[str, Any] = server.get("/delta_sync/status", params={"adapter": self.name}).json()
+        return status
+
+    def order(self, server: Server, action: str, body: Any = None) -> dict[str, Any]:
+        answer = server.post(f"/delta_sync/{action}", body, params={"adapter": self.name})
+        assert answer.status_code == 200, answer.text
+        done: dict[str, Any] = answer.json()
+        return done
+
+    def fresh(self, server: Server) -> list[Any]:
+        """What vLLM says with the trainer's adapter, loaded by vLLM's own route under a new name."""
+        name = f"fresh-{self.name}-{self.version}-{len(list(self.root.glob('fresh-*')))}"
+        folder = save_adapter(self.model, self.root / name)
+        answer = server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        assert answer.status_code == 200, answer.text
+        said, _ = ask(server, name)
+        assert server.post("/v1/unload_lora_adapter", {"lora_name": name}).status_code == 200
+        return said
+
+
+def test_a_server_follows_two_adapters_beside_its_base(tmp_path: Path) -> None:
+    world = World(tmp_path, rate=1e-3)
+    math, code = (
+        Adapter(tmp_path, name, make_model("qwen3", seed=5), seed) for seed, name in enumerate(["math", "code"])
+    )
+    runs = f"math={math.url},code={code.url}"
+    with world.serve(*FLAGS, "--lora-adapters", runs, environment={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}) as server:
+        server.wait_served(0)
+        for adapter in (math, code):
+            adapter.wait_served(server)
+            said, spans = ask(server, adapter.name)
+            assert said == adapter.fresh(server)
+            assert spans["run"] == open_run(adapter.url).info.run
+            assert [span["version"] for span in spans["spans"]] == [0]
+        assert {model["id"] for model in server.get("/v1/models").json()["data"]} == {"tiny", "math", "code"}
+        before, _ = ask(server, "code")
+
+        # Each moves by itself, and all act on the base of the moment.
+        math.publish()
+        math.wait_served(server)
+        assert ask(server, "math")[0] == math.fresh(server)
+        assert ask(server, "code")[0] == before
+        server.wait_served(world.publish())
+        said, spans = ask(server, "code")
+        assert said == code.fresh(server) != before
+        assert [span["version"] for span in spans["spans"]] == [0]
+        assert [span["version"] for span in ask(server, "tiny")[1]["spans"]] == [1]
+
+        # One is held and rolled back while the others go on.
+        at_1, _ = ask(server, "math")
+        math.publish()
+        math.wait_served(server)
+        assert math.order(server, "rollback", {"version": 1})["served"]["version"] == 1
+        code.publish()
+        code.wait_served(server)
+        said, spans = ask(server, "math")
+        assert said == at_1
+        assert [span["version"] for span in spans["spans"]] == [1]
+        assert math.status(server)["state"] == "held"
+        assert math.order(server, "verify")["verdict"]
+        math.order(server, "release")
+        math.wait_served(server)
+        assert ask(server, "math")[0] == math.fresh(server)
+
+        # A related adapter, by deltas.
+        math.publisher.close()
+        sibling = str(tmp_path / "run-math-branch")
+        branch(open_run(math.url), None, sibling).close()
+        math.publisher = adapter_publisher(math.model, sibling)
+        math.version = 0
+        math.publish()
+        moved = math.order(server, "target", {"target": "head", "bucket": sibling})
+        assert (moved["served"]["version"], moved["recent"][-1]["versions"]) == (1, 1)
+        assert ask(server, "math")[0] == math.fresh(server)
+
+        answer = server.get("/delta_sync/status", params={"adapter": "none"})
+        assert (answer.status_code, "which has math, code" in answer.text) == (404, True)
+    for adapter in (math, code):
+        adapter.publisher.close()
+    world.close()
+
+
+def test_a_server_without_lora_is_refused(tmp_path: Path) -> None:
+    base = save_checkpoint(make_model("qwen3"), tmp_path / "base")
+    command = delta_sync_serve(base, "--bucket", str(tmp_path / "run"), "--lora-name", "math")
+    status, text = refused(tmp_path / "log", command, {})
+    assert status != 0
+    assert "adapter 'math' is to be served, and vLLM was started without --enable-lora" in text

@@ -1,0 +1,71 @@
+"""LoRA adapters that a server follows, each with a run of its own: ``make_adapter``, ``check_lora``, ``announce``.
+
+vLLM's API server knows an adapter once the first version of its run is served, and no longer than that.
+"""
+
+import asyncio
+import atexit
+import shutil
+import tempfile
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from vllm_delta_sync.engine.compat.lora import lora_request
+from vllm_delta_sync.engine.observe.status import StatusBoard
+from vllm_delta_sync.engine.protocol import Adapter
+from vllm_delta_sync.errors import EngineError, SettingsError
+
+FIRST_NUMBER = 1 << 30
+"""vLLM counts its own adapters from 1; ours are above, at a number that follows from the name."""
+
+
+def make_adapter(name: str) -> Adapter:
+    """Return an adapter with a new folder for its files, which is removed when this process ends."""
+    folder = tempfile.mkdtemp(prefix="delta-sync-lora-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    number = FIRST_NUMBER + int.from_bytes(sha256(name.encode()).digest()[:4], "little") % FIRST_NUMBER
+    return Adapter(name, number, str(Path(folder) / "adapter"))
+
+
+def check_lora(vllm_config: Any, names: list[str], models: Any = None) -> None:
+    """Refuse to serve adapters where vLLM would not.
+
+    Args:
+        names: of the adapters. models: vLLM's ``OpenAIServingModels``; None for an engine without a server.
+
+    Raises:
+        EngineError: vLLM was started without --enable-lora, or with several API servers.
+        SettingsError: a name is taken.
+    """
+    if not names:
+        return
+    if vllm_config.lora_config is None:
+        raise EngineError(f"adapter {names[0]!r} is to be served, and vLLM was started without --enable-lora; add it")
+    if models is None:
+        return
+    if getattr(models.engine_client.engine_core, "client_count", 1) > 1:
+        raise EngineError(
+            "--api-server-count is above 1: only one of the API servers would know the adapters that are followed; "
+            "use 1"
+        )
+    for name in names:
+        if models.is_base_model(name) or name in {module.name for module in models.static_lora_modules or ()}:
+            raise SettingsError(f"adapter {name!r}: vLLM serves another model under that name; choose another one")
+
+
+def announce(models: Any, adapter: Adapter, board: StatusBoard, loop: asyncio.AbstractEventLoop) -> None:
+    """Let vLLM's API server accept requests for an adapter while a version of it is served."""
+
+    def update() -> None:
+        if board.served is None:
+            models.lora_requests.pop(adapter.name, None)
+        elif adapter.name not in models.lora_requests:
+            models.lora_requests[adapter.name] = lora_request(adapter)
+
+    def changed() -> None:
+        with suppress(RuntimeError):  # the loop is closed: this process is ending
+            loop.call_soon_threadsafe(update)
+
+    board.watch(changed)

@@ -1,0 +1,132 @@
+"""What vLLM's LoRA is asked: does an adapter fit the model, load it in place, forget it.
+
+All of this runs in a worker process. ``load`` and ``remove`` are vLLM's own calls on its worker; ``check_adapter``
+finds beforehand what vLLM would find during a commit, or would not find: it copies tensors of too small a shape into
+its buffers, and leaves out modules that the model lacks.
+"""
+
+import json
+from typing import Any
+
+from vllm_delta_sync.engine.protocol import Adapter
+from vllm_delta_sync.errors import EngineError, ModelError
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+
+
+def lora_request(adapter: Adapter, in_place: bool = False) -> Any:
+    """Return vLLM's request for an adapter."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(adapter.name, adapter.number, adapter.folder, load_inplace=in_place)
+
+
+def load(worker: Any, adapter: Adapter) -> None:
+    """Load an adapter from its folder, in place of the one of its number. Raises EngineError: vLLM does not load it."""
+    try:
+        worker.add_lora(lora_request(adapter, in_place=True))
+    except Exception as error:  # vLLM raises what its loader raises
+        raise EngineError(f"vLLM did not load adapter {adapter.name!r}: {type(error).__name__}: {error}") from error
+    if adapter.number not in worker.list_loras():
+        raise EngineError(f"vLLM loaded adapter {adapter.name!r} and does not list it")
+
+
+def remove(worker: Any, adapter: Adapter) -> None:
+    """Let vLLM forget an adapter, if it has it."""
+    worker.remove_lora(adapter.number)
+
+
+def check_adapter(worker: Any, name: str, table: TensorTable, config: bytes) -> None:
+    """Raise ModelError unless a worker's model takes an adapter.
+
+    Args:
+        name: of the adapter, for messages. table: its tensors. config: its adapter_config.json.
+    """
+    from vllm.lora.peft_helper import PEFTHelper
+
+    manager = getattr(getattr(getattr(worker, "model_runner", None), "lora_manager", None), "_adapter_manager", None)
+    if manager is None:
+        raise ModelError(f"adapter {name!r} cannot be served: start vLLM with --enable-lora")
+    try:
+        helper = PEFTHelper.from_dict(json.loads(config))
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"adapter {name!r}: its adapter_config.json is not one of LoRA ({error})") from error
+    largest = manager.lora_config.max_lora_rank
+    found = [spec for spec in table if not spec.name.endswith(".base_layer.weight")]
+    rank = max([helper.r, *helper.rank_pattern.values(), *(_rank_of(spec) for spec in found)])
+    if rank > largest:
+        raise ModelError(
+            f"adapter {name!r} has rank {rank}, and --max-lora-rank is {largest}; set it to {rank} or more"
+        )
+    try:
+        helper.validate_legal(manager.lora_config)
+    except ValueError as error:
+        raise ModelError(f"adapter {name!r} is not one that vLLM takes: {error}") from error
+    for spec in found:
+        _check_tensor(worker, manager, name, spec)
+
+
+def _rank_of(spec: TensorSpec) -> int:
+    """Return the rank that a tensor of an adapter has; 0 if it is not A of a linear layer. Experts may be stacked."""
+    is_a = spec.name.endswith(".lora_A.weight") and ".experts" not in spec.name
+    return spec.shape[0] if is_a and spec.shape else 0
+
+
+def _check_tensor(worker: Any, manager: Any, adapter: str, spec: TensorSpec) -> None:
+    """Raise ModelError unless the model has the module that a tensor belongs to, with its size."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    try:
+        module, is_a = parse_fine_tuned_lora_name(spec.name, None if mapper is None else mapper.get_rename_mapper())
+    except ValueError as error:
+        raise ModelError(f"adapter {adapter!r}: tensor {spec.name!r} is not one of LoRA on a linear layer") from error
+    if ".experts" in module:
+        # Held in other shapes, with many names for one module; vLLM checks these itself.
+        return
+    layer, part = _find_module(manager, module)
+    if layer is None:
+        if worker.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            return  # another rank may have it
+        raise ModelError(
+            f"adapter {adapter!r} is of another base: it changes {module!r}, a module that this model lacks or that "
+            "vLLM adapts nothing in; serve the base that it was trained on"
+        )
+    expected = _input_size(layer) if is_a else _output_size(layer, part)
+    size = spec.shape[-1] if is_a else spec.shape[0]
+    if expected is not None and (len(spec.shape) != 2 or size != expected):
+        raise ModelError(
+            f"adapter {adapter!r} is of another base: tensor {spec.name!r} is {list(spec.shape)}, and {module!r} has "
+            f"{expected} {'inputs' if is_a else 'outputs'} in this model; serve the base that it was trained on"
+        )
+
+
+def _find_module(manager: Any, module: str) -> tuple[Any, int | None]:
+    """Return vLLM's layer of a module, and which part of it the module is; (None, None) if there is none."""
+    layer = manager.modules.get(module)
+    if layer is not None:
+        return layer, None
+    parent, _, leaf = module.rpartition(".")
+    for packed, parts in manager.packed_modules_mapping.items():
+        layer = manager.modules.get(f"{parent}.{packed}" if parent else packed)
+        if leaf in parts and layer is not None:
+            return layer, parts.index(leaf)
+    return None, None
+
+
+def _input_size(layer: Any) -> int | None:
+    """Return the inputs of a whole linear layer; None for other layers. Row parallel layers keep both sizes."""
+    size = getattr(layer.base_layer, "input_size", None)
+    return None if size is None else int(size)
+
+
+def _output_size(layer: Any, part: int | None) -> int | None:
+    """Return the outputs of a whole linear layer, or of one part of it; None for other layers."""
+    base = layer.base_layer
+    if part is None:
+        size = getattr(base, "output_size", None)
+        return None if size is None else int(size)
+    sizes = getattr(base, "output_sizes", None)
+    if sizes is None:
+        return None
+    # Where ranks share a head of keys and values, vLLM counts it once per rank.
+    return int(sizes[part]) // (getattr(base, "num_kv_head_replicas", 1) if part else 1)

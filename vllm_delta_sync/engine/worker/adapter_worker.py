@@ -1,0 +1,142 @@
+"""``AdapterWorker`` is a ``RankWorker`` for a LoRA adapter: a host copy that each commit hands to vLLM.
+
+Every rank holds the whole adapter in host memory, in the form of its checkpoint. Versions are staged, committed,
+measured and reverted there as those of a model are. Within the same pause the copy is written to a folder in PEFT's
+form, and vLLM loads it from there in place of the adapter of the same name.
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_delta_sync.client import Run
+from vllm_delta_sync.engine import protocol
+from vllm_delta_sync.engine.compat import lora
+from vllm_delta_sync.engine.model.weight_memory import WeightMemory
+from vllm_delta_sync.engine.worker.rank_worker import RankWorker
+from vllm_delta_sync.errors import EngineError, ModelError, NotFoundError, WeightsLostError
+from vllm_delta_sync.format.safetensors_file import write_container
+from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.tensors.checkpoint import ADAPTER_CONFIG_NAME
+from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+BLANK = 0xFF
+"""Bytes before the first version: no version begins with weights that are all NaN."""
+
+
+class AdapterWeights(nn.Module):
+    """The tensors of an adapter's run in host memory; ``load_weights`` is what routes are traced through."""
+
+    def __init__(self, table: TensorTable) -> None:
+        super().__init__()
+        self._index = {spec.name: index for index, spec in enumerate(table)}
+        for index, spec in enumerate(table):
+            size = spec.numel * spec.element.itemsize
+            memory = torch.full((size,), BLANK, dtype=torch.uint8).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+            self.register_parameter(f"tensor_{index}", nn.Parameter(memory, requires_grad=False))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors in the order of the run's table."""
+        return [self.get_parameter(f"tensor_{index}").data for index in self._index.values()]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Copy tensors by name, as vLLM's models do."""
+        loaded = set()
+        for name, tensor in weights:
+            self.get_parameter(f"tensor_{self._index[name]}").data.copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+
+class AdapterWorker(RankWorker):
+    """One adapter on one rank.
+
+    Args:
+        worker: vLLM's worker. index: as ``RankWorker``.
+    """
+
+    def __init__(self, worker: Any, adapter: protocol.Adapter, index: int) -> None:
+        self._weights = AdapterWeights(TensorTable([]))
+        super().__init__(self._weights, index, memory=WeightMemory())
+        self._worker = worker
+        self._adapter = adapter
+        # adapter_config.json of the run followed, of what vLLM has loaded (None: nothing), and of what it had loaded
+        # when the run was identified.
+        self._config = b""
+        self._loaded: bytes | None = None
+        self._loaded_before: bytes | None = None
+
+    def prepare(self, run: Run) -> None:
+        """Check that vLLM can take the run's adapter, and make room for its tensors.
+
+        Raises:
+            ModelError: it cannot; the message says why.
+        """
+        try:
+            config = run.file(ADAPTER_CONFIG_NAME)
+        except NotFoundError as error:
+            raise ModelError(
+                f"run {run.info.run} has no {ADAPTER_CONFIG_NAME}, so it is not that of an adapter; publish one with "
+                "trainer_side.integrations.peft, or leave out lora_name"
+            ) from error
+        lora.check_adapter(self._worker, self._adapter.name, run.table, config)
+        self._loaded_before = self._loaded
+        if self.run is None or self.run.table.digest != run.table.digest:
+            self.model = self._weights = AdapterWeights(run.table)
+            self._loaded_before = None
+        self._config = config
+
+    def commit(self, version: int) -> protocol.Committed:
+        """Apply the staged version, and let vLLM load it."""
+        committed = super().commit(version)
+        self._load(self._config)
+        return committed
+
+    def revert(self, version: int | None) -> protocol.Done:
+        """Return to a version of the undo log, and let vLLM load it; if there was none, vLLM forgets the adapter.
+
+        Raises:
+            WeightsLostError: vLLM does not load it.
+        """
+        done = super().revert(version)
+        try:
+            # Without a version the weights are those from before this run's first commit.
+            self._load(self._config if self.version is not None else self._loaded_before)
+        except Exception as error:  # whatever it is, vLLM may hold something else than this copy
+            self.intact = False
+            raise WeightsLostError(f"adapter {self._adapter.name!r} could not be put back: {error}") from error
+        return done
+
+    def _load(self, config: bytes | None) -> None:
+        """Let vLLM load the host copy with a configuration; None: let it forget the adapter."""
+        self._loaded = None
+        if config is None:
+            lora.remove(self._worker, self._adapter)
+            return
+        arrays = {
+            spec.name: (spec.dtype, bits_of(tensor).reshape(spec.shape))
+            for spec, tensor in zip(self._require_routes()[0].table, self._weights.tensors(), strict=True)
+        }
+        folder = Path(self._adapter.folder)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write(folder / ADAPTER_CONFIG_NAME, config)
+            _write(folder / WEIGHTS_NAME, write_container(arrays, {"format": "pt"}))
+        except OSError as error:
+            raise EngineError(f"the files of adapter {self._adapter.name!r} cannot be written: {error}") from error
+        lora.load(self._worker, self._adapter)
+        self._loaded = config
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Replace a file, and check what a reader finds. Ranks of one node write the same file with the same bytes."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_bytes(data)
+    part.replace(path)
+    if path.read_bytes() != data:
+        raise EngineError(f"{str(path)!r} has other bytes than were written to it")
