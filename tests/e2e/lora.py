@@ -23,6 +23,8 @@ OPTIONS = {"enforce_eager": True, "enable_lora": True, "max_lora_rank": 8, "max_
 
 def fail_once(worker: Any, rank: int) -> None:
     """In a worker: one rank loses an adapter in the middle of loading it, once."""
+    # vLLM passes a wrapper, whose attributes are those of the worker.
+    worker = worker.worker
     if worker.rank != rank:
         return
     load = worker.add_lora

@@ -17,7 +17,6 @@ from trainer_side.publisher import Publisher
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.tensors.checkpoint import ADAPTER_CONFIG_NAME
 
-
 __all__ = ["adapter_publisher"]
 
 

@@ -18,7 +18,7 @@ from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.compat import lora
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
-from vllm_delta_sync.errors import EngineError, ModelError, NotFoundError, WeightsLostError
+from vllm_delta_sync.errors import EngineError, ModelError, WeightsLostError
 from vllm_delta_sync.format.safetensors_file import write_container
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.checkpoint import ADAPTER_CONFIG_NAME
@@ -75,15 +75,14 @@ class AdapterWorker(RankWorker):
         """Check that vLLM can take the run's adapter, and make room for its tensors.
 
         Raises:
-            ModelError: it cannot; the message says why.
+            ModelError: it cannot; the message says why. Otherwise as ``Run.file``.
         """
-        try:
-            config = run.file(ADAPTER_CONFIG_NAME)
-        except NotFoundError as error:
+        if ADAPTER_CONFIG_NAME not in {file.name for file in run.info.files}:
             raise ModelError(
                 f"run {run.info.run} has no {ADAPTER_CONFIG_NAME}, so it is not that of an adapter; publish one with "
                 "trainer_side.integrations.peft, or leave out lora_name"
-            ) from error
+            )
+        config = run.file(ADAPTER_CONFIG_NAME)
         lora.check_adapter(self._worker, self._adapter.name, run.table, config)
         self._loaded_before = self._loaded
         if self.run is None or self.run.table.digest != run.table.digest:
