@@ -350,6 +350,7 @@ def test_wait_for_requests_in_flight_is_bounded(caplog: pytest.LogCaptureFixture
             "_pause_mode": "wait",
             "_pause_seconds": 9,
             "_drain_seconds": 0.05,
+            "_turns": None,
         }
         vars(port).update(values)
         with pytest.raises(DrainError, match=r"did not finish within wait_seconds = 0\.05"):
