@@ -40,12 +40,13 @@ ON_A_RUN = (
     *("log", "inspect {url}", "inspect {url} --version 1", "verify", "verify --all", "export --to {folder}/export"),
     *("repair", "repair --dry-run", "gc --keep-last 1", "gc --keep-last 1 --dry-run", "tag", "tag best"),
     *("tag old --delete", "branch {folder}/branch", "compact", "compact --dry-run", "keys", "keys --add {pub}"),
-    *("doctor --bytes 0", "fleet", "fleet --wait 1 --replicas 0"),
+    *("doctor --bytes 0", "fleet", "fleet --wait 1 --replicas 0", "follow --to {folder}/followed --once"),
     *("du", "du --keep-last 1 --tensors layer", "diff 0 1", "diff 0 1 --quick", "stats"),
 )
 OF_EVERY_KIND = (
     *("keygen {folder}/new.key", "inspect {folder}/root.key.pub", "serve model --dry-run"),
     *("broker --publishers tcp://127.0.0.1:* --subscribers tcp://127.0.0.1:*", *ON_A_RUN),
+    "publish --from {folder}/checkpoint",
     *("status", "sync", "rollback --version 1", "hold", "release", "wait --version 1"),
 )
 

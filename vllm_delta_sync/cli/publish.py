@@ -2,12 +2,20 @@
 
 import argparse
 import json
-import math
 import signal
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, bucket_url, count, exit_codes, settings_of
+from vllm_delta_sync.cli.arguments import (
+    Answer,
+    add_bucket,
+    add_trust,
+    bucket_url,
+    count,
+    exit_codes,
+    seconds,
+    settings_of,
+)
 from vllm_delta_sync.cli.text import ProgressBar, clean, percent, size
 from vllm_delta_sync.errors import UsageError
 
@@ -56,7 +64,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         "--base", metavar="DIR|MODEL", help="checkpoint that servers start from: a folder, or org/name@revision"
     )
     parser.add_argument(
-        "--poll", type=_seconds, metavar="SECONDS", help=f"with --watch: time between polls (default: {POLL_SECONDS:g})"
+        "--poll", type=seconds, metavar="SECONDS", help=f"with --watch: time between polls (default: {POLL_SECONDS:g})"
     )
     parser.add_argument("--once", action="store_true", help="with --watch: publish what is complete now, and end")
     parser.add_argument("--codec", choices=CODECS, default="auto", help="how changes are encoded (default: auto)")
@@ -65,16 +73,6 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_trust(parser, signing=True)
     parser.set_defaults(handler=_publish)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; give a number of seconds above 0")
-    return value
 
 
 class _Ended(KeyboardInterrupt):
