@@ -71,6 +71,11 @@ class Server:
         document: dict[str, Any] = response.json()
         return document
 
+    def wait_commits(self, count: int) -> None:
+        """Block until status shows so many commits: a commit is counted a moment after its version is served."""
+        eventually(lambda: self.status()["commits"] >= count, f"{count} commits")
+        assert self.status()["commits"] == count
+
     def wait_error(self, kind: str, timeout: float = 300) -> dict[str, Any]:
         """Block until status shows an error of that kind."""
         deadline = time.monotonic() + timeout

@@ -199,7 +199,7 @@ def test_server_ends_and_comes_back(follower: Follower) -> None:
     version = follower.world.publish()
     server = follower.start()
     server.wait_served(version)
-    assert server.status()["commits"] == 1
+    server.wait_commits(1)
     end(follower, "rank.after_scatter")
     version = follower.world.publish()
     server = follower.start("--load-format", "delta_sync")
@@ -218,7 +218,7 @@ def test_server_is_killed_while_idle_and_while_staging(follower: Follower, momen
     version = follower.world.publish()
     server = follower.start()
     server.wait_served(version)
-    assert server.status()["commits"] == 1
+    server.wait_commits(1)
     expect_served(follower.world, server, version)
 
 

@@ -122,7 +122,7 @@ def test_two_machines_follow_as_one_and_come_back(folder: Path) -> None:
 
         with pair.follow() as (server, other):
             server.wait_served(4)
-            assert server.status()["commits"] == 1
+            server.wait_commits(1)
             expect_served(world, server, 4)
             patched = seen(server)
             kill(server)

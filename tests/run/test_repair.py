@@ -243,6 +243,22 @@ def test_run_json_and_the_table_come_back(whole: Whole) -> None:
         repair(whole.bucket, mirror=other)
 
 
+def test_the_newest_manifest_comes_from_a_mirror_before_any_head_names_it(whole: Whole) -> None:
+    """Its publisher was killed before it wrote HEAD.json."""
+    before = whole.writer.manifests[7]
+    for key in [
+        item.key for item in whole.bucket.list("") if "8" in item.key and item.key.startswith(("folds/", "tags/"))
+    ]:
+        whole.bucket.delete(key)
+    whole.bucket.put(keys.HEAD_KEY, Head(run=before.run, version=7, manifest=before.digest).to_bytes())
+    mirror = whole.bucket.copy()
+    right = contents(whole)
+    whole.bucket.put(keys.version_key(8), b"{")
+    assert repair(whole.run, mirror=mirror).lost == []
+    assert whole.run.head().version == 8
+    assert {**contents(whole), keys.HEAD_KEY: right[keys.HEAD_KEY]} == right
+
+
 def test_a_mirror_decides_between_head_and_manifest(whole: Whole) -> None:
     mirror = whole.bucket.copy()
     right = contents(whole)

@@ -140,13 +140,14 @@ class Mirror:
 
     def _continues(self, manifest: Manifest) -> bool:
         """Return whether a manifest is the newest although its proof here is damaged: only HEAD.json here names the
-        version, the manifest follows the one before, and the mirror's HEAD.json names it."""
+        version, if anything, the manifest follows the one before, and the mirror's HEAD.json names it, or the one before:
+        readers take the manifest after that as the newest."""
         version = manifest.version
         if not self._audit.only_head_names(version) or version - 1 not in self._audit.digests:
             return False
         check_follows(self._run.manifest(version - 1), manifest)
         head = read_head(self._copy)
-        return (head.version, head.manifest) == (version, manifest.digest)
+        return (head.version, head.manifest) in ((version, manifest.digest), (version - 1, manifest.parent))
 
     def _head(self, manifest: Manifest) -> str | None:
         """Restore HEAD.json if it alone contradicts a manifest that both buckets have."""
