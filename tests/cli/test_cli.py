@@ -232,7 +232,7 @@ USAGE = (
     *("tag best --bucket x --delete --version 3", "branch", "branch --bucket x", "branch y", "compact"),
     *("compact --bucket RUN --no-folds", "compact --bucket RUN --anchor -1", "compact --bucket RUN --anchor best"),
     *("fleet --bucket RUN --watch 0", "fleet --bucket RUN --watch soon", "fleet --bucket RUN --watch 1 --wait 1"),
-    *("fleet --bucket RUN --replicas 2", "fleet --bucket RUN --timeout 5", "fleet --bucket RUN --wait head"),
+    *("fleet --bucket RUN --replicas 2", "fleet --bucket RUN --timeout 5", "fleet --bucket RUN --wait heads"),
     *("doctor", "doctor --bucket RUN --bytes -1", "doctor --bucket RUN --bytes 1MB"),
     *("export --bucket RUN", "export --to x", "export --bucket RUN --to x --version best"),
     *("export --bucket RUN --to x --shard-bytes 0", "rollback", "wait", "sync --version two", "rollback --version -1"),
