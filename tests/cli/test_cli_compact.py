@@ -66,7 +66,7 @@ def test_text(written: Written) -> None:
         assert part in text
     assert "anchor         of version 4, already exists" in shown(*compact, "--anchor", "4", code=1)
     help_text = delta_sync("compact", "--help").out
-    for word in ("--dry-run", "--anchor N|head|tag:NAME", "--no-folds", "--codec {packed,context}", "Ctrl-C"):
+    for word in ("--dry-run", "--anchor N|head~N|tag:NAME", "--no-folds", "--codec {packed,context}", "Ctrl-C"):
         assert word in help_text
 
 
