@@ -139,9 +139,9 @@ class Mirror:
         return manifest
 
     def _continues(self, manifest: Manifest) -> bool:
-        """Return whether a manifest is the newest although its proof here is damaged: only HEAD.json here names the
-        version, if anything, the manifest follows the one before, and the mirror's HEAD.json names it, or the one before:
-        readers take the manifest after that as the newest."""
+        """Return whether a manifest is the newest although its proof here is damaged: at most HEAD.json here names the
+        version, the manifest follows the one before, and the mirror's HEAD.json names it, or the one before: readers
+        take the manifest after that as the newest."""
         version = manifest.version
         if not self._audit.only_head_names(version) or version - 1 not in self._audit.digests:
             return False
