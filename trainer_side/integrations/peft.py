@@ -65,7 +65,7 @@ def adapter_publisher(model: Any, bucket: Any, *, adapter: str = "default", **op
         publisher = Publisher(tensors, bucket, files=folder, **options)
         try:
             _check_same(publisher, (Path(folder) / ADAPTER_CONFIG_NAME).read_bytes())
-        except BaseException:
+        except BaseException:  # including interrupts: the caller gets no publisher to close
             publisher.close()
             raise
         return publisher
