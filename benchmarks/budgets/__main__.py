@@ -7,6 +7,8 @@ begin with the same weights, and a version may have at most that share of the ex
 ``relative_norm`` of the manifests: how far the weights that sample are from the trainer's, relative to their norm.
 
 The reward is the mean of the last steps. A run has few steps, and few seeds: read it with its range over the seeds.
+After the last step, ``publish(exact=True)`` sends what is held back; the benchmark fails unless the copy then holds
+the trainer's bits.
 """
 
 import copy
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.breakeven.__main__ import apply
+from benchmarks.budgets import chart
 from benchmarks.common.rows import Row, parser, row, write
 from benchmarks.common.tables import grid
 from examples import rl_loop
@@ -28,6 +31,7 @@ from vllm_delta_sync import open_run
 from vllm_delta_sync.tensors.torch_views import bits_of
 
 BENCH = "budgets"
+CHARTS = {"budgets.png": ("Reward and distance to the trainer's weights, for each budget", chart.budgets)}
 SHARES = (0.5, 0.25, 0.1)
 SEEDS = (0, 1, 2)
 STEPS = 30
@@ -51,6 +55,12 @@ class Sampler:
         while self.version < version:
             self.version += 1
             apply(self._run.changes(self._run.manifest(self.version)), self._bits)
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise unless the weights are these, bit for bit."""
+        for name, parameter in model.named_parameters():
+            if not np.array_equal(bits_of(parameter), bits_of(self._model.get_parameter(name))):
+                raise RuntimeError(f"{name} differs from the trainer's after an exact version")
 
     def request(self, method: str, path: str) -> Any:
         """The status that the loop reads."""
@@ -104,6 +114,10 @@ def train(model: torch.nn.Module, seed: int, steps: int, max_bytes: int | None) 
             sampler = Sampler(model, publisher, seed)
             training = rl_loop.Training(model, publisher, sampler, steps, seed)  # type: ignore[arg-type]
             training.run(float("inf"))
+            publisher.publish(step=steps + 1, exact=True)
+            publisher.flush()
+            sampler.wait_version(publisher.version)
+            sampler.check(model)
         log = list(open_run(folder).log())[1 : steps + 1]
     held = [manifest.held_back for manifest in log]
     return training.steps, [0.0 if item is None else item.relative_norm or 0.0 for item in held]
@@ -120,6 +134,17 @@ def measure(case: str, seed: int, steps: Sequence[Any], distances: Sequence[floa
         row(BENCH, named, "mean distance", float(np.mean(distances)), "of the norm"),
         row(BENCH, named, "last distance", distances[-1], "of the norm"),
     ]
+
+
+def curves(case: str, runs: Sequence[tuple[Sequence[Any], Sequence[float]]]) -> list[Row]:
+    """Reward and distance after each step, means over the runs of all seeds."""
+    rows = []
+    for index in range(len(runs[0][1])):
+        named = f"{case}, step {index + 1}"
+        reward = float(np.mean([steps[index]["reward"] for steps, _ in runs]))
+        distance = float(np.mean([distances[index] for _, distances in runs]))
+        rows += [row(BENCH, named, "reward", reward, "of 1"), row(BENCH, named, "distance", distance, "of the norm")]
+    return rows
 
 
 def summarise(rows: Sequence[Row], seeds: int) -> list[Row]:
@@ -152,17 +177,22 @@ def main(arguments: list[str] | None = None) -> None:
     if options.quick:
         rl_loop.reward = any_reward
     rows: list[Row] = []
+    runs: dict[str, list[tuple[list[Any], list[float]]]] = {}
     for seed in seeds:
         policy = rl_loop.make_model(seed)
         if not options.quick:
             rl_loop.warm_up(policy, seed)
-        exact, distances = train(policy, seed, steps, None)
-        rows += measure("exact", seed, exact, distances)
-        mean = float(np.mean([step["payload_bytes"] for step in exact]))
+        exact = train(policy, seed, steps, None)
+        runs.setdefault("exact", []).append(exact)
+        mean = float(np.mean([step["payload_bytes"] for step in exact[0]]))
         for share in SHARES[-1:] if options.quick else SHARES:
-            figures, distances = train(policy, seed, steps, max(1, int(share * mean)))
-            rows += measure(f"{100 * share:g} % of the bytes", seed, figures, distances)
-    write(options.json, [*rows, *summarise(rows, len(seeds))])
+            found = train(policy, seed, steps, max(1, int(share * mean)))
+            runs.setdefault(f"{100 * share:g} % of the bytes", []).append(found)
+        for case, known in runs.items():
+            rows += measure(case, seed, *known[-1])
+            print(f"seed {seed}, {case}: reward {rows[-5]['value']:.3f}, {rows[-4]['value']:,.0f} B", flush=True)
+    series = [item for case, known in runs.items() for item in curves(case, known)]
+    write(options.json, [*rows, *summarise(rows, len(seeds)), *series])
 
 
 if __name__ == "__main__":
