@@ -240,7 +240,7 @@ def test_killed_at_random_it_shows_whole_versions(tmp_path: Path, out: Path) -> 
             killed += nursery.end(nursery.begin(tmp_path, chance.randrange(1, 14)))
             if (out / "current").exists():
                 assert held(out / "current") == expected(LARGE_TABLE, written.writer.bits[at(out)])
-            if chance.random() < 0.3:
+            if chance.random() < 0.3 and version < VERSIONS - 1:
                 continue  # the next one finds what this one left
         assert not nursery.end(nursery.begin(tmp_path, 0))
         assert at(out) == version
