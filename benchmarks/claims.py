@@ -8,12 +8,13 @@ Pick = tuple[str, str] | tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Claim:
-    """``figure`` has a ``{}`` for the value of each pick."""
+    """``figure`` has a ``{}`` for the value of each pick. ``readme``: README shows it too."""
 
     bench: str
     text: str
     figure: str
     picks: tuple[Pick, ...]
+    readme: bool = False
 
 
 PATCHES = "load_checkpoint_weight_patches"
@@ -27,6 +28,7 @@ CLAIMS = (
             ("dense 1%", "ratio", PATCHES),
             ("dense 1%", "ratio", "load_weights"),
         ),
+        readme=True,
     ),
     Claim(
         "apply",
@@ -43,6 +45,7 @@ CLAIMS = (
             ("synthetic dense 1%, context", "size"),
             ("synthetic dense 1%, packed", "ratio", "dense bf16"),
         ),
+        readme=True,
     ),
     Claim(
         "scaling",
@@ -78,12 +81,14 @@ CLAIMS = (
             ("1000 versions, each delta", "objects"),
             ("1000 versions, each delta", "time"),
         ),
+        readme=True,
     ),
     Claim(
         "publish",
         "`publish` blocks training of 0.5 B parameters; a plain comparison of the same bytes takes; saving them takes",
         "{} ms; {} ms; {} ms",
         tuple(("0.5 B, 1 process, 1 thread: call", name) for name in ("publish", "array_equal", "save_pretrained")),
+        readme=True,
     ),
     Claim(
         "publish",
@@ -105,6 +110,7 @@ CLAIMS = (
             (f"dense 0.6B {work}", "ratio", "vLLM packed weights")
             for work in ("prefill", "decode batch 1", "decode batch 16")
         ),
+        readme=True,
     ),
     Claim(
         "notice",

@@ -3,7 +3,8 @@
 ``python -m benchmarks.render [--charts]``. A benchmark says in its ``__main__`` how its rows are shown: with
 ``tables(rows)`` → Markdown lines, and ``CHARTS``, {file name: (what it shows, function that draws rows to a path)},
 which ``--charts`` draws anew. ``blocks(rows)`` → {name: Markdown lines} is for the pages in ``PAGES``: each replaces
-what a page has between ``<!-- BENCH NAME -->`` and ``<!-- end -->``.
+what a page has between ``<!-- BENCH NAME -->`` and ``<!-- end -->``. ``<!-- claims readme -->`` has the claims
+marked so.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from benchmarks.common.tables import number, pivot, value_of
 
 ROOT = Path(__file__).parents[1]
 SOURCE, TARGET = ROOT / "benchmarks/results", ROOT / "docs/benchmarks.md"
-PAGES = (ROOT / "docs/scale.md",)
+PAGES = (ROOT / "README.md", ROOT / "docs/scale.md")
 BLOCK = re.compile(r"(<!-- (\w+) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEAD = """\
 # Benchmarks
@@ -38,11 +39,15 @@ def render(source: Path = SOURCE) -> str:
     lines = [HEAD, *(f"{note}\n" for note in notes)]
     known = [claim for claim in CLAIMS if claim.bench in results]
     if known:
-        lines += ["| claim | figure | command | date |", "|---|---|---|---|"]
-        lines += [_claim(claim, results[claim.bench]) for claim in known]
+        lines += _claims(known, results)
     for name, document in results.items():
         lines += ["", *_section(name, document)]
     return "\n".join(lines) + "\n"
+
+
+def _claims(claims: list[Claim], results: dict[str, Any]) -> list[str]:
+    head = ["| claim | figure | command | date |", "|---|---|---|---|"]
+    return head + [_claim(claim, results[claim.bench]) for claim in claims]
 
 
 def _claim(claim: Claim, document: dict[str, Any]) -> str:
@@ -72,6 +77,10 @@ def fill(page: str, source: Path = SOURCE) -> str:
     """A page's text with its tables made anew."""
 
     def block(found: re.Match[str]) -> str:
+        if found[2] == "claims":
+            shown = [claim for claim in CLAIMS if claim.readme]
+            results = {claim.bench: json.loads((source / f"{claim.bench}.json").read_text()) for claim in shown}
+            return found[1] + "\n".join([*_claims(shown, results), found[4]])
         document = json.loads((source / f"{found[2]}.json").read_text())
         lines = {"measured": [_measured(document)], **_module(found[2]).blocks(document["rows"])}[found[3]]
         return found[1] + "\n".join([*lines, found[4]])

@@ -51,7 +51,7 @@ def test_the_committed_page_is_made_from_the_committed_results() -> None:
     for page in render.PAGES:
         shown = page.read_text()
         assert shown == render.fill(shown), "run: python -m benchmarks.render"
-        assert len(shown.splitlines()) <= 120
+        assert len(shown.splitlines()) <= (200 if page.name == "README.md" else 120)
 
 
 def test_a_page_is_made_of_the_results_that_there_are(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from vllm_delta_sync.trust.keys import generate
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 SHARED = "/mnt/shared"
-"""Where README.md puts its run."""
+"""Where the documents put their run."""
 # Arguments of vLLM, pip, hf, torchrun, slime and our scripts.
 FOREIGN_FLAGS = {
     "--write",
@@ -98,8 +98,11 @@ def code_of(text: str) -> str:
     return "\n".join([*re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL), *inline])
 
 
-def python_blocks(name: str) -> list[str]:
-    return blocks((ROOT / name).read_text(), "python")
+def named(document: str, name: str) -> str:
+    """Content of the one block of a document after the line ``<!-- test: name -->``."""
+    text = (ROOT / document).read_text()
+    (found,) = re.findall(rf"^<!-- test: {name} -->\n```\w+\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return found
 
 
 def run_python(code: str, folder: Path) -> str:
@@ -113,18 +116,19 @@ def run_python(code: str, folder: Path) -> str:
     return done.stdout
 
 
-def blocks_of_the_readme(shared: Path) -> list[str]:
-    """Those that need no vLLM: a trainer, a reader, a training that goes on, a gate, and a budget."""
-    found = [block for block in python_blocks("README.md") if "vllm import LLM" not in block]
+def trainer_of_the_readme(shared: Path) -> str:
+    """The quick start's trainer, with its run in another folder and a free port."""
+    block = named("README.md", "trainer")
     for text in (SHARED, "tcp://*:5555"):
-        assert text in found[0] + found[1]
-    return [block.replace(SHARED, str(shared)).replace("tcp://*:5555", "tcp://127.0.0.1:*") for block in found]
+        assert text in block
+    return block.replace(SHARED, str(shared)).replace("tcp://*:5555", "tcp://127.0.0.1:*")
 
 
-def test_blocks_of_the_readme_run(tmp_path: Path) -> None:
+def test_the_quick_start_runs_and_its_run_can_be_read(tmp_path: Path) -> None:
     """On a tiny model in place of the one downloaded."""
     checkpoint = save_checkpoint(make_model("qwen3"), tmp_path / "Qwen3-0.6B")
-    trainer, reader, *_ = blocks_of_the_readme(tmp_path / "shared")
+    trainer = trainer_of_the_readme(tmp_path / "shared")
+    reader = named("docs/runs.md", "reader").replace(SHARED, str(tmp_path / "shared"))
     said = run_python(trainer, tmp_path)
     steps = int(re.findall(r"range\(1, (\d+)\)", trainer)[0]) - 1
     assert re.findall(r"^step (\d+): version (\d+), ", said, re.MULTILINE) == [
@@ -137,13 +141,13 @@ def test_blocks_of_the_readme_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_other_blocks_of_the_readme_run(tmp_path: Path) -> None:
+def test_a_run_goes_on_and_is_looked_after_as_the_pages_say(tmp_path: Path) -> None:
     """They go on where a training of their own has ended."""
     save_checkpoint(make_model("qwen3"), tmp_path / "Qwen3-0.6B")
     shared = tmp_path / "again"
-    trainer, _, again, gate, budget = blocks_of_the_readme(shared)
-    first = re.sub(r"range\(1, \d+\)", "range(1, 19)", trainer, count=1)
-    run_python(f"{first}\n{again}", tmp_path)
+    first = re.sub(r"range\(1, \d+\)", "range(1, 19)", trainer_of_the_readme(shared), count=1)
+    gate, budget = (named("docs/gates-and-budgets.md", name) for name in ("gate", "budget"))
+    run_python(f"{first}\n{named('docs/runs.md', 'go on')}", tmp_path)
     run = open_run(str(shared / "first-run"))
     assert [manifest.base_version for manifest in run.log()][-2:] == [18, 18]
     assert [tag.version for tag in run.tags().values()] == [19]
@@ -155,8 +159,8 @@ def test_other_blocks_of_the_readme_run(tmp_path: Path) -> None:
 
 
 def check_upkeep(shared: Path, folder: Path) -> None:
-    """The commands that look after a run do as the README says."""
-    text = next(block for block in blocks((ROOT / "README.md").read_text(), "bash") if "delta-sync gc" in block)
+    """The commands that look after a run do as the page says."""
+    text = named("docs/runs.md", "upkeep")
     shutil.copytree(shared / "first-run", folder / "mirror" / "first-run")
     for line in text.replace(SHARED, str(shared)).replace("/mnt/mirror", str(folder / "mirror")).splitlines():
         words = shlex.split(line, comments=True)

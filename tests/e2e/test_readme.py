@@ -1,8 +1,9 @@
-"""README's trainer, and then README's server and requests, as they stand there; only places and ports are others."""
+"""The quick start's trainer, server and requests, as they stand there; only places and ports are others."""
 
 import json
 import re
 import shlex
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -10,16 +11,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.docs.test_docs import ROOT, SHARED, blocks, python_blocks, run_python
+from tests.docs.test_docs import ROOT, SHARED, named, run_python
 from tests.e2e.servers import Server, free_port, serving
 from tests.support.tiny import make_model, save_checkpoint
+from vllm_delta_sync import open_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("readme")]
 
 MODEL = "Qwen3-0.6B"
-TEXT = (ROOT / "README.md").read_text()
 SMALL = "--enforce-eager --max-model-len 256"
-"""What README adds on a small machine without a GPU; ``serving`` sets the variable that goes with it."""
+"""What the page adds on a small machine without a GPU; ``serving`` sets the variable that goes with it."""
+URL = "http://127.0.0.1:8000"
 
 
 def curled(server: Server, line: str) -> httpx.Response:
@@ -27,7 +29,7 @@ def curled(server: Server, line: str) -> httpx.Response:
     words = shlex.split(line, comments=True)
     assert words[0] == "curl"
     headers, body, method = {}, None, "GET"
-    url = next(word for word in words if word.startswith("http://127.0.0.1:8000/"))
+    url = next(word for word in words if word.startswith(f"{URL}/"))
     for flag, value in pairwise(words):
         if flag == "-H":
             name, _, content = value.partition(": ")
@@ -36,44 +38,49 @@ def curled(server: Server, line: str) -> httpx.Response:
             method, body = "POST", value
         elif flag == "-X":
             method = value
-    path = url.removeprefix("http://127.0.0.1:8000")
+    path = url.removeprefix(URL)
     return httpx.request(method, server.url + path, headers=headers, content=body, timeout=300, verify=False)
 
 
-def commands(begin: str) -> list[str]:
-    """README's command lines that begin so, continued lines joined."""
-    lines = "\n".join(blocks(TEXT, "bash")).replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.startswith(begin)]
+def lines(document: str, name: str) -> list[str]:
+    """Command lines of a named block, continued lines joined."""
+    return named(document, name).replace("\\\n", " ").splitlines()
 
 
-def test_trainer_server_and_requests_of_the_readme(tmp_path: Path) -> None:
+def test_trainer_server_requests_and_commands(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(make_model("qwen3"), tmp_path / MODEL)
     places = {SHARED: str(tmp_path / "shared"), "tcp://*:5555": "tcp://127.0.0.1:*"}
-    trainer = python_blocks("README.md")[0]
+    trainer = named("README.md", "trainer")
     for text, place in places.items():
         assert text in trainer
         trainer = trainer.replace(text, place)
     said = run_python(trainer, tmp_path)
     last = int(re.findall(r"^step \d+: version (\d+), ", said, re.MULTILINE)[-1])
-    serve = next(line for line in commands("delta-sync serve") if "--notice" in line and "--port 8000" in line)
+    (serve,) = lines("README.md", "server")
     serve = serve.replace(SHARED, places[SHARED]).replace(":5555", f":{free_port()}").replace("--port 8000", SMALL)
-    assert SMALL in TEXT
+    assert SMALL in (ROOT / "docs/first-run.md").read_text()
     _, verb, model, *flags = shlex.split(serve)
     assert (verb, model) == ("serve", MODEL)
     program = str(Path(sys.executable).with_name("delta-sync"))
     command = [program, verb, str(checkpoint), *flags, "--served-model-name", MODEL]
     with serving(checkpoint, tmp_path / "server.log", command, {}) as server:
         server.wait_served(last)
-        status, completion = commands("curl -s http")[0], commands("curl -si http")[0]
-        assert curled(server, status).json()["served"]["version"] == last
+        (completion,) = lines("README.md", "completion")
         answer = curled(server, completion)
         assert answer.headers["x-delta-sync-version"] == str(last)
         assert answer.json()["delta_sync"]["spans"] == [{"index": 0, "version": last, "start": 0, "end": 8}]
-        verify = re.findall(r"`(curl [^`]*/delta_sync/verify)`", TEXT)[0]
+        (status,), (verify,) = lines("docs/first-run.md", "status"), lines("docs/first-run.md", "verify")
+        assert curled(server, status).json()["served"]["version"] == last
         assert curled(server, verify).json()["verdict"]
-        rollback, release = commands("curl -s -X POST")[:2]
-        wanted = json.loads(shlex.split(rollback)[-1])["version"]
+        rollback, release = lines("docs/first-run.md", "rollback")
+        wanted = json.loads(shlex.split(rollback, comments=True)[-1])["version"]
         assert curled(server, rollback).status_code == 200
         assert server.status()["served"]["version"] == wanted < last
         assert curled(server, release).status_code == 200
         assert server.wait_served(last)["served"]["version"] == last
+        for line in lines("README.md", "operate"):
+            words = shlex.split(line.replace(SHARED, places[SHARED]).replace(URL, server.url), comments=True)
+            done = subprocess.run([program, *words[1:]], capture_output=True, text=True, timeout=300, check=False)
+            assert (words[0], done.returncode) == ("delta-sync", 0), done.stderr
+        assert server.wait_served(last)["served"]["version"] == last
+    assert open_run(f"{places[SHARED]}/second-run").manifest(0).base is not None
