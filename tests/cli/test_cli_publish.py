@@ -151,8 +151,15 @@ def test_a_signal_ends_it_between_two_polls(ends: signal.Signals, code: int, out
     assert_versions(str(run), [weights(1), weights(2)])
 
 
-@pytest.mark.parametrize("seconds", [0, 1.5])
-@pytest.mark.parametrize("ends", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("ends", "seconds"),
+    [
+        (signal.SIGINT, 0),
+        (signal.SIGTERM, 1.5),
+        pytest.param(signal.SIGINT, 1.5, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_in_the_middle_of_a_version_leaves_the_run_whole(
     ends: signal.Signals, seconds: float, out: Path, run: Path
 ) -> None:

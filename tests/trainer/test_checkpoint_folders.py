@@ -536,6 +536,7 @@ def test_a_publisher_that_was_fenced_ends(out: Path, url: str) -> None:
 # Memory
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, url: str) -> None:
     """For beginning a run, and for taking it over with changes; the model has 192 MB, its largest tensor 16 MB."""
     torch.manual_seed(0)
