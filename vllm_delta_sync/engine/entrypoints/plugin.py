@@ -97,10 +97,11 @@ class EndpointPlugin:
         own = source()
         sources = {name: source(name) for name in others}
         if settings.lora_name is None:
-            spans.install(engine_client, state, own.run_id, own.inexact, sources)
+            spans.install(engine_client, state, own, sources)
         else:
             # The model's own weights are of no run.
-            spans.install(engine_client, state, lambda: None, adapters={**sources, settings.lora_name: own})
+            none = spans.SpanSource(lambda: None)
+            spans.install(engine_client, state, none, {**sources, settings.lora_name: own})
         await controller.start()
         for service in state.delta_sync_adapters.values():
             service.start()

@@ -82,18 +82,11 @@ class SpanSource:
     inexact: Callable[[], Mapping[int, Any]] = _all_exact
 
 
-def install(
-    engine_client: Any,
-    state: Any,
-    run_id: Callable[[], str | None],
-    inexact: Callable[[], Mapping[int, Any]] = _all_exact,
-    adapters: Mapping[str, SpanSource] | None = None,
-) -> None:
+def install(engine_client: Any, state: Any, model: SpanSource, adapters: Mapping[str, SpanSource]) -> None:
     """Wrap the engine client and the two OpenAI serving objects of an API server.
 
     Args:
-        run_id, inexact: of the model's own weights, see ``SpanSource``.
-        adapters: name → the same for a LoRA adapter that requests ask for, if its run is followed.
+        model: of the model's own weights. adapters: name → of a LoRA adapter whose run is followed.
     """
     patches.wrap_method(engine_client, "generate", _generate)
     for attribute, method in (
@@ -102,7 +95,7 @@ def install(
     ):
         serving = getattr(state, attribute, None)
         if serving is not None:
-            patches.wrap_method(serving, method, _respond(SpanSource(run_id, inexact), adapters or {}))
+            patches.wrap_method(serving, method, _respond(model, adapters))
 
 
 def _generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
