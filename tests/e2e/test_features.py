@@ -37,7 +37,7 @@ def run(root: Path, options: dict[str, Any]) -> warm.Ended:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({**EAGER, "sleep": 2}, id="sleep-2"),
+        pytest.param({**EAGER, "sleep": 2}, id="sleep-2", marks=pytest.mark.slow),
         pytest.param({}, id="compiled", marks=pytest.mark.slow),
         pytest.param(
             {"compilation_config": {"mode": 3, "backend": "eager"}}, id="compiled-eager", marks=pytest.mark.slow

@@ -16,14 +16,15 @@ TENSOR, PIPELINE, DATA = "tensor_parallel_size", "pipeline_parallel_size", "data
 EXPERT = "enable_expert_parallel"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "flags"),
     [
-        pytest.param(DENSE, {PIPELINE: 2}, id="PP2", marks=pytest.mark.slow),
-        pytest.param(DENSE, {DATA: 2}, id="DP2", marks=pytest.mark.slow),
-        pytest.param(DENSE, {TENSOR: 2, PIPELINE: 2}, id="TP2-PP2", marks=pytest.mark.slow),
+        pytest.param(DENSE, {PIPELINE: 2}, id="PP2"),
+        pytest.param(DENSE, {DATA: 2}, id="DP2"),
+        pytest.param(DENSE, {TENSOR: 2, PIPELINE: 2}, id="TP2-PP2"),
         pytest.param(EXPERTS, {TENSOR: 2, EXPERT: True}, id="TP2-EP"),
-        pytest.param(EXPERTS, {DATA: 2, EXPERT: True}, id="DP2-EP", marks=pytest.mark.slow),
+        pytest.param(EXPERTS, {DATA: 2, EXPERT: True}, id="DP2-EP"),
     ],
 )
 def test_every_rank_follows_bit_for_bit(tmp_path: Path, family: str, flags: dict[str, Any]) -> None:

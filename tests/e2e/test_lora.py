@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("lora")]
 FLAGS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--max-cpu-loras", "4", "--poll-seconds", "0.2")
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_adapters_are_those_of_the_trainer_after_every_version(tmp_path: Path, ranks: int) -> None:
     environment = {"VLLM_PLUGINS": "delta_sync", "DELTA_SYNC_STATE_DIR": str(tmp_path / "state")}
     if ranks == 2:

@@ -163,12 +163,11 @@ def undisturbed(process: "subprocess.Popen[str]", tmp_path_factory: pytest.TempP
 @pytest.mark.parametrize(
     "points",
     [
-        ["save:before:3"],
-        ["manifest:after:2"],
         ["save:after:3", "manifest:before:1", "manifest:after:1"],
         *(
             pytest.param([point], marks=pytest.mark.slow)
             for point in (
+                *("save:before:3", "manifest:after:2"),
                 *("gradient:before:2", "flush:before:3", "flush:after:3", "step:after:2", "sync:after:3"),
                 *("sync:before:4", "publish:after:2", "sidecar:after:2", "object:after:2", "manifest:before:2"),
                 "head:before:2",
@@ -189,6 +188,7 @@ def test_a_killed_trainer_goes_on_and_each_trajectory_is_trained_on_once(
     assert trainings.fingerprint() == undisturbed
 
 
+@pytest.mark.slow
 def test_what_is_too_old_or_no_batch_of_this_run_is_left_out_and_recorded(trainings: Trainings) -> None:
     trainings.write(0, 0, 0)
     trainings.write(0, worker="other", run="f" * 32)
@@ -209,6 +209,7 @@ def test_what_is_too_old_or_no_batch_of_this_run_is_left_out_and_recorded(traini
     assert "names version 9" in reasons["prophet"]
 
 
+@pytest.mark.slow
 def test_a_state_that_is_not_of_the_runs_newest_version_is_refused(trainings: Trainings) -> None:
     state = trainings.folder / "state" / "state.safetensors"
     trainings.write(0, 0, 0)
@@ -412,6 +413,7 @@ def told(process: "subprocess.Popen[str]", kind: str) -> dict[str, Any]:
     raise AssertionError(f"rollouts ended without {kind!r}: {process.communicate()[1]}")
 
 
+@pytest.mark.slow
 def test_batches_hold_whole_games_and_killed_it_goes_on_under_the_next_number(world: World) -> None:
     world.server.version, world.server.failing = None, 3
     with world.rollouts(ahead=2) as process:
@@ -446,6 +448,7 @@ def test_batches_hold_whole_games_and_killed_it_goes_on_under_the_next_number(wo
         assert play.turns[0].logprobs == [-1.5, -0.5, -0.25]
 
 
+@pytest.mark.slow
 def test_without_a_new_version_it_plays_on_after_its_patience(world: World) -> None:
     with world.rollouts(patience=0.3) as process:
         told(process, "batch")

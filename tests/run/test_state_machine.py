@@ -71,6 +71,7 @@ print(TALLY.events, TALLY.digest.hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_a_seed_draws_the_same_again() -> None:
     """Also in another process, with another order of sets."""
     outcomes = {

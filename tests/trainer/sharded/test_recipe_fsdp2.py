@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -36,6 +37,7 @@ def torchrun(base: Path, url: Path, folder: Path, steps: int) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_script_trains_and_publishes_from_two_ranks(tmp_path: Path) -> None:
     base = save_checkpoint(make_model("qwen3", **SIZES), tmp_path / "base")
     said = torchrun(base, tmp_path / "run", tmp_path / "saved", steps=3)
