@@ -73,7 +73,7 @@ def tour(control: Control, bucket: str, prompt: str, trainer: "Trainer | None") 
             trainer.step(control)
     with open_run(bucket) as run:
         older = run.head().version - 1
-    subprocess.run([PROGRAM, "tag", TAG, "--bucket", bucket, "--version", str(older)], check=True)
+    subprocess.run([PROGRAM, "tag", "set", TAG, "--bucket", bucket, "--version", str(older)], check=True)
 
     control.order("rollback", version=older)
     if trainer:

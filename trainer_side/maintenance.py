@@ -224,4 +224,4 @@ class RebaseTag:
         except NotFoundError:
             return
         except DeltaSyncError as error:
-            logger.warning("tag %r is left in the run; delete it (delta-sync tag --delete): %s", name, error)
+            logger.warning("tag %r is left in the run; delete it (delta-sync tag rm): %s", name, error)

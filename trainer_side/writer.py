@@ -457,7 +457,7 @@ def key_refusal(keys: RunKeys, keyring: Keyring) -> str | None:
     if entry is None:
         return (
             f"signing_key {short(keyring.public)} is neither among trusted_keys nor listed in keys.json; list it "
-            "(delta-sync keys), or add its public key file to trusted_keys here and on the receivers"
+            "(delta-sync keys add), or add its public key file to trusted_keys here and on the receivers"
         )
     return (
         f"keys.json says that signing_key {short(keyring.public)} was {'revoked' if entry.revoked else 'retired'}; "

@@ -274,7 +274,7 @@ class Settings(StoreOptions):
         Field(
             pattern=rf"^{RECEIVER_ID.pattern}$",
             description="Name of this server, unique in the run. Under it the server writes heartbeats to the "
-            "bucket: what it serves and may roll back to, for `delta-sync fleet`, for waiting for a version, and "
+            "bucket: what it serves and may roll back to, for `delta-sync fleet list`, for waiting for a version, and "
             "for retention. Without it nothing is written.",
         ),
     ] = None

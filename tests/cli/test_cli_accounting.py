@@ -597,20 +597,20 @@ def test_versions_counted_from_the_head(written: Written) -> None:
 
 def test_every_command_takes_them(written: Written, tmp_path: Path) -> None:
     bucket = ("--bucket", written.folder)
-    assert answer("inspect", written.folder, "--version", "head~2")["version"] == 7
+    assert answer("inspect", *bucket, "--version", "head~2")["version"] == 7
     assert answer("export", *bucket, "--version", "head~1", "--to", tmp_path / "export")["version"] == 8
-    assert answer("tag", "older", *bucket, "--version", "head~3")["version"] == 6
-    assert answer("branch", tmp_path / "branch", *bucket, "--version", "head~4")["source"]["version"] == 5
+    assert answer("tag", "set", "older", *bucket, "--version", "head~3")["version"] == 6
+    assert answer("branch", "--to", tmp_path / "branch", *bucket, "--version", "head~4")["source"]["version"] == 5
     assert answer("compact", *bucket, "--no-folds", "--anchor", "head~5", "--dry-run")["anchor"] == 4
     written.lose("receivers/r2.json")
-    assert answer("fleet", *bucket, "--wait", "head~2", "--timeout", "1")["lowest"] == 7
+    assert answer("fleet", "wait", *bucket, "--version", "head~2", "--timeout", "1")["lowest"] == 7
     takes = {
         name: action.metavar
         for name, command in cli.build_parser().commands.items()
         if "--server" not in command._option_string_actions  # a server's routes take numbers
         for action in command._actions
-        if action.dest in ("version", "anchor", "wait") and action.nargs is None
+        if action.dest in ("version", "anchor") and action.nargs is None
     }
-    # What moves with the head is not followed, and the last version of a key is a number that an operator has checked.
-    assert (takes.pop("follow"), takes.pop("keys")) == ("N|tag:NAME", "N")
+    # What moves with the head is not followed.
+    assert (takes.pop("follow"), takes.pop("keys revoke")) == ("N|tag:NAME", "N|head~N|tag:NAME|none")
     assert set(takes.values()) == {"N|head~N|tag:NAME"}

@@ -48,7 +48,7 @@ def test_codec_context(tmp_path: Path) -> None:
     written.check(0, 4)
     checked = answer("verify", "--bucket", written.folder)
     assert (checked["verdict"], checked["undecoded"], checked["folds"]) == (True, [], 1)
-    assert "context, compression zstd" in shown("inspect", written.folder, "--version", "3")
+    assert "context, compression zstd" in shown("inspect", "--bucket", written.folder, "--version", "3")
 
 
 def test_text(written: Written) -> None:

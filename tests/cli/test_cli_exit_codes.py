@@ -46,7 +46,7 @@ def test_verify_of_what_is_not_there_is_3(written: Written, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "command", ["verify", "log", "gc --dry-run", "compact", "repair", "fleet", "du", "stats", "diff 0 1"]
+    "command", ["verify", "log", "gc --dry-run", "compact", "repair", "fleet list", "du", "stats", "diff 0 1"]
 )
 def test_a_store_that_fails_is_4(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"no directory")
@@ -55,24 +55,24 @@ def test_a_store_that_fails_is_4(command: str, tmp_path: Path) -> None:
 
 def test_a_broken_history_is_1_for_log_and_inspect(written: Written, tmp_path: Path) -> None:
     written.lose(written.object_of(3))
-    assert kind(1, "inspect", written.folder, "--version", "3") == "not_found"
-    assert kind(3, "inspect", written.folder, "--version", "9") == "not_found"
+    assert kind(1, "inspect", "--bucket", written.folder, "--version", "3") == "not_found"
+    assert kind(3, "inspect", "--bucket", written.folder, "--version", "9") == "not_found"
     written.lose(version_key(5))
     done = delta_sync("log", "--bucket", written.folder)
     assert (done.code, len(done.out.splitlines()), done.err.split(": ")[1]) == (1, 6, "not_found")
-    for command in (("log", "--bucket"), ("inspect",)):
+    for command in (("log", "--bucket"), ("inspect", "--bucket")):
         assert kind(3, *command, tmp_path / "nowhere") == "not_found"
 
 
 def test_a_head_that_names_what_is_gone_is_1(written: Written) -> None:
     for version in range(9):
         written.lose(version_key(version))
-    for arguments in (("log", "--bucket"), ("inspect",), ("verify", "--bucket")):
+    for arguments in (("log", "--bucket"), ("inspect", "--bucket"), ("verify", "--bucket")):
         assert kind(1, *arguments, written.folder) == "not_found"
     written.lose(HEAD_KEY)
     for command in ("log", "verify"):
         assert kind(3, command, "--bucket", written.folder) == "not_found"
-    assert answer("inspect", written.folder)["head"] is None
+    assert answer("inspect", "--bucket", written.folder)["head"] is None
 
 
 def test_versions_that_gc_cannot_keep_are_1(written: Written) -> None:

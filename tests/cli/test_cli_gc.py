@@ -55,7 +55,7 @@ def test_gc(url: str) -> None:
 
 
 def test_gc_for_people(url: str) -> None:
-    answer("tag", "best", "--bucket", url, "--version", "7")
+    answer("tag", "set", "best", "--bucket", url, "--version", "7")
     out = shown("gc", "--bucket", url, "--keep-last", "1", "--dry-run")
     lines = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines() if "  " in line)
     assert lines["head"] == "version 20"
@@ -128,7 +128,7 @@ def test_gc_says_why_nothing_goes(url: str) -> None:
     assert len(answer("gc", "--bucket", url, "--keep-last", "1", "--keep-for", "7d")["removed"]["objects"]) == 2
     assert "versions published in the last 7d (--keep-for)" in reasons(url, "--keep-last", "1", "--keep-for", "7d")
     for version in range(1, 20):
-        answer("tag", f"t{version}", "--bucket", url, "--version", str(version))
+        answer("tag", "set", f"t{version}", "--bucket", url, "--version", str(version))
     assert "tags t1, t2, t3, t5, t6, … 14 more" in reasons(url, "--keep-last", "1", "--min-age", "2h")
     # No explanation where something is removed; afterwards it names what earlier collections removed.
     gone = answer("gc", "--bucket", url, "--keep-last", "1", "--no-tagged")
@@ -148,27 +148,27 @@ def test_gc_says_who_holds_what_would_go(url: str) -> None:
 
 
 def test_tag(url: str) -> None:
-    made = answer("tag", "best", "--bucket", url, "--version", "7", "--milestone")
+    made = answer("tag", "set", "best", "--bucket", url, "--version", "7", "--milestone")
     assert (made["tag"], made["version"], made["milestone"], made["branch"]) == ("best", 7, True, None)
-    assert shown("tag", "newest", "--bucket", url) == "version 20 is tagged newest\n"
-    rows = answer("tag", "--bucket", url)["tags"]
+    assert shown("tag", "set", "newest", "--bucket", url) == "version 20 is tagged newest\n"
+    rows = answer("tag", "list", "--bucket", url)["tags"]
     assert [(row["tag"], row["version"]) for row in rows] == [("best", 7), ("newest", 20)]
-    assert re.search(r"^best +7  yes ", shown("tag", "--bucket", url), re.MULTILINE)
-    assert answer("tag", "moved", "--bucket", url, "--version", "tag:best")["version"] == 7
-    assert shown("tag", "best", "--bucket", url, "--delete") == "deleted tag best\n"
-    assert kind(3, "tag", "best", "--bucket", url, "--delete") == "not_found"
-    assert kind(3, "tag", "best", "--bucket", url, "--version", "21") == "not_found"
+    assert re.search(r"^best +7  yes ", shown("tag", "list", "--bucket", url), re.MULTILINE)
+    assert answer("tag", "set", "moved", "--bucket", url, "--version", "tag:best")["version"] == 7
+    assert shown("tag", "rm", "best", "--bucket", url) == "removed tag best\n"
+    assert kind(3, "tag", "rm", "best", "--bucket", url) == "not_found"
+    assert kind(3, "tag", "set", "best", "--bucket", url, "--version", "21") == "not_found"
 
 
 def test_branch(url: str, tmp_path: Path) -> None:
     new = str(tmp_path / "new")
-    made = answer("branch", new, "--bucket", url, "--version", "7")
+    made = answer("branch", "--to", new, "--bucket", url, "--version", "7")
     assert made["source"] == {"run": open_run(url).info.run, "url": open_run(url).bucket.url, "version": 7}
     run = open_run(new)
     assert (made["run"], made["url"]) == (run.info.run, run.bucket.url)
     assert run.snapshot().fingerprint.hex() == made["fingerprint"] == open_run(url).manifest(7).fingerprint
-    assert kind(5, "branch", new, "--bucket", url) == "conflict"
-    assert kind(2, "branch", url, "--bucket", url) == "usage"
-    tag = answer("tag", "--bucket", url)["tags"][0]["tag"]
-    out = shown("branch", tmp_path / "third", "--bucket", url, "--version", f"tag:{tag}")
+    assert kind(5, "branch", "--to", new, "--bucket", url) == "conflict"
+    assert kind(2, "branch", "--to", url, "--bucket", url) == "usage"
+    tag = answer("tag", "list", "--bucket", url)["tags"][0]["tag"]
+    out = shown("branch", "--to", tmp_path / "third", "--bucket", url, "--version", f"tag:{tag}")
     assert "starts at    version 7 of file://" in out

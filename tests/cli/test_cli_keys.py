@@ -40,8 +40,8 @@ class KeyedRun:
     def keyring(self, name: str, *trusted: str) -> Keyring:
         return Keyring.load([self.pub(known) for known in trusted] or None, self.path(name))
 
-    def keys(self, *arguments: str, code: int = 0, signing: str = "root") -> Any:
-        return answer("keys", "--bucket", self.url, "--signing-key", str(self.path(signing)), *arguments, code=code)
+    def keys(self, *arguments: str, code: int = 0) -> Any:
+        return answer("keys", *arguments, "--bucket", self.url, "--signing-key", str(self.path("root")), code=code)
 
     def verify(self, code: int = 0) -> Any:
         return answer("verify", "--bucket", self.url, "--all", "--trusted-keys", self.pub("root"), code=code)
@@ -81,33 +81,35 @@ def test_the_life_of_keys(world: KeyedRun) -> None:
     run.deltas(*["packed"] * 3)
     # The servers trust the root alone, and nobody has listed the trainer yet.
     assert world.verify(code=1)["error"]["kind"] == "signature"
-    added = world.keys("--add", world.pub("trainer"))
+    added = world.keys("add", world.pub("trainer"))
     assert (added["sequence"], [row["key"] for row in added["keys"]]) == (1, [world.public["trainer"]])
     run.folds()
     assert world.verify()["signatures_checked"] is True
 
     # Rotated: the new key publishes on, and what the old one signed holds.
-    rotated = world.keys("--add", world.pub("next"), "--retire", world.pub("trainer"))
-    assert (rotated["sequence"], rotated["versions"], rotated["documents"]) == (2, [], [])
+    world.keys("add", world.pub("next"))
+    rotated = world.keys("retire", world.pub("trainer"))
+    assert (rotated["sequence"], rotated["versions"], rotated["documents"]) == (3, [], [])
     run.writer.keyring = world.keyring("next")
     run.deltas(*["packed"] * 3)
     run.folds()
     verified = world.verify()
     assert (verified["head"], verified["folds"]) == (6, 1)
-    listed = answer("keys", "--bucket", world.url, "--trusted-keys", world.pub("root"))
+    listed = answer("keys", "list", "--bucket", world.url, "--trusted-keys", world.pub("root"))
     states = {row["key"]: (row["trusted"], row["state"]) for row in listed["keys"]}
     assert states == {
         world.public["root"]: (True, "in use"),
         world.public["trainer"]: (False, "retired"),
         world.public["next"]: (False, "in use"),
     }
-    assert "up to version 3" in shown("keys", "--bucket", world.url, "--trusted-keys", world.pub("root"))
+    assert "up to version 3" in shown("keys", "list", "--bucket", world.url, "--trusted-keys", world.pub("root"))
 
     # Stolen after version 6: the thief publishes 7 and 8.
     run.deltas("packed", "packed")
     run.folds()
-    revoked = world.keys("--revoke", world.pub("next"), "--version", "6", "--add", world.pub("stranger"))
-    assert (revoked["sequence"], revoked["versions"], revoked["head"]) == (3, [7, 8], 6)
+    revoked = world.keys("revoke", world.pub("next"), "--version", "head~2")
+    assert (revoked["sequence"], revoked["versions"], revoked["head"]) == (4, [7, 8], 6)
+    world.keys("add", world.pub("stranger"))
     assert revoked["documents"] == ["folds/0000000000-0000000004.json", "folds/0000000004-0000000008.json"]
     notes = "\n".join(revoked["notes"])
     for word in ("REVOKED", "versions no longer valid: 7, 8", "delta-sync compact --signing-key", "another"):
@@ -161,7 +163,7 @@ def test_changes_that_make_no_sense_are_refused(world: KeyedRun) -> None:
             world.change(**change)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="--signing-key"):
         change_keys(open_bucket(world.url), Keyring.load(world.pub("root")), add=[other])
-    assert world.keys("--revoke", world.pub("trainer"), "--version", "9", code=3)["error"]["kind"] == "not_found"
+    assert world.keys("revoke", world.pub("trainer"), "--version", "9", code=3)["error"]["kind"] == "not_found"
     assert open_bucket(world.url).get(KEYS_KEY) == before
     world.change(revoke=[trainer], version=1)
     with pytest.raises(UsageError, match="is revoked"):
@@ -183,9 +185,9 @@ def test_a_run_that_is_not_signed_has_no_list(tmp_path: Path) -> None:
     url = str(tmp_path / "plain")
     RunWriter(open_bucket(url), TABLE)
     signing = ("--signing-key", str(world.path("root")))
-    document = answer("keys", "--bucket", url, *signing, "--add", world.pub("next"), code=2)
+    document = answer("keys", "add", world.pub("next"), "--bucket", url, *signing, code=2)
     assert "is not signed" in document["error"]["message"]
-    assert "the run is not signed" in answer("keys", "--bucket", url)["notes"]
+    assert "the run is not signed" in answer("keys", "list", "--bucket", url)["notes"]
 
 
 class Racing:
@@ -232,7 +234,7 @@ def test_a_change_that_was_cut_off_is_gone_on_with(world: KeyedRun) -> None:
     assert KeyFile.from_bytes(bucket.get(KEYS_KEY)).sequence == 4
 
 
-@pytest.mark.parametrize("command", ["tag best", "compact", "branch {folder}/branch"])
+@pytest.mark.parametrize("command", ["tag set best", "compact", "branch --to {folder}/branch"])
 def test_what_writes_into_a_signed_run_asks_for_a_key(command: str, tmp_path: Path) -> None:
     world = KeyedRun(tmp_path, first="root")
     world.run.deltas(*["packed"] * 4)
@@ -257,14 +259,19 @@ def test_what_only_reads_or_removes_needs_no_key(tmp_path: Path) -> None:
     world = KeyedRun(tmp_path, first="root")
     world.run.deltas(*["packed"] * 4)
     world.run.tag("best", 2)
-    for arguments in (("compact", "--dry-run"), ("gc", "--keep-last", "1"), ("tag", "best", "--delete")):
+    for arguments in (("compact", "--dry-run"), ("gc", "--keep-last", "1"), ("tag", "rm", "best")):
         answer(*arguments, "--bucket", world.url)
 
 
 READERS = (
-    *("log --bucket {url}", "inspect {url}", "inspect {url} --version 1", "verify --bucket {url}"),
-    *("gc --bucket {url} --yes", "tag --bucket {url}", "compact --bucket {url} --dry-run", "repair --bucket {url}"),
-    "keys --bucket {url}",
+    *("log --bucket {url}", "inspect --bucket {url}", "inspect --bucket {url} --version 1", "verify --bucket {url}"),
+    *(
+        "gc --bucket {url} --yes",
+        "tag list --bucket {url}",
+        "compact --bucket {url} --dry-run",
+        "repair --bucket {url}",
+    ),
+    "keys list --bucket {url}",
 )
 
 
@@ -289,9 +296,9 @@ def test_log_and_inspect_say_who_signed(tmp_path: Path) -> None:
     assert text.splitlines()[2].endswith(short)
     assert "signatures were not checked" in text
     assert "not checked" not in shown("log", "--bucket", world.url, "--trusted-keys", world.pub("root"))
-    assert f"by key {short}, not checked" in shown("inspect", world.url)
+    assert f"by key {short}, not checked" in shown("inspect", "--bucket", world.url)
     for version in ([], ["--version", "1"]):
-        text = shown("inspect", world.url, *version, "--trusted-keys", world.pub("root"))
+        text = shown("inspect", "--bucket", world.url, *version, "--trusted-keys", world.pub("root"))
         assert f"by key {short}, valid" in text
     row = answer("log", "--bucket", world.url, "--trusted-keys", world.pub("root"))["versions"][1]
     assert (row["signed_by"], row["signature_holds"]) == (world.public["root"], True)
@@ -299,11 +306,11 @@ def test_log_and_inspect_say_who_signed(tmp_path: Path) -> None:
 
 def test_a_key_that_others_can_read_is_refused(world: KeyedRun) -> None:
     os.chmod(world.path("root"), 0o644)
-    assert "chmod 600" in world.keys("--add", world.pub("next"), code=2)["error"]["message"]
+    assert "chmod 600" in world.keys("add", world.pub("next"), code=2)["error"]["message"]
     os.chmod(world.path("root"), 0o600)
     # A private key is no public one, and a revoked key's file may be lost.
-    assert world.keys("--add", str(world.path("next")), code=2)["error"]["kind"] == "settings"
-    world.keys("--add", world.pub("trainer"))
-    gone = world.keys("--revoke", world.public["trainer"], "--version", "none")
+    assert world.keys("add", str(world.path("next")), code=2)["error"]["kind"] == "settings"
+    world.keys("add", world.pub("trainer"))
+    gone = world.keys("revoke", world.public["trainer"], "--version", "none")
     assert (gone["versions"], gone["head"]) == ([0], None)
     assert any("no version of the run has a valid signature any more" in note for note in gone["notes"])

@@ -194,9 +194,9 @@ def test_reference_is_up_to_date() -> None:
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    """Our subcommands by name."""
-    actions = cli.build_parser()._actions
-    return next(dict(action.choices) for action in actions if isinstance(action, argparse._SubParsersAction))
+    """Our commands by name, and groups of commands such as ``keys``."""
+    parser = cli.build_parser()
+    return {**parser.children, **parser.commands}
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -204,7 +204,8 @@ def test_commands_flags_and_variables_exist(path: Path) -> None:
     code = code_of(path.read_text())
     known = commands()
     for line in re.findall(r"delta-sync ((?!\.)[a-z].*)", code):
-        name = line.split()[0].strip("`.,;)")
+        words = [word.strip("`.,;)") for word in line.split()[:2]]
+        name = " ".join(words) if " ".join(words) in known else words[0]
         assert name in known, line
         flags = {flag for action in known[name]._actions for flag in action.option_strings}
         assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= flags | FOREIGN_FLAGS, line

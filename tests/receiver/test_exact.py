@@ -126,11 +126,14 @@ def test_commands_show_it(chain: MarkedChain, capsys: pytest.CaptureFixture[str]
     assert run_command(["log", "--bucket", chain.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert ["not exact" in line for line in lines[1:]] == [False, False, False, True, True, False, True]
-    for arguments, exact in ((["inspect", chain.url, "--version", "4"], 2), (["inspect", chain.url], 5)):
+    for arguments, exact in (
+        (["inspect", "--bucket", chain.url, "--version", "4"], 2),
+        (["inspect", "--bucket", chain.url], 5),
+    ):
         assert run_command(arguments) == 0
         shown = f"held back    7 elements, relative distance 0.25; exact: version {exact}"
         assert shown.split() in [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert run_command(["inspect", chain.url, "--version", "5"]) == 0
+    assert run_command(["inspect", "--bucket", chain.url, "--version", "5"]) == 0
     assert "held back" not in capsys.readouterr().out
     assert run_command(["verify", "--bucket", chain.url]) == 0
 

@@ -284,10 +284,10 @@ def test_commands_show_the_mark(chain: MarkedChain, capsys: pytest.CaptureFixtur
     assert run_command(["log", "--bucket", chain.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert ["quarantined" in line for line in lines[1:]] == [False, False, False, True, True, False, True]
-    for arguments in (["inspect", chain.url, "--version", "4"], ["inspect", chain.url]):
+    for arguments in (["inspect", "--bucket", chain.url, "--version", "4"], ["inspect", "--bucket", chain.url]):
         assert run_command(arguments) == 0
         assert f"quarantined  {REASON}" in capsys.readouterr().out
-    assert run_command(["inspect", chain.url, "--version", "5"]) == 0
+    assert run_command(["inspect", "--bucket", chain.url, "--version", "5"]) == 0
     assert "quarantined" not in capsys.readouterr().out
     assert run_command(["verify", "--bucket", chain.url]) == 0
 

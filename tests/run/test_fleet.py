@@ -1,7 +1,13 @@
-"""The fleet of a run: heartbeats, who is live, waiting for a version, and what ``delta-sync fleet`` says."""
+"""The fleet of a run: heartbeats, who is live, waiting for a version, and what ``delta-sync fleet`` prints."""
 
+import contextlib
 import json
+import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,7 @@ from tests.support.turn_model import FleetRun
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.cli import fleet as cli_fleet
+from vllm_delta_sync.cli.text import CLEAR
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import StoreError, UsageError
 from vllm_delta_sync.fleet import heartbeats
@@ -292,18 +299,18 @@ def chain(tmp_path: Path) -> Chain:
 
 
 def test_command_lists_them(chain: Chain, tmp_path: Path) -> None:
-    assert "2 live, 0 ended; version 1 to 2; head 2" in shown("fleet", "--bucket", chain.url)
-    document = answer("fleet", "--bucket", chain.url)
+    assert "2 live, 0 ended; version 1 to 2; head 2" in shown("fleet", "list", "--bucket", chain.url)
+    document = answer("fleet", "list", "--bucket", chain.url)
     assert (document["run"], document["live"], document["lowest"]) == (chain.run, 2, 1)
     rows = [(row["receiver"], row["served"], row["live"], row["holding"]) for row in document["replicas"]]
     assert rows == [("a", 2, True, False), ("b", 1, True, True)]
     other = Chain(tmp_path / "other")
-    assert shown("fleet", "--bucket", other.url) == "0 live, 0 ended; nothing served; head -\n"
-    assert kind(3, "fleet", "--bucket", tmp_path / "elsewhere") == "not_found"
+    assert shown("fleet", "list", "--bucket", other.url) == "0 live, 0 ended; nothing served; head -\n"
+    assert kind(3, "fleet", "list", "--bucket", tmp_path / "elsewhere") == "not_found"
 
 
 def test_command_waits(chain: Chain) -> None:
-    wait = ("fleet", "--bucket", chain.url, "--wait")
+    wait = ("fleet", "wait", "--bucket", chain.url, "--version")
     assert answer(*wait, "1", "--replicas", "2")["live"] == 2
     error = answer(*wait, "2", "--timeout", "0.2", code=1)["error"]
     assert (error["kind"], "'b' serves version 1 (held)" in error["message"]) == ("fleet_late", True)
@@ -322,12 +329,42 @@ def test_watching_ends_on_an_interrupt(chain: Chain, monkeypatch: pytest.MonkeyP
             raise KeyboardInterrupt
 
     monkeypatch.setattr("vllm_delta_sync.cli.fleet.time.sleep", sleep)
-    done = delta_sync("fleet", "--bucket", chain.url, "--watch", "2.5", *(["--json"] if as_json else []))
+    done = delta_sync("fleet", "watch", "--bucket", chain.url, "--poll", "2.5", *(["--json"] if as_json else []))
     assert (done.code, sleeps) == (130, [2.5] * 3)
     if as_json:
         assert [json.loads(line)["live"] for line in done.out.splitlines()] == [2, 2, 2]
-    else:
-        assert done.out.count("2 live, 0 ended") == 3
+    else:  # plain lines, which can be read one by one
+        lines = done.out.splitlines()
+        assert len(lines) == 9
+        assert all(
+            re.fullmatch(r"[0-9T:.-]+Z (a: version 2 |b: version 1 |2 live, 0 ended; ).*", row) for row in lines
+        )
+        assert "held, target head, holds" in lines[1]
+
+
+def test_watching_on_a_terminal_redraws_a_table(chain: Chain) -> None:
+    # Inherited as ignored where the tests run in the background of a shell without job control.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from vllm_delta_sync import cli; sys.exit(cli.main())"
+    command = [sys.executable, "-c", code, "fleet", "watch", "--bucket", chain.url, "--poll", "0.05"]
+    terminal, end = os.openpty()
+    with subprocess.Popen(command, stdout=end, stderr=subprocess.PIPE) as started:
+        os.close(end)
+        shown = b""
+        while shown.count(CLEAR.encode()) < 3:
+            shown += os.read(terminal, 4096)
+        started.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # EIO: the command has ended
+            while data := os.read(terminal, 4096):
+                shown += data
+        assert started.stderr is not None
+        assert (started.wait(60), started.stderr.read()) == (130, b"")
+    os.close(terminal)
+    screens = shown.decode().split(CLEAR)
+    assert screens[0] == ""
+    for screen in screens[1:3]:
+        assert screen.splitlines()[0].split()[:2] == ["receiver", "served"]
+        assert screen.splitlines()[-1] == "2 live, 0 ended; version 1 to 2; head 2"
 
 
 def test_publisher_waits_for_its_servers(tmp_path: Path) -> None:

@@ -602,15 +602,15 @@ def test_a_branch_that_fails_takes_them_back(written: Run, tmp_path: Path) -> No
 
 def test_commands_show_them(written: Run) -> None:
     url = written.bucket.url
-    document = answer("inspect", url)
+    document = answer("inspect", "--bucket", url)
     assert [(item["name"], item["bytes"]) for item in document["files"]] == [
         (name, len(data)) for name, data in SMALL.items()
     ]
-    lines = shown("inspect", url).splitlines()
+    lines = shown("inspect", "--bucket", url).splitlines()
     assert any(line.split() == ["tokenizer.json", str(len(TOKENIZER)), "B"] for line in lines)
     assert answer("verify", "--bucket", url)["files"] == 2
     assert any(line.split()[:2] == ["files", "2"] for line in shown("verify", "--bucket", url).splitlines())
     written.bucket.put(RUN_KEY, edited(written.bucket, RUN_KEY, files=[]))
-    assert answer("inspect", url)["files"] == []
-    assert "file" not in shown("inspect", url).split()
+    assert answer("inspect", "--bucket", url)["files"] == []
+    assert "file" not in shown("inspect", "--bucket", url).split()
     assert "files" not in shown("verify", "--bucket", url).split()

@@ -247,13 +247,13 @@ def test_signature_of_the_manifest_covers_them(bucket: Hooked, trainer: Trainer,
 def test_commands_show_them(bucket: Hooked, trainer: Trainer, publisher: Publisher) -> None:
     url = bucket.url
     publish(publisher, trainer, 1)
-    assert "sidecar" not in shown("log", "--bucket", url) + shown("inspect", url, "--version", "1")
+    assert "sidecar" not in shown("log", "--bucket", url) + shown("inspect", "--bucket", url, "--version", "1")
     publish(publisher, trainer, 2, state=STATE, more=b"")
     assert [row["sidecars"] for row in answer("log", "--bucket", url)["versions"]] == [0, 0, 2]
     assert shown("log", "--bucket", url).splitlines()[0].endswith("sidecars")
-    document = answer("inspect", url, "--version", "2")
+    document = answer("inspect", "--bucket", url, "--version", "2")
     assert [(item["name"], item["bytes"]) for item in document["sidecars"]] == [("state", len(STATE)), ("more", 0)]
-    assert key_of(STATE) in shown("inspect", url, "--version", "2")
+    assert key_of(STATE) in shown("inspect", "--bucket", url, "--version", "2")
     assert answer("verify", "--bucket", url)["sidecars"] == 2
     assert "2 are undamaged" in shown("verify", "--bucket", url)
     age(bucket.folder)

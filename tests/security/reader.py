@@ -276,7 +276,11 @@ def _warm() -> None:
             ("list", []),
         ):
             DOORS[door](url, *arguments)
-        for command in (["verify", "--bucket", url], ["log", "--bucket", url], ["inspect", url, "--version", "1"]):
+        for command in (
+            ["verify", "--bucket", url],
+            ["log", "--bucket", url],
+            ["inspect", "--bucket", url, "--version", "1"],
+        ):
             _cli(*command)
 
 

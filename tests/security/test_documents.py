@@ -483,10 +483,10 @@ def test_names_that_commands_print(text: str, reader: Reader, written: Written) 
     url, shown = str(written.folder), 0
     for command in (
         ["log", "--bucket", url],
-        ["inspect", url, "--version", "4"],
+        ["inspect", "--bucket", url, "--version", "4"],
         ["verify", "--bucket", url],
-        ["tag", "--bucket", url, "--list"],
-        ["tag", "--bucket", url, "--list", "--json"],
+        ["tag", "list", "--bucket", url],
+        ["tag", "list", "--bucket", url, "--json"],
     ):
         outcome = reader("cli", *command)
         if outcome.kind == "[SystemExit]":

@@ -457,7 +457,7 @@ class Sync:
 
     def listed(self, version: int) -> None:
         """Check that ``delta-sync fleet`` of the trainer's image knows the server."""
-        command = ["delta-sync", "fleet", "--wait", str(version), "--replicas", "1"]
+        command = ["delta-sync", "fleet", "wait", "--version", str(version), "--replicas", "1"]
         printed = self._trainer.run(command, self._service.environment, *self._volumes)
         check("server-1" in printed, "delta-sync fleet lists server-1", printed)
         self._screen.found("delta-sync fleet lists server-1")

@@ -63,6 +63,20 @@ exit codes:
 """
 
 
+def add_group(
+    commands: "argparse._SubParsersAction[Any]", name: str, brief: str, examples: str
+) -> "argparse._SubParsersAction[Any]":
+    """Add a command that only has commands of its own, such as ``keys``, and return what adds these.
+
+    Args:
+        brief: its help. examples: lines, one for each command line.
+    """
+    group = commands.add_parser(
+        name, help=brief, description=f"{brief[0].upper()}{brief[1:]}.", epilog=f"examples:\n{examples}"
+    )
+    return group.add_subparsers(dest="action", metavar="COMMAND", required=True)  # type: ignore[no-any-return]
+
+
 def add_bucket(parser: argparse.ArgumentParser) -> None:
     """Add ``--bucket``; see ``bucket_url``."""
     parser.add_argument("--bucket", metavar="URL", help=f"run URL; default: {_default('bucket')}")

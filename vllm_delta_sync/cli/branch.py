@@ -11,9 +11,9 @@ Nothing is copied: version 0 of the new run refers to the version, which the old
 exists.
 
 examples:
-  delta-sync branch /data/runs/b --bucket /data/runs/a
-  delta-sync branch /data/runs/b --bucket /data/runs/a --version 420
-  delta-sync branch file:///data/runs/b --bucket /data/runs/a --version tag:best --json
+  delta-sync branch --bucket /data/runs/a --to /data/runs/b
+  delta-sync branch --bucket /data/runs/a --version 420 --to /data/runs/b
+  delta-sync branch --bucket s3://bucket/runs/a --version tag:best --to s3://bucket/runs/b --json
 """
 
 
@@ -24,10 +24,10 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         description="Start a new run at a version of this one, without copying anything.",
         epilog=BRANCH_EXAMPLES,
     )
-    branch.add_argument("url", metavar="NEW_URL", help="URL of the new run")
     add_bucket(branch)
-    add_trust(branch, signing=True)
     branch.add_argument("--version", type=version, metavar=VERSION, help="version to start at; default: the head")
+    branch.add_argument("--to", required=True, metavar="URL", help="URL of the new run")
+    add_trust(branch, signing=True)
     branch.set_defaults(handler=_branch)
 
 
@@ -35,7 +35,7 @@ def _branch(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.maintenance.branch import branch
 
     run = opened(options, writes=True)
-    made = options.closing.enter_context(branch(run, options.version, options.url))
+    made = options.closing.enter_context(branch(run, options.version, options.to))
     first = made.manifest(0)
     source = first.base.version if first.base is not None else None
     document = {

@@ -1,7 +1,8 @@
-"""``delta-sync fleet`` lists the servers of a run with what they serve, or waits until all serve a version."""
+"""``delta-sync fleet list``, ``wait`` and ``watch``: arguments, output, and the document for ``--json``."""
 
 import argparse
 import json
+import sys
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from vllm_delta_sync.cli.arguments import (
     VERSION,
     Answer,
     add_bucket,
+    add_group,
     add_trust,
     count,
     exit_codes,
@@ -18,74 +20,109 @@ from vllm_delta_sync.cli.arguments import (
     version,
 )
 from vllm_delta_sync.cli.text import clean, print_columns, redraw
-from vllm_delta_sync.errors import UsageError
 
 if TYPE_CHECKING:
     from vllm_delta_sync.client import Run
     from vllm_delta_sync.fleet.fleet import Fleet, Replica
 
-EXAMPLES = """\
-Lists servers that were started with --receiver-id and write heartbeats to the bucket. A server whose heartbeat is older
-than its setting lease_seconds counts as ended. --wait ends when every live server serves the version or a newer one,
-and these servers, together with those that ended since it was published, are at least N.
+SERVERS = """
+Servers are listed that were started with --receiver-id and write heartbeats to the bucket. A server whose heartbeat is
+older than its setting lease_seconds counts as ended.
 
-examples:
-  delta-sync fleet --bucket /data/runs/a
-  delta-sync fleet --bucket /data/runs/a --watch 2
-  delta-sync fleet --bucket /data/runs/a --wait 12 --replicas 8 --timeout 300
 """
+WAIT_TEXT = """
+The wait ends when every live server serves the version or a newer one, and these servers, together with those that
+ended since it was published, are at least N.
+
+"""
+LIST = "  delta-sync fleet list --bucket /data/runs/a\n"
+WAIT = "  delta-sync fleet wait --bucket /data/runs/a --version 12 --replicas 8 --timeout 5m\n"
+WATCH = "  delta-sync fleet watch --bucket /data/runs/a --poll 5s\n"
+REFUSED = "the run is damaged, or not signed by a trusted key"
+POLL_SECONDS = 2.0
+WAIT_SECONDS = 60.0
 LONGEST_ERROR = 60
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    fleet = commands.add_parser(
-        "fleet",
-        help="list the servers that follow a run, or wait for them",
-        description="List the servers that follow a run, from their heartbeats.",
-        epilog=EXAMPLES + exit_codes("with --wait: the timeout passed; the error names the servers that lag"),
+    group = add_group(commands, "fleet", "list the servers that follow a run, or wait for them", LIST + WAIT + WATCH)
+
+    listing = group.add_parser(
+        "list",
+        help="list the servers",
+        description="List the servers that follow a run, with what they serve.",
+        epilog=f"{SERVERS}examples:\n{LIST}{exit_codes(REFUSED)}",
     )
-    add_bucket(fleet)
-    add_trust(fleet)
-    fleet.add_argument(
-        "--watch", type=seconds, metavar="SECONDS", help="refresh the list until Ctrl-C; not with --wait"
+    add_bucket(listing)
+    add_trust(listing)
+    listing.set_defaults(handler=_list)
+
+    waiting = group.add_parser(
+        "wait",
+        help="wait until all servers serve a version",
+        description="Wait until all servers serve a version, and list them.",
+        epilog=WAIT_TEXT + f"examples:\n{WAIT}{exit_codes('the timeout passed; the error names the servers that lag')}",
     )
-    fleet.add_argument("--wait", type=version, metavar=VERSION, help="wait until all servers serve this version")
-    fleet.add_argument(
-        "--replicas", type=count, default=None, metavar="N", help="with --wait: least number of servers (default: 1)"
+    add_bucket(waiting)
+    waiting.add_argument("--version", type=version, metavar=VERSION, help="version to wait for; default: the head")
+    waiting.add_argument("--replicas", type=count, default=1, metavar="N", help="least number of servers (default: 1)")
+    waiting.add_argument(
+        "--timeout",
+        type=seconds,
+        default=WAIT_SECONDS,
+        metavar="SECONDS",
+        help=f"longest wait (default: {WAIT_SECONDS:g})",
     )
-    fleet.add_argument(
-        "--timeout", type=seconds, default=None, metavar="SECONDS", help="with --wait: longest wait (default: 60)"
+    add_trust(waiting)
+    waiting.set_defaults(handler=_wait)
+
+    watching = group.add_parser(
+        "watch",
+        help="show the servers until Ctrl-C",
+        description="Show the servers that follow a run until Ctrl-C: on a terminal as a table that is redrawn, "
+        "else as one line for each server.",
+        epilog=f"{SERVERS}examples:\n{WATCH}{exit_codes(REFUSED)}",
     )
-    fleet.set_defaults(handler=_fleet)
+    add_bucket(watching)
+    watching.add_argument(
+        "--poll",
+        type=seconds,
+        default=POLL_SECONDS,
+        metavar="SECONDS",
+        help=f"time between polls of the bucket (default: {POLL_SECONDS:g})",
+    )
+    add_trust(watching)
+    watching.set_defaults(handler=_watch)
 
 
-def _fleet(options: argparse.Namespace) -> Answer:
-    if options.watch is not None and options.wait is not None:
-        raise UsageError("--watch cannot be combined with --wait")
-    if options.wait is None and (options.replicas is not None or options.timeout is not None):
-        raise UsageError("--replicas and --timeout need --wait VERSION")
+def _list(options: argparse.Namespace) -> Answer:
     run = opened(options)
-    if options.watch is not None:
-        _watch(run, options)
+    document = fleet_document(run, run.fleet())
+    return document, lambda: print_fleet(document)
+
+
+def _wait(options: argparse.Namespace) -> Answer:
+    run = opened(options)
     fleet = run.fleet()
-    if options.wait is not None:
-        wanted = options.wait if isinstance(options.wait, int) else run.resolve(options.wait).version
-        replicas = 1 if options.replicas is None else options.replicas
-        fleet.wait(wanted, replicas, 60.0 if options.timeout is None else options.timeout)
+    wanted = options.version if isinstance(options.version, int) else run.resolve(options.version).version
+    fleet.wait(wanted, options.replicas, options.timeout)
     document = fleet_document(run, fleet)
     return document, lambda: print_fleet(document)
 
 
-def _watch(run: "Run", options: argparse.Namespace) -> None:
-    """Refresh the list until an interrupt or an error."""
+def _watch(options: argparse.Namespace) -> Answer:
+    """Show the list until an interrupt or an error."""
+    run = opened(options)
     fleet = run.fleet()
     while True:
         document = fleet_document(run, fleet)
         if options.json:
             print(json.dumps(document), flush=True)
-        else:
+        elif sys.stdout.isatty():
             redraw(partial(print_fleet, document))
-        time.sleep(options.watch)
+        else:
+            print_lines(document)
+        time.sleep(options.poll)
         fleet.poll()
 
 
@@ -137,9 +174,25 @@ def print_fleet(document: dict[str, Any]) -> None:
         print()
     for line in document["ignored"]:
         print(clean(f"ignored: {line}"))
+    print(_totals(document))
+
+
+def print_lines(document: dict[str, Any]) -> None:
+    """Print one line for each server, each with the time, so that it can be read by itself in a log."""
+    from vllm_delta_sync.format.manifest import timestamp
+
+    now = timestamp()
+    for row in document["replicas"]:
+        receiver, served, step, lag, state, target, pause, heartbeat, error = map(clean, _cells(row))
+        text = f"{now} {receiver}: version {served} (step {step}), lag {lag}, {state}, target {target}, pause {pause}"
+        print(f"{text}, heartbeat {heartbeat}" + (f", {error}" if row["error"] else ""))
+    print(f"{now} {_totals(document)}", flush=True)
+
+
+def _totals(document: dict[str, Any]) -> str:
     lowest, highest = document["lowest"], document["highest"]
     spread = "nothing served" if lowest is None else f"version {lowest}" + (f" to {highest}" * (lowest != highest))
-    print(f"{document['live']} live, {document['ended']} ended; {spread}; head {_text(document['head'])}")
+    return f"{document['live']} live, {document['ended']} ended; {spread}; head {_text(document['head'])}"
 
 
 def _cells(row: dict[str, Any]) -> tuple[object, ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_delta_sync.cli.arguments import (
     VERSION,
     Answer,
+    add_bucket,
     add_trust,
     exit_codes,
     failed_check,
@@ -31,13 +32,15 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     inspect = commands.add_parser(
         "inspect",
         help="show a run, one of its versions, or a single file",
-        description="Show the contents of a run; with --version, the changes of one version tensor by tensor; for a "
-        ".safetensors file, its header.",
-        epilog="examples:\n  delta-sync inspect /data/runs/a\n  delta-sync inspect /data/runs/a --version 7 --all\n"
+        description="Show the contents of a run; with --version, the changes of one version tensor by tensor; with "
+        "FILE, the header of a .safetensors file.",
+        epilog="examples:\n  delta-sync inspect --bucket /data/runs/a\n"
+        "  delta-sync inspect --bucket /data/runs/a --version 7 --all\n"
         "  delta-sync inspect ./objects/4fc55e65….safetensors\n"
         + exit_codes("the document or an object is damaged, or an object of the version is missing"),
     )
-    inspect.add_argument("target", metavar="URL_OR_FILE", help="run URL, or path of a .safetensors file")
+    inspect.add_argument("file", metavar="FILE", nargs="?", help="a .safetensors file to show, instead of a run")
+    add_bucket(inspect)
     inspect.add_argument("--version", type=version, metavar=VERSION, help="a version of the run")
     inspect.add_argument("--top", type=positive, default=20, metavar="N", help="tensors to list (default: 20)")
     inspect.add_argument("--all", action="store_true", help="list every tensor")
@@ -47,12 +50,14 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def _inspect(options: argparse.Namespace) -> Answer:
     top = None if options.all else options.top
-    if "://" not in options.target and Path(options.target).is_file():
-        if options.version is not None:
-            raise UsageError("--version needs a run; a file holds an object of one version")
-        document = file_document(Path(options.target))
+    if options.file is not None:
+        if options.version is not None or options.bucket is not None:
+            raise UsageError("FILE cannot be combined with --bucket or --version; leave FILE out to show a run")
+        if not Path(options.file).is_file():
+            raise UsageError(f"{options.file!r} is not a file; to show a run, name it with --bucket URL")
+        document = file_document(Path(options.file))
         return document, lambda: print_file(document, top)
-    run = opened(options, url=options.target)
+    run = opened(options)
     if options.version is None:
         document = run_document(run)
         return document, lambda: print_run(document, top)

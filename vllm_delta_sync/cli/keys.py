@@ -1,4 +1,4 @@
-"""``delta-sync keygen`` and ``delta-sync keys``: arguments and output of both commands.
+"""``delta-sync keygen``, and ``keys list``, ``add``, ``retire`` and ``revoke``: arguments and output.
 
 The work is done by ``trust.keys``, ``notice.curve`` and ``maintenance.keys``.
 """
@@ -8,9 +8,20 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, bucket_url, keyring_of, opened, without_mirror
+from vllm_delta_sync.cli.arguments import (
+    VERSION,
+    Answer,
+    add_bucket,
+    add_group,
+    add_trust,
+    bucket_url,
+    exit_codes,
+    keyring_of,
+    opened,
+    version,
+    without_mirror,
+)
 from vllm_delta_sync.cli.text import clean, print_columns, print_fields
-from vllm_delta_sync.errors import UsageError
 
 KEYGEN_EXAMPLES = """\
 PATH is the private key; only its owner may read the file, so keep it secret. PATH.pub is the public key. A publisher
@@ -21,18 +32,33 @@ examples:
   delta-sync keygen trainer.key --json
   delta-sync keygen notice.key --notice
 """
-KEYS_EXAMPLES = """\
-Without --add, --retire or --revoke, list the keys. The list, keys.json, is in the bucket and signed by a key that the
-servers trust; keys that are only in the list may sign weights, but may not change the list. Retire a key that stops
-signing: its signatures stay valid. Revoke a key that may be stolen: of its signatures, only those of versions up to
---version stay valid. Keep the key that signs the list off the publishing machines, where it might be stolen.
+KEYS_TEXT = """
+The list, keys.json, is in the bucket and signed by a key that the servers trust; keys that are only in the list may
+sign weights, but may not change the list. Keep the key that signs the list off the publishing machines, where it might
+be stolen.
 
-examples:
-  delta-sync keys --bucket /data/runs/a --trusted-keys root.key.pub
-  delta-sync keys --bucket /data/runs/a --signing-key root.key --add trainer2.key.pub
-  delta-sync keys --bucket /data/runs/a --signing-key root.key --add new.key.pub --retire old.key.pub
-  delta-sync keys --bucket /data/runs/a --signing-key root.key --revoke stolen.key.pub --version 419
 """
+LIST = "  delta-sync keys list --bucket /data/runs/a --trusted-keys root.key.pub\n"
+CHANGES = {
+    "add": (
+        "let keys sign from now on",
+        "Let keys sign from now on. To replace a key, add the new one, let its publisher start, then retire the old "
+        "one.",
+        "  delta-sync keys add trainer2.key.pub --bucket /data/runs/a --signing-key root.key\n",
+    ),
+    "retire": (
+        "end the use of keys; their signatures stay valid",
+        "End the use of keys that stop signing. Their signatures of versions up to --version stay valid.",
+        "  delta-sync keys retire old.key.pub --bucket /data/runs/a --signing-key root.key\n",
+    ),
+    "revoke": (
+        "make the signatures of stolen keys invalid",
+        "Revoke keys that may be stolen: of their signatures, only those of versions up to --version stay valid.",
+        "  delta-sync keys revoke stolen.key.pub --bucket /data/runs/a --signing-key root.key --version 419\n"
+        "  delta-sync keys revoke stolen.key.pub --bucket /data/runs/a --signing-key root.key --version none\n",
+    ),
+}
+"""Help, description and examples of each command that changes the list."""
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -48,38 +74,48 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     keygen.set_defaults(handler=_keygen)
 
-    parser = commands.add_parser(
+    group = add_group(
+        commands,
         "keys",
-        help="list, add, retire or revoke the keys that may sign a run",
-        description="List or change the keys that may sign a run.",
-        epilog=KEYS_EXAMPLES,
+        "list, add, retire or revoke the keys that may sign a run",
+        LIST + "".join(examples for _, _, examples in CHANGES.values()),
     )
-    add_bucket(parser)
-    add_trust(parser, signing=True)
-    for name, text in (
-        ("--add", "may sign from now on"),
-        ("--retire", "stops signing; its signatures stay valid"),
-        ("--revoke", "may be stolen; its signatures become invalid"),
-    ):
-        parser.add_argument(
-            name, action="append", default=[], metavar="FILE.pub", help=f"public key file, or 64 hex digits: {text}"
+    listing = group.add_parser(
+        "list",
+        help="list the keys that may sign",
+        description="List the keys that may sign a run: those that this command trusts, and those in the run's list.",
+        epilog=KEYS_TEXT + f"examples:\n{LIST}" + exit_codes("the list is damaged, or not signed by a trusted key"),
+    )
+    add_bucket(listing)
+    add_trust(listing)
+    listing.set_defaults(handler=_list)
+    for name, (brief, description, examples) in CHANGES.items():
+        parser = group.add_parser(
+            name,
+            help=brief,
+            description=description,
+            epilog=f"{KEYS_TEXT}examples:\n{examples}"
+            + exit_codes("a document is damaged, or the signing key is not trusted"),
         )
-    parser.add_argument(
-        "--version",
-        type=_last_version,
-        metavar="N",
-        help="last version whose signatures by retired or revoked keys stay valid; with --revoke also none; default: "
-        "the head",
-    )
-    parser.set_defaults(handler=_keys)
+        parser.add_argument("keys", nargs="+", metavar="FILE.pub", help="public key file, or 64 hex digits")
+        add_bucket(parser)
+        if name == "retire":
+            parser.add_argument(
+                "--version", type=version, metavar=VERSION, help="last version that stays valid; default: the head"
+            )
+        elif name == "revoke":
+            parser.add_argument(
+                "--version",
+                type=_last_version,
+                metavar=f"{VERSION}|none",
+                help="last version that stays valid, or none; default: the head",
+            )
+        add_trust(parser, signing=True)
+        parser.set_defaults(handler=_change)
 
 
 def _last_version(text: str) -> int | str:
-    if text == "none":
-        return text
-    if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a version; give a number, or none")
-    return int(text)
+    return text if text == "none" else version(text)
 
 
 def _keygen(options: argparse.Namespace) -> Answer:
@@ -100,11 +136,7 @@ def _keygen(options: argparse.Namespace) -> Answer:
     return document, lambda: print(public)
 
 
-def _keys(options: argparse.Namespace) -> Answer:
-    if options.add or options.retire or options.revoke:
-        return _change(options)
-    if options.version is not None:
-        raise UsageError("--version goes with --retire or --revoke")
+def _list(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.maintenance.keys import list_keys
 
     run = opened(options)
@@ -155,16 +187,12 @@ def _change(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.bucket import open_bucket
     from vllm_delta_sync.maintenance.keys import change_keys
 
-    if options.version is not None and not (options.retire or options.revoke):
-        raise UsageError("--version goes with --retire or --revoke")
     bucket = options.closing.enter_context(open_bucket(bucket_url(options), without_mirror(options)))
     change = change_keys(
         bucket,
         keyring_of(options),
-        add=[_public(text) for text in options.add],
-        retire=[_public(text) for text in options.retire],
-        revoke=[_public(text) for text in options.revoke],
-        version=options.version,
+        version=getattr(options, "version", None),
+        **{options.action: [_public(text) for text in options.keys]},
     )
     document: dict[str, Any] = {
         "run": change.file.run,

@@ -59,7 +59,7 @@ examples:
   delta-sync serve --bucket s3://weights/runs/a --port 8000
   delta-sync publish --watch out --bucket s3://weights/runs/a
   delta-sync log --bucket /data/runs/a --last 10
-  delta-sync inspect /data/runs/a --version 7
+  delta-sync inspect --bucket /data/runs/a --version 7
   delta-sync verify --bucket file:///data/runs/a --base /models/qwen3
 
 """
@@ -74,14 +74,27 @@ class Parser(argparse.ArgumentParser):
     """Raises UsageError for a bad command line, so that it is reported like every error.
 
     Attributes:
-        commands: the parser of each subcommand, by name.
+        children: the parsers of the commands right below this one, by name.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.formatter_class = argparse.RawDescriptionHelpFormatter
         self.allow_abbrev = False
-        self.commands: dict[str, Parser] = {}
+        self.children: dict[str, Parser] = {}
+
+    def add_subparsers(self, **options: Any) -> Any:
+        commands = super().add_subparsers(**options)
+        self.children = commands.choices
+        return commands
+
+    @property
+    def commands(self) -> "dict[str, Parser]":
+        """The parser of each command that can be run, by its whole name: ``log``, ``keys add``."""
+        found: dict[str, Parser] = {}
+        for name, parser in self.children.items():
+            found |= {f"{name} {last}": below for last, below in parser.commands.items()} or {name: parser}
+        return found
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
@@ -98,8 +111,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in MODULES:
         module.add(commands)
-    parser.commands = commands.choices
-    for command in commands.choices.values():
+    for command in parser.commands.values():
         command.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 
@@ -115,6 +127,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         ours, rest = split_serve(arguments[1:])
         arguments = ["serve", *ours]
     options = build_parser().parse_args(arguments)
+    if hasattr(options, "action"):
+        options.command = f"{options.command} {options.action}"
     options.rest = rest
     options.closing = ExitStack()
     return options

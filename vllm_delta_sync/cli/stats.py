@@ -29,7 +29,7 @@ EXAMPLES = """\
 Reads manifests and heartbeats, no objects. Bytes are those that were published, also of what gc has removed since;
 `delta-sync du` shows what is stored. Savings are against a full checkpoint for each version, counted from the first
 version that is read. Times are by the publisher's clock. Without --last, all versions count and the newest 20 are
-listed. Receivers are those with heartbeats (setting receiver_id); `delta-sync fleet` shows more of them.
+listed. Receivers are those with heartbeats (setting receiver_id); `delta-sync fleet list` shows more of them.
 
 examples:
   delta-sync stats --bucket /data/runs/a

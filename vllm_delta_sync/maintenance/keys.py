@@ -147,10 +147,10 @@ def _stored(bucket: Bucket, key: str) -> KeyFile | None:
 # Changing the list
 
 
-NOTHING: Literal["none"] = "none"
+NOTHING = "none"
 """Stands for a version: revoke a key for all versions."""
 
-LastVersion = int | Literal["none"] | None
+LastVersion = int | str | None
 _Doc = TypeVar("_Doc", bound=Document)
 
 
@@ -188,7 +188,8 @@ def change_keys(
             signers of run.json.
         retire: keys that stop signing; their signatures stay valid.
         revoke: keys that may be stolen; of their signatures, only those of manifests up to ``version`` stay valid.
-        version: last version that the keys to retire or revoke signed, or ``none`` for no version; None means the head.
+        version: last version that the keys to retire or revoke signed, as ``RunDocuments.resolve`` takes it, or
+            ``none`` for no version; None means the head.
 
     Raises:
         SettingsError: no signing key, or one that readers refuse. UsageError: the change is contradictory.
@@ -257,7 +258,9 @@ def _added_entry(key: str, entry: KeyEntry | None, notes: list[str]) -> KeyEntry
 
 def _retired_or_revoked(key: str, entry: KeyEntry | None, revoked: bool, last: KeyValidity | None) -> KeyEntry:
     if last is None and not revoked:
-        raise UsageError("--version none needs --revoke; the signatures of a retired key stay valid up to some version")
+        raise UsageError(
+            "version none is for keys to revoke; the signatures of a retired key stay valid up to some version"
+        )
     if entry is not None and entry.revoked and entry.last is None:
         raise UsageError(f"key {short(key)} is already revoked for all versions")
     before = None if entry is None else entry.last
@@ -274,6 +277,8 @@ def _last_valid_version(run: RunDocuments, version: LastVersion, revoked: bool, 
     if version is None:
         manifest = run.head()
         return KeyValidity(version=manifest.version, manifest=manifest.digest)
+    if isinstance(version, str):
+        version = run.resolve(version).version
     manifest = run.manifest(version)
     try:
         head, _ = run.reachable_head()
@@ -432,7 +437,7 @@ def _explain(change: KeyChange, root: str, retire: Collection[str], revoke: Coll
     tags = [key for key in change.documents if key.startswith(TAGS_PREFIX)]
     if tags:
         names = ", ".join(str(tag_of_key(key)) for key in tags)
-        notes.append(f"tags no longer valid: {names}; `delta-sync tag --signing-key` sets them again")
+        notes.append(f"tags no longer valid: {names}; `delta-sync tag set --signing-key` sets them again")
     if change.head is not None:
         notes.append(f"HEAD.json is now signed by {short(root)}, and names version {change.head}")
     if retire or revoke:

@@ -95,7 +95,7 @@ def read_sidecar(run: RunDocuments, manifest: Manifest, name: str) -> bytes:
         if record is not None and record.gave_up(manifest.version):
             raise NotFoundError(
                 f"sidecar {name!r} of version {manifest.version} was removed with the version by retention; tag the "
-                "versions that you want to keep (delta-sync tag)"
+                "versions that you want to keep (delta-sync tag set)"
             ) from error
         raise NotFoundError(
             f"sidecar {name!r} of version {manifest.version}, {found.key}, is missing: {error.message}"

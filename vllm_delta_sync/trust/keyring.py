@@ -74,7 +74,7 @@ class Keyring:
             raise SignatureError(
                 f"a run cannot begin with signing_key {short(self.public)}, which is not among trusted_keys; add its "
                 "public key file to trusted_keys, or begin with a trusted key and list this one in keys.json "
-                "(delta-sync keys)"
+                "(delta-sync keys add)"
             )
 
     def signed(self, document: _Doc) -> _Doc:
@@ -252,5 +252,5 @@ def _in_use(entry: KeyEntry | None) -> bool:
 def _untrusted(what: str, key: str) -> SignatureError:
     return SignatureError(
         f"{what} is signed by key {short(key)}, which is not trusted; to trust it, add its public key file to "
-        "trusted_keys, or list it in keys.json (delta-sync keys)"
+        "trusted_keys, or list it in keys.json (delta-sync keys add)"
     )

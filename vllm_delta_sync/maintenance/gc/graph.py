@@ -248,7 +248,7 @@ def _refs(objects: Iterable[ObjectRef]) -> tuple[tuple[str, int], ...]:
 def _unreadable(key: str, error: DeltaSyncError) -> DeltaSyncError:
     return type(error)(
         f"{error.message}; {key} cannot be read, so what it needs is unknown and gc removes nothing: fix it first, a "
-        "version with `delta-sync repair`, a tag with `delta-sync tag --delete`"
+        "version with `delta-sync repair`, a tag with `delta-sync tag rm`"
     )
 
 
