@@ -162,8 +162,18 @@ def shape_of(entry: dict[str, Any]) -> str:
 def commands() -> Iterator[str]:
     yield "## Commands"
     yield (
-        "Commands print text for people, or with `--json` one JSON document; an error is then "
-        '`{"error": {"kind", "message"}}`. Exit codes: 0 done, 1 a check failed or data were refused, 2 usage, '
+        'Commands print text for people, or with `--json` one line, `{"ok": true, "command": "log", "data": {…}}`. If '
+        '`ok` is false, `error` is `{"kind", "message"}`, and `data` is there if the command has found something: '
+        "`log` of a damaged run lists what it could read. `ok` of the last line is true exactly if the exit code is 0. "
+        "`command` is null if the command line could not be parsed."
+    )
+    yield (
+        "A command that runs until it is interrupted prints such a line for each event: `publish --watch` and `follow` "
+        "for each version, `fleet watch` and `status --watch` for each poll, `broker` once, with its addresses. If an "
+        "error ends it, that is the last line. With `--once`, `publish` and `follow` print one line with all versions."
+    )
+    yield (
+        "Exit codes: 0 done, 1 a check failed or data were refused, 2 usage, "
         f"3 not found, 4 store or network, 5 another writer, {cli.INTERRUPTED} interrupted. They follow from the "
         "error's [kind](#errors), except that an error found by a check is always 1: a run, version or tag that you "
         "named and that does not exist is 3; an object or manifest missing from a run is 1. "

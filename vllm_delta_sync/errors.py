@@ -188,6 +188,12 @@ class BusyError(DeltaSyncError):
     kind = "busy"
 
 
+class IncompleteError(DeltaSyncError):
+    """A command did what it could, and something is left: lost versions, unmade merged deltas, refused checkpoints."""
+
+    kind = "incomplete"
+
+
 class PublishError(DeltaSyncError):
     """A version could not be made durable; the baseline was rolled back, so the next publish carries its changes."""
 

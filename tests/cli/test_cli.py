@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.golden.regenerate import DIRECTORY
-from tests.support.commands import answer, delta_sync, kind, process, shown
+from tests.support.commands import answer, delta_sync, envelope, kind, process, shown
 from tests.support.written import SMALL, reference_run, save_base
 from vllm_delta_sync import __version__, cli
 from vllm_delta_sync.cli.text import clean, percent, shape, size, times
@@ -82,6 +82,9 @@ def test_log_shows_what_stands_before_the_first_flaw(path: Path) -> None:
     done = delta_sync("log", "--bucket", path)
     assert (done.code, len(done.out.splitlines())) == (1, 4)
     assert done.err.startswith("delta-sync: not_found: no object 'versions/0000000003.json'")
+    whole = envelope("log", "--bucket", path, code=1)
+    assert [row["version"] for row in whole["data"]["versions"]] == [0, 1, 2]
+    assert (whole["error"]["kind"], done.err) == ("not_found", f"delta-sync: not_found: {whole['error']['message']}\n")
 
 
 def test_inspect_a_run(path: Path) -> None:
@@ -162,8 +165,9 @@ def test_verify_names_the_first_problem_or_all(path: Path) -> None:
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith("delta-sync: digest: object objects/")
     assert kind(1, "verify", "--bucket", path) == "digest"
-    document = answer("verify", "--all", code=1, DELTA_SYNC_BUCKET=str(path))
-    assert (document["verdict"], document["error"]["kind"], document["exit_code"]) == (False, "digest", 1)
+    whole = envelope("verify", "--all", code=1, DELTA_SYNC_BUCKET=str(path))
+    document = whole["data"]
+    assert (whole["command"], whole["error"]["kind"], document["verdict"]) == ("verify", "digest", False)
     assert [(row["version"], row["kind"]) for row in document["findings"]] == [(1, "digest"), (5, "not_found")]
     assert document["findings"][0]["document"] == keys.version_key(1)
     assert document["unreadable"] == [1, 2, 5]
@@ -174,7 +178,7 @@ def test_verify_names_the_first_problem_or_all(path: Path) -> None:
     for file in (path / "versions").iterdir():
         file.write_bytes(b"{")
     document = answer("verify", "--bucket", path, "--all", code=1)
-    assert (document["head"], document["fingerprint"], document["exit_code"]) == (-1, None, 1)
+    assert (document["head"], document["fingerprint"]) == (-1, None)
     assert "fingerprint  none" in shown("verify", "--bucket", path, "--all", code=1)
 
 
@@ -198,7 +202,7 @@ def test_repair(path: Path, tmp_path: Path) -> None:
     mirror = tmp_path / "mirror"
     shutil.copytree(path, mirror)
     document = answer("repair", "--bucket", path)
-    assert (document["verdict"], document["repaired"], document["exit_code"]) == (True, [], 0)
+    assert (document["verdict"], document["repaired"]) == (True, [])
     assert "verdict   ok" in shown("repair", "--bucket", path)
     flip(object_of(path, 3))
     (path / "HEAD.json").write_bytes(b"{")

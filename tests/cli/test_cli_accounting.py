@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.commands import answer, delta_sync, kind, shown
+from tests.support.commands import answer, delta_sync, kind, refusal, shown
 from tests.support.publishers import small_trainer
 from tests.support.samples import RunWriter, every_dtype_table, nudge, random_bits
 from tests.support.sidecars import age, publish
@@ -399,7 +399,7 @@ def test_diff_of_zeros_signs_and_what_overflows(tmp_path: Path) -> None:
     writer.anchor(before, whole_file(tmp_path / "anchor", table, before).read_bytes())
     writer.delta(after)
     text = shown("diff", "0", "1", "--bucket", tmp_path / "run", "--json")
-    document = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    document = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["data"]
     rows = {row["name"]: row for row in document["changes"]}
     assert rows["sign"]["changed"] == 1
     assert (rows["sign"]["relative"], rows["zero"]["relative"], rows["zero"]["norm_change"]) == (0.0, None, 0.5)
@@ -430,7 +430,7 @@ def test_diff_of_two_runs(written: Written, tmp_path: Path) -> None:
     assert_changes(document, written.writer.table, written.writer.bits[9], other.writer.bits[1])
     assert kind(2, "diff", "0", "1", *both, "--quick") == "usage"
     small = Written(tmp_path / "small", 1, table=SMALL)
-    refused = answer("diff", "0", "0", "--bucket", written.folder, "--other", small.folder, code=1)["error"]
+    refused = refusal("diff", "0", "0", "--bucket", written.folder, "--other", small.folder, code=1)
     assert refused["kind"] == "tensor"
     assert all(word in refused["message"] for word in ("'a.weight'", "BF16", "cannot be compared"))
 
@@ -554,7 +554,7 @@ def test_stats_draws_a_picture(written: Written, tmp_path: Path) -> None:
         assert not wrong.exists()
     with mock.patch.dict("sys.modules", {"matplotlib": None}):
         answer("stats", "--bucket", written.folder)
-        refused = answer("stats", "--bucket", written.folder, "--plot", picture, code=2)["error"]
+        refused = refusal("stats", "--bucket", written.folder, "--plot", picture, code=2)
     assert refused["kind"] == "usage"
     assert "matplotlib, which is not installed: pip install matplotlib" in refused["message"]
 

@@ -1,16 +1,23 @@
 """Exit codes: 1 for what a check found, 3 for what was asked for and is not there, 4 for a store that failed.
 
+``test_every_command_follows_the_rule`` goes over all commands.
+
 That a process ends with the code that its command returns is shown in ``test_cli.py``, once for each class.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.commands import answer, delta_sync, kind, shown
+from tests.support.answers import closed_port
+from tests.support.commands import answer, delta_sync, envelope, kind, shown
 from tests.support.written import Written
+from vllm_delta_sync import cli
+from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.format.manifest import HEAD_KEY, version_key
+from vllm_delta_sync.trust.keys import generate
 
 
 @pytest.fixture
@@ -19,9 +26,71 @@ def written(tmp_path: Path) -> Written:
 
 
 def code_of(written: Written, *arguments: str) -> tuple[int, Any]:
-    """Exit code and document of a command on the run; with and without ``--json`` they agree."""
+    """Exit code of a command on the run, with and without ``--json``, and its data."""
     code = delta_sync(*arguments, "--bucket", written.folder).code
     return code, answer(*arguments, "--bucket", written.folder, code=code)
+
+
+KEY = "ab" * 32
+ON_A_RUN = {
+    **dict.fromkeys(("log", "inspect", "verify", "repair", "compact", "du", "stats", "tag list", "keys list"), ""),
+    **dict.fromkeys(("fleet list", "fleet wait", "fleet watch"), ""),
+    **dict.fromkeys(("branch", "export"), "--to {new}"),
+    **dict.fromkeys(("tag set", "tag rm"), "best"),
+    "gc": "--yes",
+    "diff": "0 1",
+    "follow": "--once --to {new}",
+    "doctor": "--read-only",
+    "publish": "--from {new}",
+    **dict.fromkeys(("keys add", "keys retire", "keys revoke"), KEY),
+}
+"""Arguments of the commands that read a run."""
+OF_A_SERVER = {
+    **dict.fromkeys(("status", "sync", "hold", "release"), ""),
+    **dict.fromkeys(("rollback", "wait"), "--version 1"),
+}
+OTHERS = {
+    "serve": [(2, "model --dry-run --bucket x --policy never")],
+    "broker": [(2, "--publishers tcp://*:1"), (4, "--publishers tcp://*:70000 --subscribers tcp://*:70000")],
+    "keygen": [(2, ""), (4, "{new}/no/a.key"), (5, "{file}")],
+}
+
+
+def failures(command: str, folder: Path) -> Iterator[tuple[int, list[str], dict[str, str]]]:
+    """Ways in which a command fails: exit code, arguments, environment."""
+    names = {"new": folder / "new", "file": folder / "file"}
+    if command in OTHERS:
+        yield from ((code, arguments.format(**names).split(), {}) for code, arguments in OTHERS[command])
+        return
+    arguments = (ON_A_RUN | OF_A_SERVER)[command].format(**names).split()
+    yield 2, [*arguments, "--nonsense"], {}
+    if command in OF_A_SERVER:
+        yield 2, [*arguments, "--server", "nowhere"], {}
+        yield 4, [*arguments, "--server", f"http://127.0.0.1:{closed_port()}"], {}
+        return
+    environment = {"DELTA_SYNC_SIGNING_KEY": str(folder / "file")} if command.startswith("keys") else {}
+    yield 2, arguments, environment  # no run is named
+    yield 2, arguments, {**environment, "DELTA_SYNC_BUCKET": "gopher://x"}
+    yield 3, arguments, {**environment, "DELTA_SYNC_BUCKET": str(folder / "nowhere")}
+    yield 4, arguments, {**environment, "DELTA_SYNC_BUCKET": str(folder / "file")}
+
+
+def test_every_command_has_its_failures() -> None:
+    assert {*ON_A_RUN, *OF_A_SERVER, *OTHERS} == set(cli.build_parser().commands)
+
+
+@pytest.mark.parametrize("command", [*ON_A_RUN, *OF_A_SERVER, *OTHERS])
+def test_every_command_follows_the_rule(command: str, tmp_path: Path) -> None:
+    generate(tmp_path / "file")
+    for code, arguments, environment in failures(command, tmp_path):
+        done = delta_sync(*command.split(), *arguments, **environment)
+        assert (done.code, done.out if command != "doctor" else "") == (code, ""), (arguments, done)
+        whole = envelope(*command.split(), *arguments, code=code, **environment)
+        found = whole["error"]["kind"]
+        assert error_kinds()[found].exit_code == code
+        # The doctor prints its findings instead.
+        assert done.err == (f"delta-sync: {found}: {whole['error']['message']}\n" if not done.out else "")
+        assert whole["command"] in (command, None if code == 2 else command)
 
 
 @pytest.mark.parametrize(
@@ -36,12 +105,12 @@ def test_whatever_verify_finds_is_1(written: Written, lost: str, found: str) -> 
     else:
         written.lose(lost)
     for flags in ((), ("--all",)):
-        code, document = code_of(written, "verify", *flags)
-        assert (code, document["error"]["kind"]) == (1, found)
+        assert kind(1, "verify", *flags, "--bucket", written.folder) == found
+        assert delta_sync("verify", *flags, "--bucket", written.folder).code == 1
 
 
 def test_verify_of_what_is_not_there_is_3(written: Written, tmp_path: Path) -> None:
-    assert code_of(written, "verify", "--base", str(tmp_path / "typo"))[0] == 3
+    assert kind(3, "verify", "--bucket", written.folder, "--base", tmp_path / "typo") == "not_found"
     assert kind(3, "verify", "--bucket", tmp_path / "nowhere") == "not_found"
 
 
@@ -81,15 +150,14 @@ def test_versions_that_gc_cannot_keep_are_1(written: Written) -> None:
     written.lose(written.object_of(7))
     for flags in (("--dry-run",), ()):
         code, document = code_of(written, *policy, *flags)
-        assert (code, document["exit_code"]) == (1, 1)
-        assert [row["version"] for row in document["lost"]] == [7, 8]
+        assert (code, [row["version"] for row in document["lost"]]) == (1, [7, 8])
+        assert kind(1, *policy, *flags, "--bucket", written.folder) == "incomplete"
 
 
 def test_ranges_that_compact_cannot_make_are_1(written: Written) -> None:
     written.lose(written.object_of(7))
     code, document = code_of(written, "compact")
-    assert (code, document["exit_code"]) == (1, 1)
-    assert [(row["first"], row["last"]) for row in document["skipped"]] == [(4, 8)]
+    assert (code, [(row["first"], row["last"]) for row in document["skipped"]]) == (1, [(4, 8)])
 
 
 def test_ranges_that_there_cannot_be_are_no_failure_of_compact(tmp_path: Path) -> None:
@@ -105,7 +173,7 @@ def test_ranges_that_there_cannot_be_are_no_failure_of_compact(tmp_path: Path) -
 def test_a_repair_that_is_only_tried_is_1_where_there_is_something_to_repair(written: Written) -> None:
     written.bucket.put(HEAD_KEY, b"{")
     code, document = code_of(written, "repair", "--dry-run")
-    assert (code, document["exit_code"], document["verdict"]) == (1, 1, False)
+    assert (code, document["verdict"]) == (1, False)
     assert (len(document["repaired"]), document["lost"]) == (1, [])
     text = shown("repair", "--dry-run", "--bucket", written.folder, code=1)
     assert "damaged, and all of it could be repaired" in text
@@ -117,6 +185,6 @@ def test_a_repair_that_is_only_tried_is_1_where_there_is_something_to_repair(wri
 def test_a_damaged_run_is_1_for_doctor(written: Written, tmp_path: Path) -> None:
     written.lose(written.object_of(8))
     doctor = ("doctor", "--bytes", "0", "--read-only")
-    code, document = code_of(written, *doctor)
-    assert (code, document["error"]["kind"]) == (1, "not_found")
+    assert kind(1, *doctor, "--bucket", written.folder) == "not_found"
+    assert delta_sync(*doctor, "--bucket", written.folder).code == 1
     assert kind(3, *doctor, "--bucket", tmp_path / "nowhere") == "not_found"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import answer, delta_sync, kind, shown
+from tests.support.commands import answer, delta_sync, kind, refusal, shown
 from tests.support.damage import TABLE
 from tests.support.samples import RunWriter
 from tests.support.signed_runs import Signed
@@ -40,8 +40,11 @@ class KeyedRun:
     def keyring(self, name: str, *trusted: str) -> Keyring:
         return Keyring.load([self.pub(known) for known in trusted] or None, self.path(name))
 
-    def keys(self, *arguments: str, code: int = 0) -> Any:
-        return answer("keys", *arguments, "--bucket", self.url, "--signing-key", str(self.path("root")), code=code)
+    def keys(self, *arguments: str) -> Any:
+        return answer("keys", *arguments, "--bucket", self.url, "--signing-key", str(self.path("root")))
+
+    def refused(self, *arguments: str, code: int) -> Any:
+        return refusal("keys", *arguments, "--bucket", self.url, "--signing-key", str(self.path("root")), code=code)
 
     def verify(self, code: int = 0) -> Any:
         return answer("verify", "--bucket", self.url, "--all", "--trusted-keys", self.pub("root"), code=code)
@@ -80,7 +83,7 @@ def test_the_life_of_keys(world: KeyedRun) -> None:
     run = world.run
     run.deltas(*["packed"] * 3)
     # The servers trust the root alone, and nobody has listed the trainer yet.
-    assert world.verify(code=1)["error"]["kind"] == "signature"
+    assert world.verify(code=1)["findings"][0]["kind"] == "signature"
     added = world.keys("add", world.pub("trainer"))
     assert (added["sequence"], [row["key"] for row in added["keys"]]) == (1, [world.public["trainer"]])
     run.folds()
@@ -163,7 +166,7 @@ def test_changes_that_make_no_sense_are_refused(world: KeyedRun) -> None:
             world.change(**change)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="--signing-key"):
         change_keys(open_bucket(world.url), Keyring.load(world.pub("root")), add=[other])
-    assert world.keys("revoke", world.pub("trainer"), "--version", "9", code=3)["error"]["kind"] == "not_found"
+    assert world.refused("revoke", world.pub("trainer"), "--version", "9", code=3)["kind"] == "not_found"
     assert open_bucket(world.url).get(KEYS_KEY) == before
     world.change(revoke=[trainer], version=1)
     with pytest.raises(UsageError, match="is revoked"):
@@ -185,8 +188,8 @@ def test_a_run_that_is_not_signed_has_no_list(tmp_path: Path) -> None:
     url = str(tmp_path / "plain")
     RunWriter(open_bucket(url), TABLE)
     signing = ("--signing-key", str(world.path("root")))
-    document = answer("keys", "add", world.pub("next"), "--bucket", url, *signing, code=2)
-    assert "is not signed" in document["error"]["message"]
+    refused = refusal("keys", "add", world.pub("next"), "--bucket", url, *signing, code=2)
+    assert "is not signed" in refused["message"]
     assert "the run is not signed" in answer("keys", "list", "--bucket", url)["notes"]
 
 
@@ -240,7 +243,7 @@ def test_what_writes_into_a_signed_run_asks_for_a_key(command: str, tmp_path: Pa
     world.run.deltas(*["packed"] * 4)
     before = set(tmp_path.rglob("*.json"))
     arguments = [*command.format(folder=tmp_path).split(), "--bucket", world.url]
-    refused = answer(*arguments, code=2)["error"]
+    refused = refusal(*arguments, code=2)
     assert refused["kind"] == "settings"
     assert "--signing-key" in refused["message"]
     stranger = {"DELTA_SYNC_SIGNING_KEY": str(world.path("stranger"))}
@@ -281,9 +284,9 @@ def test_every_reader_refuses_what_is_not_trusted(tmp_path: Path) -> None:
     for command in READERS:
         arguments = command.format(url=world.url).split()
         answer(*arguments, "--trusted-keys", world.pub("root"))
-        refused = answer(*arguments, "--trusted-keys", world.pub("stranger"), code=1)
-        assert refused["error"]["kind"] == "signature"
-        assert answer(*arguments, code=1, DELTA_SYNC_TRUSTED_KEYS=world.pub("stranger")) == refused
+        refused = refusal(*arguments, "--trusted-keys", world.pub("stranger"), code=1)
+        assert refused["kind"] == "signature"
+        assert refusal(*arguments, code=1, DELTA_SYNC_TRUSTED_KEYS=world.pub("stranger")) == refused
         assert kind(2, *arguments, "--trusted-keys", tmp_path / "nowhere") == "settings"
 
 
@@ -306,10 +309,10 @@ def test_log_and_inspect_say_who_signed(tmp_path: Path) -> None:
 
 def test_a_key_that_others_can_read_is_refused(world: KeyedRun) -> None:
     os.chmod(world.path("root"), 0o644)
-    assert "chmod 600" in world.keys("add", world.pub("next"), code=2)["error"]["message"]
+    assert "chmod 600" in world.refused("add", world.pub("next"), code=2)["message"]
     os.chmod(world.path("root"), 0o600)
     # A private key is no public one, and a revoked key's file may be lost.
-    assert world.keys("add", str(world.path("next")), code=2)["error"]["kind"] == "settings"
+    assert world.refused("add", str(world.path("next")), code=2)["kind"] == "settings"
     world.keys("add", world.pub("trainer"))
     gone = world.keys("revoke", world.public["trainer"], "--version", "none")
     assert (gone["versions"], gone["head"]) == ([0], None)

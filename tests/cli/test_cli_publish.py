@@ -1,6 +1,5 @@
 """``delta-sync publish`` on checkpoint folders: what it prints, its errors, and how it ends."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 from safetensors.torch import save_file
 
 from tests.support.checkpoints import index_of, shards_of, weights, write_checkpoint
-from tests.support.commands import _variables, answer, delta_sync, kind, shown
+from tests.support.commands import _variables, answer, delta_sync, kind, parsed, shown
 from tests.support.publishing import assert_versions
 from tests.support.running import eventually
 from vllm_delta_sync import open_run
@@ -86,7 +85,7 @@ def test_errors(out: Path, run: Path, tmp_path: Path) -> None:
 
 def test_what_is_complete_now(out: Path, run: Path, tmp_path: Path) -> None:
     watch = ("publish", "--watch", out, "--bucket", run, "--once", "--poll", "0.1")
-    assert answer(*watch) == {"checkpoints": [], "refused": [], "exit_code": 0}
+    assert answer(*watch) == {"checkpoints": [], "refused": []}
     assert not run.exists()
     for step in (30, 4):
         write_checkpoint(out / f"checkpoint-{step}", weights(step))
@@ -141,9 +140,9 @@ def test_a_signal_ends_it_between_two_polls(ends: signal.Signals, code: int, out
     write_checkpoint(out / "checkpoint-1", weights(1))
     with watching(out, run, "--json") as command:
         assert command.stdout is not None
-        assert json.loads(command.stdout.readline())["version"] == 0
+        assert parsed(command.stdout.readline())["data"]["version"] == 0
         write_checkpoint(out / "checkpoint-2", weights(2))
-        row = json.loads(command.stdout.readline())
+        row = parsed(command.stdout.readline())["data"]
         assert (row["version"], row["step"], row["outcome"]) == (1, 2, "published")
         command.send_signal(ends)
         rest = command.communicate(timeout=300)

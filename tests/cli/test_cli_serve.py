@@ -1,6 +1,5 @@
 """``delta-sync serve``: whose arguments are whose, what it sets, runs and writes, and what it refuses."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from tests.golden.regenerate import DIRECTORY
-from tests.support.commands import answer, delta_sync, shown
+from tests.support.commands import answer, delta_sync, parsed, shown
 from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.cli.serve import split_serve
@@ -41,9 +40,9 @@ class Command:
         """The command that it would become."""
         self._caplog.clear()
         code = cli.run(["serve", *arguments, "--dry-run", "--json"])
-        said = json.loads(self._capsys.readouterr().out)
+        said = parsed(self._capsys.readouterr().out)
         assert code == 0, said
-        command: list[str] = said["command"]
+        command: list[str] = said["data"]["command"]
         return command[command.index("serve") + 1 :]
 
     def refused(self, code: int, *arguments: str) -> str:
@@ -106,7 +105,7 @@ def test_dry_run() -> None:
     text = shown(*arguments, "--dry-run", "--", *behind)
     assert text.endswith(" " + " ".join(behind) + "\n")
     assert "DELTA_SYNC_POLICY" not in text
-    document = json.loads(shown(*arguments, "--dry-run", "--json", "--", *behind))
+    document = parsed(shown(*arguments, "--dry-run", "--json", "--", *behind))["data"]
     assert document["command"][-4:] == behind
     wrong = delta_sync(*arguments, "--pause-mode", "never", "--dry-run")
     assert wrong.code == 2

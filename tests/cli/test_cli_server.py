@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI
 
 from tests.support.answers import Answer, answering, closed_port, silent
-from tests.support.commands import Done, answer, delta_sync, kind, shown
+from tests.support.commands import Done, answer, delta_sync, kind, parsed, shown
 from tests.support.web import TOKEN, Site, listening
 from vllm_delta_sync.admin_token import VARIABLE
 from vllm_delta_sync.engine.api.access import AdminRefused
@@ -87,12 +87,12 @@ def test_all_commands_on_one_server(site: Site, url: str) -> None:
     assert shown("release", "--server", url).startswith(f"{url}: released; serves version ")
     assert shown("sync", "--server", url) == f"{url}: synced; serves version 3 (step 3), lag 0, state idle\n"
     assert site.asked == ["rollback", "sync", "hold", "release", "sync"]
-    assert answer("hold", "--server", url)["holding"] is True
+    assert answer("hold", "--server", url)["servers"][0]["status"]["holding"] is True
 
 
 def test_status_for_people(site: Site, url: str) -> None:
     site.publish(10)
-    head = answer("sync", "--server", url)["head"]["version"]
+    head = answer("sync", "--server", url)["servers"][0]["status"]["head"]["version"]
     text = shown("status", "--server", url + "/")
     found = fields_of(text)
     served = f"version {head} (step 10)"
@@ -124,12 +124,14 @@ def test_status_says_what_is_wrong_and_what_happens(site: Site, url: str, tmp_pa
         shutil.move(tmp_path / "away", run)
     assert fields_of(text)["last error"].startswith("store: ")
     assert "the server keeps serving its version, and retries by itself" in text
-    assert answer("sync", "--server", url)["last_error"] is None
+    assert answer("sync", "--server", url)["servers"][0]["status"]["last_error"] is None
 
 
-def test_json_is_the_servers_own_document(site: Site, url: str) -> None:
+def test_json_has_the_servers_own_document(site: Site, url: str) -> None:
     own = site.client().get("/delta_sync/status").json()
-    found = answer("status", "--server", url)
+    (row,) = answer("status", "--server", url)["servers"]
+    found = row["status"]
+    assert row["server"] == url
     assert found.keys() == own.keys()
     assert (found["run"], found["served"], found["recent"]) == (own["run"], own["served"], own["recent"])
 
@@ -282,17 +284,18 @@ def test_what_a_server_says_is_harmless() -> None:
         "ready": {"reasons": [{"\x1b": 1}, 7]},
         "last_error": {"kind": "store", "message": "\x1b]0;x" + "y" * 9999},
         "recent": [3, {"version": "1", "changed": None, "timings_ms": {"pause": "long", "fetch": 1.5}}],
-        "exit_code": "seven",
+        "ok": False,
+        "error": {"kind": "of the server"},
     }
     with answering() as server:
         server.reply = lambda asked: Answer(200, json.dumps(status).encode())
         text = shown("status", "--server", server.url)
-        document = answer("status", "--server", server.url)
+        (row,) = answer("status", "--server", server.url)["servers"]
     assert "\x1b" not in text
     assert len(text) < 5000
     assert fields_of(text)["served"] == "no version"
     assert text.rstrip().splitlines()[-1].split() == ["-", "-", "-", "-", "1.5", "ms", "-"]
-    assert "exit_code" not in document
+    assert row == {"server": server.url, "status": status}
 
 
 @pytest.mark.parametrize(
@@ -327,7 +330,6 @@ def test_several_servers_are_asked_in_turn(site: Site, url: str, tmp_path: Path)
         assert [entry["server"] for entry in document["servers"]] == [down, url, second]
         assert document["servers"][0]["error"]["kind"] == "unavailable"
         assert [entry["status"]["state"] for entry in document["servers"][1:]] == ["held", "held"]
-        assert document["exit_code"] == 4
         both = answer("release", *servers[2:])
         assert [entry["status"]["holding"] for entry in both["servers"]] == [False, False]
     other.end()
@@ -354,8 +356,11 @@ def test_watching_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, as_js
         done = delta_sync("status", "--server", server.url, "--watch", "2.5", *flags)
     assert (done.code, done.err, pauses) == (130, "", [2.5] * 3)
     if as_json:
-        first, second, third = map(json.loads, done.out.splitlines())
-        assert (first["state"], second["error"]["kind"], third["state"]) == ("idle", "engine", "held")
+        lines = [parsed(line) for line in done.out.splitlines()]
+        assert [line["ok"] for line in lines] == [True, False, True]
+        first, second, third = [line["data"]["servers"][0] for line in lines]
+        assert (first["status"]["state"], third["status"]["state"]) == ("idle", "held")
+        assert second["error"]["kind"] == lines[1]["error"]["kind"] == "engine"
     else:
         assert re.findall(r"^state +(\w+)|^delta-sync: (\w+): ", done.out, re.MULTILINE) == [
             ("idle", ""), ("", "engine"), ("held", ""),

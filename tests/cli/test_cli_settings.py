@@ -10,7 +10,7 @@ import pytest
 from tests.cli.test_cli_keys import KeyedRun
 from tests.golden.regenerate import DIRECTORY
 from tests.support.clouds import far_from_clouds
-from tests.support.commands import answer, process
+from tests.support.commands import answer, process, refusal
 from tests.support.publishers import Trainer
 from tests.support.signed_runs import Signed
 from tests.support.stores import s3_server
@@ -30,9 +30,14 @@ def toml(folder: Path, **values: object) -> dict[str, str]:
     return {"DELTA_SYNC_CONFIG": str(file)}
 
 
-def said(environment: dict[str, str], *arguments: str, code: int = 0) -> Any:
-    """The JSON document of a command in this environment."""
-    return answer(*arguments, code=code, **environment)
+def said(environment: dict[str, str], *arguments: str) -> Any:
+    """The data of a command in this environment."""
+    return answer(*arguments, code=0, **environment)
+
+
+def refused_by(environment: dict[str, str], *arguments: str, code: int) -> Any:
+    """The error of a command in this environment."""
+    return refusal(*arguments, code=code, **environment)
 
 
 # Arguments that no setting gives. {url}: the run, {folder}: where new files go, {pub}: a public key file.
@@ -89,7 +94,7 @@ def test_what_the_file_does_not_trust_is_refused(world: KeyedRun) -> None:
     keys = {"trusted_keys": world.pub("root"), "signing_key": str(world.path("root"))}
     refusing = toml(world.folder, bucket=world.url, **keys)
     for command in ON_A_RUN:
-        assert said(refusing, *arguments_of(command, world), code=1)["error"]["kind"] == "signature"
+        assert refused_by(refusing, *arguments_of(command, world), code=1)["kind"] == "signature"
     assert files(world.url) == before
     # A flag, and the environment, win over the file; nothing but the signature was wrong.
     environment = {
@@ -109,17 +114,17 @@ def test_an_unsigned_run_is_refused_where_the_file_asks_for_signatures(world: Ke
     plain.tag("old", 2)
     environment = {**toml(world.folder, trusted_keys=world.pub("root")), "DELTA_SYNC_BUCKET": world.url}
     for command in [case for case in ON_A_RUN if not case.startswith("keys add")]:
-        refused = said(environment, *arguments_of(command, world), code=1)["error"]
+        refused = refused_by(environment, *arguments_of(command, world), code=1)
         assert (refused["kind"], "not signed" in refused["message"]) == ("signature", True)
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_file(world: KeyedRun) -> None:
     file = toml(world.folder, bucket="/of-the-file", trusted_keys=world.pub("root"))
-    assert "of-the-file" in said(file, "log", code=3)["error"]["message"]
+    assert "of-the-file" in refused_by(file, "log", code=3)["message"]
     of_environment = {**file, "DELTA_SYNC_BUCKET": "/of-the-environment"}
-    assert "of-the-environment" in said(of_environment, "log", code=3)["error"]["message"]
+    assert "of-the-environment" in refused_by(of_environment, "log", code=3)["message"]
     trusting = {**of_environment, "DELTA_SYNC_TRUSTED_KEYS": world.pub("next")}
-    assert said(trusting, "log", "--bucket", world.url, code=1)["error"]["kind"] == "signature"
+    assert refused_by(trusting, "log", "--bucket", world.url, code=1)["kind"] == "signature"
     found = said(trusting, "log", "--bucket", world.url, "--trusted-keys", world.pub("stranger"))
     assert found["versions"][-1]["signature_holds"] is True
 
@@ -128,10 +133,10 @@ def test_an_unknown_name_is_an_error_of_every_command(world: KeyedRun) -> None:
     known = {"DELTA_SYNC_BUCKET": world.url}
     misspelt = {**known, **toml(world.folder, trusted_key=world.pub("root"))}
     for command in OF_EVERY_KIND:
-        refused = said(misspelt, *arguments_of(command, world), code=2)["error"]
+        refused = refused_by(misspelt, *arguments_of(command, world), code=2)
         assert refused["kind"] == "settings"
         assert all(word in refused["message"] for word in ("'trusted_key'", "settings.toml", "trusted_keys"))
-        refused = said({**known, "DELTA_SYNC_TRUSTED_KEY": "x"}, *arguments_of(command, world), code=2)["error"]
+        refused = refused_by({**known, "DELTA_SYNC_TRUSTED_KEY": "x"}, *arguments_of(command, world), code=2)
         assert "DELTA_SYNC_TRUSTED_KEY is not a setting" in refused["message"]
 
 
@@ -139,29 +144,29 @@ def test_an_unknown_name_is_an_error_of_every_command(world: KeyedRun) -> None:
 def test_a_key_that_is_named_by_nothing_is_no_leave_to_trust_anybody(name: str, world: KeyedRun) -> None:
     file = toml(world.folder, bucket=world.url)
     refused = [
-        said(file, "tag", "set", "best", "--" + name.replace("_", "-"), "", code=2),
-        said({**file, "DELTA_SYNC_" + name.upper(): ""}, "tag", "set", "best", code=2),
-        said(toml(world.folder, bucket=world.url, **{name: ""}), "tag", "set", "best", code=2),
+        refused_by(file, "tag", "set", "best", "--" + name.replace("_", "-"), "", code=2),
+        refused_by({**file, "DELTA_SYNC_" + name.upper(): ""}, "tag", "set", "best", code=2),
+        refused_by(toml(world.folder, bucket=world.url, **{name: ""}), "tag", "set", "best", code=2),
     ]
     for document in refused:
-        assert (document["error"]["kind"], name in document["error"]["message"]) == ("settings", True)
+        assert (document["kind"], name in document["message"]) == ("settings", True)
 
 
 def test_the_file_says_who_signs(world: KeyedRun) -> None:
     file = toml(world.folder, bucket=world.url, signing_key=str(world.path("stranger")))
     assert said(file, "tag", "set", "best", "--version", "2")["version"] == 2
     # A server has no business with that key.
-    refused = said(file, "serve", "model", "--dry-run", code=2)
+    refused = refused_by(file, "serve", "model", "--dry-run", code=2)
     for word in ("signing_key", str(world.folder / "settings.toml"), "trusted_keys"):
-        assert word in refused["error"]["message"]
+        assert word in refused["message"]
 
 
 def test_a_value_that_does_not_fit_is_an_error_that_says_where_it_is_from(world: KeyedRun) -> None:
     file = toml(world.folder, bucket=world.url, store_deadline=-1)
-    message = said(file, "verify", code=2)["error"]["message"]
+    message = refused_by(file, "verify", code=2)["message"]
     assert "'store_deadline' is '-1'" in message
     assert str(world.folder / "settings.toml") in message
-    message = said({**file, "DELTA_SYNC_STORE_DEADLINE": "soon"}, "verify", code=2)["error"]["message"]
+    message = refused_by({**file, "DELTA_SYNC_STORE_DEADLINE": "soon"}, "verify", code=2)["message"]
     assert "'store_deadline' is 'soon'" in message
     assert "DELTA_SYNC_STORE_DEADLINE" in message
 

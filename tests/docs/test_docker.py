@@ -218,7 +218,7 @@ def test_trainer_trains_and_goes_on_and_servers_find_their_run(
     assert len(commands) == 4
     for arguments in commands:
         assert cli.run(["serve", *arguments, "--dry-run", "--json"]) == 0
-        command = json.loads(capsys.readouterr().out)["command"]
+        command = json.loads(capsys.readouterr().out)["data"]["command"]
         assert command[-len(arguments) :] == arguments
         assert command[command.index("--served-model-name") + 1] == "demo"
 

@@ -21,7 +21,7 @@ def doctor(url: str, server: str, *flags: str) -> tuple[int, dict[str, dict[str,
     command = [program, "doctor", "--bucket", url, "--server", server, "--bytes", "1000000", "--json", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.stdout, done.stderr
-    return done.returncode, {row["check"]: row for row in json.loads(done.stdout)["findings"]}
+    return done.returncode, {row["check"]: row for row in json.loads(done.stdout)["data"]["findings"]}
 
 
 def bad(found: dict[str, dict[str, Any]]) -> dict[str, str]:

@@ -41,7 +41,7 @@ def test_two_servers_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[st
             assert all(commit["timings_ms"]["turn"] > 0 for commit in status["recent"])
             assert server.post("/delta_sync/verify").json()["verdict"]
         assert cli.run(["fleet", "list", "--bucket", url, "--json"]) == 0
-        rows = json.loads(capsys.readouterr().out)["replicas"]
+        rows = json.loads(capsys.readouterr().out)["data"]["replicas"]
         assert [(row["receiver"], row["served"], row["lag"], row["error"]) for row in rows] == [
             ("a", 3, 0, None),
             ("b", 3, 0, None),

@@ -10,6 +10,7 @@ from vllm_delta_sync.errors import (
     DataError,
     DeltaSyncError,
     EngineError,
+    IncompleteError,
     ModelError,
     NoticeError,
     PublishError,
@@ -20,7 +21,8 @@ from vllm_delta_sync.errors import (
 
 ROOT = Path(__file__).parents[2]
 BASES = (
-    BusyError, ConflictError, DataError, EngineError, ModelError, NoticeError, PublishError, StoreError, UsageError,
+    BusyError, ConflictError, DataError, EngineError, IncompleteError, ModelError, NoticeError, PublishError,
+    StoreError, UsageError,
 )  # fmt: skip
 CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, DeltaSyncError)]
 

@@ -792,7 +792,7 @@ def test_progress_is_shown_on_a_terminal_and_removed(
     drawn = shown.getvalue().decode().split("\r")
     assert any("%" in part and "B/s" in part for part in drawn)
     assert drawn[-2].strip() == drawn[-1] == "", "nothing stays"
-    assert json.loads(capsys.readouterr().out)["version"] == 4
+    assert json.loads(capsys.readouterr().out)["data"]["version"] == 4
 
 
 def test_an_interrupted_command_says_how_to_go_on(

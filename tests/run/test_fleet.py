@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.chains import Chain
-from tests.support.commands import answer, delta_sync, kind, shown
+from tests.support.commands import answer, delta_sync, kind, parsed, refusal, shown
 from tests.support.turn_model import FleetRun
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import open_bucket
@@ -312,7 +312,7 @@ def test_command_lists_them(chain: Chain, tmp_path: Path) -> None:
 def test_command_waits(chain: Chain) -> None:
     wait = ("fleet", "wait", "--bucket", chain.url, "--version")
     assert answer(*wait, "1", "--replicas", "2")["live"] == 2
-    error = answer(*wait, "2", "--timeout", "0.2", code=1)["error"]
+    error = refusal(*wait, "2", "--timeout", "0.2", code=1)
     assert (error["kind"], "'b' serves version 1 (held)" in error["message"]) == ("fleet_late", True)
     set_tag(Run(chain.bucket), "best", 1)
     shown(*wait, "tag:best", "--replicas", "2")
@@ -332,13 +332,11 @@ def test_watching_ends_on_an_interrupt(chain: Chain, monkeypatch: pytest.MonkeyP
     done = delta_sync("fleet", "watch", "--bucket", chain.url, "--poll", "2.5", *(["--json"] if as_json else []))
     assert (done.code, sleeps) == (130, [2.5] * 3)
     if as_json:
-        assert [json.loads(line)["live"] for line in done.out.splitlines()] == [2, 2, 2]
+        assert [parsed(line)["data"]["live"] for line in done.out.splitlines()] == [2, 2, 2]
     else:  # plain lines, which can be read one by one
         lines = done.out.splitlines()
         assert len(lines) == 9
-        assert all(
-            re.fullmatch(r"[0-9T:.-]+Z (a: version 2 |b: version 1 |2 live, 0 ended; ).*", row) for row in lines
-        )
+        assert all(re.fullmatch(r"[0-9T:.-]+Z (a: version 2 |b: version 1 |2 live, 0 ended; ).*", row) for row in lines)
         assert "held, target head, holds" in lines[1]
 
 

@@ -135,7 +135,7 @@ def test_commands(
     for line in lines:
         # --help ends the program.
         with contextlib.suppress(SystemExit):
-            cli.run([command, *line, *(["--json"] if as_json else [])])
+            cli.run([*command.split(), *line, *(["--json"] if as_json else [])])
     out, err = capsys.readouterr()
     assert canaries.in_text(out + err) == []
     assert out or err

@@ -55,14 +55,37 @@ def shown(*arguments: object, code: int = 0, **environment: str) -> str:
     return done.out
 
 
+def parsed(line: str) -> Any:
+    """One line of ``--json``, which has the form that all lines have."""
+    value = json.loads(line)
+    assert isinstance(value["ok"], bool)
+    assert value.keys() - {"data"} == {"ok", "command"} | (set() if value["ok"] else {"error"}), value
+    if not value["ok"]:
+        assert [type(value["error"][member]) for member in ("kind", "message")] == [str, str]
+    return value
+
+
+def envelope(*arguments: object, code: int = 0, **environment: str) -> Any:
+    """The one line that a command prints with ``--json``; its ``ok`` says what the exit code says."""
+    (line,) = shown(*arguments, "--json", code=code, **environment).splitlines()
+    value = parsed(line)
+    assert value["ok"] == (code == 0)
+    return value
+
+
 def answer(*arguments: object, code: int = 0, **environment: str) -> Any:
-    """The document that a command prints with ``--json``."""
-    return json.loads(shown(*arguments, "--json", code=code, **environment))
+    """The data that a command prints with ``--json``."""
+    return envelope(*arguments, code=code, **environment)["data"]
+
+
+def refusal(*arguments: object, code: int, **environment: str) -> Any:
+    """The error that a command ends with: its kind and its message."""
+    return envelope(*arguments, code=code, **environment)["error"]
 
 
 def kind(code: int, *arguments: object, **environment: str) -> str:
     """The kind of the error that a command ends with."""
-    return str(answer(*arguments, code=code, **environment)["error"]["kind"])
+    return str(refusal(*arguments, code=code, **environment)["kind"])
 
 
 def process(*arguments: object, **environment: str) -> Done:

@@ -127,7 +127,7 @@ class BrokerProcess(Process):
     def __init__(self, publishers: str = LOOPBACK, subscribers: str = LOOPBACK, flags: Sequence[str] = ()) -> None:
         command = ("broker", "--publishers", publishers, "--subscribers", subscribers, "--json", *flags)
         super().__init__("vllm_delta_sync.cli", *command)
-        bound = json.loads(self.line())
+        bound = json.loads(self.line())["data"]
         self.publishers: str = bound["publishers"]
         self.subscribers: str = bound["subscribers"]
 

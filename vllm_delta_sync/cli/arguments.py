@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from vllm_delta_sync.cli.text import print_json
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, UsageError
 from vllm_delta_sync.settings import ClientSettings, client_settings, environment_name
 from vllm_delta_sync.trust import Keyring
@@ -19,21 +20,33 @@ FLAGS = ("bucket", "trusted_keys", "signing_key")
 VERSION = "N|head~N|tag:NAME"
 """Metavar of what ``version`` parses."""
 
-Answer = tuple[dict[str, Any], Callable[[], None]]
-"""The document for ``--json``, and a function that prints it as text."""
+Answer = tuple[dict[str, Any] | None, Callable[[], None]]
+"""The data for ``--json``, None if all was printed as it came; and a function that prints them as text."""
 
 
-class CheckFailedError(Exception):
-    """A check found this error: it is reported unchanged, but the exit code is 1 whatever its kind."""
+class CommandFailedError(Exception):
+    """A command failed, and has more to report than an error: what it found, or another exit code than the error's.
 
-    def __init__(self, error: DeltaSyncError) -> None:
+    Args:
+        data: for ``--json``, beside the error.
+        show: prints data and error as text; None prints only the error.
+        exit_code: 1 for what a check found, whatever its kind.
+    """
+
+    def __init__(
+        self,
+        error: DeltaSyncError,
+        data: dict[str, Any] | None = None,
+        show: Callable[[], None] | None = None,
+        exit_code: int = 1,
+    ) -> None:
         super().__init__(error)
-        self.error = error
+        self.error, self.data, self.show, self.exit_code = error, data, show, exit_code
 
 
 def failed_check(error: DeltaSyncError) -> Exception:
     """Return the exception to raise for an error that a check found, so that the exit code is 1."""
-    return error if error.exit_code == 1 else CheckFailedError(error)
+    return error if error.exit_code == 1 else CommandFailedError(error)
 
 
 @contextmanager
@@ -61,6 +74,16 @@ exit codes:
   1 {failed}
   2 usage or settings, 3 no such run or version, 4 store or network, 5 another writer, 130 interrupted
 """
+
+
+def print_event(
+    options: argparse.Namespace, data: dict[str, Any], show: Callable[[], None], error: DeltaSyncError | None = None
+) -> None:
+    """Print one event of a command that runs until it is interrupted: a line of JSON, or what ``show`` prints."""
+    if options.json:
+        print_json(options.command, data, error)
+    else:
+        show()
 
 
 def add_group(

@@ -1,14 +1,13 @@
 """``delta-sync broker`` forwards notices between trainers and servers that cannot reach each other."""
 
 import argparse
-import json
 import logging
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import Answer
+from vllm_delta_sync.cli.arguments import Answer, print_event
 
 EXAMPLES = """\
 Publishers then send notices to connect:tcp://HOST:5556, and servers subscribe to tcp://HOST:5555. CURVE keys keep out
@@ -57,13 +56,9 @@ def _broker(options: argparse.Namespace) -> Answer:
     woken = signal.set_wakeup_fd(broker.wakeup, warn_on_full_buffer=False)
     try:
         bound = {"publishers": broker.publishers, "subscribers": broker.subscribers, "curve": options.key is not None}
-        if options.json:
-            print(json.dumps(bound), flush=True)
-        else:
-            keys = (
-                "with CURVE keys" if bound["curve"] else "without keys: any client that reaches the ports may use them"
-            )
-            print(f"publishers {broker.publishers}, subscribers {broker.subscribers}, {keys}", flush=True)
+        keys = "with CURVE keys" if bound["curve"] else "without keys: any client that reaches the ports may use them"
+        text = f"publishers {broker.publishers}, subscribers {broker.subscribers}, {keys}"
+        print_event(options, bound, lambda: print(text, flush=True))
         broker.run()
     finally:
         signal.set_wakeup_fd(woken)
@@ -71,4 +66,4 @@ def _broker(options: argparse.Namespace) -> Answer:
         broker.close()
         logging.info("forwarded %d notices, dropped %d messages", broker.passed, broker.dropped)
     # Nothing is left to print: the addresses were printed at the start.
-    return {}, lambda: None
+    return None, lambda: None

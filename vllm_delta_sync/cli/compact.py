@@ -12,6 +12,7 @@ from typing import Any
 from vllm_delta_sync.cli.arguments import (
     VERSION,
     Answer,
+    CommandFailedError,
     add_base,
     add_bucket,
     add_trust,
@@ -21,7 +22,7 @@ from vllm_delta_sync.cli.arguments import (
     version,
 )
 from vllm_delta_sync.cli.text import ProgressBar, clean, print_columns, print_fields, size
-from vllm_delta_sync.errors import NotFoundError, UsageError
+from vllm_delta_sync.errors import IncompleteError, NotFoundError, UsageError
 from vllm_delta_sync.format.codecs import RELATIVE_CODECS
 
 EXAMPLES = """\
@@ -109,8 +110,10 @@ def _compact(options: argparse.Namespace) -> Answer:
         "anchor_present": report.anchor_present,
         "bytes": report.bytes,
         "seconds": round(report.seconds, 3),
-        "exit_code": 1 if report.damaged else 0,
     }
+    if report.damaged:
+        left = IncompleteError("a merged delta or the anchor was not made: its input is missing or damaged")
+        raise CommandFailedError(left, document, lambda: _print(document))
     return document, lambda: _print(document)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_delta_sync.cli.arguments import (
     Answer,
+    CommandFailedError,
     add_bucket,
     add_trust,
     bucket_url,
@@ -90,13 +91,16 @@ def _doctor(options: argparse.Namespace) -> Answer:
         "server": None if options.server is None else public_url(options.server),
         "findings": [finding.document() for finding in findings],
     }
+
+    def show() -> None:
+        _print_remedies(findings, options.keep_going)
+
     if failed and failed[0].error is not None:
         error = failed[0].error
-        document["error"] = {"kind": error.kind, "message": error.message}
         # NotFoundError from the check "run" means that the run is damaged, not that it does not exist.
         damaged = failed[0].check == "run" and isinstance(error, NotFoundError)
-        document["exit_code"] = 1 if damaged else error.exit_code
-    return document, lambda: _print_remedies(findings, options.keep_going)
+        raise CommandFailedError(error, document, show, 1 if damaged else error.exit_code)
+    return document, show
 
 
 def _print_finding(finding: CheckResult) -> None:

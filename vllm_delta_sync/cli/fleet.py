@@ -1,7 +1,6 @@
 """``delta-sync fleet list``, ``wait`` and ``watch``: arguments, output, and the document for ``--json``."""
 
 import argparse
-import json
 import sys
 import time
 from functools import partial
@@ -16,6 +15,7 @@ from vllm_delta_sync.cli.arguments import (
     count,
     exit_codes,
     opened,
+    print_event,
     seconds,
     version,
 )
@@ -116,14 +116,16 @@ def _watch(options: argparse.Namespace) -> Answer:
     fleet = run.fleet()
     while True:
         document = fleet_document(run, fleet)
-        if options.json:
-            print(json.dumps(document), flush=True)
-        elif sys.stdout.isatty():
-            redraw(partial(print_fleet, document))
-        else:
-            print_lines(document)
+        print_event(options, document, partial(_show, document))
         time.sleep(options.poll)
         fleet.poll()
+
+
+def _show(document: dict[str, Any]) -> None:
+    if sys.stdout.isatty():
+        redraw(partial(print_fleet, document))
+    else:
+        print_lines(document)
 
 
 def fleet_document(run: "Run", fleet: "Fleet") -> dict[str, Any]:

@@ -1,15 +1,16 @@
 """``delta-sync follow``: arguments and output; the work is done by ``maintenance.follow``."""
 
 import argparse
-import json
 import os
 import shlex
 import subprocess
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.cli.arguments import (
     Answer,
+    CommandFailedError,
     add_base,
     add_bucket,
     add_trust,
@@ -17,12 +18,13 @@ from vllm_delta_sync.cli.arguments import (
     exit_codes,
     keyring_of,
     positive,
+    print_event,
     seconds,
     settings_of,
     version,
 )
 from vllm_delta_sync.cli.text import ProgressBar, clean, size
-from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.errors import IncompleteError, UsageError
 
 if TYPE_CHECKING:
     from vllm_delta_sync.maintenance.follow import FollowedVersion
@@ -83,7 +85,7 @@ def _follow(options: argparse.Namespace) -> Answer:
 
     command = [] if options.on_update is None else _split(options.on_update)
     documents: list[dict[str, Any]] = []
-    failed = 0
+    failed: IncompleteError | None = None
     bar = options.closing.enter_context(ProgressBar("bytes"))
     updates = follow(
         bucket_url(options), options.to, options.version, once=options.once, poll_seconds=options.poll,
@@ -92,15 +94,16 @@ def _follow(options: argparse.Namespace) -> Answer:
     )  # fmt: skip
     ends = options.once or isinstance(options.version, int)
     for update in updates:
-        documents.append(_document(update))
-        if not options.json:
-            print(_line(update), flush=True)
-        elif not ends:  # a line per version, since there is no end at which to print a document
-            print(json.dumps(documents.pop()), flush=True)
+        document = _document(update)
+        documents += [document] if ends else []
+        if not (ends and options.json):
+            print_event(options, document, partial(print, _line(update), flush=True))
         if command:
             failed = _run(command, update)
-    document = {"directory": options.to, "versions": documents, "exit_code": int(failed != 0)}
-    return document, lambda: None if documents else print(f"{clean(options.to)} is at the version already")
+    report = {"directory": options.to, "versions": documents}
+    if failed is not None:
+        raise CommandFailedError(failed, report, lambda: None)
+    return report, lambda: None if documents else print(f"{clean(options.to)} is at the version already")
 
 
 def _split(command: str) -> list[str]:
@@ -113,8 +116,8 @@ def _split(command: str) -> list[str]:
     return words
 
 
-def _run(command: list[str], update: "FollowedVersion") -> int:
-    """Run the command for a version; return its exit code, 127 if it cannot be started. A failure is reported."""
+def _run(command: list[str], update: "FollowedVersion") -> IncompleteError | None:
+    """Run the command for a version; report and return its failure."""
     variables = {
         "DELTA_SYNC_FOLDER": str(update.folder),
         "DELTA_SYNC_VERSION": str(update.version),
@@ -122,12 +125,14 @@ def _run(command: list[str], update: "FollowedVersion") -> int:
     }
     try:
         code = subprocess.run(command, env={**os.environ, **variables}, stdin=subprocess.DEVNULL).returncode
-        problem = f"ended with exit code {code}"
+        problem = f"ended with exit code {code}" if code else None
     except OSError as error:
-        code, problem = 127, f"cannot be started: {error.strerror}"
-    if code:
-        print(clean(f"version {update.version}: {command[0]!r} {problem}"), file=sys.stderr, flush=True)
-    return code
+        problem = f"cannot be started: {error.strerror}"
+    if problem is None:
+        return None
+    failed = IncompleteError(f"version {update.version}: {command[0]!r} {problem}")
+    print(clean(failed.message), file=sys.stderr, flush=True)
+    return failed
 
 
 def _document(update: "FollowedVersion") -> dict[str, Any]:

@@ -4,9 +4,17 @@ import argparse
 import re
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, exit_codes, opened, positive
+from vllm_delta_sync.cli.arguments import (
+    Answer,
+    CommandFailedError,
+    add_bucket,
+    add_trust,
+    exit_codes,
+    opened,
+    positive,
+)
 from vllm_delta_sync.cli.text import ProgressBar, print_columns, print_fields, size
-from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.errors import IncompleteError, UsageError
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 SHOWN = 20
@@ -117,13 +125,21 @@ def _gc(options: argparse.Namespace) -> Answer:
         "gone": report.gone,
         "nothing_because": report.nothing_because,
         "notes": report.notes,
-        "exit_code": 1 if report.lost else 0,
     }
+    if report.lost:
+        error = IncompleteError(f"{_lost(document)} should be kept but cannot be rebuilt; run delta-sync repair")
+        raise CommandFailedError(error, document, lambda: _print_gc(document))
     return document, lambda: _print_gc(document)
 
 
 def _reasons(versions: dict[int, list[str]]) -> list[dict[str, Any]]:
     return [{"version": version, "because": reasons} for version, reasons in versions.items()]
+
+
+def _lost(document: dict[str, Any]) -> str:
+    from vllm_delta_sync.maintenance.gc.record import spelled
+
+    return f"versions {spelled(row['version'] for row in document['lost'])}"
 
 
 def _print_gc(document: dict[str, Any]) -> None:
@@ -146,8 +162,7 @@ def _print_gc(document: dict[str, Any]) -> None:
         gone = [version for first, last in document["gone"] for version in range(first, last + 1)]
         fields.append(("without own delta", f"versions {spelled(gone)}"))
     if document["lost"]:
-        lost = spelled(row["version"] for row in document["lost"])
-        fields.append(("LOST", f"versions {lost} should be kept but cannot be rebuilt; run delta-sync repair"))
+        fields.append(("LOST", f"{_lost(document)} should be kept but cannot be rebuilt; run delta-sync repair"))
     because = [("nothing, because", reason) for reason in document["nothing_because"]]
     print_fields([*fields, *because, *(("note", note) for note in document["notes"])])
     named = [row for row in document["kept"] if set(row["because"]) - {"last", "every", "recent"}]

@@ -3,8 +3,17 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, exit_codes, failed_check, opened, positive
-from vllm_delta_sync.cli.text import percent, print_columns, size, times
+from vllm_delta_sync.cli.arguments import (
+    Answer,
+    CommandFailedError,
+    add_bucket,
+    add_trust,
+    exit_codes,
+    failed_check,
+    opened,
+    positive,
+)
+from vllm_delta_sync.cli.text import percent, print_columns, print_error, size, times
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
 from vllm_delta_sync.trust.keyring import short
 
@@ -36,9 +45,13 @@ def _log(options: argparse.Namespace) -> Answer:
     with run.caching_manifests():
         document, failure = log_document(run, options.last)
     if failure is not None:
-        if not options.json:
+        error = failure  # mypy does not narrow it in the function below
+
+        def show() -> None:
             print_log(document)
-        raise failure if isinstance(failure, StoreError) else failed_check(failure)
+            print_error(error)
+
+        raise CommandFailedError(error, document, show, error.exit_code if isinstance(error, StoreError) else 1)
     return document, lambda: print_log(document)
 
 

@@ -1,11 +1,12 @@
 """``main``, the entry point of the ``delta-sync`` command: parser, output, errors and exit codes.
 
-Every subcommand prints text, or with ``--json`` one JSON document. Errors are one line on stderr, or with ``--json``
-the document ``{"error": {"kind", "message"}}`` on stdout. The exit code is the error's, but 1 for what a check finds.
+Every command prints text, or with ``--json`` one line of JSON: ``{"ok": true, "command", "data"}``. Errors are one line
+on stderr, or with ``--json`` a line ``{"ok": false, "command", "error": {"kind", "message"}}`` on stdout, with ``data``
+if the command has found something. A command that runs until it is interrupted prints such a line for each event.
+The exit code is the error's, but 1 for what a check finds.
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -35,12 +36,11 @@ from vllm_delta_sync.cli import (
     tag,
     verify,
 )
-from vllm_delta_sync.cli.arguments import CheckFailedError, settings_of
+from vllm_delta_sync.cli.arguments import CommandFailedError, settings_of
 from vllm_delta_sync.cli.serve import before_dashes, split_serve
-from vllm_delta_sync.cli.text import clean
+from vllm_delta_sync.cli.text import print_error, print_json
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
 
-CHECK_FAILED = 1
 INTERRUPTED = 130
 
 SETTINGS = """\
@@ -112,7 +112,7 @@ def build_parser() -> Parser:
     for module in MODULES:
         module.add(commands)
     for command in parser.commands.values():
-        command.add_argument("--json", action="store_true", help="print one JSON document")
+        command.add_argument("--json", action="store_true", help="print JSON: one line, {ok, command, data, error}")
     return parser
 
 
@@ -134,37 +134,35 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def report(error: DeltaSyncError, as_json: bool) -> None:
-    """Print an error: as JSON on stdout, or as one line on stderr."""
-    if as_json:
-        print(json.dumps({"error": {"kind": error.kind, "message": error.message}}, indent=2))
-        return
-    print(f"delta-sync: {error.kind}: {clean(error.message)}", file=sys.stderr)
-
-
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; prints, and never raises a DeltaSyncError."""
     as_json = "--json" in before_dashes(arguments)[0]
+    command: str | None = None
     try:
         options = parse(arguments)
-        if options.command != "serve":  # serve reads a server's settings, and has a flag for each
+        command = options.command
+        if command != "serve":  # serve reads a server's settings, and has a flag for each
             settings_of(options)
         with options.closing:
-            document, show = options.handler(options)
+            data, show = options.handler(options)
             if not as_json:
                 show()
-            elif document:
-                print(json.dumps(document, indent=2))
+            elif data is not None:
+                print_json(command, data)
             sys.stdout.flush()
+        return 0
     except DeltaSyncError as error:
-        report(error, as_json)
-        sys.stdout.flush()
-        return error.exit_code
-    except CheckFailedError as failed:
-        report(failed.error, as_json)
-        sys.stdout.flush()
-        return CHECK_FAILED
-    return int(document.get("exit_code", 0))
+        failed = CommandFailedError(error, exit_code=error.exit_code)
+    except CommandFailedError as error:
+        failed = error
+    if as_json:
+        print_json(command, failed.data, failed.error)
+    elif failed.show is not None:
+        failed.show()
+    else:
+        print_error(failed.error)
+    sys.stdout.flush()
+    return failed.exit_code
 
 
 def main() -> int:

@@ -1,23 +1,25 @@
 """``delta-sync publish``: arguments and output; the work is done by ``trainer_side.checkpoint_folders``."""
 
 import argparse
-import json
 import signal
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.cli.arguments import (
     Answer,
+    CommandFailedError,
     add_bucket,
     add_trust,
     bucket_url,
     count,
     exit_codes,
+    print_event,
     seconds,
     settings_of,
 )
 from vllm_delta_sync.cli.text import ProgressBar, clean, percent, size
-from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.errors import IncompleteError, UsageError
 
 if TYPE_CHECKING:
     from trainer_side.checkpoint_folders import CheckpointPublisher, CheckpointWatcher, PublishedCheckpoint
@@ -112,7 +114,7 @@ def _publish(options: argparse.Namespace) -> Answer:
         if options.watch is None or options.once:
             raise
         # Nothing is left to print: each line was printed as it came.
-        return {}, lambda: None
+        return None, lambda: None
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -124,12 +126,13 @@ def _watch(publisher: "CheckpointPublisher", watcher: "CheckpointWatcher", optio
         document = _document(publisher, result)
         if options.once:
             documents.append(document)
-        if not options.json:
-            _print(document)
-        elif not options.once:
-            print(json.dumps(document), flush=True)
+        if not (options.once and options.json):
+            print_event(options, document, partial(_print, document))
     refused = [{"checkpoint": name, "message": message} for name, message in watcher.refused.items()]
-    report = {"checkpoints": documents, "refused": refused, "exit_code": 1 if refused else 0}
+    report = {"checkpoints": documents, "refused": refused}
+    if refused:
+        names = ", ".join(watcher.refused)
+        raise CommandFailedError(IncompleteError(f"not published: {names}"), report, lambda: None)
     return report, lambda: None
 
 

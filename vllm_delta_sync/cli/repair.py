@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm_delta_sync.cli.arguments import (
     Answer,
+    CommandFailedError,
     add_base,
     add_bucket,
     add_trust,
@@ -14,6 +15,7 @@ from vllm_delta_sync.cli.arguments import (
     without_mirror,
 )
 from vllm_delta_sync.cli.text import ProgressBar, clean, print_fields, size
+from vllm_delta_sync.errors import IncompleteError
 
 EXAMPLES = """\
 Checks the run like `delta-sync verify --all` and repairs what it finds: from a mirror, or by merged deltas and anchors
@@ -74,9 +76,21 @@ def _repair(options: argparse.Namespace) -> Answer:
         "lost": report.lost,
         "unreadable": ranges(report.unreadable),
         "notes": report.notes,
-        "exit_code": 0 if intact else 1,
     }
+    if not intact:
+        error = IncompleteError(
+            "something is lost" if report.lost else "the run is damaged, and all of it could be repaired"
+        )
+        raise CommandFailedError(error, document, lambda: _print(document))
     return document, lambda: _print(document)
+
+
+def _verdict(document: dict[str, Any]) -> str:
+    if document["lost"]:
+        return "something is lost"
+    if not document["repaired"]:
+        return "ok"
+    return "damaged, and all of it could be repaired" if document["dry_run"] else "ok, repaired"
 
 
 def _print(document: dict[str, Any]) -> None:
@@ -87,15 +101,9 @@ def _print(document: dict[str, Any]) -> None:
         print(clean(f"lost: {line}"))
     if document["repaired"] or document["lost"]:
         print()
-    if document["lost"]:
-        verdict = "something is lost"
-    elif not document["repaired"]:
-        verdict = "ok"
-    else:
-        verdict = "damaged, and all of it could be repaired" if document["dry_run"] else "ok, repaired"
     print_fields(
         [
-            ("verdict", verdict),
+            ("verdict", _verdict(document)),
             (verb, len(document["repaired"])),
             ("lost", len(document["lost"])),
             *(("note", note) for note in document["notes"]),

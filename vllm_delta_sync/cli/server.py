@@ -4,7 +4,6 @@ Each command calls the route of its name; ``server_client`` makes the requests.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +12,15 @@ from typing import Any, TextIO
 from urllib.parse import urlencode
 
 from vllm_delta_sync import admin_token
-from vllm_delta_sync.cli.arguments import Answer, count, exit_codes, seconds, settings_of
+from vllm_delta_sync.cli.arguments import (
+    Answer,
+    CommandFailedError,
+    count,
+    exit_codes,
+    print_event,
+    seconds,
+    settings_of,
+)
 from vllm_delta_sync.cli.text import clean, print_columns, print_fields, redraw, size
 from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.errors import DeltaSyncError
@@ -70,8 +77,8 @@ VERSION_HELP = {
 }
 DONE = {"sync": "synced", "rollback": "rolled back", "hold": "held", "release": "released", "wait": "done"}
 SERVERS = """\
-Several servers are asked in turn, also after one has failed; the exit code is that of the first failure. --json prints
-the server's own document, or for several servers {"servers": [...]}.
+Several servers are asked in turn, also after one has failed; the exit code is that of the first failure. The data of
+--json are {"servers": [{"server", "status" or "error"}]}, with each server's own answer.
 """
 TOKEN = f"""
 The admin token comes from {admin_token.VARIABLE}, or from the file that the setting admin_token_file names, and
@@ -118,10 +125,8 @@ def _status(options: argparse.Namespace) -> Answer:
         return _answer(options, _ask_each(options))
     while True:
         outcomes = list(_ask_each(options))
-        if options.json:
-            print(json.dumps(_document(outcomes)), flush=True)
-        else:
-            redraw(partial(_print_outcomes, outcomes))
+        show = partial(redraw, partial(_print_outcomes, outcomes))
+        print_event(options, _document(outcomes), show, _first_error(outcomes))
         time.sleep(options.watch)
 
 
@@ -165,34 +170,31 @@ def _answer(options: argparse.Namespace, asked: Iterator[Outcome]) -> Answer:
     """Report each outcome as it comes.
 
     Raises:
-        DeltaSyncError: the only server failed.
+        CommandFailedError: a server failed.
     """
-    outcomes, exit_code = [], 0
+    outcomes = []
     for url, outcome in asked:
-        if isinstance(outcome, DeltaSyncError):
-            if len(options.server or ()) < 2:
-                raise outcome
-            exit_code = exit_code or outcome.exit_code
         outcomes.append((url, outcome))
         if not options.json:
             _print_outcome(options.command, url, outcome, sys.stderr)
-    document = _document(outcomes)
-    return document | ({"exit_code": exit_code} if exit_code else {}), lambda: None
+    document, error = _document(outcomes), _first_error(outcomes)
+    if error is not None:
+        raise CommandFailedError(error, document, lambda: None, error.exit_code)
+    return document, lambda: None
+
+
+def _first_error(outcomes: list[Outcome]) -> DeltaSyncError | None:
+    return next((outcome for _, outcome in outcomes if isinstance(outcome, DeltaSyncError)), None)
 
 
 def _document(outcomes: list[Outcome]) -> dict[str, Any]:
-    """Return what ``--json`` prints: the document of the only server, or a list."""
-    entries: list[tuple[str, dict[str, Any]]] = []
+    rows: list[dict[str, Any]] = []
     for url, outcome in outcomes:
         if isinstance(outcome, DeltaSyncError):
-            entries.append((url, {"error": {"kind": outcome.kind, "message": outcome.message}}))
+            rows.append({"server": url, "error": {"kind": outcome.kind, "message": outcome.message}})
         else:
-            # The member would be taken for the exit code of this command.
-            outcome.document.pop("exit_code", None)
-            entries.append((url, outcome.document))
-    if len(entries) == 1:
-        return entries[0][1]
-    return {"servers": [{"server": url} | (entry if "error" in entry else {"status": entry}) for url, entry in entries]}
+            rows.append({"server": url, "status": outcome.document})
+    return {"servers": rows}
 
 
 def _print_outcomes(outcomes: list[Outcome]) -> None:

@@ -1,10 +1,15 @@
-"""Text output of the commands: columns, sizes, shares, progress bars; ``clean`` escapes control characters."""
+"""Output of the commands: the one form of ``--json``, columns, sizes, shares, progress bars.
 
+``clean`` escapes control characters.
+"""
+
+import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from vllm_delta_sync.bucket.middleware.progress import terminal_size
+from vllm_delta_sync.errors import DeltaSyncError
 
 CLEAR = "\033[H\033[J"
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -13,6 +18,27 @@ UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 def clean(text: object) -> str:
     """Escape unprintable characters, because names in a bucket are untrusted."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def print_json(command: str | None, data: dict[str, Any] | None, error: DeltaSyncError | None = None) -> None:
+    """Print one line of ``--json``: ``{"ok", "command", "data", "error"}``.
+
+    Args:
+        command: its whole name, such as ``keys add``; None if the command line could not be parsed.
+        data: what the command found or did; None leaves the member out.
+        error: why ``ok`` is false; None leaves the member out.
+    """
+    line: dict[str, Any] = {"ok": error is None, "command": command}
+    if data is not None:
+        line["data"] = data
+    if error is not None:
+        line["error"] = {"kind": error.kind, "message": error.message}
+    print(json.dumps(line), flush=True)
+
+
+def print_error(error: DeltaSyncError) -> None:
+    """Print an error as one line on stderr."""
+    print(clean(f"delta-sync: {error.kind}: {error.message}"), file=sys.stderr, flush=True)
 
 
 def size(count: int) -> str:

@@ -3,7 +3,16 @@
 import argparse
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import Answer, add_base, add_bucket, add_trust, exit_codes, failed_check, opened
+from vllm_delta_sync.cli.arguments import (
+    Answer,
+    CommandFailedError,
+    add_base,
+    add_bucket,
+    add_trust,
+    exit_codes,
+    failed_check,
+    opened,
+)
 from vllm_delta_sync.cli.text import ProgressBar, clean, print_fields, size
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.verify.report import Finding, Findings
@@ -76,9 +85,7 @@ def _verify(options: argparse.Namespace) -> Answer:
         document["unreadable"] = report.unreadable
         document["findings"] = [_problem(finding) for finding in report.findings]
     if report.findings:
-        first = report.findings[0].error
-        document["error"] = {"kind": first.kind, "message": first.message}
-        document["exit_code"] = 1
+        raise CommandFailedError(report.findings[0].error, document, lambda: _print(document))
     return document, lambda: _print(document)
 
 
