@@ -173,6 +173,11 @@ def commands() -> Iterator[str]:
         "error ends it, that is the last line. With `--once`, `publish` and `follow` print one line with all versions."
     )
     yield (
+        "A version is named by number, `head`, `head~2` (two before the head) or `tag:NAME`. Durations are in seconds, "
+        "or have a unit: `500ms`, `90s`, `15m`, `2h`, `7d`; sizes are in bytes, or have a unit: `500MB`, `8GiB`. "
+        "Settings take these units too. Progress bars are shown on terminals only, and no command prints colours."
+    )
+    yield (
         "Exit codes: 0 done, 1 a check failed or data were refused, 2 usage, "
         f"3 not found, 4 store or network, 5 another writer, {cli.INTERRUPTED} interrupted. They follow from the "
         "error's [kind](#errors), except that an error found by a check is always 1: a run, version or tag that you "

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from vllm_delta_sync import admin_token
+from vllm_delta_sync import admin_token, units
 from vllm_delta_sync.errors import SettingsError, UsageError
 from vllm_delta_sync.format.documents import RECEIVER_ID, TAG_NAME
 from vllm_delta_sync.format.limits import MAX_LEASE_SECONDS, MAX_SLOTS
@@ -31,6 +31,16 @@ TARGET = rf"^({HEAD}|[0-9]{{1,10}}|tag:{TAG_NAME.pattern})$"
 ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,99}$"
 MAX_CONNECTIONS = 256
 MIN_BYTES_PER_SECOND = 1_000_000
+TIMES = ("_seconds", "_deadline")
+SIZES = ("_bytes", "_limit")
+"""Ends of the names of settings in seconds, and in bytes."""
+
+
+def _without_unit(name: str, value: object) -> object:
+    if not isinstance(value, str) or not value[-1:].isalpha():
+        return value
+    found = units.duration(value) if name.endswith(TIMES) else units.byte_count(value) if name.endswith(SIZES) else None
+    return value if found is None else found
 
 
 class StoreOptions(BaseModel):
@@ -80,6 +90,12 @@ class StoreOptions(BaseModel):
             "in the log."
         ),
     ] = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_units(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Read ``90s`` and ``500MB``; numbers, and what is neither, are left to the fields."""
+        return {name: _without_unit(name, value) for name, value in values.items()}
 
     def allowance(self, size: int) -> float:
         """Return the timeout in seconds of one attempt to transfer ``size`` bytes."""

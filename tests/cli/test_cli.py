@@ -57,9 +57,17 @@ def test_version_and_help() -> None:
         done = delta_sync(*command.split(), "--help")
         assert done.code == 0
         assert "examples:" in done.out, command
-        if command not in ("serve", "broker", "keygen", "branch"):
+        if command not in ("serve", "broker", "keygen", "branch", "completion"):
             assert all(word in done.out for word in ("--json", "exit codes:", "\n  0 ")), command
     assert "vllm serve --help" in delta_sync("serve", "--help").out
+
+
+def test_help_fits_a_screen() -> None:
+    """Of 100 columns; only serve, which lists every setting, is longer than 50 lines."""
+    for command in cli.build_parser().commands:
+        lines = delta_sync(*command.split(), "--help", COLUMNS="100").out.splitlines()
+        assert len(lines) <= 50 or command == "serve", (command, len(lines))
+        assert all(len(line) <= 100 or "delta-sync " in line for line in lines), command
 
 
 def test_log() -> None:
@@ -232,7 +240,7 @@ USAGE = (
     *("inspect", "inspect --bucket RUN --version -1", "inspect --bucket RUN --version two", "inspect RUN"),
     *("inspect RUN/run.json --version 1", "inspect RUN/run.json --bucket RUN"),
     *("verify", "repair", "serve --bucket RUN", "gc", "gc --bucket x --keep-last 0", "gc --bucket x --keep-every two"),
-    *("gc --bucket x --keep-for 7", "gc --bucket x --min-age -1s", "gc --bucket x --min-age 1.5h"),
+    *("gc --bucket x --keep-for 7y", "gc --bucket x --min-age -1s", "gc --bucket x --min-age soon"),
     *(
         "tag",
         "tag best",
@@ -251,7 +259,7 @@ USAGE = (
         "fleet list --bucket RUN --timeout 5",
         "fleet wait --bucket RUN --version x",
     ),
-    *("doctor", "doctor --bucket RUN --bytes -1", "doctor --bucket RUN --bytes 1MB"),
+    *("doctor", "doctor --bucket RUN --bytes -1", "doctor --bucket RUN --bytes 1XB"),
     *("export --bucket RUN", "export --to x", "export --bucket RUN --to x --version best"),
     *("export --bucket RUN --to x --shard-bytes 0", "rollback", "wait", "sync --version two", "rollback --version -1"),
     *("status --watch 0", "hold --timeout 0", "hold --version 1", "release --server", "status --server nowhere"),

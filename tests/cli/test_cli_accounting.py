@@ -604,13 +604,13 @@ def test_every_command_takes_them(written: Written, tmp_path: Path) -> None:
     assert answer("compact", *bucket, "--no-folds", "--anchor", "head~5", "--dry-run")["anchor"] == 4
     written.lose("receivers/r2.json")
     assert answer("fleet", "wait", *bucket, "--version", "head~2", "--timeout", "1")["lowest"] == 7
+    kept = tmp_path / "kept"
+    assert [row["version"] for row in answer("follow", *bucket, "--version", "head~1", "--to", kept)["versions"]] == [8]
     takes = {
         name: action.metavar
         for name, command in cli.build_parser().commands.items()
-        if "--server" not in command._option_string_actions  # a server's routes take numbers
         for action in command._actions
         if action.dest in ("version", "anchor") and action.nargs is None
     }
-    # What moves with the head is not followed.
-    assert (takes.pop("follow"), takes.pop("keys revoke")) == ("N|tag:NAME", "N|head~N|tag:NAME|none")
+    assert takes.pop("keys revoke") == "N|head~N|tag:NAME|none"
     assert set(takes.values()) == {"N|head~N|tag:NAME"}

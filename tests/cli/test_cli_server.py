@@ -16,15 +16,18 @@ import pytest
 from fastapi import FastAPI
 
 from tests.support.answers import Answer, answering, closed_port, silent
-from tests.support.commands import Done, answer, delta_sync, kind, parsed, shown
+from tests.support.chains import Chain
+from tests.support.commands import Done, answer, delta_sync, kind, parsed, refusal, shown
 from tests.support.web import TOKEN, Site, listening
 from vllm_delta_sync.admin_token import VARIABLE
+from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.api.access import AdminRefused
 from vllm_delta_sync.engine.api.admission import LateError
 from vllm_delta_sync.engine.api.version_waiters import UnreachableError
 from vllm_delta_sync.engine.commit.transaction import DrainError, PauseExpiredError
 from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.format.limits import MAX_VERSION
+from vllm_delta_sync.maintenance.tags import set_tag
 
 ORDERS = ("sync", "rollback --version 0", "hold", "release", "wait --version 0")
 
@@ -306,6 +309,31 @@ def test_urls_of_no_server(named: str) -> None:
         for order in ("status", *ORDERS):
             failed(delta_sync(*order.split(), "--server", server.url, "--server", named), 2, "usage", "server URL")
         assert server.asked == []
+
+
+# Versions by name
+
+
+def test_a_version_is_named_as_everywhere(site: Site, url: str, tmp_path: Path) -> None:
+    bucket = ("--bucket", site.settings.bucket)
+    for step in (11, 12, 13):
+        site.publish(step)
+    run = open_run(site.settings.bucket)
+    head = run.head().version
+    set_tag(run, "best", head - 2)
+    for name, version in (("head", head), ("head~1", head - 1), ("tag:best", head - 2)):
+        (row,) = answer("sync", "--server", url, "--version", name, *bucket)["servers"]
+        assert row["status"]["served"]["version"] == version
+    assert "serves version " in shown(
+        "wait", "--server", url, "--version", "head~2", DELTA_SYNC_BUCKET=site.settings.bucket
+    )
+    assert kind(3, "rollback", "--server", url, "--version", "tag:worst", *bucket) == "not_found"
+    assert kind(2, "rollback", "--server", url, "--version", "head") == "usage"  # no run is named
+    other = Chain(tmp_path / "other")
+    asked = len(site.asked)
+    refused = refusal("sync", "--server", url, "--version", "head", "--bucket", other.url, code=2)
+    assert "follows run" in refused["message"]
+    assert len(site.asked) == asked
 
 
 # Several servers

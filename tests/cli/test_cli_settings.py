@@ -56,7 +56,7 @@ ON_A_RUN = (
     ),
 )
 OF_EVERY_KIND = (
-    *("keygen {folder}/new.key", "inspect {folder}/root.key.pub", "serve model --dry-run"),
+    *("keygen {folder}/new.key", "inspect {folder}/root.key.pub", "serve model --dry-run", "completion bash"),
     *("broker --publishers tcp://127.0.0.1:* --subscribers tcp://127.0.0.1:*", *ON_A_RUN),
     "publish --from {folder}/checkpoint",
     *("status", "sync", "rollback --version 1", "hold", "release", "wait --version 1"),

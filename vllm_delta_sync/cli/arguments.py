@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from vllm_delta_sync import units
 from vllm_delta_sync.cli.text import print_json
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, UsageError
 from vllm_delta_sync.settings import ClientSettings, client_settings, environment_name
@@ -72,7 +73,7 @@ def exit_codes(failed: str, done: str = "done") -> str:
 exit codes:
   0 {done}
   1 {failed}
-  2 usage or settings, 3 no such run or version, 4 store or network, 5 another writer, 130 interrupted
+  2 usage, 3 no such run or version, 4 store or network, 5 another writer, 130 interrupted
 """
 
 
@@ -216,12 +217,37 @@ def version(text: str) -> int | str:
     return int(text)
 
 
-def seconds(text: str) -> float:
-    """Parse a duration in seconds, above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; give a number of seconds above 0")
-    return value
+def duration(text: str) -> float:
+    """Parse a duration into seconds, 0 or more."""
+    found = units.duration(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a duration; give seconds, or a number with ms, s, m, h or d, such as 15m"
+        )
+    return found
+
+
+def interval(text: str) -> float:
+    """Parse a duration above 0 into seconds."""
+    found = duration(text)
+    if found == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is too short; give a duration above 0")
+    return found
+
+
+def byte_count(text: str) -> int:
+    """Parse a size into bytes, 0 or more."""
+    found = units.byte_count(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; give bytes, or a number with kB, MB, GB, KiB, MiB or GiB, such as 500MB"
+        )
+    return found
+
+
+def positive_bytes(text: str) -> int:
+    """Parse a size of at least 1 byte."""
+    found = byte_count(text)
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is too small; give at least 1 byte")
+    return found

@@ -10,7 +10,7 @@ from vllm_delta_sync.cli.arguments import (
     add_bucket,
     add_trust,
     bucket_url,
-    count,
+    byte_count,
     exit_codes,
     keyring_of,
     settings_of,
@@ -34,7 +34,7 @@ them.
 examples:
   delta-sync doctor --bucket hf://buckets/me/runs/a
   delta-sync doctor --bucket /data/runs/a --read-only --server http://127.0.0.1:8000
-  delta-sync doctor --bucket s3://runs/a --bytes 1000000000 --keep-going --json
+  delta-sync doctor --bucket s3://runs/a --bytes 1GB --keep-going --json
 """
 MARKS = {"ok": "✓", "warning": "!", "failed": "✗", "skipped": "·"}
 PLAIN_MARKS = {"ok": "+", "warning": "!", "failed": "x", "skipped": "-"}
@@ -58,9 +58,9 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     parser.add_argument(
         "--bytes",
-        type=count,
+        type=byte_count,
         default=DEFAULT_BYTES,
-        metavar="N",
+        metavar="SIZE",
         help=f"size of the throughput test's object; 0: no test (default: {DEFAULT_BYTES})",
     )
     parser.add_argument("--keep-going", action="store_true", help="after a failure, continue with the other checks")

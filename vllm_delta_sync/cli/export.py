@@ -12,7 +12,7 @@ from vllm_delta_sync.cli.arguments import (
     add_trust,
     exit_codes,
     opened,
-    positive,
+    positive_bytes,
     version,
 )
 from vllm_delta_sync.cli.text import ProgressBar, clean, print_fields, size
@@ -53,8 +53,8 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     add_base(parser)
     parser.add_argument(
         "--shard-bytes",
-        type=positive,
-        metavar="BYTES",
+        type=positive_bytes,
+        metavar="SIZE",
         help="bytes of tensors in one file; default: 5 GB",
     )
     add_trust(parser)

@@ -14,9 +14,9 @@ from vllm_delta_sync.cli.arguments import (
     add_trust,
     count,
     exit_codes,
+    interval,
     opened,
     print_event,
-    seconds,
     version,
 )
 from vllm_delta_sync.cli.text import clean, print_columns, redraw
@@ -68,9 +68,9 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     waiting.add_argument("--replicas", type=count, default=1, metavar="N", help="least number of servers (default: 1)")
     waiting.add_argument(
         "--timeout",
-        type=seconds,
+        type=interval,
         default=WAIT_SECONDS,
-        metavar="SECONDS",
+        metavar="TIME",
         help=f"longest wait (default: {WAIT_SECONDS:g})",
     )
     add_trust(waiting)
@@ -86,9 +86,9 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     add_bucket(watching)
     watching.add_argument(
         "--poll",
-        type=seconds,
+        type=interval,
         default=POLL_SECONDS,
-        metavar="SECONDS",
+        metavar="TIME",
         help=f"time between polls of the bucket (default: {POLL_SECONDS:g})",
     )
     add_trust(watching)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.cli.arguments import (
+    VERSION,
     Answer,
     CommandFailedError,
     add_base,
@@ -16,10 +17,12 @@ from vllm_delta_sync.cli.arguments import (
     add_trust,
     bucket_url,
     exit_codes,
+    interval,
     keyring_of,
+    opened,
     positive,
+    positive_bytes,
     print_event,
-    seconds,
     settings_of,
     version,
 )
@@ -60,12 +63,13 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument(
         "--version",
         type=version,
-        metavar="N|tag:NAME",
-        help="follow this tag, or end at this version; default: the newest that is not quarantined",
+        metavar=VERSION,
+        help="follow this tag, or end at this version (head~N: as of the start); default: the newest that is not "
+        "quarantined",
     )
     parser.add_argument("--once", action="store_true", help="end when the folder is at the version")
     parser.add_argument(
-        "--poll", type=seconds, default=2.0, metavar="SECONDS", help="time between polls of the bucket; default: 2"
+        "--poll", type=interval, default=2.0, metavar="TIME", help="time between polls of the bucket; default: 2"
     )
     parser.add_argument(
         "--keep", type=positive, default=2, metavar="N", help="versions to keep, with the current one; default: 2"
@@ -73,7 +77,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--on-update", metavar="COMMAND", help="command to run after each switch")
     add_base(parser)
     parser.add_argument(
-        "--shard-bytes", type=positive, metavar="BYTES", help="bytes of tensors in one file; default: 5 GB"
+        "--shard-bytes", type=positive_bytes, metavar="SIZE", help="bytes of tensors in one file; default: 5 GB"
     )
     add_trust(parser)
     parser.set_defaults(handler=_follow)
@@ -87,12 +91,15 @@ def _follow(options: argparse.Namespace) -> Answer:
     documents: list[dict[str, Any]] = []
     failed: IncompleteError | None = None
     bar = options.closing.enter_context(ProgressBar("bytes"))
+    named = options.version
+    if isinstance(named, str) and named.startswith("head~"):  # it moves with the head, so that it is not followed
+        named = opened(options).resolve(named).version
     updates = follow(
-        bucket_url(options), options.to, options.version, once=options.once, poll_seconds=options.poll,
+        bucket_url(options), options.to, named, once=options.once, poll_seconds=options.poll,
         keep=options.keep, base=options.base, shard_bytes=options.shard_bytes or SHARD_BYTES,
         keyring=keyring_of(options), store=settings_of(options).store(), progress=bar.update,
     )  # fmt: skip
-    ends = options.once or isinstance(options.version, int)
+    ends = options.once or isinstance(named, int)
     for update in updates:
         document = _document(update)
         documents += [document] if ends else []

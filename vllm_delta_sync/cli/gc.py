@@ -1,7 +1,6 @@
 """``delta-sync gc``: arguments and output; the work is done by ``maintenance.gc``."""
 
 import argparse
-import re
 from typing import Any
 
 from vllm_delta_sync.cli.arguments import (
@@ -9,6 +8,7 @@ from vllm_delta_sync.cli.arguments import (
     CommandFailedError,
     add_bucket,
     add_trust,
+    duration,
     exit_codes,
     opened,
     positive,
@@ -16,7 +16,6 @@ from vllm_delta_sync.cli.arguments import (
 from vllm_delta_sync.cli.text import ProgressBar, print_columns, print_fields, size
 from vllm_delta_sync.errors import IncompleteError, UsageError
 
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 SHOWN = 20
 KEEP_LAST = 100
 
@@ -32,7 +31,7 @@ publishers and receivers, and to interrupt with Ctrl-C: the next collection cont
 time; a killed one delays the next by at most ten minutes.
 """
 GC_EXAMPLES = """\
---min-age must be longer than an upload, a compaction, and a read by a process without a heartbeat. Durations are
+--min-age must be longer than an upload, a compaction, and a read by a process without a heartbeat. TIME is
 written as 90s, 15m, 2h or 7d.
 
 examples:
@@ -55,20 +54,20 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         "--keep-last", type=positive, metavar="N", help=f"keep the newest N versions (default: {KEEP_LAST})"
     )
     gc.add_argument("--keep-every", type=positive, metavar="K", help="keep versions whose number K divides")
-    gc.add_argument("--keep-for", type=_duration, metavar="TIME", help="keep versions published within this time")
+    gc.add_argument("--keep-for", type=duration, metavar="TIME", help="keep versions published within this time")
     gc.add_argument(
         "--no-tagged", action="store_true", help="do not keep tagged versions, except those of branches and rebases"
     )
     gc.add_argument(
         "--min-age",
-        type=_duration,
+        type=duration,
         default=3600.0,
         metavar="TIME",
         help="keep everything newer than this (default: 1h)",
     )
     gc.add_argument(
         "--longest-pin",
-        type=_duration,
+        type=duration,
         default=7 * 24 * 3600.0,
         metavar="TIME",
         help="receivers keep no version published longer ago than this (default: 7d)",
@@ -76,14 +75,6 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     gc.add_argument("--yes", action="store_true", help="collect by the defaults, without any --keep-… option")
     gc.add_argument("--dry-run", action="store_true", help="only report what would be removed")
     gc.set_defaults(handler=_gc)
-
-
-def _duration(text: str) -> float:
-    """Parse ``90s``, ``15m``, ``2h`` or ``7d`` into seconds."""
-    match = re.fullmatch(r"([0-9]{1,9})([smhd])", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; give a number and s, m, h or d, such as 15m")
-    return float(int(match[1]) * UNITS[match[2]])
 
 
 def _gc(options: argparse.Namespace) -> Answer:

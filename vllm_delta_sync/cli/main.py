@@ -9,6 +9,7 @@ The exit code is the error's, but 1 for what a check finds.
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ from vllm_delta_sync.cli import (
     branch,
     broker,
     compact,
+    completion,
     diff,
     doctor,
     du,
@@ -43,6 +45,13 @@ from vllm_delta_sync.errors import DeltaSyncError, UsageError
 
 INTERRUPTED = 130
 
+VALUES = """\
+values:
+  A version is a number, head, head~2 (two before the head) or tag:NAME.
+  TIME is in seconds, or has a unit: 500ms, 90s, 15m, 2h, 7d.
+  SIZE is in bytes, or has a unit: 500MB, 8GiB.
+
+"""
 SETTINGS = """\
 settings:
   A flag overrides the environment variable DELTA_SYNC_<NAME>, which overrides the TOML file named by DELTA_SYNC_CONFIG.
@@ -65,9 +74,25 @@ examples:
 """
 MODULES = (
     serve, publish, log, inspect, du, diff, stats, export, follow, verify, repair, gc, tag, branch, compact, keys,
-    doctor, broker, fleet, server,
+    doctor, broker, fleet, server, completion,
 )  # fmt: skip
 """The subcommands, in the order of ``--help``. ``add`` of each module adds its parser, whose ``handler`` runs it."""
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Fills paragraphs to the width of the terminal, and leaves indented lines, such as examples, as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(self._fill_block(block, width) for block in text.strip("\n").split("\n\n"))
+
+    def _fill_block(self, block: str, width: int) -> str:
+        lines = block.strip("\n").split("\n")
+        if not any(line.startswith("  ") for line in lines):
+            return textwrap.fill(" ".join(lines), width)
+        # A command line stays whole, so that it can be copied.
+        return "\n".join(
+            line if "delta-sync " in line else textwrap.fill(line, width, subsequent_indent="  ") for line in lines
+        )
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,7 +104,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.formatter_class = argparse.RawDescriptionHelpFormatter
+        self.formatter_class = HelpFormatter
         self.allow_abbrev = False
         self.children: dict[str, Parser] = {}
 
@@ -105,7 +130,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="delta-sync",
         description="Ship weight changes from a trainer to running vLLM servers, through a bucket.",
-        epilog=EXAMPLES + SETTINGS + EXIT_CODES,
+        epilog=EXAMPLES + VALUES + SETTINGS + EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"delta-sync {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -14,8 +14,8 @@ from vllm_delta_sync.cli.arguments import (
     bucket_url,
     count,
     exit_codes,
+    interval,
     print_event,
-    seconds,
     settings_of,
 )
 from vllm_delta_sync.cli.text import ProgressBar, clean, percent, size
@@ -27,17 +27,15 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 A checkpoint is a folder as save_pretrained writes it: model.safetensors, or the files that model.safetensors.index.json
 names. The first one begins the run, with its config.json and tokenizer; later ones become one delta each. A checkpoint
-that equals the newest version is not published.
-
-With --base, version 0 is a reference to that checkpoint, from which servers start, and --from or the first checkpoint
-becomes version 1. Floating-point weights are then rounded to its dtypes.
+that equals the newest version is not published. With --base, version 0 is a reference to that checkpoint, from which
+servers start, and --from or the first checkpoint becomes version 1. Floating-point weights are then rounded to its
+dtypes.
 
 --watch publishes a checkpoint once it is complete and none of its files has changed between two polls, in the order of
 steps, and never one whose step is not after that of the newest version. The step is the number at the end of the
 folder's name (checkpoint-100), else global_step of its trainer_state.json, else one more than the newest version's.
-Ctrl-C and SIGTERM end it: the version in progress is completed or dropped, and the same command continues.
-
-Takes memory for the largest tensor and the changes, and as much of the temporary directory (TMPDIR) as the model has.
+Ctrl-C and SIGTERM end it: the version in progress is completed or dropped, and the same command continues. It takes
+memory for the largest tensor and the changes, and space for the model in the temporary directory (TMPDIR).
 
 examples:
   delta-sync publish --from /models/a --bucket /data/runs/a
@@ -66,7 +64,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         "--base", metavar="DIR|MODEL", help="checkpoint that servers start from: a folder, or org/name@revision"
     )
     parser.add_argument(
-        "--poll", type=seconds, metavar="SECONDS", help=f"with --watch: time between polls (default: {POLL_SECONDS:g})"
+        "--poll", type=interval, metavar="TIME", help=f"with --watch: time between polls (default: {POLL_SECONDS:g})"
     )
     parser.add_argument("--once", action="store_true", help="with --watch: publish what is complete now, and end")
     parser.add_argument("--codec", choices=CODECS, default="auto", help="how changes are encoded (default: auto)")

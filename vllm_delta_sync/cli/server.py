@@ -13,17 +13,21 @@ from urllib.parse import urlencode
 
 from vllm_delta_sync import admin_token
 from vllm_delta_sync.cli.arguments import (
+    VERSION,
     Answer,
     CommandFailedError,
-    count,
+    add_bucket,
+    add_trust,
     exit_codes,
+    interval,
+    opened,
     print_event,
-    seconds,
     settings_of,
+    version,
 )
 from vllm_delta_sync.cli.text import clean, print_columns, print_fields, redraw, size
 from vllm_delta_sync.engine.observe.states import STATES
-from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.errors import DeltaSyncError, UsageError
 from vllm_delta_sync.server_client import (
     MAX_MESSAGE,
     REQUEST_SECONDS,
@@ -55,7 +59,7 @@ COMMANDS = {
     "rollback": (
         "make a server serve an older version",
         "Make a server serve an older version and hold it, until delta-sync release.",
-        ("rollback --server http://rollout-1:8000 --version 18",),
+        ("rollback --server http://rollout-1:8000 --version 18", "rollback --bucket /data/runs/a --version tag:best"),
     ),
     "hold": (
         "make a server stay at its version",
@@ -76,6 +80,9 @@ VERSION_HELP = {
     "wait": "version to wait for",
 }
 DONE = {"sync": "synced", "rollback": "rolled back", "hold": "held", "release": "released", "wait": "done"}
+NAMES = """
+A version that is named, as head~2 or tag:NAME, is looked up in the run (--bucket), which each server must follow.
+"""
 SERVERS = """\
 Several servers are asked in turn, also after one has failed; the exit code is that of the first failure. The data of
 --json are {"servers": [{"server", "status" or "error"}]}, with each server's own answer.
@@ -90,27 +97,32 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     for name, (brief, description, examples) in COMMANDS.items():
         lines = "".join(f"  delta-sync {example}\n" for example in examples)
         failed = "the server refuses or fails" + (", or does not serve the version in time" if name == "wait" else "")
+        text = SERVERS + (NAMES if name in VERSION_HELP else "") + ("" if name == "status" else TOKEN)
         parser = commands.add_parser(
             name,
             help=brief,
             description=description,
-            epilog=f"{SERVERS}{'' if name == 'status' else TOKEN}\nexamples:\n{lines}{exit_codes(failed)}",
+            epilog=text + f"\nexamples:\n{lines}{exit_codes(failed)}",
         )
         parser.add_argument(
             "--server", action="append", metavar="URL", help=f"vLLM server; may be repeated (default: {DEFAULT_SERVER})"
         )
         if name in VERSION_HELP:
-            parser.add_argument("--version", type=count, required=name != "sync", metavar="V", help=VERSION_HELP[name])
+            parser.add_argument(
+                "--version", type=version, required=name != "sync", metavar=VERSION, help=VERSION_HELP[name]
+            )
+            add_bucket(parser)
+            add_trust(parser)
         if name == "status":
-            parser.add_argument("--watch", type=seconds, metavar="SECONDS", help="refresh until Ctrl-C")
+            parser.add_argument("--watch", type=interval, metavar="TIME", help="refresh until Ctrl-C")
             parser.set_defaults(handler=_status)
             continue
         longest = WAIT_SECONDS if name == "wait" else CHANGE_SECONDS
         parser.add_argument(
             "--timeout",
-            type=seconds,
+            type=interval,
             default=longest,
-            metavar="SECONDS",
+            metavar="TIME",
             help=f"longest wait for each server (default: {longest:g})",
         )
         parser.set_defaults(handler=_order)
@@ -132,6 +144,10 @@ def _status(options: argparse.Namespace) -> Answer:
 
 def _order(options: argparse.Namespace) -> Answer:
     token = admin_token.load_text(settings_of(options).admin_token_file)
+    options.run = None
+    if isinstance(getattr(options, "version", None), str):
+        run = opened(options)
+        options.run, options.version = run.info.run, run.resolve(options.version).version
     return _answer(options, _ask_each(options, token))
 
 
@@ -154,6 +170,10 @@ def _ask(url: str, options: argparse.Namespace, token: str | None) -> Reply:
     """
     if options.command == "status":
         return call_plugin(url, "status")
+    if options.run is not None:
+        followed = call_plugin(url, "status").field("run", str)
+        if followed != options.run:
+            raise UsageError(f"{url} follows run {_text(followed)}, not {options.run} of --bucket; give a number")
     if options.command == "wait":
         query = urlencode({"version": options.version, "timeout": options.timeout})
         reply = call_plugin(url, f"wait?{query}", token=token, seconds=options.timeout + REQUEST_SECONDS)
@@ -161,8 +181,8 @@ def _ask(url: str, options: argparse.Namespace, token: str | None) -> Reply:
             late = f"version {options.version} is not served after {options.timeout:g} s: {_summary(reply)}"
             raise ServerError("late", f"{url}: {late}; see delta-sync status, or raise --timeout")
         return reply
-    version = getattr(options, "version", None)
-    body = None if version is None else {"version": version}
+    wanted = getattr(options, "version", None)
+    body = None if wanted is None else {"version": wanted}
     return call_plugin(url, options.command, method="POST", body=body, token=token, seconds=options.timeout)
 
 

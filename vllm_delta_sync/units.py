@@ -1,0 +1,32 @@
+"""``duration`` and ``byte_count`` read what people write: ``90s``, ``2h``, ``500MB``, ``8GiB``.
+
+Numbers without a unit are seconds or bytes. Commands and settings use these, and no other parsers.
+"""
+
+import re
+from collections.abc import Mapping
+
+DURATIONS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+SIZES = {
+    "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4,
+    "kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4,
+}  # fmt: skip
+_NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?(?:e[0-9]{1,2})?) ?([A-Za-z]*)")
+
+
+def duration(text: str) -> float | None:
+    """Return the seconds that a text means, 0 or more; None if it is no duration."""
+    return _scaled(text, DURATIONS, "s")
+
+
+def byte_count(text: str) -> int | None:
+    """Return the bytes that a text means, case ignored; None if it is no size."""
+    found = _scaled(text, SIZES, "b")
+    return None if found is None else round(found)
+
+
+def _scaled(text: str, units: Mapping[str, float], unit: str) -> float | None:
+    match = _NUMBER.fullmatch(text)
+    if match is None or (match[2] or unit).lower() not in units:
+        return None
+    return float(match[1]) * units[(match[2] or unit).lower()]
