@@ -53,12 +53,13 @@ ON_A_RUN = (
         "diff 0 1",
         "diff 0 1 --quick",
         "stats",
+        "report --to {folder}/report.html",
     ),
 )
 OF_EVERY_KIND = (
     *("keygen {folder}/new.key", "inspect {folder}/root.key.pub", "serve model --dry-run", "completion bash"),
     *("broker --publishers tcp://127.0.0.1:* --subscribers tcp://127.0.0.1:*", *ON_A_RUN),
-    "publish --from {folder}/checkpoint",
+    *("publish --from {folder}/checkpoint", "dashboard --port 0"),
     *("status", "sync", "rollback --version 1", "hold", "release", "wait --version 1"),
 )
 

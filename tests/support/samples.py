@@ -104,6 +104,7 @@ class RunWriter:
     Attributes:
         manifests: those written, by version. bits: per version, the tensors' bits. epoch: of those written next.
         keyring: signs what is written next. expires_at: of HEAD.json.
+        created_at: of the manifests written next; None: one that depends on nothing but the version.
     """
 
     def __init__(self, bucket: Bucket, table: TensorTable, run: str = RUN, keyring: Keyring | None = None) -> None:
@@ -114,6 +115,7 @@ class RunWriter:
         self.bits: list[list[Bits]] = []
         self.breaks: list[Break] = []
         self.epoch = 0
+        self.created_at: str | None = None
         info = RunInfo(
             run=run, created_at=CREATED, tensors=table.digest, total=table.total, full_bytes=table.full_bytes
         )
@@ -258,7 +260,7 @@ class RunWriter:
                 payload_bytes=sum(len(data) for data in objects),
                 full_bytes=self.table.full_bytes,
                 fingerprint=sum(per_tensor, Fingerprint()).hex(),
-                created_at=CREATED.replace("05Z", f"{5 + version % 55:02d}Z"),
+                created_at=self.created_at or CREATED.replace("05Z", f"{5 + version % 55:02d}Z"),
                 breaks=list(self.breaks),
                 epoch=self.epoch,
                 **fields,

@@ -20,6 +20,7 @@ from vllm_delta_sync.cli import (
     broker,
     compact,
     completion,
+    dashboard,
     diff,
     doctor,
     du,
@@ -73,8 +74,8 @@ examples:
 
 """
 MODULES = (
-    serve, publish, log, inspect, du, diff, stats, export, follow, verify, repair, gc, tag, branch, compact, keys,
-    doctor, broker, fleet, server, completion,
+    serve, publish, log, inspect, du, diff, stats, dashboard, export, follow, verify, repair, gc, tag, branch, compact,
+    keys, doctor, broker, fleet, server, completion,
 )  # fmt: skip
 """The subcommands, in the order of ``--help``. ``add`` of each module adds its parser, whose ``handler`` runs it."""
 

@@ -31,6 +31,7 @@ from vllm_delta_sync.errors import DeltaSyncError, UsageError
 from vllm_delta_sync.server_client import (
     MAX_MESSAGE,
     REQUEST_SECONDS,
+    STAGING,
     Reply,
     ServerError,
     call_plugin,
@@ -42,8 +43,6 @@ CHANGE_SECONDS = 600.0
 WAIT_SECONDS = 30.0
 RECENT = 5
 """Most updates that ``status`` lists."""
-STAGING = ("fetch", "verify", "decode", "route", "rescan")
-"""Phases of ``timings_ms`` that run beside generation, without the wait for a pause slot."""
 
 COMMANDS = {
     "status": (

@@ -44,7 +44,7 @@ KINDS: tuple[Kind, ...] = (
 """Kinds of objects. ``anchors`` are those in the history; ``unnamed`` is what no readable document names."""
 Progress = Callable[[int, int], None]
 """Called with documents or objects done and in total."""
-Grouping = Literal["layer", "kind"]
+Grouping = Literal["layer", "kind", "tensor"]
 
 _DOCUMENTS = (RUN_KEY, TABLE_KEY, HEAD_KEY, RETENTION_KEY, KEYS_KEY, COLLECTIONS_CLOCK)
 _LEASE = re.compile(re.escape(LEASES_PREFIX) + r"[^/]+\.json")
@@ -226,7 +226,9 @@ class TensorAccount:
 
 
 def group_of(name: str, by: Grouping) -> str:
-    """Return the group of a tensor: its layer (the name up to the first number), or its name without numbers."""
+    """Return a tensor's group: its layer (the name up to the first number), its name without numbers, or its name."""
+    if by == "tensor":
+        return name
     parts = name.split(".")
     if by == "kind":
         return ".".join("*" if part.isdecimal() else part for part in parts)

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi import APIRouter, FastAPI, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_delta_sync.engine.api.access import CrowdedError, GuardedRoute, JsonAnswer, refusal
+from vllm_delta_sync.dashboard.page import live_page, page_headers
+from vllm_delta_sync.engine.api.access import HEADERS, CrowdedError, GuardedRoute, JsonAnswer, refusal
 from vllm_delta_sync.engine.api.admission import VERSIONED_PATHS as VERSIONED_PATHS
 from vllm_delta_sync.engine.api.admission import Admission
+from vllm_delta_sync.engine.api.live_page import LivePage
 from vllm_delta_sync.engine.api.version_waiters import VersionWaiters
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.errors import BusyError, NotFoundError, UsageError
@@ -84,6 +86,25 @@ def service_of(request: Request) -> ReceiverService:
 async def _ask(request: Request, action: str, argument: Any = None) -> dict[str, Any]:
     outcome: dict[str, Any] = await asyncio.wrap_future(service_of(request).request(action, argument))
     return outcome
+
+
+@router.get("/")
+async def page() -> Response:
+    """Return a page for people: versions, lag, pauses, receivers, holds, quarantined versions, and what to do.
+
+    It only reads; with `?adapter=NAME` that of an adapter."""
+    return Response(live_page(), media_type="text/html; charset=utf-8", headers=page_headers())
+
+
+@router.get("/overview")
+async def overview(request: Request) -> Response:
+    """Return what the page shows, as JSON: the status, and what the bucket held some seconds ago.
+
+    The newest 200 versions are read from the bucket in the background, at most every 5 seconds, whatever the number of
+    viewers."""
+    service, name = service_of(request), request.query_params.get("adapter")
+    pages: dict[str | None, LivePage] = request.app.state.delta_sync_pages
+    return Response(pages[name].answer(service.receiver.status), media_type="application/json", headers=HEADERS)
 
 
 @router.get("/status")

@@ -57,6 +57,7 @@ class EndpointPlugin:
         from vllm_delta_sync.engine.api import weight_transfer
         from vllm_delta_sync.engine.api.adapters import announce, check_lora, make_adapter
         from vllm_delta_sync.engine.api.api_servers import LeaderElection, find_api_server_group
+        from vllm_delta_sync.engine.api.live_page import LivePage
         from vllm_delta_sync.engine.compat.features import check_engine
         from vllm_delta_sync.engine.core.engine_core import fail_when_engine_died, missing_names
         from vllm_delta_sync.engine.core.ports import ServerEnginePort
@@ -83,6 +84,7 @@ class EndpointPlugin:
         controller = LeaderElection(lambda: follow(settings), find_api_server_group(engine_client))
         state.delta_sync = controller
         state.delta_sync_adapters = {name: follow(chosen, exports_metrics=False) for name, chosen in others.items()}
+        state.delta_sync_pages = {None: LivePage(settings), **{name: LivePage(own) for name, own in others.items()}}
         state.delta_sync_token = settings.admin_token()
         state.delta_sync_min_version_seconds = settings.min_version_seconds
         if settings.admin_token_file is not None and admin_token.readable_by_others(settings.admin_token_file):

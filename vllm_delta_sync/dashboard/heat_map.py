@@ -1,0 +1,112 @@
+"""``HeatMap`` says which layers and kinds of tensors the newest deltas change, from the headers of their objects."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from vllm_delta_sync.errors import DataError
+from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.maintenance.accounting import group_of, tensor_costs
+from vllm_delta_sync.run.documents import RunDocuments
+
+HEAT_VERSIONS = 16
+"""Most versions in the heat map."""
+HEAT_OBJECTS = 64
+"""Most objects whose headers are read for it; a version has one for each rank of the publisher that changed any."""
+MAX_LAYERS, MAX_KINDS = 256, 64
+OUTSIDE = ""
+"""The layer of tensors outside of layers, such as the embedding."""
+
+
+def place_of(name: str) -> tuple[str, str]:
+    """Return the layer of a tensor and its kind: its name within the layer, without numbers.
+
+    ``model.layers.3.mlp.experts.7.up.weight`` is in ``model.layers.3``, of the kind ``mlp.experts.*.up.weight``.
+    """
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts[:-1]) if part.isdecimal()), None)
+    if number is None:
+        return OUTSIDE, group_of(name, "kind")
+    return ".".join(parts[: number + 1]), group_of(".".join(parts[number + 1 :]), "kind")
+
+
+class HeatMap:
+    """Elements that the newest deltas of a run carry, by layer and kind of tensor. Each delta is read once."""
+
+    def __init__(self, run: RunDocuments) -> None:
+        self._run = run
+        self._elements: Counter[tuple[str, str]] = Counter()
+        for spec in run.table:
+            self._elements[place_of(spec.name)] += spec.numel
+        self._carried: dict[str, Counter[tuple[str, str]]] = {}
+
+    def read(self, newest: Iterable[Manifest]) -> dict[str, Any]:
+        """Return the map as JSON; reads the headers of deltas that were not read before.
+
+        Args:
+            newest: manifests, newest first.
+
+        Returns:
+            ``layers``, ``kinds`` and ``cells[kind][layer]``: the share of the cell's elements that a version changes,
+            on average; null where the model has no such tensor. ``hidden``: kinds and layers beyond the limits.
+            ``versions``: numbers of the versions that count. ``lost``: objects that garbage collection removed, or that
+            cannot be read. An empty ``versions`` means that there is no delta within the limits.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        chosen, objects = [], 0
+        for manifest in newest:
+            objects += len(manifest.objects)
+            if manifest.kind != "delta" or len(chosen) == HEAT_VERSIONS or objects > HEAT_OBJECTS:
+                break
+            chosen.append(manifest)
+        lost = 0
+        known, self._carried = self._carried, {}
+        counted = []
+        for manifest in chosen:
+            found = known.get(manifest.digest) or self._read(manifest)
+            if found is None:
+                lost += 1
+                continue
+            self._carried[manifest.digest] = found
+            counted.append(manifest.version)
+        return {**self._cells(len(counted)), "versions": counted, "lost": lost}
+
+    def _read(self, manifest: Manifest) -> Counter[tuple[str, str]] | None:
+        try:
+            costs = tensor_costs(self._run, [manifest], "tensor")
+        except DataError:
+            return None  # the timeline shows the version; `delta-sync verify` says what is wrong with it
+        if costs.lost:
+            return None
+        found: Counter[tuple[str, str]] = Counter()
+        for name, cost in costs.groups.items():
+            if cost.carried:
+                found[place_of(name)] += cost.carried
+        return found
+
+    def _cells(self, versions: int) -> dict[str, Any]:
+        total: Counter[tuple[str, str]] = Counter()
+        for found in self._carried.values():
+            total.update(found)
+        # In the order of the table, which is that of names; layers by number.
+        layers = sorted({layer for layer, _ in self._elements}, key=_by_number)
+        kinds = list(dict.fromkeys(kind for _, kind in self._elements))
+        hidden = max(0, len(layers) - MAX_LAYERS) + max(0, len(kinds) - MAX_KINDS)
+        layers, kinds = layers[:MAX_LAYERS], kinds[:MAX_KINDS]
+        cells = [
+            [
+                None
+                if not versions or not self._elements[layer, kind]
+                else total[layer, kind] / versions / self._elements[layer, kind]
+                for layer in layers
+            ]
+            for kind in kinds
+        ]
+        return {"layers": layers, "kinds": kinds, "cells": cells, "hidden": hidden}
+
+
+def _by_number(layer: str) -> tuple[str, int]:
+    prefix, _, number = layer.rpartition(".")
+    return prefix, int(number) if number.isdecimal() else -1

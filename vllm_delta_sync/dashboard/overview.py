@@ -1,0 +1,261 @@
+"""``build_overview`` returns the one JSON document that the page shows, of a run, of servers, or of both.
+
+What comes from a bucket or a server is untrusted: texts are cut here, and the page shows them as text only.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vllm_delta_sync import __version__
+from vllm_delta_sync.dashboard.remedies import remedy_of
+from vllm_delta_sync.dashboard.run_reader import MAX_TEXT
+from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.server_client import STAGING, Reply
+
+Source = Literal["server", "dashboard", "report"]
+MAX_PROBLEMS = 24
+MAX_RECENT = 64
+SHORT_TEXT = 60
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What was read of a run.
+
+    Attributes:
+        document: of ``RunReader.read``; the last good one if reading fails, None before the first. error: why reading
+            failed. at: Unix time of ``document``.
+    """
+
+    document: dict[str, Any] | None
+    error: DeltaSyncError | None = None
+    at: float | None = None
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """One server: its status, or why there is none. ``name``: its URL, None for the server that shows the page."""
+
+    name: str | None
+    status: Mapping[str, Any] | DeltaSyncError
+
+
+def build_overview(
+    source: Source,
+    now: float,
+    run: RunView | None,
+    servers: Sequence[ServerView],
+    states: Mapping[Any, str],
+    seconds: float | None = None,
+) -> dict[str, Any]:
+    """Return the page's document.
+
+    Args:
+        source: where the page is shown. now: Unix time.
+        run: None if no run was read. states: what each state of a receiver means.
+        seconds: interval at which the page asks again; None: never.
+    """
+    document = None if run is None else run.document
+    shown = [_server(view, states) for view in servers]
+    problems = _problems(run, document, shown)
+    return {
+        "source": source,
+        "at": round(now, 3),
+        "seconds": seconds,
+        "release": __version__,
+        "run": document,
+        "run_at": None if run is None else run.at,
+        "run_pending": run is not None and document is None and run.error is None,
+        "servers": shown,
+        "headline": {"level": _level(problems, document), "text": _headline(source, run, document, shown)},
+        "problems": problems[:MAX_PROBLEMS],
+        "problem_count": len(problems),
+    }
+
+
+def _level(problems: list[dict[str, Any]], run: dict[str, Any] | None) -> str:
+    """Return the worst level: error, warning, good, or idle while there is nothing to judge."""
+    levels = {problem["level"] for problem in problems}
+    worst = next((level for level in ("error", "warning") if level in levels), None)
+    return worst or ("idle" if run is None or run["head"] is None else "good")
+
+
+def _headline(source: Source, view: RunView | None, run: dict[str, Any] | None, servers: list[dict[str, Any]]) -> str:
+    """Say in one sentence what is served."""
+    if source == "server" and servers and servers[0]["error"] is None:
+        served, lag = servers[0]["served"], servers[0]["lag"]
+        if served is not None:
+            behind = "" if lag is None else ", the newest" if lag == 0 else f", {_count(lag, 'version')} behind"
+            return f"Version {served['version']:,} is served{behind}"
+        return "No version is served yet"
+    if run is None:
+        return "The run cannot be read" if view is not None and view.error is not None else "Reading the run"
+    head = run["head"]
+    if head is None:
+        return "Nothing is published yet" if run["error"] is None else "No version can be read"
+    sound = head["sound"]
+    if sound is None:
+        return f"All versions up to {head['version']:,} are quarantined"
+    lags = [row["behind"] for row in run["receivers"] if row["live"]]
+    known = {row["receiver"] for row in run["receivers"]}
+    for server in servers:
+        if server["error"] is None and server["receiver"] not in known:
+            lags.append(None if server["served"] is None else max(0, sound - server["served"]["version"]))
+    if not lags:
+        return f"Version {sound:,} is the newest; no receiver reports what it serves"
+    serving = lags.count(0)
+    return f"{serving} of {_count(len(lags), 'receiver')} serve{'s' * (serving == 1)} the newest version, {sound:,}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def _server(view: ServerView, states: Mapping[Any, str]) -> dict[str, Any]:
+    if isinstance(view.status, DeltaSyncError):
+        return {"name": view.name, "error": {"kind": view.status.kind, "message": view.status.message[:MAX_TEXT]}}
+    status = Reply(200, dict(view.status))
+    state = _text(status, "state", SHORT_TEXT)
+    recent = [Reply(200, row) for row in status.field("recent", list) or [] if isinstance(row, dict)]
+    kind, message = _text(status, "last_error.kind", SHORT_TEXT), _text(status, "last_error.message")
+    return {
+        "name": view.name,
+        "error": None,
+        "run": _text(status, "run", SHORT_TEXT),
+        "served": _version(status, "served"),
+        "head": _version(status, "head"),
+        "lag": status.field("lag", int),
+        "state": state,
+        "meaning": states.get(state),
+        "policy": _text(status, "policy", SHORT_TEXT),
+        "target": _text(status, "target", 120),
+        "holding": status.field("holding", bool) or False,
+        "ready": status.field("ready.ready", bool),
+        "reasons": [str(reason)[:MAX_TEXT] for reason in (status.field("ready.reasons", list) or [])[:8]],
+        "last_error": None if kind is None or message is None else {"kind": kind, "message": message},
+        "commits": status.field("commits", int),
+        "polled": _number(status, "looked_seconds"),
+        "receiver": _text(status, "fleet.receiver", 120),
+        "undo": [item for item in (status.field("undo", list) or [])[:MAX_RECENT] if type(item) is int],
+        "vllm": _text(status, "versions.vllm", SHORT_TEXT),
+        "recent": [_commit(row) for row in recent[-MAX_RECENT:]],
+    }
+
+
+def _commit(row: Reply) -> dict[str, Any]:
+    staged = [value for phase in STAGING if (value := _number(row, f"timings_ms.{phase}")) is not None]
+    versions = row.field("versions", list)
+    return {
+        "version": row.field("version", int),
+        "versions": len(versions) if versions else 1,
+        "payload": row.field("payload_bytes", int),
+        "pause": _number(row, "timings_ms.pause"),
+        "staged": sum(staged) if staged else None,
+    }
+
+
+def _version(status: Reply, name: str) -> dict[str, Any] | None:
+    version = status.field(f"{name}.version", int)
+    if version is None:
+        return None
+    reasons = status.field(f"{name}.quarantined", list) or []
+    return {
+        "version": version,
+        "step": status.field(f"{name}.step", int),
+        "quarantined": [str(reason)[:MAX_TEXT] for reason in reasons[:4]],
+        "exact": status.field(f"{name}.held_back", dict) is None,
+        "distance": _number(status, f"{name}.held_back.relative_norm"),
+    }
+
+
+def _text(reply: Reply, path: str, most: int = MAX_TEXT) -> str | None:
+    found = reply.field(path, str)
+    return None if found is None else found[:most]
+
+
+def _number(reply: Reply, path: str) -> float | None:
+    found = reply.field(path, float)
+    return float(whole) if found is None and (whole := reply.field(path, int)) is not None else found
+
+
+# Problems: what is wrong, where, and what to do
+
+
+def _problem(level: str, where: str, what: str, remedy: str | None, kind: str | None = None) -> dict[str, Any]:
+    return {"level": level, "where": where, "kind": kind, "what": what, "remedy": remedy}
+
+
+def _problems(run: RunView | None, document: dict[str, Any] | None, servers: list[dict[str, Any]]) -> list[Any]:
+    found: list[dict[str, Any]] = []
+    for server in servers:
+        found += _problems_of_server(server)
+    if run is not None and run.error is not None:
+        found.append(_problem("error", "the bucket", run.error.message[:MAX_TEXT], *_known(run.error.kind)))
+    if document is not None:
+        found += _problems_of_run(document)
+        for server in servers:
+            if server.get("run") not in (None, document["id"]):
+                what = f"follows run {server['run']}; versions and receivers below are those of run {document['id']}"
+                found.append(
+                    _problem("warning", server["name"] or "this server", what, "Name the run that it follows.")
+                )
+    order = {"error": 0, "warning": 1, "note": 2}
+    return sorted(found, key=lambda item: order[item["level"]])
+
+
+def _known(kind: str) -> tuple[str, str]:
+    return remedy_of(kind), kind
+
+
+def _problems_of_server(server: dict[str, Any]) -> list[dict[str, Any]]:
+    where = server["name"] or "this server"
+    error = server["error"]
+    if error is not None:
+        return [_problem("error", where, error["message"], *_known(error["kind"]))]
+    found = []
+    last = server["last_error"]
+    if last is not None:
+        found.append(_problem("error", where, last["message"], *_known(last["kind"])))
+    for reason in server["reasons"]:
+        if last is None or last["message"][:80] not in reason:
+            found.append(_problem("note" if server["holding"] else "warning", where, f"not ready: {reason}", None))
+    if server["holding"] and not server["reasons"]:
+        found.append(_problem("note", where, "holds its version", "delta-sync release makes it follow again."))
+    served = server["served"]
+    if served is not None and served["quarantined"]:
+        what = f"serves version {served['version']}, which is quarantined: {'; '.join(served['quarantined'])}"
+        found.append(_problem("warning", where, what, "Roll back with delta-sync rollback, or leave it if meant."))
+    return found
+
+
+def _problems_of_run(run: dict[str, Any]) -> list[dict[str, Any]]:
+    found = []
+    error, head = run["error"], run["head"]
+    if error is not None:
+        found.append(_problem("error", "the run", error["message"], *_known(error["kind"])))
+    elif head is None:
+        found.append(_problem("note", "the run", "no version is published yet", "Start the publisher."))
+    if run["damaged"]:
+        newest = run["damaged"][0]
+        others = ", ".join(str(damage["version"]) for damage in run["damaged"][1:8])
+        more = f"; the same for {others}" + ("" if run["damaged_count"] <= 8 else " and more") if others else ""
+        what = f"version {newest['version']} cannot be read: {newest['message']}{more}"
+        found.append(_problem("error", "the run", what, *_known(newest["kind"])))
+    if head is not None and head["sound"] != head["version"]:
+        stays = "no version is served" if head["sound"] is None else f"servers stay at version {head['sound']}"
+        what = f"the newest version, {head['version']}, is quarantined; {stays}"
+        found.append(_problem("warning", "the run", what, *_known("gate")))
+    for row in run["receivers"]:
+        where = f"receiver {row['receiver']}"
+        if row["live"] and row["error"] is not None:
+            found.append(_problem("error", where, row["error"]["message"], *_known(row["error"]["kind"])))
+        elif row["live"] and row["holding"]:
+            what = "holds" + ("" if row["served"] is None else f" version {row['served']}")
+            found.append(_problem("note", where, what, "delta-sync release makes it follow again."))
+        elif not row["live"] and not row["left"]:
+            remedy = "See whether that server still runs. Garbage collection deletes old heartbeats."
+            found.append(_problem("warning", where, "its heartbeat has expired", remedy))
+    for text in run["ignored"]:
+        found.append(_problem("note", "heartbeats", f"ignored: {text}", "Find out who wrote it, and delete it."))
+    return found

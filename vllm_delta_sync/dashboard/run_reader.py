@@ -1,0 +1,323 @@
+"""``RunReader`` reads from a bucket what the page shows of a run; each document that does not change is read once."""
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+from vllm_delta_sync.bucket import ObjectInfo
+from vllm_delta_sync.client import Run
+from vllm_delta_sync.dashboard.heat_map import HEAT_VERSIONS, HeatMap
+from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, NotFoundError
+from vllm_delta_sync.fleet.fleet import Fleet, Replica
+from vllm_delta_sync.format.documents import TAGS_PREFIX, Tag, tag_of_key
+from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.maintenance.accounting import is_empty
+from vllm_delta_sync.maintenance.run_stats import Spread
+from vllm_delta_sync.redaction import public_url
+from vllm_delta_sync.run.prefetch import read_ahead
+
+LAST = 200
+"""Versions to show, if nothing else is asked for."""
+MAX_DAMAGED = 16
+"""Most damaged versions that are read again each time, and that are listed."""
+MAX_QUARANTINED, MAX_REASONS = 32, 4
+MAX_TAGS = 32
+MAX_RECEIVERS = 256
+MAX_TEXT = 600
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRow:
+    """What is kept of a manifest. ``created``: Unix time, None if the manifest names a time that does not exist."""
+
+    version: int
+    digest: str
+    parent: str | None
+    step: int
+    kind: str
+    codec: str | None
+    created: float | None
+    payload: int
+    changed: int
+    total: int
+    full: int
+    reasons: tuple[str, ...]
+    held_back: float | None
+    exact: bool
+
+
+class RunReader:
+    """Reads one run again and again, in one thread at a time.
+
+    Args:
+        open_run: opens the run; called at the first ``read``, and again if another run takes its place.
+        last: newest versions to show. heat: whether to read the headers of some objects for the heat map.
+        show_url: whether the document names the bucket.
+    """
+
+    def __init__(self, open_run: Callable[[], Run], last: int = LAST, heat: bool = True, show_url: bool = True) -> None:
+        self._open, self._last, self._heat_wanted, self._show_url = open_run, last, heat, show_url
+        self._run: Run | None = None
+
+    def _begin(self, run: Run) -> None:
+        self._run = run
+        self._rows: dict[int, VersionRow] = {}
+        self._damaged: dict[int, DataError] = {}
+        self._newest: dict[int, Manifest] = {}
+        self._tags: dict[ObjectInfo, Tag | None] = {}
+        self._fleet = Fleet(run)
+        self._heat = HeatMap(run) if self._heat_wanted else None
+
+    def read(self) -> dict[str, Any]:
+        """Return the part ``run`` of the page's document.
+
+        Damage within the run is part of the document (``error``, ``damaged``).
+
+        Raises:
+            DeltaSyncError: the run cannot be opened, or the store failed.
+        """
+        if self._run is None or not self._run.is_current():
+            replaced = self._run
+            self._begin(self._open())
+            if replaced is not None:
+                replaced.close()
+        run = self._run
+        assert run is not None
+        head, error = self._read_versions(run)
+        receivers = self._receivers(head)
+        damaged = {**self._damaged, **self._unconnected()}
+        return {
+            "id": run.info.run,
+            "url": public_url(run.bucket.url) if self._show_url else None,
+            "created": unix_time(run.info.created_at),
+            "signed": run.info.signature is not None,
+            "trusted_keys": bool(run.keyring.trusted),
+            "tensors": len(run.table),
+            "elements": run.info.total,
+            "full_bytes": run.info.full_bytes,
+            "head": None if head is None else _head(head),
+            "error": None if error is None else _error(error),
+            "versions": _columns([self._rows[version] for version in self._shown()]),
+            "summary": _summary([self._rows[version] for version in self._shown()]),
+            "quarantined": self._quarantined(),
+            "damaged": [
+                {"version": version, **_error(problem)} for version, problem in sorted(damaged.items(), reverse=True)
+            ][:MAX_DAMAGED],
+            "damaged_count": len(damaged),
+            "tags": self._read_tags(run),
+            "receivers": receivers,
+            "fleet": {"live": len(self._fleet.live), "ended": len(self._fleet.ended)},
+            "ignored": [text[:MAX_TEXT] for text in self._fleet.ignored[:MAX_DAMAGED]],
+            "heat": None if self._heat is None or head is None else self._heat.read(self._newest_down(head)),
+        }
+
+    def _shown(self) -> list[int]:
+        return sorted(self._rows)
+
+    def _read_versions(self, run: Run) -> tuple[Manifest | None, DeltaSyncError | None]:
+        """Read the manifests that are not known yet; return the newest good one, and what is wrong after it."""
+        try:
+            head, error = run.reachable_head()
+        except NotFoundError as missing:
+            return None, None if is_empty(run) else missing
+        except DataError as damage:
+            return None, damage
+        known = self._rows.get(head.version)
+        if known is not None and known.digest != head.digest:
+            self._rows.clear()
+            self._damaged.clear()
+        first = max(0, head.version - self._last + 1)
+        self._rows = {version: row for version, row in self._rows.items() if first <= version <= head.version}
+        self._damaged = {version: found for version, found in self._damaged.items() if first <= version < head.version}
+        self._newest = {
+            v: found for v, found in self._newest.items() if head.version - HEAT_VERSIONS < v < head.version
+        }
+        again = set(heapq.nlargest(MAX_DAMAGED, self._damaged))
+        wanted = [
+            version
+            for version in range(first, head.version)
+            if version in again or (version not in self._rows and version not in self._damaged)
+        ]
+
+        def read(version: int) -> Manifest | DataError:
+            try:
+                return run.manifest(version)
+            except DataError as damage:
+                return damage
+
+        for version, found in zip(wanted, read_ahead(read, wanted), strict=True):
+            if isinstance(found, DataError):
+                self._damaged[version] = found
+            else:
+                self._damaged.pop(version, None)
+                self._keep(found, head)
+        self._keep(head, head)
+        return head, error
+
+    def _unconnected(self) -> dict[int, DeltaSyncError]:
+        """Return the versions whose manifest names another parent than the one before it, as ``check_follows`` does."""
+        found: dict[int, DeltaSyncError] = {}
+        for version, row in self._rows.items():
+            before = self._rows.get(version - 1)
+            if before is not None and row.parent != before.digest:
+                found[version] = ChainError(
+                    f"its parent is manifest {row.parent}, but version {version - 1} is another"
+                )
+        return found
+
+    def _keep(self, manifest: Manifest, head: Manifest) -> None:
+        self._rows[manifest.version] = _row(manifest)
+        if self._heat is not None and manifest.version > head.version - HEAT_VERSIONS:
+            self._newest[manifest.version] = manifest
+
+    def _newest_down(self, head: Manifest) -> Iterator[Manifest]:
+        for version in range(head.version, head.version - HEAT_VERSIONS, -1):
+            if version in self._newest:
+                yield self._newest[version]
+
+    def _quarantined(self) -> list[dict[str, Any]]:
+        found = [self._rows[version] for version in reversed(self._shown()) if self._rows[version].reasons]
+        return [
+            {"version": row.version, "step": row.step, "reasons": list(row.reasons), "created": row.created}
+            for row in found[:MAX_QUARANTINED]
+        ]
+
+    def _read_tags(self, run: Run) -> list[dict[str, Any]]:
+        """Return the newest tags; one that cannot be read is left out."""
+        listed = [item for item in run.bucket.list(TAGS_PREFIX) if tag_of_key(item.key) is not None]
+        newest = heapq.nlargest(MAX_TAGS, listed, key=lambda item: item.modified)
+
+        def read(item: ObjectInfo) -> Tag | None:
+            try:
+                return self._tags[item] if item in self._tags else run.tag(str(tag_of_key(item.key)))
+            except DataError:
+                return None
+
+        self._tags = dict(zip(newest, read_ahead(read, newest), strict=True))
+        tags = [tag for tag in self._tags.values() if tag is not None]
+        return [
+            {"name": tag.name, "version": tag.version}
+            for tag in sorted(tags, key=lambda tag: (tag.version, tag.name), reverse=True)
+        ]
+
+    def _receivers(self, head: Manifest | None) -> list[dict[str, Any]]:
+        """Return the receivers by heartbeat: live ones first."""
+        self._fleet.poll()
+        chosen = [*self._fleet.live, *self._fleet.ended][:MAX_RECEIVERS]
+        return [self._receiver(replica, head) for replica in chosen]
+
+    def _receiver(self, replica: Replica, head: Manifest | None) -> dict[str, Any]:
+        lease = replica.lease
+        served = None if lease.served is None else self._rows.get(lease.served)
+        sound = None if head is None else head.sound
+        newest = None if sound is None else self._rows.get(sound)
+        behind = None if lease.served is None or sound is None else max(0, sound - lease.served)
+        seconds = None
+        if served is not None and newest is not None and served.created is not None and newest.created is not None:
+            seconds = max(0.0, newest.created - served.created)
+        return {
+            "receiver": lease.receiver,
+            "live": replica.live,
+            "left": replica.left,
+            "served": lease.served,
+            "step": lease.step,
+            "behind": behind,
+            "behind_seconds": seconds,
+            "lag": lease.lag,
+            "state": lease.state,
+            "target": lease.following,
+            "holding": lease.holding,
+            "waiting": lease.waiting,
+            "pause_ms": lease.pause_ms,
+            "error": None if lease.error is None else lease.error.model_dump(),
+            "age": round(replica.age, 1),
+            "started": None if lease.started_at is None else unix_time(lease.started_at),
+        }
+
+
+def unix_time(timestamp: str) -> float | None:
+    """Return the Unix time of a timestamp in a document; None if it does not exist, such as 25:00."""
+    try:
+        return round(datetime.fromisoformat(timestamp).timestamp(), 3)
+    except ValueError:
+        return None
+
+
+def _row(manifest: Manifest) -> VersionRow:
+    reasons = [] if manifest.quarantine is None else manifest.quarantine.reasons
+    return VersionRow(
+        version=manifest.version,
+        digest=manifest.digest,
+        parent=manifest.parent,
+        step=manifest.step,
+        kind=manifest.kind,
+        codec=manifest.codec,
+        created=unix_time(manifest.created_at),
+        payload=manifest.payload_bytes,
+        changed=manifest.changed,
+        total=manifest.total,
+        full=manifest.full_bytes,
+        reasons=tuple(reason[:MAX_TEXT] for reason in reasons[:MAX_REASONS]),
+        held_back=None if manifest.held_back is None else manifest.held_back.relative_norm,
+        exact=manifest.held_back is None,
+    )
+
+
+def _head(head: Manifest) -> dict[str, Any]:
+    return {
+        "version": head.version,
+        "step": head.step,
+        "created": unix_time(head.created_at),
+        "sound": head.sound,
+        "exact": head.exact,
+    }
+
+
+def _error(error: DeltaSyncError) -> dict[str, Any]:
+    return {"kind": error.kind, "message": error.message[:MAX_TEXT]}
+
+
+def _columns(rows: list[VersionRow]) -> dict[str, list[Any]]:
+    """Return the rows as one list for each field: a third of the size."""
+    return {
+        "version": [row.version for row in rows],
+        "step": [row.step for row in rows],
+        "kind": [row.kind for row in rows],
+        "codec": [row.codec for row in rows],
+        "created": [row.created for row in rows],
+        "payload": [row.payload for row in rows],
+        "share": [row.changed / row.total if row.total and row.kind == "delta" else None for row in rows],
+        "quarantined": [bool(row.reasons) for row in rows],
+        "exact": [row.exact for row in rows],
+    }
+
+
+def _summary(rows: list[VersionRow]) -> dict[str, Any]:
+    """Return figures of all versions shown; savings are against a full checkpoint for each."""
+    deltas = [row for row in rows if row.kind == "delta"]
+    published = sum(row.payload for row in rows)
+    full = sum(row.full for row in rows if row.kind != "reference")
+    times = [row.created for row in rows if row.created is not None]
+    gaps = [
+        later.created - earlier.created
+        for earlier, later in pairwise(rows)
+        if earlier.created is not None and later.created is not None and later.version == earlier.version + 1
+    ]
+    hours = (times[-1] - times[0]) / 3600 if times else 0.0
+    return {
+        "payload": _spread([row.payload for row in deltas]),
+        "share": _spread([row.changed / row.total for row in deltas if row.total]),
+        "seconds": _spread(gaps),
+        "per_hour": (len(times) - 1) / hours if hours > 0 else None,
+        "published": published,
+        "full": full,
+        "saved": 1 - published / full if full else None,
+    }
+
+
+def _spread(values: list[Any]) -> dict[str, float] | None:
+    found = Spread.of(values)
+    return None if found is None else {"median": found.median, "p95": found.p95, "max": found.max}
