@@ -42,7 +42,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo example-trl example-three-machines test test-full test-s3 test-gpu test-images support fuzz soak lint bench models clean
+.PHONY: help demo example-trl example-three-machines test test-full test-s3 test-gpu test-images test-page support fuzz soak lint bench models clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
@@ -115,6 +115,9 @@ test-gpu: ## prove the device path on a machine with a GPU, with the torch and v
 
 test-images: $(STAMP) ## build the images of docker/ and let a trainer and a server meet in them; as root, needs buildah
 	$(BIN)/python -m tests.tools.images
+
+test-page: $(STAMP) ## test the page in a real Chromium, from Debian's packages, and draw its pictures; writes docs/img/
+	$(BIN)/python -m tests.tools.screenshots
 
 support: $(STAMP) ## some tests with each release, in .venv-support/; writes docs/support.md
 	@status=0; \

@@ -1,4 +1,4 @@
-"""``delta-sync report`` and ``dashboard``: one page, one document, which only reads and loads nothing from elsewhere."""
+"""``delta-sync report`` and ``dashboard``: one page and one document; they only read and load nothing else."""
 
 import base64
 import hashlib

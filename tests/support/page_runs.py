@@ -153,7 +153,7 @@ class PageRun:
         for version in range(max(1, served - 47), served + 1):
             manifest = self.writer.manifests[version]
             noise = self.random.random(7)
-            timings = dict(
+            timings: dict[str, float] = dict(
                 zip(("fetch", "verify", "decode", "route"), (180, 6, 25, 12) * (0.7 + noise[:4]), strict=True)
             )
             commit = 5.5 + 6 * noise[4] + (28 if version % 17 == 5 else 0)
@@ -169,7 +169,7 @@ class PageRun:
                     "timings_ms": {name: round(float(value), 3) for name, value in timings.items()},
                 }
             )
-        place = {"quarantined": [], "held_back": None, "fingerprint": "0" * 32}
+        place: dict[str, Any] = {"quarantined": [], "held_back": None, "fingerprint": "0" * 32}
         found: dict[str, Any] = {
             "run": RUN,
             "served": {"version": served, "step": self.writer.manifests[served].step, **place},

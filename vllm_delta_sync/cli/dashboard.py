@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_delta_sync.dashboard.overview import ServerView
     from vllm_delta_sync.dashboard.run_reader import RunReader
 
-PORT = 8265
+PORT = 8642
 PAGE_SECONDS = 2.0
 SERVER_SECONDS = 3.0
 """Longest wait for the status of a server."""

@@ -55,7 +55,8 @@ class HeatMap:
         Raises:
             StoreError: the store failed.
         """
-        chosen, objects = [], 0
+        chosen: list[Manifest] = []
+        objects = 0
         for manifest in newest:
             objects += len(manifest.objects)
             if manifest.kind != "delta" or len(chosen) == HEAT_VERSIONS or objects > HEAT_OBJECTS:

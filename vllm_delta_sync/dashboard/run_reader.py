@@ -199,8 +199,7 @@ class RunReader:
         self._tags = dict(zip(newest, read_ahead(read, newest), strict=True))
         tags = [tag for tag in self._tags.values() if tag is not None]
         return [
-            {"name": tag.name, "version": tag.version}
-            for tag in sorted(tags, key=lambda tag: (tag.version, tag.name), reverse=True)
+            {"name": tag.name, "version": tag.version} for tag in sorted(tags, key=lambda tag: (-tag.version, tag.name))
         ]
 
     def _receivers(self, head: Manifest | None) -> list[dict[str, Any]]:

@@ -1,0 +1,147 @@
+"""The page of a server: what it shows, who may read it, and that viewers cost neither the bucket nor a pause."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.support.web import CHANGING, ELSEWHERE, Site, listening
+from vllm_delta_sync.dashboard import page
+from vllm_delta_sync.dashboard.run_reader import RunReader
+from vllm_delta_sync.engine.api.live_page import LivePage
+from vllm_delta_sync.errors import BusyError
+
+SECONDS = 120
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    found = Site(tmp_path, state_dir=tmp_path / "state", poll_seconds=0.1, receiver_id="rollout-1")
+    yield found
+    found.end()
+
+
+def overview(site: Site, whole: bool = True) -> Any:
+    """The document, once the bucket is read."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        reply = site.client().get("/delta_sync/overview")
+        assert reply.status_code == 200, reply.text
+        if reply.json()["run"] is not None or not whole:
+            return reply.json()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_page_and_document_of_a_server(site: Site) -> None:
+    site.serve()
+    site.publish(7)
+    assert site.client().get("/delta_sync/wait", params={"version": 1, "timeout": SECONDS}).status_code == 200
+    shown = site.client(ELSEWHERE).get("/delta_sync/")
+    assert (shown.status_code, shown.content) == (200, page.live_page())
+    assert shown.headers["content-type"] == "text/html; charset=utf-8"
+    assert shown.headers["content-security-policy"] == page.policy()
+    assert (shown.headers["cache-control"], shown.headers["x-content-type-options"]) == ("no-store", "nosniff")
+    moved = site.client().get("/delta_sync", follow_redirects=False)
+    assert (moved.status_code, moved.headers["location"].endswith("/delta_sync/")) == (307, True)
+    found = overview(site)
+    status = site.client().get("/delta_sync/status").json()
+    server = found["servers"][0]
+    assert (server["served"]["version"], server["lag"], server["state"]) == (1, 0, "idle")
+    assert server["recent"][-1]["pause"] == status["timings_ms"]["pause"]
+    assert (found["source"], found["run"]["id"], found["run"]["head"]["step"]) == ("server", status["run"], 7)
+    assert found["headline"] == {"level": "good", "text": "Version 1 is served, the newest"}
+    assert [row["receiver"] for row in found["run"]["receivers"]] == ["rollout-1"]
+
+
+def test_document_has_no_address_and_no_figures_from_objects(site: Site) -> None:
+    """Anyone who reaches the port may read it, as the status."""
+    site.serve()
+    found = overview(site)
+    assert (found["run"]["url"], found["run"]["heat"]) == (None, None)
+    assert site.settings.bucket not in json.dumps(found)
+
+
+def test_viewers_change_nothing_and_pages_of_other_sites_see_nothing(site: Site) -> None:
+    site.serve()
+    client = site.client()
+    for path in ("/delta_sync/overview", "/delta_sync/"):
+        for headers in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+            assert client.get(path, headers=headers).status_code == 403
+        for method in ("POST", "PUT", "DELETE"):
+            assert client.request(method, path).status_code == 405
+    text = client.get("/delta_sync/").text
+    assert not [name for name in CHANGING if f"delta_sync/{name}" in text]
+    assert client.get("/delta_sync/overview?adapter=none").status_code == 404
+    assert not site.was_changed()
+
+
+def test_any_number_of_viewers_reads_the_bucket_once(site: Site) -> None:
+    site.serve()
+    reads: list[str] = []
+    read = RunReader.read
+
+    def counted(self: RunReader) -> Any:
+        reads.append(threading.current_thread().name)
+        return read(self)
+
+    with mock.patch.object(RunReader, "read", counted), listening(site.app):
+        overview(site)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: overview(site), range(40)))
+    assert reads == ["delta-sync-page"]
+
+
+def test_no_read_begins_during_a_pause_and_the_page_answers(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.serve()
+    inside, leave = threading.Event(), threading.Event()
+    pause: Any = site.port.pause
+
+    def stopped(*arguments: Any, **named: Any) -> Any:
+        inside.set()
+        assert leave.wait(SECONDS)
+        return pause(*arguments, **named)
+
+    monkeypatch.setattr(site.port, "pause", stopped)
+    with ThreadPoolExecutor(1) as pool, mock.patch.object(RunReader, "read") as read:
+        publishing = pool.submit(site.publish, 1)
+        assert inside.wait(SECONDS)
+        found = [overview(site, whole=False) for _ in range(3)]
+        assert read.call_count == 0
+        leave.set()
+        publishing.result(SECONDS)
+    assert {document["servers"][0]["state"] for document in found} == {"committing"}
+    assert found[0]["run"] is None
+
+
+def test_a_status_that_cannot_be_had_is_shown(site: Site) -> None:
+    """A follower of several API servers, while none leads."""
+    live = LivePage(site.settings)
+
+    def absent() -> dict[str, Any]:
+        raise BusyError("this server has no API server leader at the moment; retry")
+
+    found = json.loads(live.answer(absent))
+    assert found["problems"][0]["kind"] == "busy"
+    assert found["headline"]["level"] == "error"
+
+
+def test_a_bucket_that_cannot_be_read_leaves_the_rest(tmp_path: Path) -> None:
+    site = Site(tmp_path, state_dir=tmp_path / "state")
+    site.serve()
+    moved = site.settings.model_copy(update={"bucket": str(tmp_path / "nowhere")})
+    site.app.state.delta_sync_pages = {None: LivePage(moved)}
+    deadline = time.monotonic() + SECONDS
+    while not (found := overview(site, whole=False))["problems"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    problem = found["problems"][0]
+    assert (problem["where"], problem["kind"], found["run"]) == ("the bucket", "not_found", None)
+    assert found["headline"] == {"level": "error", "text": "Version 0 is served, the newest"}
+    site.end()
