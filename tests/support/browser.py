@@ -17,11 +17,17 @@ import httpx
 from tests.support.answers import closed_port
 
 PROGRAMS = ("chromium", "chromedriver")
-INSTALL = "apt-get install --no-install-recommends chromium chromium-driver fonts-liberation"
+INSTALL = "apt-get install --no-install-recommends chromium chromium-driver fonts-inter"
 SECONDS = 60
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--force-color-profile=srgb"),
+    *(
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--force-color-profile=srgb",
+        "--disable-dev-shm-usage",
+    ),
 )
 KEYS = {"Tab": "\ue004", "ArrowLeft": "\ue012", "ArrowRight": "\ue014", "ArrowUp": "\ue013", "ArrowDown": "\ue015"}
 KEYS |= {"Home": "\ue011", "End": "\ue010", "Enter": "\ue007"}

@@ -69,11 +69,11 @@ class _Handler(BaseHTTPRequestHandler):
         if site not in ("none", "same-origin") and mode != "navigate":
             return True
         # DNS rebinding: another site's name may be made to resolve to this machine. Host shows the name.
-        host = urlsplit(f"//{self.headers.get('Host', '')}")
         try:
-            return self.server.loopback and not _is_loopback(host.hostname or "")
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
         except ValueError:
             return True
+        return self.server.loopback and not _is_loopback(host)
 
     def _answer(self, code: int, body: bytes, kind: str) -> None:
         self.send_response(code)
