@@ -35,7 +35,9 @@ def small(png: bytes) -> bytes:
     """Reduce a picture to 256 colors, which its flat areas do not show."""
     with Image.open(io.BytesIO(png)) as picture:
         # Coverage, not frequency: the few red pixels are those that matter.
-        reduced = picture.convert("RGB").quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        reduced = picture.convert("RGB").quantize(
+            256, method=Image.Quantize.MAXCOVERAGE, kmeans=4, dither=Image.Dither.NONE
+        )
         out = io.BytesIO()
         reduced.save(out, "PNG", optimize=True)
     return out.getvalue()

@@ -17,11 +17,11 @@ class BackgroundReader:
 
     Args:
         read: see ``RunReader.read``; called in a thread of its own, never twice at once.
-        seconds: shortest time from the end of a read to the beginning of the next.
+        seconds: shortest time from the end of a read to the beginning of the next; None: ``READ_SECONDS``.
     """
 
-    def __init__(self, read: Callable[[], dict[str, Any]], seconds: float = READ_SECONDS) -> None:
-        self._read, self._seconds = read, seconds
+    def __init__(self, read: Callable[[], dict[str, Any]], seconds: float | None = None) -> None:
+        self._read, self._seconds = read, READ_SECONDS if seconds is None else seconds
         self._lock = threading.Lock()
         self._reading: threading.Thread | None = None
         self._due = 0.0
