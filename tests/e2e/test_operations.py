@@ -8,6 +8,7 @@ import pytest
 from tests.e2e.servers import eventually, plain_vllm_serve, refused, serving
 from tests.e2e.world import Follower, World
 from tests.support.tiny import make_model, save_checkpoint
+from vllm_delta_sync.dashboard.page import live_page
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("follower")]
 EXTENSION = ["--worker-extension-cls", "vllm_delta_sync.engine.WorkerExtension"]
@@ -68,6 +69,24 @@ def test_no_run_is_shown_and_logged_once(follower: Follower) -> None:
     assert server.post("/delta_sync/sync", {}).json()["last_error"] is None
     server.wait_served(world.publish())
     assert "Traceback" not in server.logged()
+
+
+def test_page_of_a_server_shows_what_it_serves(follower: Follower) -> None:
+    world, server = follower.world, follower.server
+    server.wait_served(world.publish())
+    shown = server.get("/delta_sync/")
+    assert (shown.status_code, shown.content) == (200, live_page())
+    assert "script-src 'sha256-" in shown.headers["content-security-policy"]
+
+    def newest() -> int:
+        run = server.get("/delta_sync/overview").json()["run"]
+        return -1 if run is None else int(run["head"]["version"])
+
+    eventually(lambda: newest() == world.version, "the page shows the newest version")
+    document = server.get("/delta_sync/overview").json()
+    served = document["servers"][0]
+    assert (served["served"]["version"], served["recent"][-1]["version"]) == (world.version, world.version)
+    assert served["recent"][-1]["pause"] > 0
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ def test_any_number_of_viewers_is_one_read() -> None:
     for viewer in viewers:
         viewer.join()
     assert begun.acquire(timeout=60)
-    # Nobody waits for the bucket.
+    # A viewer does not wait for the bucket.
     assert background.latest() == RunView(None)
     go.set()
     assert background.wait(60).document == {"number": 1}
