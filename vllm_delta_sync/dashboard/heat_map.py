@@ -58,15 +58,16 @@ class HeatMap:
         chosen: list[Manifest] = []
         objects = 0
         for manifest in newest:
-            objects += len(manifest.objects)
-            if manifest.kind != "delta" or len(chosen) == HEAT_VERSIONS or objects > HEAT_OBJECTS:
+            objects += len(manifest.objects) if manifest.kind == "delta" else 0
+            if len(chosen) == HEAT_VERSIONS or objects > HEAT_OBJECTS:
                 break
-            chosen.append(manifest)
+            if manifest.kind == "delta":
+                chosen.append(manifest)
         lost = 0
         known, self._carried = self._carried, {}
         counted = []
         for manifest in chosen:
-            found = known.get(manifest.digest) or self._read(manifest)
+            found = known[manifest.digest] if manifest.digest in known else self._read(manifest)
             if found is None:
                 lost += 1
                 continue
