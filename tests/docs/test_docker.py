@@ -173,13 +173,13 @@ def test_images_of_compose_are_built_somewhere() -> None:
         built = {service.image: service.dockerfile for service in found if service.dockerfile}
         assert all((ROOT / dockerfile).is_file() for dockerfile in built.values())
         for service in found:
-            assert service.image in built or re.fullmatch(r"docker\.io/.+:[0-9.]+", service.image), service.name
+            assert service.image in built or re.fullmatch(r"docker\.io/.+:v?[0-9.]+", service.image), service.name
 
 
 def test_store_is_published_to_nobody() -> None:
     found = services(FOLDER / "compose.yaml", {}).values()
     assert all(port.startswith("127.0.0.1:") for service in found for port in service.ports)
-    assert [service.name for service in found if service.ports] == ["server-1", "server-2"]
+    assert [service.name for service in found if service.ports] == ["server-1", "server-2", "prometheus", "grafana"]
 
 
 def run_of(folder: Path, steps: int) -> None:

@@ -4,13 +4,16 @@ import re
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.servers import eventually, plain_vllm_serve, refused, serving
 from tests.e2e.world import Follower, World
+from tests.support.monitoring import Selector, queries
 from tests.support.tiny import make_model, save_checkpoint
 from vllm_delta_sync.dashboard.page import live_page
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("follower")]
+OF_PROMETHEUS = ("up", "ALERTS")
 EXTENSION = ["--worker-extension-cls", "vllm_delta_sync.engine.WorkerExtension"]
 
 
@@ -42,6 +45,20 @@ def test_metrics_and_log_lines_of_a_server_that_follows(follower: Follower) -> N
     assert grown(found, held, 'delta_sync_commits_total{move="rollback"}') == 1
     assert len(server.log_lines(f"(step {version - 1}) served: rolled back from version {version}; ")) == 1
     assert "Traceback" not in server.logged()
+
+
+def test_alerts_and_dashboard_find_their_metrics_at_a_server(follower: Follower) -> None:
+    text = follower.server.get("/metrics").text
+    samples = [
+        (sample.name, sample.labels) for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
+    for query in queries():
+        for name, matchers in ((selector.name, selector.matchers) for selector in query.selectors):
+            if name in OF_PROMETHEUS:
+                continue
+            # A server does not know what Prometheus calls it.
+            own = Selector(name, tuple(each for each in matchers if each[0] not in ("instance", "job")))
+            assert any(name == each and own.matches(labels) for each, labels in samples), (query.of, own)
 
 
 def grown(before: dict[str, float], after: dict[str, float], name: str) -> float:

@@ -14,6 +14,8 @@ import pytest
 from prometheus_client import REGISTRY, generate_latest
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from tests.support.chains import Server
+from tests.support.marked import MarkedChain
 from tests.support.world import World
 from vllm_delta_sync.bucket.verified import hashing_seconds, time_hashing
 from vllm_delta_sync.engine.observe import log_lines, metrics
@@ -76,11 +78,21 @@ def test_gauges_follow_the_status(tmp_path: Path) -> None:
     world.receiver.advance()
     shown = {name: sample(name) for name in ("served_version", "served_step", "head_version", "lag_versions", "ready")}
     assert shown == {"served_version": 1, "served_step": 7, "head_version": 1, "lag_versions": 0, "ready": 1}
-    assert sample("undo_versions") == 1
+    assert (sample("undo_versions"), sample("head_quarantined")) == (1, 0)
     assert sample("served_timestamp_seconds") <= sample("look_timestamp_seconds") + 60
     world.receiver.rollback(0)
     assert {state: sample("state", state=state) for state in STATES} == {s: float(s == "held") for s in STATES}
     assert (sample("lag_versions"), sample("served_version"), sample("ready")) == (1, 0, 0)
+
+
+def test_a_quarantined_head_is_shown_until_a_sound_version_follows(tmp_path: Path) -> None:
+    chain = MarkedChain(tmp_path)
+    server = Server(chain, chain.bits[0])
+    server.receiver.board.export_metrics()
+    for played, quarantined in ((".", 0), ("!", 1), (".", 0)):
+        chain.play(played)
+        server.receiver.advance()
+        assert sample("head_quarantined") == quarantined
 
 
 def test_gauges_of_an_older_status_are_never_written_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ GAUGES = {
     "served_version": "version whose weights answer now; NaN until one is proven",
     "served_step": "the trainer's step of that version; NaN until one is proven",
     "head_version": "newest version seen in the bucket; NaN before the first poll",
+    "head_quarantined": "1 if that version is quarantined, else 0; NaN before the first poll",
     "lag_versions": "versions from the served one to the newest that following leads to; NaN where one is not known",
     "ready": "1 if GET /delta_sync/ready says yes, else 0",
     "undo_versions": "versions that a rollback can reach without the bucket",

@@ -205,6 +205,7 @@ class StatusBoard:
                     "served_version": None if served is None else served.version,
                     "served_step": None if served is None else served.step,
                     "head_version": None if head is None else head.version,
+                    "head_quarantined": None if head is None else head.quarantine is not None,
                     "lag_versions": self._lag(),
                     "undo_versions": len(self.undo),
                     "look_timestamp_seconds": None if polled is None else _wall_clock(polled),
