@@ -29,8 +29,10 @@ OF_OTHERS = {
     "vllm:generation_tokens_total": OF_A_TARGET,
 }
 """Metrics of Prometheus and of vLLM. tests/e2e/test_operations.py finds those of vLLM at a server."""
-VALUES = {"state": set(STATES), "kind": set(error_kinds())} | {
-    label: set(values) for label, values in metrics.LABELS.values() if values
+VALUES: dict[str, set[str]] = {
+    **{label: set(values) for label, values in metrics.LABELS.values() if values},
+    "state": set(STATES),
+    "kind": set(error_kinds()),
 }
 
 

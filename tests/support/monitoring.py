@@ -58,7 +58,7 @@ class Query:
             if found["matchers"] is None and found["name"] in _WORDS:
                 continue
             matchers = tuple(
-                each.group("label", "operator", "value") for each in _MATCHER.finditer(found["matchers"] or "")
+                (each["label"], each["operator"], each["value"]) for each in _MATCHER.finditer(found["matchers"] or "")
             )
             if _MATCHER.sub("", found["matchers"] or ""):
                 raise ValueError(f"{of}: cannot read {found[0]!r}")
