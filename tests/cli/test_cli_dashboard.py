@@ -42,13 +42,18 @@ class Elements(HTMLParser):
         super().__init__()
         self.found: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
+        self._in_script = False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.found.append((tag, dict(attrs)))
+        self._in_script = tag == "script"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_script = False
 
     def handle_data(self, data: str) -> None:
-        if self.lasttag == "script":
+        if self._in_script:
             self.texts.append(data)
 
 
@@ -145,7 +150,8 @@ def test_policy_allows_the_pages_own_script_and_no_other_host(tmp_path: Path, bu
             assert not {name for name in attributes if name.startswith("on") or name == "style"}
             for name in ("src", "href", "action"):
                 assert (attributes.get(name) or "#").startswith(("#", "data:"))
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
+    markup = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function"
+    assert not re.search(markup, page.live_page().decode())
     # Only the page of a server asks anything, and only that server.
     assert directives(page.policy())["connect-src"] == ["'self'"]
     assert directives(page.policy())["frame-ancestors"] == ["'none'"]
@@ -233,7 +239,7 @@ def test_dashboard_serves_the_page_and_its_document(dashboard: Dashboard, busy: 
 
 
 def test_dashboard_answers_nothing_else(dashboard: Dashboard) -> None:
-    for path in ("/x", "/overview/", "//", "/../etc/passwd", "/delta_sync/status"):
+    for path in ("/x", "/overview/", "/../etc/passwd", "/delta_sync/status"):
         assert dashboard.get(path)[0] == 404
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         assert dashboard.get("/overview", method)[0] == 501

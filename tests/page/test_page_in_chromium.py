@@ -136,7 +136,8 @@ def test_everything_is_reached_by_the_keyboard(window: Browser, pages: Pages) ->
         assert where[2] != "none", where
     names = [f"{tag}.{kind}" for tag, kind, _ in reached]
     assert names[0] == "A.skip"
-    assert [names.count(name) for name in ("DIV.chart", "DIV.heat", "SUMMARY.")] == [2, 1, 2]
+    # The versions, and the pauses of two servers.
+    assert [names.count(name) for name in ("DIV.chart", "DIV.heat", "SUMMARY.")] == [3, 1, 2]
     window.script("document.querySelector('#timeline .chart').focus()")
     readout = "#timeline .readout"
     newest = window.text(readout)
@@ -182,6 +183,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 def test_the_page_of_a_server_follows_it_and_keeps_focus(window: Browser, site: Site) -> None:
     window.look()
+    window.hosts()
     with listening(site.app) as port:
         window.open(f"http://127.0.0.1:{port}/delta_sync/")
         window.until("return document.querySelector('#timeline').hidden === false")
