@@ -114,9 +114,9 @@ def settings() -> Iterator[str]:
         "the settings of the store's client (`mirror`, `store_…`); commands that maintain or test a bucket ignore the "
         "mirror. Commands that call a server, such as `hold`, use only `admin_token_file`. "
         "`open_run(url)` uses `trusted_keys` and the store's settings unless it is given `keyring` or `store`; "
-        "`Publisher` uses `signing_key`, `trusted_keys` and the store's; `open_bucket(url)` the store's. Settings that "
-        "a program does not use are checked too. An empty variable is an error, except for the bucket, the store and "
-        "the cache, where it counts as unset."
+        "`Publisher` uses `signing_key`, `trusted_keys`, `log_format` and the store's; `open_bucket(url)` the store's. "
+        "Settings that a program does not use are checked too. An empty variable is an error, except for the bucket, "
+        "the store and the cache, where it counts as unset."
     )
     required = config.Settings.model_json_schema()["required"]
     rows = []

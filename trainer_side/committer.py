@@ -38,6 +38,7 @@ from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.documents import anchor_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, Sidecar
+from vllm_delta_sync.json_log import about
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_document_size, document_limit
 from vllm_delta_sync.tensors.bits import Bits
@@ -165,6 +166,8 @@ class Committer:
             self._announce(own)
             progress.seconds["upload"] = watch.lap()
             progress.seconds["total"] = watch.total
+            if self._group.is_rank0:
+                _log_published(self.current, progress)
         except DeltaSyncError as error:
             if isinstance(error, LostRankError):
                 self.stopped = error
@@ -548,6 +551,25 @@ def _parsed(text: str) -> Manifest:
 
 def _text(manifest: Manifest) -> str:
     return manifest.to_bytes().decode()
+
+
+def _log_published(manifest: Manifest, progress: PublishProgress) -> None:
+    """Log the one line of a version that is durable."""
+    ms = {phase: 1e3 * seconds for phase, seconds in progress.seconds.items()}
+    logger.info(
+        "version %d (step %d) published: %s elements changed, %s bytes; diff %.0f ms, encode %.0f, upload %.0f",
+        *(manifest.version, manifest.step, f"{progress.changed:,}", f"{progress.payload_bytes:,}"),
+        *(ms.get(phase, 0.0) for phase in ("diff", "encode", "upload")),
+        extra=about(
+            "published",
+            version=manifest.version,
+            step=manifest.step,
+            run=manifest.run,
+            payload_bytes=progress.payload_bytes,
+            changed=progress.changed,
+            timings_ms=ms,
+        ),
+    )
 
 
 def _listed_tensors(names: list[str]) -> str:

@@ -1,5 +1,6 @@
 """Options of a publisher, checked: ``Options``, the update gate's bounds ``Gate``, and ``Budget``."""
 
+import logging
 import math
 import operator
 import re
@@ -16,6 +17,7 @@ from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.limits import MAX_SIDECAR_BYTES, MAX_SIDECARS
 from vllm_delta_sync.format.manifest import FILE_NAME
+from vllm_delta_sync.json_log import log_as_json
 from vllm_delta_sync.settings import client_settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import HEAD_SECONDS, MAX_HEAD_SECONDS
@@ -193,6 +195,12 @@ def chosen_keys(
         settings.signing_key if signing_key is None else signing_key,
         settings.trusted_keys if trusted_keys is None else trusted_keys,
     )
+
+
+def set_log_format() -> None:
+    """Write JSON lines in this process if the setting ``log_format`` says so. Raises SettingsError."""
+    if client_settings().log_format == "json":
+        log_as_json("trainer_side", "vllm_delta_sync", level=logging.INFO)
 
 
 def check_step(step: int) -> int:

@@ -18,7 +18,17 @@ from trainer_side.diff.engine import Detector
 from trainer_side.maintenance import BackgroundMaintenance
 from trainer_side.manifests import SHARD_BYTES
 from trainer_side.model.sources import ModelLike, live_tensors
-from trainer_side.options import RESCAN_BYTES, Budget, Gate, Options, SidecarData, check_version, checked, chosen_keys
+from trainer_side.options import (
+    RESCAN_BYTES,
+    Budget,
+    Gate,
+    Options,
+    SidecarData,
+    check_version,
+    checked,
+    chosen_keys,
+    set_log_format,
+)
 from trainer_side.result import PublishResult, Stopwatch
 from trainer_side.run_files import check_folder, collect_files
 from trainer_side.run_weights import RunWeights, WholeWeights
@@ -148,6 +158,7 @@ class Publisher:
         def check(signs: bool) -> Options:
             if signs:  # rank 0, which begins the run; other machines may not have the folder
                 check_folder(files)
+            set_log_format()
             key, trusted = chosen_keys(signing_key, trusted_keys) if signs else (None, None)
             return checked(
                 key, trusted, codec=codec, compression=compression, every=every, resume=resume, read_back=read_back,

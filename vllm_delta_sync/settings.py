@@ -328,6 +328,13 @@ class Settings(StoreOptions):
             description="Longest time that a request with the header X-Delta-Sync-Min-Version waits for its version.",
         ),
     ] = 30.0
+    log_format: Annotated[
+        Literal["text", "json"],
+        Field(
+            description="Form of this project's log lines, on servers and publishers. text: as vLLM's, or the "
+            "trainer's, logging is set up. json: one JSON object per line; vLLM's own lines stay as they are."
+        ),
+    ] = "text"
     admin_token_file: Annotated[
         Path | None,
         Field(

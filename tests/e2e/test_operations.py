@@ -1,5 +1,6 @@
 """What an operator sees of a real server: metrics, the log's lines, and what is said of a set-up that cannot work."""
 
+import json
 import re
 from pathlib import Path
 
@@ -59,6 +60,26 @@ def test_alerts_and_dashboard_find_their_metrics_at_a_server(follower: Follower)
             # A server does not know what Prometheus calls it.
             own = Selector(name, tuple(each for each in matchers if each[0] not in ("instance", "job")))
             assert any(name == each and own.matches(labels) for each, labels in samples), (query.of, own)
+
+
+def test_log_lines_are_json_on_request_and_those_of_vllm_are_not(follower: Follower) -> None:
+    world = follower.world
+    server = follower.start("--log-format", "json")
+    try:
+        server.wait_served(world.publish())
+        server.wait_idle()
+        lines = server.logged().splitlines()
+    finally:
+        follower.start()
+    ours = [json.loads(line) for line in lines if line.startswith("{")]
+    assert not [line for line in lines if "served: " in line and not line.startswith("{")]
+    assert [line for line in lines if " INFO " in line and not line.startswith("{")]
+    assert all({"time", "level", "logger", "event", "message"} <= line.keys() for line in ours)
+    served = [line for line in ours if line["event"] == "served"][-1]
+    assert (served["version"], served["step"]) == (world.version, world.version)
+    assert served["run"] == world.publisher.run
+    assert served["message"].startswith(f"version {world.version} (step {world.version}) served: ")
+    assert min(served["bytes"], served["changed"], served["timings_ms"]["pause"]) > 0
 
 
 def grown(before: dict[str, float], after: dict[str, float], name: str) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from vllm_delta_sync import admin_token
 from vllm_delta_sync.engine import WORKER_EXTENSION
 from vllm_delta_sync.engine.compat import patches
-from vllm_delta_sync.engine.logger import logger
+from vllm_delta_sync.engine.logger import logger, set_format
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.redaction import public_url
 
@@ -19,6 +19,7 @@ def register() -> None:
     from vllm_delta_sync.engine.core import engine_core
     from vllm_delta_sync.engine.entrypoints import load_format
 
+    set_format()
     # In the API server this runs before the engine's processes start, so they do not inherit the token.
     admin_token.hide()
     patches.initialize_amx()

@@ -126,7 +126,7 @@ class WeightUpdater:
         self._board.set(served=target, invalidated=False)
         self._confirm()
         metrics.count_move("repair", timings)
-        logger.warning("%s", log_lines.repaired(target, timings))
+        logger.warning("%s", log_lines.repaired(target, timings), extra=log_lines.fields("repaired", target, timings))
 
     def check_external_writes(self) -> None:
         """Rescan if the ranks report a possible external write: are the weights still the served version?
@@ -265,7 +265,8 @@ class WeightUpdater:
         move = "forward" if left is None else "rollback"
         metrics.count_move(move, timings, plan.versions, plan.payload_bytes, plan.changed)
         line = log_lines.forward(plan, timings, elements) if left is None else log_lines.back(target, left, timings)
-        logger.info("%s", line)
+        event = "served" if left is None else "rolled_back"
+        logger.info("%s", line, extra=log_lines.fields(event, target, timings, plan.payload_bytes, plan.changed))
 
     def _show_paused(self) -> None:
         if self._pause_state == "draining":
@@ -343,7 +344,8 @@ class WeightUpdater:
         self._board.set(holding=True, undo=[known for known in self._board.undo if known < version])
         self._confirm()
         metrics.count_move("rollback", timings)
-        logger.info("%s", log_lines.back(target, served.version, timings))
+        line = log_lines.back(target, served.version, timings)
+        logger.info("%s", line, extra=log_lines.fields("rolled_back", target, timings))
 
 
 def mismatch_error(served: Manifest, names: list[str]) -> FingerprintError:

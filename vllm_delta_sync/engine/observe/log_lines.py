@@ -5,9 +5,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from typing import Any
 
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.json_log import about
 
 PHASE_ORDER = ("fetch", "verify", "decode", "route", "rescan", "turn", "wait", "pause", "commit", "resume")
 """Order of the phases in ``timings_ms``; those up to ``turn`` run beside generation."""
@@ -80,6 +82,21 @@ def back(target: Manifest, left: int, ms: Mapping[str, float]) -> str:
 def repaired(target: Manifest, ms: Mapping[str, float]) -> str:
     """Return the line for a repair after an external write."""
     return f"{_label(target)} served: weights that were changed from outside are repaired; {durations(ms)}"
+
+
+def fields(
+    event: str, target: Manifest, ms: Mapping[str, float], payload_bytes: int = 0, changed: int = 0
+) -> dict[str, Any]:
+    """Return ``extra`` of such a line, for ``log_format`` json; see ``json_log.about``."""
+    return about(
+        event,
+        version=target.version,
+        step=target.step,
+        run=target.run,
+        payload_bytes=payload_bytes,
+        changed=changed,
+        timings_ms=ordered(ms),
+    )
 
 
 def durations(ms: Mapping[str, float]) -> str:
