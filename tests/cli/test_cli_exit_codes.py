@@ -42,6 +42,8 @@ ON_A_RUN = {
     "follow": "--once --to {new}",
     "doctor": "--read-only",
     "publish": "--from {new}",
+    "dashboard": "--port 0",
+    "report": "--to {new}.html",
     **dict.fromkeys(("keys add", "keys retire", "keys revoke"), KEY),
 }
 """Arguments of the commands that read a run."""

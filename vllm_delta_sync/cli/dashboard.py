@@ -1,17 +1,26 @@
 """``delta-sync dashboard`` and ``report``: arguments; the work is done by the package ``dashboard``."""
 
 import argparse
-import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.cli.arguments import Answer, add_bucket, add_trust, count, exit_codes, opened, positive
+from vllm_delta_sync.cli.arguments import (
+    Answer,
+    add_bucket,
+    add_trust,
+    count,
+    exit_codes,
+    opened,
+    positive,
+    print_event,
+)
 from vllm_delta_sync.cli.text import clean, many, size
 from vllm_delta_sync.durable_files import write_atomically
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
@@ -132,13 +141,14 @@ def _dashboard(options: argparse.Namespace) -> Answer:
 
     server = DashboardServer(options.host, options.port, overview)
     try:
-        print(json.dumps({"url": server.url}) if options.json else clean(f"the page is at {server.url}"), flush=True)
+        text = clean(f"the page is at {server.url}")
+        print_event(options, {"url": server.url}, partial(print, text, flush=True))
         with _ending(server):
             server.serve_forever(poll_interval=0.1)
     finally:
         server.server_close()
     # Nothing is left to print: the address was printed at the start.
-    return {}, lambda: None
+    return None, lambda: None
 
 
 @contextmanager

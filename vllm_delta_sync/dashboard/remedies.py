@@ -4,7 +4,7 @@ WAIT_FOR_STORE = "Wait: it is retried. If it stays, check the network and the st
 VERIFY = "Find the damage with delta-sync verify --bucket URL, and repair it with delta-sync repair --bucket URL."
 RESTART = "Restart the server; it identifies its weights and follows again."
 REPORT = "See the server's log. If it comes back, report it with the log."
-TRUST = "Find out who wrote it. If a key was rotated: delta-sync keys --bucket URL, and the setting trusted_keys."
+TRUST = "Find out who wrote it. If a key was rotated: delta-sync keys list --bucket URL, and the setting trusted_keys."
 
 REMEDIES = {
     "access": "Renew the credentials, or give them the right that the message names.",
@@ -22,6 +22,7 @@ REMEDIES = {
     "fork": TRUST,
     "format": VERIFY,
     "gate": "See why training left the bounds of the update gate; the next sound version is served.",
+    "incomplete": "The command printed what is left; correct that, and run it again.",
     "late": "See the lag and the last error of the server; then wait, or ask another server.",
     "limit": "The message names the limit. Raise it if the data are yours; otherwise find out who wrote them.",
     "memory": "Free memory on the server, or lower the setting undo_bytes.",
