@@ -46,6 +46,7 @@ class EndpointPlugin:
         """Check the configuration and start to follow. An error ends the server after one log line."""
         from vllm_delta_sync.engine.entrypoints.serve_command import warn_shared_flags
 
+        set_format()  # here too, for a process that loaded its plugins before the server's settings were set
         warn_shared_flags(args)
         try:
             await self._begin(engine_client, state)
