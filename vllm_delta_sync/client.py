@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 Version = int | str | None
-"""A version's number, ``head~N``, ``tag:NAME``, or None for the head."""
+"""A version's number or name, or None for the head; see ``RunDocuments.resolve``."""
 
 
 def open_run(

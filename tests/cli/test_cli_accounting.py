@@ -24,6 +24,7 @@ from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.cli import diff as diff_command
 from vllm_delta_sync.cli import du as du_command
+from vllm_delta_sync.cli.arguments import VERSION
 from vllm_delta_sync.errors import NotFoundError, UsageError
 from vllm_delta_sync.fleet.heartbeats import write_heartbeat
 from vllm_delta_sync.format.canonical_json import dump_canonical
@@ -612,5 +613,6 @@ def test_every_command_takes_them(written: Written, tmp_path: Path) -> None:
         for action in command._actions
         if action.dest in ("version", "anchor") and action.nargs is None
     }
-    assert takes.pop("keys revoke") == "N|head~N|tag:NAME|none"
-    assert set(takes.values()) == {"N|head~N|tag:NAME"}
+    assert takes.pop("keys revoke") == f"{VERSION}|none"
+    assert takes.pop("rollback") == f"{VERSION}|served~N"
+    assert set(takes.values()) == {VERSION}

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.written import SMALL, Written
+from vllm_delta_sync.cli.arguments import VERSION
 from vllm_delta_sync.run.read_plan import find_steps
 from vllm_delta_sync.run.restore import restore
 
@@ -66,7 +67,7 @@ def test_text(written: Written) -> None:
         assert part in text
     assert "anchor         of version 4, already exists" in shown(*compact, "--anchor", "4", code=1)
     help_text = delta_sync("compact", "--help").out
-    for word in ("--dry-run", "--anchor N|head~N|tag:NAME", "--no-folds", "--codec {packed,context}", "Ctrl-C"):
+    for word in ("--dry-run", f"--anchor {VERSION}", "--no-folds", "--codec {packed,context}", "Ctrl-C"):
         assert word in help_text
 
 

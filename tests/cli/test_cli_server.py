@@ -91,6 +91,11 @@ def test_all_commands_on_one_server(site: Site, url: str) -> None:
     assert shown("sync", "--server", url) == f"{url}: synced; serves version 3 (step 3), lag 0, state idle\n"
     assert site.asked == ["rollback", "sync", "hold", "release", "sync"]
     assert answer("hold", "--server", url)["servers"][0]["status"]["holding"] is True
+    line = shown("rollback", "--server", url, "--version", "served~2")
+    assert line == f"{url}: rolled back; serves version 1 (step 1), lag 2, state held\n"
+    assert kind(3, "rollback", "--server", url, "--version", "served~2") == "not_found"
+    for wrong in ("served", "served~", "served~x", "head~1", "-1"):
+        assert kind(2, "rollback", "--server", url, "--version", wrong) == "usage"
 
 
 def test_status_for_people(site: Site, url: str) -> None:

@@ -1,14 +1,16 @@
 """Arguments, settings and helpers that the subcommands share, such as ``add_bucket`` and ``opened``."""
 
 import argparse
-import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync import units
 from vllm_delta_sync.cli.text import print_json
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, UsageError
+from vllm_delta_sync.run.version_names import NAMES, match_name
 from vllm_delta_sync.settings import ClientSettings, client_settings, environment_name
 from vllm_delta_sync.trust import Keyring
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 FLAGS = ("bucket", "trusted_keys", "signing_key")
 """Settings that commands take as flags; all others come only from the environment or the settings file."""
-VERSION = "N|head~N|tag:NAME"
+VERSION = "N|head~N|tag:NAME|step:N|ago:TIME"
 """Metavar of what ``version`` parses."""
 
 Answer = tuple[dict[str, Any] | None, Callable[[], None]]
@@ -209,11 +211,11 @@ def positive(text: str) -> int:
 
 
 def version(text: str) -> int | str:
-    """Parse a version's number, ``head``, ``head~N`` or ``tag:NAME``, as ``RunDocuments.resolve`` takes it."""
-    if text.startswith("tag:") or re.fullmatch("head(~[0-9]{1,10})?", text):
+    """Parse a version's number or name, as ``RunDocuments.resolve`` takes it."""
+    if match_name(text):
         return text
     if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a version; give a number, head, head~N or tag:NAME")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version; give a number, head, {NAMES}")
     return int(text)
 
 
@@ -251,3 +253,43 @@ def positive_bytes(text: str) -> int:
     if found < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is too small; give at least 1 byte")
     return found
+
+
+def last(text: str) -> int | timedelta:
+    """Parse a number of versions, or a duration with a unit in which they were published."""
+    if not text[-1:].isalpha():
+        return positive(text)
+    try:
+        return timedelta(seconds=interval(text))
+    except OverflowError:
+        return timedelta.max
+
+
+def add_last(parser: argparse.ArgumentParser) -> None:
+    """Add ``--last``; see ``last_count``."""
+    parser.add_argument(
+        "--last",
+        type=last,
+        metavar="N|TIME",
+        help="only the newest N versions, or those published in this time, such as 1h",
+    )
+
+
+def last_count(run: "Run", chosen: int | timedelta | None) -> int | None:
+    """Return how many of the newest versions ``--last`` asks for; None for all.
+
+    Raises:
+        NotFoundError: nothing was published in the time, or at all. Otherwise as ``checking_history``.
+    """
+    if not isinstance(chosen, timedelta):
+        return chosen
+    with checking_history(run):
+        head = run.reachable_head()[0]
+        before = run.newest_before(time.time() - chosen.total_seconds(), head)
+    if before is None:
+        return head.version + 1
+    if before.version == head.version:
+        raise NotFoundError(
+            f"no version was published in this time; the newest, version {head.version}, is of {head.created_at}"
+        )
+    return head.version - before.version

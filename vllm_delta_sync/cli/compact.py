@@ -33,8 +33,8 @@ call continues. Ctrl-C ends it after a clean-up of temporary files; a second Ctr
 
 Merged deltas have codec packed, which is fast to read, forwards and backwards. With --codec context they are smaller,
 for slow links and archives, but slower to read, and forwards only, because reading them takes the weights before them.
-Writing them, and merging versions of codec context, takes these weights too, so the base must be available. Existing
-merged deltas are not changed.
+Writing them, and merging versions of codec context, takes these weights too, so it needs the base. Existing merged
+deltas are not changed.
 
 examples:
   delta-sync compact --bucket /data/runs/a --dry-run

@@ -35,7 +35,7 @@ examples:
   delta-sync diff head~1 head --bucket /data/runs/a
   delta-sync diff 0 tag:best --bucket /data/runs/a --top 50 --base /models/qwen3
   delta-sync diff 420 head --bucket /data/runs/a --other /data/runs/b --json
-  delta-sync diff head~100 head --bucket s3://bucket/runs/a --quick
+  delta-sync diff ago:1d head --bucket s3://bucket/runs/a --quick
 """
 
 

@@ -31,6 +31,7 @@ The folder must be new, empty, or from an earlier export. Without --version, qua
 examples:
   delta-sync export --bucket /data/runs/a --to /models/a
   delta-sync export --bucket s3://bucket/runs/a --version tag:best --to ./best
+  delta-sync export --bucket s3://bucket/runs/a --version step:400 --to ./step-400
   delta-sync export --bucket /data/runs/a --version 100 --to ./v100 --base /models/qwen3 --json
 """
 

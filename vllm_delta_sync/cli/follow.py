@@ -28,6 +28,7 @@ from vllm_delta_sync.cli.arguments import (
 )
 from vllm_delta_sync.cli.text import ProgressBar, clean, size
 from vllm_delta_sync.errors import IncompleteError, UsageError
+from vllm_delta_sync.run.version_names import MOVING
 
 if TYPE_CHECKING:
     from vllm_delta_sync.maintenance.follow import FollowedVersion
@@ -64,7 +65,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         "--version",
         type=version,
         metavar=VERSION,
-        help="follow this tag, or end at this version (head~N: as of the start); default: the newest that is not "
+        help="follow this tag, or end at this version, as it is at the start; default: the newest that is not "
         "quarantined",
     )
     parser.add_argument("--once", action="store_true", help="end when the folder is at the version")
@@ -92,7 +93,7 @@ def _follow(options: argparse.Namespace) -> Answer:
     failed: IncompleteError | None = None
     bar = options.closing.enter_context(ProgressBar("bytes"))
     named = options.version
-    if isinstance(named, str) and named.startswith("head~"):  # it moves with the head, so that it is not followed
+    if isinstance(named, str) and named.startswith(MOVING):  # only the head and tags are followed
         named = opened(options).resolve(named).version
     updates = follow(
         bucket_url(options), options.to, named, once=options.once, poll_seconds=options.poll,

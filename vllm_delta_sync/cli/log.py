@@ -7,11 +7,12 @@ from vllm_delta_sync.cli.arguments import (
     Answer,
     CommandFailedError,
     add_bucket,
+    add_last,
     add_trust,
     exit_codes,
     failed_check,
+    last_count,
     opened,
-    positive,
 )
 from vllm_delta_sync.cli.text import percent, print_columns, print_error, size, times
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
@@ -32,18 +33,19 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         "--last, check only the listed ones and the one before them.",
         epilog="examples:\n  delta-sync log --bucket /data/runs/a\n"
         "  delta-sync log --bucket /data/runs/a --last 5 --json\n"
+        "  delta-sync log --bucket /data/runs/a --last 1h\n"
         + exit_codes("a version is missing or damaged, or does not follow the one before it"),
     )
     add_bucket(log)
     add_trust(log)
-    log.add_argument("--last", type=positive, metavar="N", help="only the newest N versions")
+    add_last(log)
     log.set_defaults(handler=_log)
 
 
 def _log(options: argparse.Namespace) -> Answer:
     run = opened(options)
     with run.caching_manifests():
-        document, failure = log_document(run, options.last)
+        document, failure = log_document(run, last_count(run, options.last))
     if failure is not None:
         error = failure  # mypy does not narrow it in the function below
 

@@ -48,7 +48,8 @@ INTERRUPTED = 130
 
 VALUES = """\
 values:
-  A version is a number, head, head~2 (two before the head) or tag:NAME.
+  A version is a number, head, head~2 (two before the head), tag:NAME, step:400 (the newest of that optimizer step)
+  or ago:1d (the newest that is at least a day old, by the publisher's clock).
   TIME is in seconds, or has a unit: 500ms, 90s, 15m, 2h, 7d.
   SIZE is in bytes, or has a unit: 500MB, 8GiB.
 

@@ -4,6 +4,7 @@ Each command calls the route of its name; ``server_client`` makes the requests.
 """
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -44,6 +45,9 @@ WAIT_SECONDS = 30.0
 RECENT = 5
 """Most updates that ``status`` lists."""
 
+SERVED = "served"
+_BEFORE_SERVED = re.compile(f"{SERVED}~[0-9]{{1,10}}")
+
 COMMANDS = {
     "status": (
         "show what a server serves",
@@ -58,7 +62,11 @@ COMMANDS = {
     "rollback": (
         "make a server serve an older version",
         "Make a server serve an older version and hold it, until delta-sync release.",
-        ("rollback --server http://rollout-1:8000 --version 18", "rollback --bucket /data/runs/a --version tag:best"),
+        (
+            "rollback --server http://rollout-1:8000 --version 18",
+            f"rollback --version {SERVED}~2",
+            "rollback --bucket /data/runs/a --version tag:best",
+        ),
     ),
     "hold": (
         "make a server stay at its version",
@@ -75,7 +83,7 @@ COMMANDS = {
 """Help, description and examples of each command."""
 VERSION_HELP = {
     "sync": "version to serve; an older one than the served one is held. Default: what the server's target names",
-    "rollback": "version to roll back to",
+    "rollback": f"version to roll back to; {SERVED}~N: N before the one that each server serves",
     "wait": "version to wait for",
 }
 DONE = {"sync": "synced", "rollback": "rolled back", "hold": "held", "release": "released", "wait": "done"}
@@ -108,7 +116,11 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         )
         if name in VERSION_HELP:
             parser.add_argument(
-                "--version", type=version, required=name != "sync", metavar=VERSION, help=VERSION_HELP[name]
+                "--version",
+                type=older if name == "rollback" else version,
+                required=name != "sync",
+                metavar=f"{VERSION}|{SERVED}~N" if name == "rollback" else VERSION,
+                help=VERSION_HELP[name],
             )
             add_bucket(parser)
             add_trust(parser)
@@ -125,6 +137,11 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
             help=f"longest wait for each server (default: {longest:g})",
         )
         parser.set_defaults(handler=_order)
+
+
+def older(text: str) -> int | str:
+    """Parse the version of ``rollback``: as ``version``, or ``served~N``."""
+    return text if _BEFORE_SERVED.fullmatch(text) else version(text)
 
 
 Outcome = tuple[str, Reply | DeltaSyncError]
@@ -144,9 +161,10 @@ def _status(options: argparse.Namespace) -> Answer:
 def _order(options: argparse.Namespace) -> Answer:
     token = admin_token.load_text(settings_of(options).admin_token_file)
     options.run = None
-    if isinstance(getattr(options, "version", None), str):
+    named = getattr(options, "version", None)
+    if isinstance(named, str) and not _BEFORE_SERVED.fullmatch(named):
         run = opened(options)
-        options.run, options.version = run.info.run, run.resolve(options.version).version
+        options.run, options.version = run.info.run, run.resolve(named).version
     return _answer(options, _ask_each(options, token))
 
 
@@ -181,8 +199,19 @@ def _ask(url: str, options: argparse.Namespace, token: str | None) -> Reply:
             raise ServerError("late", f"{url}: {late}; see delta-sync status, or raise --timeout")
         return reply
     wanted = getattr(options, "version", None)
+    if isinstance(wanted, str):
+        wanted = _before_served(url, int(wanted.partition("~")[2]))
     body = None if wanted is None else {"version": wanted}
     return call_plugin(url, options.command, method="POST", body=body, token=token, seconds=options.timeout)
+
+
+def _before_served(url: str, count: int) -> int:
+    """Return the version so many before the one that a server serves. Raises ServerError: there is none."""
+    served = call_plugin(url, "status").field("served.version", int)
+    if served is None or served < count:
+        serves = "no version" if served is None else f"version {served}"
+        raise ServerError("not_found", f"{url}: it serves {serves}, so there is no version {SERVED}~{count}")
+    return served - count
 
 
 def _answer(options: argparse.Namespace, asked: Iterator[Outcome]) -> Answer:
@@ -241,11 +270,13 @@ def print_status(url: str, status: Reply) -> None:
     state = _text(status.field("state", str))
     meaning = next((f": {text}" for name, text in STATES.items() if name == state), "")
     holding, follows = status.field("holding", bool), status.field("policy", str) == "follow"
+    quarantined = status.field("head.quarantined", list) or []
     reasons = [str(reason)[:MAX_MESSAGE] for reason in status.field("ready.reasons", list) or []]
     fields = [
         ("server", url),
         ("served", _version(status, "served")),
         ("head", _version(status, "head")),
+        *[("", f"quarantined: {str(reason)[:MAX_MESSAGE]}") for reason in quarantined[:RECENT]],
         ("lag", _text(status.field("lag", int))),
         ("state", state + meaning),
         ("hold", "yes, until delta-sync release" if holding else "no"),

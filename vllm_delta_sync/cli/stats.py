@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from vllm_delta_sync.cli.arguments import (
     Answer,
     add_bucket,
+    add_last,
     add_trust,
     checking_history,
     exit_codes,
+    last_count,
     opened,
-    positive,
 )
 from vllm_delta_sync.cli.fleet import fleet_document
 from vllm_delta_sync.cli.text import ProgressBar, clean, many, percent, print_columns, print_fields, size
@@ -33,6 +34,7 @@ listed. Receivers are those with heartbeats (setting receiver_id); `delta-sync f
 
 examples:
   delta-sync stats --bucket /data/runs/a
+  delta-sync stats --bucket /data/runs/a --last 1h
   delta-sync stats --bucket /data/runs/a --last 200 --plot versions.png
   delta-sync stats --bucket s3://bucket/runs/a --json
 """
@@ -48,7 +50,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_bucket(parser)
     add_trust(parser)
-    parser.add_argument("--last", type=positive, metavar="N", help="only the newest N versions")
+    add_last(parser)
     parser.add_argument("--plot", metavar="FILE.png", help="also draw this picture, if matplotlib is installed")
     parser.set_defaults(handler=_stats)
 
@@ -59,8 +61,10 @@ def _stats(options: argparse.Namespace) -> Answer:
     if options.plot is not None:
         _check_plot(options.plot)
     run = opened(options)
-    with run.caching_manifests(), checking_history(run), ProgressBar("manifests") as bar:
-        versions = version_stats(run, options.last, bar.update)
+    with run.caching_manifests():
+        last = last_count(run, options.last)
+        with checking_history(run), ProgressBar("manifests") as bar:
+            versions = version_stats(run, last, bar.update)
     summary = summarize(versions)
     newest = versions[-1]
     fleet = _fleet(run, versions)
@@ -81,13 +85,14 @@ def _stats(options: argparse.Namespace) -> Answer:
         "plot": options.plot,
         "read": {
             # Two before the first: for the time since then, and to check that one.
-            "manifests": published if options.last is None else min(published, options.last + 2),
+            "manifests": published if last is None else min(published, last + 2),
             "heartbeats": len(fleet["replicas"]) + len(fleet["ignored"]),
         },
     }
     if options.plot is not None:
         _plot(versions, run.bucket.url, options.plot)
-    return document, lambda: _print(document, SHOWN if options.last is None else options.last)
+    shown = options.last if isinstance(options.last, int) else SHOWN
+    return document, lambda: _print(document, shown)
 
 
 def _check_plot(path: str) -> None:

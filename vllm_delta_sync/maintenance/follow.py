@@ -40,6 +40,7 @@ from vllm_delta_sync.run.checks import check_base
 from vllm_delta_sync.run.model_files import write_file
 from vllm_delta_sync.run.read_plan import ReadPlanner, plan_read
 from vllm_delta_sync.run.restore import Progress, apply_step, restore
+from vllm_delta_sync.run.version_names import MOVING
 from vllm_delta_sync.settings import HEAD
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes
@@ -131,7 +132,7 @@ def follow(
     check_base(base)
     if version == HEAD:
         version = None
-    if isinstance(version, str) and version.startswith(f"{HEAD}~"):
+    if isinstance(version, str) and version.startswith(MOVING):
         raise UsageError(f"version {version[:80]!r} moves with the head; follow the head, a tag or a number")
     return _poll(
         _Folder(Path(folder), base, shard_bytes, keep, progress), url, version, keyring, store,

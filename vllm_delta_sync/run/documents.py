@@ -1,13 +1,15 @@
 """``RunDocuments`` reads and checks a run's documents: run.json, manifests, the head, tags, anchors, merged deltas."""
 
-import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from datetime import UTC, datetime
 from hashlib import sha256
 from itertools import chain
 from types import TracebackType
 from typing import Self, TypeVar
 
+from vllm_delta_sync import units
 from vllm_delta_sync.bucket import Bucket, open_beside
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.cache import ObjectCache
@@ -54,6 +56,7 @@ from vllm_delta_sync.format.manifest import (
     Manifest,
     ObjectRef,
     RunInfo,
+    timestamp,
     version_key,
     version_of_key,
 )
@@ -69,14 +72,12 @@ from vllm_delta_sync.run.checks import (
 from vllm_delta_sync.run.head import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, newest_good_before
 from vllm_delta_sync.run.prefetch import MAX_EXPECTED, Prefetcher, read_ahead
 from vllm_delta_sync.run.verifier import RunVerifier
-from vllm_delta_sync.settings import HEAD
+from vllm_delta_sync.run.version_names import NAMES, match_name
 from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.precheck import PRECHECK_BYTES, precheck_signature
 
-TAG_PREFIX = "tag:"
-_BEFORE_HEAD = re.compile(rf"{HEAD}~([0-9]{{1,10}})")
 _Standalone = TypeVar("_Standalone", Anchor, Claim, MergedDelta, Lease, Retention, Tag)
 
 
@@ -130,6 +131,11 @@ class RunDocuments:
         ``prefetch.KEPT_BYTES``.
         """
         return self._prefetcher.caching_manifests()
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether requests to the bucket take longer than starting a thread."""
+        return self._prefetcher.is_remote
 
     def raw_manifest(self, version: int, max_bytes: int) -> bytes:
         """Return the bytes of a version's manifest, unchecked. Raises NotFoundError, LimitError, StoreError."""
@@ -331,36 +337,85 @@ class RunDocuments:
     # Documents other than manifests
 
     def resolve(self, version: int | str | None = None) -> Manifest:
-        """Return the manifest of a version given by number or tag, or of the head.
+        """Return the manifest of a version given by number or name, or of the head.
 
         Args:
-            version: a number, ``tag:NAME``, None or ``head`` for the head, or ``head~N`` for the version N before it.
+            version: a number, or None or ``head`` for the head, ``head~N`` for the version N before it, ``tag:NAME``,
+                ``step:N`` for the newest version of that optimizer step, or ``ago:TIME`` for the newest that is at
+                least so old (see ``units.duration``) by the publisher's clock. The last two read the manifests after
+                it.
 
         Raises:
             NotFoundError: there is no such version or tag. UsageError: ``version`` is neither.
             ChainError: a tag names another manifest than the stored one. Otherwise as ``manifest``.
         """
-        if version is None or version == HEAD:
-            return self.head()
-        before = _BEFORE_HEAD.fullmatch(version) if isinstance(version, str) else None
-        if isinstance(version, str) and before is None:
-            if not version.startswith(TAG_PREFIX):
-                raise UsageError(
-                    f"version {version[:80]!r} is not a version; give a number, {HEAD}~N, {TAG_PREFIX}NAME, or none "
-                    "for the head"
-                )
-            tag = self.tag(version.removeprefix(TAG_PREFIX))
-            manifest = self.manifest(tag.version)
-            if manifest.digest != tag.manifest:
-                raise ChainError(
-                    f"tag {version!r} names manifest {tag.manifest}, but version {tag.version} has another manifest"
-                )
-            return manifest
+        name = None if version is None or isinstance(version, int) else match_name(version)
+        if isinstance(version, str) and name is None:
+            raise UsageError(f"version {version[:80]!r} is not a version; give a number, {NAMES}, or none for the head")
+        if name is not None and name["tag"] is not None:
+            return self._tagged(name["tag"])
         head = self.head()
-        number = int(version) if before is None else head.version - int(before[1])
+        if name is not None and name["step"] is not None:
+            return self._of_step(int(name["step"]), head)
+        if name is not None and name["ago"] is not None:
+            return self._from_ago(name["ago"], head)
+        if isinstance(version, int):
+            number = version
+        else:
+            number = head.version - int((name and name["before"]) or 0)
         if not 0 <= number <= head.version:
             raise NotFoundError(f"version {version} is not published; the newest is {head.version}")
         return head if number == head.version else self.manifest(number)
+
+    def _tagged(self, name: str) -> Manifest:
+        tag = self.tag(name)
+        manifest = self.manifest(tag.version)
+        if manifest.digest != tag.manifest:
+            raise ChainError(
+                f"tag 'tag:{name}' names manifest {tag.manifest}, but version {tag.version} has another manifest"
+            )
+        return manifest
+
+    def _of_step(self, step: int, head: Manifest) -> Manifest:
+        nearest: dict[bool, Manifest] = {}
+
+        def fits(manifest: Manifest) -> bool:
+            later = manifest.step > step
+            known = nearest.setdefault(later, manifest)
+            if abs(manifest.step - step) < abs(known.step - step):
+                nearest[later] = manifest
+            return manifest.step == step
+
+        found = self._newest_where(fits, head)
+        if found is None:
+            others = " and ".join(f"version {nearest[later].version} (step {nearest[later].step})" for later in nearest)
+            raise NotFoundError(f"no version was published at step {step}; the nearest: {others}")
+        return found
+
+    def _from_ago(self, span: str, head: Manifest) -> Manifest:
+        found = self.newest_before(time.time() - (units.duration(span) or 0.0), head)
+        if found is None:
+            raise NotFoundError(
+                f"no version is {span} old: version 0 was published at {self.manifest(0).created_at}; name 0 for it"
+            )
+        return found
+
+    def newest_before(self, moment: float, head: Manifest) -> Manifest | None:
+        """Return the newest version that was published until a time, by the publisher's clock; None if there is none.
+
+        Args:
+            moment: Unix time. head: the newest version to consider. Reads the manifests before it until one fits.
+
+        Raises:
+            DeltaSyncError: as ``manifest``.
+        """
+        until = timestamp(datetime.fromtimestamp(max(0.0, moment), UTC))
+        return self._newest_where(lambda manifest: manifest.created_at <= until, head)
+
+    def _newest_where(self, fits: Callable[[Manifest], bool], head: Manifest) -> Manifest | None:
+        """Return the newest version up to ``head`` that fits; skips none, because steps and clocks may go back."""
+        older = read_ahead(self.manifest, range(head.version - 1, -1, -1))
+        return next((manifest for manifest in chain([head], older) if fits(manifest)), None)
 
     def newest_to_serve(self, head: Manifest, quarantined: bool = False, exact: bool = False) -> int | None:
         """Return the newest version up to ``head`` that servers serve by themselves; None if there is none.
