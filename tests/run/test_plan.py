@@ -224,3 +224,30 @@ def test_every_path_in_a_random_tree_is_exact(tmp_path_factory: pytest.TempPathF
     except DeltaSyncError as error:
         pytest.fail(str(error))
     assert all(np.array_equal(got, right) for got, right in zip(state.bits, tree.writer.bits[target], strict=True))
+
+
+def test_reading_ahead_changes_no_path_and_reads_nothing_twice(tmp_path: Path) -> None:
+    """As on distant stores, where the documents of a path are read side by side."""
+    written = Written(tmp_path / "run", 70, table=TABLE)
+    written.folds()
+
+    def path(start: int, target: int, is_remote: bool) -> tuple[list[str], list[str]]:
+        run, read = written.run, list[str]()
+        get = run.bucket.get
+
+        def noted(key: str, **limits: Any) -> bytes:
+            read.append(key)
+            return get(key, **limits)
+
+        run.bucket.get = noted  # type: ignore[method-assign]
+        run._prefetcher.is_remote = is_remote
+        steps = [step.key for step in ReadPlanner(run).path(start, target)]
+        return steps, sorted(read)
+
+    for start, target in ((0, 70), (3, 70), (1, 2), (63, 66), (70, 3), (7, 7)):
+        assert path(start, target, True) == path(start, target, False)
+    written.lose(side.merged_delta_key(0, 64))
+    written.lose(side.merged_delta_key(64, 68))
+    steps, read = path(0, 70, True)
+    assert steps == path(0, 70, False)[0]
+    assert len(read) == len(set(read))

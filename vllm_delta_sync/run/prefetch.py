@@ -19,8 +19,10 @@ MAX_EXPECTED = 4
 """Maximum number of manifests of new versions that are requested before it is known whether they exist."""
 KEPT_BYTES = 128 * 1024**2
 """Memory for manifests that are cached while a run is checked; holds about 100,000 of them."""
-READ_AHEAD = 32
+READ_AHEAD = 64
 """Maximum number of documents that ``read_ahead`` reads before the caller has taken them."""
+READERS = 32
+"""Most documents that ``read_ahead`` reads at once. They are small: more of them cost no bandwidth."""
 _BATCH = 4096
 
 _Item = TypeVar("_Item")
@@ -34,7 +36,7 @@ def read_ahead(read: Callable[[_Item], _Found], items: Sequence[_Item]) -> Itera
         Whatever the first failing ``read`` raises.
     """
     for start in range(0, len(items), _BATCH):
-        yield from in_parallel(read, items[start : start + _BATCH], READ_AHEAD)
+        yield from in_parallel(read, items[start : start + _BATCH], READ_AHEAD, READERS)
 
 
 class Prefetcher:
@@ -42,11 +44,14 @@ class Prefetcher:
 
     A prefetched document is used once. One that was missing is requested again, because a document that names it may
     have been read later.
+
+    Attributes:
+        is_remote: whether requests take longer than starting a thread.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._is_remote = scheme_of(bucket.url) not in LOCAL_SCHEMES
+        self.is_remote = scheme_of(bucket.url) not in LOCAL_SCHEMES
         self._under_way: dict[str, Future[bytes]] = {}
         self._manifest_cache: _ManifestCache | None = None
 
@@ -57,7 +62,7 @@ class Prefetcher:
         Args:
             wanted: key → the most bytes that the document may have.
         """
-        if self._is_remote:
+        if self.is_remote:
             self._under_way = {key: start_call(self._bucket.get, key, max_bytes=most) for key, most in wanted.items()}
         try:
             yield

@@ -10,7 +10,9 @@ of them (``maintenance.gc.graph``); a reader that did the same would read O(n) d
 reader finds: ``tests/run/test_gc.py`` checks it.
 """
 
+from collections import deque
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, NotFoundError
@@ -19,6 +21,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.prefetch import read_ahead
 
 logger = guarded_logger(__name__)
 
@@ -346,7 +349,26 @@ class ReadPlanner:
             raise bad_anchor or failure
         return best
 
+    def _read_early(self, at: int, to: int) -> None:
+        """Read in parallel what the fewest steps forward need. Mostly all of it exists; if not, it costs requests."""
+        wanted: list[tuple[int, int]] = []
+        while at < to:
+            size = next(iter(_sizes(at, to - at)), 1)
+            wanted.append((at, at + size))
+            at += size
+
+        def read(ends: tuple[int, int]) -> None:
+            if ends[1] - ends[0] > 1:
+                self._merged_delta(*ends)
+            else:
+                with suppress(DataError):
+                    self.manifest(ends[1])
+
+        if self._run.is_remote and len(wanted) > 1:
+            deque(read_ahead(read, wanted), maxlen=0)
+
     def _forward(self, at: int, to: int, steps: list[Step]) -> None:
+        self._read_early(at, to)
         while at < to:
             steps.append(self._merged_from(at, to) or self._delta(at + 1))
             at = steps[-1].high

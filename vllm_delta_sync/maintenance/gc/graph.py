@@ -30,6 +30,7 @@ from vllm_delta_sync.format.manifest import (
     version_of_key,
 )
 from vllm_delta_sync.run.documents import RunDocuments, revoked_manifest
+from vllm_delta_sync.run.prefetch import read_ahead
 from vllm_delta_sync.run.read_plan import is_merge_range
 
 NOTHING = -1
@@ -203,7 +204,7 @@ def _read_history(run: RunDocuments, known_edges: dict[ObjectInfo, Edge]) -> lis
             raise _unreadable(info.key, error) from error
 
     history: list[Edge] = []
-    for edge in in_parallel(edge_of, range(head + 1)):
+    for edge in read_ahead(edge_of, range(head + 1)):
         if history and edge.parent != history[-1].digest:
             raise ChainError(f"{edge.key} does not name the manifest before it: the history was rewritten")
         history.append(edge)
@@ -269,7 +270,7 @@ def _read_standalone(run: RunDocuments, found: RunGraph, known_edges: dict[Objec
             return error.message
 
     fresh = [item for item in listed if item not in known_edges]
-    answers = dict(zip(fresh, in_parallel(read, fresh), strict=True))
+    answers = dict(zip(fresh, read_ahead(read, fresh), strict=True))
     for item in listed:
         answer = answers[item] if item in answers else (known_edges[item], True)
         if isinstance(answer, str):
