@@ -1,12 +1,16 @@
-"""LoRA adapters from runs of their own, on a real vLLM: each says what the trainer's adapter says, loaded anew."""
+"""LoRA on a real vLLM: adapters from runs of their own say what the trainer's adapters say, loaded anew.
 
+A run of a PEFT model that is merged into its base serves what ``merge_and_unload`` saves.
+"""
+
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e import warm
+from tests.e2e import merged_lora, warm
 from tests.e2e.fresh import MAX_TOKENS, PROMPTS
 from tests.e2e.lora import VERSIONS
 from tests.e2e.servers import Server, delta_sync_serve, eventually, refused
@@ -20,6 +24,21 @@ from vllm_delta_sync.maintenance.branch import branch
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("lora")]
 
 FLAGS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--max-cpu-loras", "4", "--poll-seconds", "0.2")
+
+
+@pytest.mark.slow
+def test_merged_it_is_what_peft_merges_and_vllm_loads(tmp_path: Path) -> None:
+    done = warm.run("tests.e2e.merged_lora", str(tmp_path), seconds=600, environment={"VLLM_PLUGINS": "delta_sync"})
+    assert done.status == 0, done.said[-6000:]
+    result = json.loads((tmp_path / "seen.json").read_text())
+    versions = range(1, merged_lora.VERSIONS + 1)
+    assert [each["served"] for each in result["seen"]] == list(versions)
+    assert all(each["equal"] for each in result["seen"])
+    outputs = [each["outputs"] for each in result["seen"]]
+    assert outputs == result["fresh"]
+    assert all(before != after for before, after in itertools.pairwise(outputs)), "the versions do not differ enough"
+    back = merged_lora.ROLLED_BACK_TO
+    assert result["rolled_back"] == {"served": back, "outputs": outputs[back - 1]}
 
 
 @pytest.mark.slow
