@@ -77,13 +77,18 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write(path: Path, rows: list[Row]) -> None:
-    """Write the rows, with where, when and with what they were measured, and print them."""
+def write(path: Path, rows: list[Row], note: str | None = None) -> None:
+    """Write the rows, with where, when and with what they were measured, and print them.
+
+    Args:
+        note: what the page of results says of them beside that.
+    """
     about = {
         "machine": machine(),
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
         "versions": versions(),
+        **({} if note is None else {"note": note}),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     head = json.dumps(about, indent=1).removesuffix("\n}")

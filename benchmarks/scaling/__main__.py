@@ -192,13 +192,15 @@ def main(arguments: list[str] | None = None) -> None:
     options = known.parse_args(arguments)
     one_thread()
     rows: list[Row] = []
+    note = None
     for name, measured in PARTS.items():
         if options.part in (None, name):
             rows += measured(options.quick)
         elif options.json.exists():
-            kept = json.loads(options.json.read_text())["rows"]
-            rows += [item for item in kept if item["case"].startswith(ranks.STARTS) == (name == "slices")]
-    write(options.json, rows)
+            kept = json.loads(options.json.read_text())
+            note = kept.get("note") or f"Of {BENCH}, the {name} are of {kept['date']}, commit {kept['commit'][:7]}."
+            rows += [item for item in kept["rows"] if item["case"].startswith(ranks.STARTS) == (name == "slices")]
+    write(options.json, rows, note)
 
 
 PARTS = {"sizes": measure_sizes, "slices": measure_slices}
