@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from vllm_delta_sync.dashboard.run_reader import RunReader
 
 PORT = 8642
-PAGE_SECONDS = 2.0
 SERVER_SECONDS = 3.0
 """Longest wait for the status of a server."""
 FIRST_READ_SECONDS = 30.0
@@ -122,7 +121,7 @@ def _servers(options: argparse.Namespace) -> "list[ServerView]":
 
 def _dashboard(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.dashboard.background_reader import BackgroundReader
-    from vllm_delta_sync.dashboard.overview import build_overview
+    from vllm_delta_sync.dashboard.overview import PAGE_SECONDS, build_overview
     from vllm_delta_sync.dashboard.web_server import DashboardServer
     from vllm_delta_sync.engine.observe.states import STATES
 

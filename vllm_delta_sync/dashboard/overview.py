@@ -14,6 +14,8 @@ from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.server_client import STAGING, Reply
 
 Source = Literal["server", "dashboard", "report"]
+PAGE_SECONDS = 2.0
+"""Interval at which a page asks for its document."""
 MAX_PROBLEMS = 24
 MAX_RECENT = 64
 SHORT_TEXT = 60

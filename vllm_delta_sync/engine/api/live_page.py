@@ -7,15 +7,12 @@ from typing import Any
 
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.dashboard.background_reader import BackgroundReader
-from vllm_delta_sync.dashboard.overview import ServerView, build_overview
+from vllm_delta_sync.dashboard.overview import PAGE_SECONDS, ServerView, build_overview
 from vllm_delta_sync.dashboard.page import encode_overview
 from vllm_delta_sync.dashboard.run_reader import RunReader
 from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.settings import Settings
-
-PAGE_SECONDS = 2.0
-"""Interval at which a page asks for its document."""
 
 
 class LivePage:
