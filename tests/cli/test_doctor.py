@@ -712,6 +712,12 @@ def test_a_server_that_is_behind_is_waited_for() -> None:
         assert "/delta_sync/wait?version=4&timeout=5" in [asked.path for asked in server.asked]
 
 
+def test_a_server_that_skips_the_head_is_not_waited_for() -> None:
+    with answering(status_of(head=AHEAD, lag=0)) as server:
+        assert look_at(server.url)["lag"].verdict == "ok"
+        assert not any("/wait?" in asked.path for asked in server.asked)
+
+
 def test_the_exit_code_is_of_the_servers_error() -> None:
     for kind, expected in (("not_found", ("not_found", 3)), ("strange", ("engine", 1))):
         error = {"kind": kind, "message": "there is no run"}

@@ -96,8 +96,8 @@ class ServerProbe:
         head = self._head if self._head is not None else self._status.field("head.version", int)
         served = self._served()
         holding = self._status.field("holding", bool) or self._status.field("policy", str) == "manual"
-        follows_head = self._status.field("target", str) in (None, "head")
-        if served is not None and head is not None and served < head and follows_head and not holding:
+        ordered = holding or self._status.field("target", str) not in (None, "head")
+        if served is not None and head is not None and served < head and not ordered and not self._skips_to(head):
             ask(self._url, f"/delta_sync/wait?version={head}&timeout={WAIT_SECONDS}")
             self._status = ask(self._url, "/delta_sync/status")
             served = self._served()
@@ -107,12 +107,16 @@ class ServerProbe:
         if served >= head:
             return CheckResult("lag", "ok", f"serves version {served}, the newest", figures)
         summary = f"serves version {served}, {head - served} behind the head"
-        if holding or not follows_head:
+        if ordered:
             return CheckResult("lag", "ok", f"{summary}, as ordered (hold, target or policy)", figures)
-        if self._status.field("lag", int) == 0 and self._status.field("head.version", int) == head:
+        if self._skips_to(head):
             return CheckResult("lag", "ok", f"{summary}; the versions in between are quarantined or not exact", figures)
         remedy = "If this persists: see `last_error` and the server's log, and check that the server reaches the bucket"
         return CheckResult("lag", "warning", summary, figures, remedy)
+
+    def _skips_to(self, head: int) -> bool:
+        """Return whether the server has seen the head and serves the newest version that it may."""
+        return self._status.field("lag", int) == 0 and self._status.field("head.version", int) == head
 
     def last_error(self) -> CheckResult:
         """Check the receiver's last error, whose message names the remedy."""
