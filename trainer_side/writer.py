@@ -50,6 +50,7 @@ from vllm_delta_sync.run.verifier import RunVerifier
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import make_head
 from vllm_delta_sync.trust.keyring import RunKeys, short
+from vllm_delta_sync.urls import is_remote
 
 logger = logging.getLogger(__name__)
 
@@ -333,21 +334,25 @@ class RunWriter:
     def check_not_fenced(self) -> None:
         """Raise ConflictError if this is no longer the writer of the run, may not sign it, or the run was removed.
 
-        Takes one small get and one stat.
+        Takes one small get and one stat, with trusted keys another get; in parallel, where the store is remote.
 
         Raises:
             SignatureError, ReplayError, FormatError: ``keys.json`` cannot be trusted.
         """
+        checks = (self._check_same_run, self._check_epoch, self._check_key)
+        run_all = in_parallel if is_remote(self._bucket.url) else map
         try:
-            self._check_same_run()
-            self._check_epoch()
-            self._verifier.refresh()
-            refused = key_refusal(self._verifier.keys, self._options.keyring)
-            if refused is not None:
-                raise ConflictError(f"{refused}; this publisher stops")
+            for _ in run_all(lambda check: check(), checks):
+                pass
         except ConflictError:
             self._fenced = True
             raise
+
+    def _check_key(self) -> None:
+        self._verifier.refresh()
+        refused = key_refusal(self._verifier.keys, self._options.keyring)
+        if refused is not None:
+            raise ConflictError(f"{refused}; this publisher stops")
 
     def _check_same_run(self) -> None:
         bucket = self._bucket

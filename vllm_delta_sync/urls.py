@@ -56,6 +56,11 @@ def scheme_of(url: str) -> str:
     return scheme[1].lower()
 
 
+def is_remote(url: str) -> bool:
+    """Return whether requests to a bucket take longer than starting a thread, so that several at once save time."""
+    return scheme_of(url) not in ("file", "memory")
+
+
 def store_of(url: str) -> str:
     """Return the part of a URL that credentials belong to: scheme and bucket; ``file`` for a directory."""
     scheme = scheme_of(url)

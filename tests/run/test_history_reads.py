@@ -86,11 +86,11 @@ def test_what_a_poll_reads_first_is_asked_for_at_once(tmp_path: Path) -> None:
     bucket = Far(chain.bucket)
     run = RunDocuments(bucket)
     bucket.asked.clear()
-    bucket.answer_together(4)
+    bucket.answer_together(5)
     with run.prefetching(0, expected=1):
         assert run.is_current()
         assert run.head().version == 1
-    # The probe for the version after it comes last: only what lies beyond what was found tells that nothing does.
+    # With the version after it, whose absence shows that there is none newer.
     assert sorted(bucket.asked) == sorted(["run.json", "HEAD.json", version_key(0), version_key(1), version_key(2)])
 
 

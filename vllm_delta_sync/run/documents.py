@@ -120,8 +120,10 @@ class RunDocuments:
         """
         wanted = {RUN_KEY: limits.MAX_JSON_BYTES, HEAD_KEY: limits.MAX_HEAD_BYTES}
         if known is not None:
-            newer = known if expected is None else min(expected, known + MAX_EXPECTED, limits.MAX_VERSION)
-            wanted.update({version_key(version): self.document_limit for version in range(known, newer + 1)})
+            newer = known if expected is None else min(expected, known + MAX_EXPECTED)
+            # The last is the version after it, whose absence shows that there is none newer.
+            last = min(newer + 1, limits.MAX_VERSION)
+            wanted.update({version_key(version): self.document_limit for version in range(known, last + 1)})
         return self._prefetcher.prefetching(wanted)
 
     def caching_manifests(self) -> AbstractContextManager[None]:
@@ -240,7 +242,7 @@ class RunDocuments:
         while skipped < MAX_BAD_IN_A_ROW:
             version += 1
             try:
-                data = self._prefetcher.get(version_key(version), self.document_limit)
+                data = self._prefetcher.probe(version_key(version), self.document_limit)
             except NotFoundError:
                 return newest, bad
             except LimitError as error:

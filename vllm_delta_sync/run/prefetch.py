@@ -7,14 +7,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
-from vllm_delta_sync.bucket import Bucket, scheme_of
+from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.base import check_size
 from vllm_delta_sync.bucket.threads import in_parallel, start_call, wait_for_call
 from vllm_delta_sync.errors import NotFoundError
 from vllm_delta_sync.format.manifest import VERSIONS_PREFIX
+from vllm_delta_sync.urls import is_remote
 
-LOCAL_SCHEMES = ("file", "memory")
-"""Schemes of stores that answer faster than a thread starts; prefetching does not pay for them."""
 MAX_EXPECTED = 4
 """Maximum number of manifests of new versions that are requested before it is known whether they exist."""
 KEPT_BYTES = 128 * 1024**2
@@ -42,8 +41,8 @@ def read_ahead(read: Callable[[_Item], _Found], items: Sequence[_Item]) -> Itera
 class Prefetcher:
     """Reads a bucket's small documents; some are fetched before they are needed, and manifests can be cached.
 
-    A prefetched document is used once. One that was missing is requested again, because a document that names it may
-    have been read later.
+    A prefetched document is used once. ``get`` requests one that was missing again, because a document that names it
+    may have been read later.
 
     Attributes:
         is_remote: whether requests take longer than starting a thread.
@@ -51,7 +50,7 @@ class Prefetcher:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self.is_remote = scheme_of(bucket.url) not in LOCAL_SCHEMES
+        self.is_remote = is_remote(bucket.url)
         self._under_way: dict[str, Future[bytes]] = {}
         self._manifest_cache: _ManifestCache | None = None
 
@@ -93,6 +92,11 @@ class Prefetcher:
             except NotFoundError:
                 pass
         return self.stored(key, max_bytes)
+
+    def probe(self, key: str, max_bytes: int) -> bytes:
+        """As ``get``, for a document that nothing names: one that was missing when it was prefetched is missing."""
+        early = self._under_way.pop(key, None)
+        return self.stored(key, max_bytes) if early is None else early.result()
 
     def stored(self, key: str, max_bytes: int) -> bytes:
         """As ``get``, but never from what was prefetched."""

@@ -77,7 +77,12 @@ class History:
         return self._run
 
     def prefetching(self, expected: int | None) -> AbstractContextManager[object]:
-        """Prefetch for a poll in the block, once the run is known; see ``Run.prefetching``."""
+        """Prefetch for a poll in the block, once the run is known; see ``Run.prefetching``.
+
+        Errors as ``TrustedHead.reload_last_seen``, which must come before any read: what others see later is no reason
+        to refuse what this poll finds.
+        """
+        self.trusted_head.reload_last_seen()
         if self._run is None:
             return nullcontext()
         return self._run.prefetching(None if self.head is None else self.head.version, expected)
@@ -85,14 +90,15 @@ class History:
     def poll(self, served: Manifest | None = None) -> DeltaSyncError | None:
         """Find the newest good manifest; returns what is wrong with the one after it.
 
+        Call it right after ``open``, or within ``prefetching``.
+
         Args:
             served: the version served, from which the head must descend.
 
         Raises:
             ReplayError, ForkError: see ``TrustedHead.accept_head``; ``head`` is unchanged. Other errors as
-                ``TrustedHead.reload_last_seen`` and ``Run.reachable_head``.
+                ``Run.reachable_head``.
         """
-        self.trusted_head.reload_last_seen()
         try:
             head, stopped_by = self.run.reachable_head()
         except NotFoundError as error:
