@@ -278,6 +278,8 @@ class Committer:
             # After the encoding, since a budget may then hold back more: servers get what is judged.
             self._judge(pending, version, step, progress)
             watch.lap()
+            if self._group.is_rank0:
+                self.writer.check_early()
             store_all = in_parallel if len(own.data) > 1 else map
             refs = list(store_all(self.writer.put_object, own.data))
             own.refs = [ref.model_copy(update={"rank": self._group.rank}) for ref in refs]
@@ -347,6 +349,7 @@ class Committer:
         try:
             manifest = self._options.keyring.signed(self._manifest(reports, step, own, progress))
             text = _text(manifest)
+            self.writer.notify_upcoming(manifest.objects)
             self.writer.commit(manifest)
         except Exception as error:  # other ranks wait for an answer; ``_apply_outcome`` raises it here
             if not isinstance(error, DeltaSyncError):

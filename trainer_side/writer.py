@@ -8,7 +8,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from hashlib import sha256
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from trainer_side.encode.upload_bandwidth import UploadBandwidth
 from trainer_side.options import Options
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.conditional_put import has_content, reads_back
-from vllm_delta_sync.bucket.threads import in_parallel
+from vllm_delta_sync.bucket.threads import in_parallel, start_call
 from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.errors import (
     ConflictError,
@@ -44,7 +45,8 @@ from vllm_delta_sync.format.manifest import (
     sidecar_key,
     version_key,
 )
-from vllm_delta_sync.notice import Notice, NoticePublisher
+from vllm_delta_sync.notice import Notice, NoticePublisher, Upcoming
+from vllm_delta_sync.notice.messages import MAX_UPCOMING
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.run.verifier import RunVerifier
 from vllm_delta_sync.trust import Keyring
@@ -54,6 +56,9 @@ from vllm_delta_sync.urls import is_remote
 
 logger = logging.getLogger(__name__)
 
+EARLY_SECONDS = 2.0
+"""Checks that began longer ago are made again before a commit: the longer ago, the likelier a takeover costs a version
+that the former writer reported as published."""
 _READ_BYTES = 1 << 24
 
 
@@ -113,6 +118,7 @@ class RunWriter:
         self._head_manifest: Manifest | None = None
         self._head_written_at = -math.inf
         self._fenced = False
+        self._early_check: tuple[float, Future[None]] | None = None
         self._tried_digests: set[str] = set()
         self.run = info.run
         self.epoch = epoch
@@ -176,6 +182,11 @@ class RunWriter:
         except DeltaSyncError as error:
             logger.error("object %s of a committed version is gone and could not be stored again: %s", ref.key, error)
 
+    def check_early(self) -> None:
+        """Begin the checks that the next ``commit`` needs, so that they do not wait for the objects to be stored."""
+        if is_remote(self._bucket.url) and self._bucket.supports_conditional_put:
+            self._early_check = time.monotonic(), start_call(self.check_not_fenced)
+
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest: when this returns, the version is durable and ``newest``.
 
@@ -189,8 +200,13 @@ class RunWriter:
         check_document_size(manifest, self._document_limit, key)
         if not self._bucket.supports_conditional_put:
             self._check_newest()
-        # Directly before the write: a writer that claims after this check finds at most this one additional version.
-        self.check_not_fenced()
+        # Between the last commit and this one: a writer that claims after this check finds at most this one additional
+        # version.
+        early, self._early_check = self._early_check, None
+        if early is not None and time.monotonic() - early[0] < EARLY_SECONDS:
+            early[1].result()
+        else:
+            self.check_not_fenced()
         # A network may deliver a write long after the client gave up on it.
         self._tried_digests.add(manifest.digest)
         try:
@@ -225,6 +241,19 @@ class RunWriter:
             self._notice.send(Notice(self.run, self.newest.version, self.newest.digest))
         except NoticeError as error:
             logger.warning("no notice of version %d, receivers poll: %s", self.newest.version, error)
+
+    def notify_upcoming(self, objects: Sequence[ObjectRef]) -> None:
+        """Name the objects of the next version, which are stored, so that receivers fetch them early.
+
+        Not for a local store, where that saves nothing, nor for more objects than one message names. A failure is left
+        to ``notify`` to report.
+        """
+        if self._notice is None or not is_remote(self._bucket.url) or not 0 < len(objects) <= MAX_UPCOMING:
+            return
+        try:
+            self._notice.send(Upcoming(self.run, tuple((ref.sha256, ref.bytes) for ref in objects)))
+        except NoticeError:
+            pass
 
     def is_stored(self, manifest: Manifest) -> bool:
         """Return whether exactly this manifest is in the bucket.

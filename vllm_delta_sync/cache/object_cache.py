@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.middleware.ranged import PIECE_BYTES
 from vllm_delta_sync.bucket.verified import check_object, check_stored_size, download_object, fetch_object, time_hashing
 from vllm_delta_sync.cache.folder import CacheFolder, touch
 from vllm_delta_sync.errors import DigestError
@@ -20,8 +21,9 @@ from vllm_delta_sync.format.manifest import ObjectRef
 
 logger = logging.getLogger(__name__)
 
-SMALL_BYTES = 1024 * 1024
-"""Objects below this size are fetched in one request and written to the cache afterwards."""
+SMALL_BYTES = PIECE_BYTES
+"""Objects below this size are fetched in one request and written to the cache afterwards: they have a single piece, so
+there is nothing to resume."""
 STALL_SECONDS = 600.0
 """A process waits at most this long for a stalled download of another process."""
 POLL_SECONDS = 0.02

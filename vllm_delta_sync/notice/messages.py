@@ -1,26 +1,34 @@
-"""``Notice``: the announcement of a version, and its encoding. ``LastValues``: the last notice of each run."""
+"""``Notice`` announces a version, ``Upcoming`` the objects of the next one; ``LastValues`` keeps the last of each."""
 
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from pydantic import ValidationError
 
 from vllm_delta_sync.errors import FormatError, SignatureError
 from vllm_delta_sync.format.canonical_json import dump_canonical, load_canonical
-from vllm_delta_sync.format.limits import MAX_VERSION
+from vllm_delta_sync.format.limits import MAX_MODEL_BYTES, MAX_VERSION
 from vllm_delta_sync.format.manifest import Signature
 from vllm_delta_sync.trust.keyring import Keyring
 
-KIND = "notice"
-"""The document kind that signatures of notices cover, besides the notice itself."""
+KIND, UPCOMING_KIND = "notice", "upcoming"
+"""The document kinds that signatures of both cover, besides the message itself."""
+UPCOMING_SUFFIX = "/objects"
+"""Ends the topic of ``Upcoming``, which so needs no subscription of its own: subscriptions match by prefix."""
 MAX_TOPIC_BYTES = 64
 MAX_NOTICE_BYTES = 4096
 """Messages above this size are ignored."""
+MAX_UPCOMING = 32
+"""Most objects that one message names."""
 MAX_CHECKS = 32
 """Signatures checked per batch of messages, so that a flood cannot block a receiver."""
-FIELDS = {"manifest", "run", "version"}
+FIELDS, UPCOMING_FIELDS = {"manifest", "run", "version"}, {"objects", "run"}
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,51 +41,83 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """A received notice. ``data``: the bytes that ``signature`` covers."""
+class Upcoming:
+    """Objects of the next version of ``run``, which are stored; the manifest that lists them is written next.
 
-    notice: Notice
+    A hint for downloading them early. Each is given by its SHA-256 in hex and its size in bytes.
+    """
+
+    run: str
+    objects: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A received message. ``data``: the bytes that ``signature`` covers."""
+
+    content: Notice | Upcoming
     data: bytes
     signature: Signature | None
 
 
-def encode(notice: Notice, keyring: Keyring | None) -> list[bytes]:
-    """Return the two frames of a notice: topic and content, signed if the keyring has a signing key."""
-    value = asdict(notice)
+def encode(message: Notice | Upcoming, keyring: Keyring | None) -> list[bytes]:
+    """Return the two frames of a message: topic and content, signed if the keyring has a signing key."""
+    if isinstance(message, Notice):
+        topic, kind, value = message.run, KIND, asdict(message)
+    else:
+        topic, kind = message.run + UPCOMING_SUFFIX, UPCOMING_KIND
+        value = {"run": message.run, "objects": [list(item) for item in message.objects]}
     data = dump_canonical(value)
-    signature = None if keyring is None else keyring.sign_bytes(KIND, data)
+    signature = None if keyring is None else keyring.sign_bytes(kind, data)
     if signature is not None:
         data = dump_canonical({**value, "signature": signature.model_dump()})
-    return [notice.run.encode(), data]
+    return [topic.encode(), data]
 
 
 def parse(frames: list[bytes], run: str) -> Message:
-    """Parse a message with the topic of a run; raises FormatError if it is not a notice of that run."""
+    """Parse a message about a run; raises FormatError if it is neither a notice of that run nor names its objects."""
     if len(frames) != 2:
         raise FormatError(f"notice has {len(frames)} frames, not 2")
     value = load_canonical(frames[1], "notice", MAX_NOTICE_BYTES)
-    if not isinstance(value, dict) or value.keys() - {"signature"} != FIELDS:
-        raise FormatError("notice is not an object of manifest, run and version")
-    version, manifest = value["version"], value["manifest"]
-    if value["run"] != run or not isinstance(manifest, str):
-        raise FormatError("notice names another run than its topic, or no manifest")
-    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= MAX_VERSION:
-        raise FormatError(f"notice has version {version!r}; it must be an integer from 0 to {MAX_VERSION}")
-    notice = Notice(run, version, manifest)
+    names_objects = frames[0] == (run + UPCOMING_SUFFIX).encode()
+    if not isinstance(value, dict) or value.keys() - {"signature"} != (UPCOMING_FIELDS if names_objects else FIELDS):
+        raise FormatError("notice is not an object of manifest, run and version, nor one of objects and run")
+    if value["run"] != run:
+        raise FormatError("notice names another run than its topic")
+    content = _upcoming(run, value["objects"]) if names_objects else _notice(run, value["version"], value["manifest"])
     if "signature" not in value:
-        return Message(notice, frames[1], None)
+        return Message(content, frames[1], None)
     try:
-        signature = Signature.model_validate(value["signature"])
+        signature = Signature.model_validate(value.pop("signature"))
     except ValidationError as error:
         raise FormatError("notice has a signature that is not an object of key and value in hex") from error
-    return Message(notice, dump_canonical(asdict(notice)), signature)
+    return Message(content, dump_canonical(value), signature)
+
+
+def _notice(run: str, version: Any, manifest: Any) -> Notice:
+    if not isinstance(manifest, str):
+        raise FormatError("notice names no manifest")
+    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= MAX_VERSION:
+        raise FormatError(f"notice has version {version!r}; it must be an integer from 0 to {MAX_VERSION}")
+    return Notice(run, version, manifest)
+
+
+def _upcoming(run: str, objects: Any) -> Upcoming:
+    if not isinstance(objects, list) or not 0 < len(objects) <= MAX_UPCOMING:
+        raise FormatError(f"notice names no list of 1 to {MAX_UPCOMING} objects")
+    for item in objects:
+        match item:
+            case [str(digest), int(size)] if _DIGEST.fullmatch(digest) and 0 < size <= MAX_MODEL_BYTES:
+                continue
+        raise FormatError("notice names an object that is not a pair of SHA-256 in hex and size")
+    return Upcoming(run, tuple((digest, size) for digest, size in objects))
 
 
 class NoticeVerifier:
-    """Picks the newest notice with a valid signature; without trusted keys, the newest notice.
+    """Picks the newest notice, and the last named objects, with a valid signature; any if there are no trusted keys.
 
     Attributes:
-        rejected: number of rejected notices: unsigned, wrongly signed, or signed by a key that is not in use.
+        rejected: number of rejected messages: unsigned, wrongly signed, or signed by a key that is not in use.
     """
 
     def __init__(self, keyring: Keyring | None, allowed: Callable[[], frozenset[str]] | None) -> None:
@@ -89,13 +129,12 @@ class NoticeVerifier:
 
     def newest(self, messages: Iterable[Message]) -> Notice | None:
         """Return the newest valid notice; messages beyond MAX_CHECKS signatures count as rejected."""
-        keyring = self._keyring
-        ordered = sorted(messages, key=lambda message: message.notice.version, reverse=True)
-        if keyring is None:
-            return ordered[0].notice if ordered else None
-        allowed = keyring.trusted if self._allowed is None else self._allowed()
-        checks = 0
-        for index, message in enumerate(ordered):
+        notices = [(message.content, message) for message in messages if isinstance(message.content, Notice)]
+        ordered = sorted(notices, key=lambda item: item[0].version, reverse=True)
+        if self._keyring is None:
+            return ordered[0][0] if ordered else None
+        allowed, checks = self._allowed_keys(), 0
+        for index, (notice, message) in enumerate(ordered):
             if message.signature is None or message.signature.key not in allowed:
                 self.rejected += 1
                 continue
@@ -105,13 +144,36 @@ class NoticeVerifier:
                     break
                 checks += 1
                 try:
-                    keyring.check_bytes(KIND, message.data, message.signature, "notice", allowed)
+                    self._keyring.check_bytes(KIND, message.data, message.signature, "notice", allowed)
                 except SignatureError:
                     self.rejected += 1
                     continue
                 self._proven = message
-            return message.notice
+            return notice
         return None
+
+    def upcoming(self, messages: Iterable[Message]) -> Upcoming | None:
+        """Return the objects named last, if validly signed: one check at most."""
+        named = [(message.content, message) for message in messages if isinstance(message.content, Upcoming)]
+        if not named:
+            return None
+        upcoming, message = named[-1]
+        if self._keyring is None:
+            return upcoming
+        allowed = self._allowed_keys()
+        try:
+            if message.signature is None or message.signature.key not in allowed:
+                raise SignatureError("no key in use has signed it")
+            self._keyring.check_bytes(UPCOMING_KIND, message.data, message.signature, "notice", allowed)
+        except SignatureError:
+            self.rejected += 1
+            return None
+        return upcoming
+
+    def _allowed_keys(self) -> frozenset[str]:
+        if self._allowed is not None:
+            return self._allowed()
+        return frozenset() if self._keyring is None else self._keyring.trusted
 
 
 REPEAT_SECONDS = 1.0

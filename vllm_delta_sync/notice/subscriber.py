@@ -9,7 +9,7 @@ import zmq
 
 from vllm_delta_sync.errors import FormatError, NoticeError
 from vllm_delta_sync.notice import curve
-from vllm_delta_sync.notice.messages import Message, Notice, NoticeVerifier, parse
+from vllm_delta_sync.notice.messages import UPCOMING_SUFFIX, Message, Notice, NoticeVerifier, Upcoming, parse
 from vllm_delta_sync.notice.sockets import (
     MAX_FRAME_BYTES,
     LogThrottle,
@@ -43,6 +43,7 @@ class NoticeSubscriber:
         keyring: Keyring | None = None,
         allowed: Callable[[], frozenset[str]] | None = None,
         log: logging.Logger | None = None,
+        on_upcoming: Callable[[Upcoming], None] = lambda upcoming: None,
     ) -> None:
         """Connect to ``address``, such as ``tcp://trainer:5555``. The publisher may start later.
 
@@ -51,6 +52,7 @@ class NoticeSubscriber:
             keyring: if it has trusted keys, notices not signed by one of them are ignored.
             allowed: returns the public signing keys that are in use now; None means the trusted keys.
             log: logger for failed handshakes.
+            on_upcoming: called in ``receive`` with the objects of a version whose manifest is not written yet.
 
         Raises:
             NoticeError: ``address`` is malformed.
@@ -59,6 +61,8 @@ class NoticeSubscriber:
         self.address = address
         self.malformed = 0
         self._run = run
+        self._topics = {run.encode(), (run + UPCOMING_SUFFIX).encode()}
+        self._on_upcoming = on_upcoming
         self._lock = threading.Lock()
         self._verifier = NoticeVerifier(keyring, allowed)
         self._context = zmq.Context()
@@ -116,7 +120,11 @@ class NoticeSubscriber:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(monitor.socket, zmq.POLLIN)
         ready = dict(poller.poll(max(0, round((until - time.monotonic()) * 1000))))
-        newest = self._verifier.newest(self._drain()) if self._socket in ready else None
+        messages = self._drain() if self._socket in ready else []
+        newest = self._verifier.newest(messages)
+        upcoming = self._verifier.upcoming(messages)
+        if upcoming is not None:
+            self._on_upcoming(upcoming)
         if monitor.socket in ready:
             monitor.read()
         self._connection.reconnect_if_due()
@@ -126,7 +134,7 @@ class NoticeSubscriber:
         found: list[Message] = []
         for frames in received(self._socket, MAX_DRAIN):
             # Subscriptions match by prefix: run "a" receives notices of run "ab" too.
-            if frames[0] != self._run.encode():
+            if frames[0] not in self._topics:
                 continue
             try:
                 found.append(parse(frames, self._run))
