@@ -115,7 +115,7 @@ def broker(key: Key | None, publisher: Key, subscriber: Key) -> Iterator[tuple[s
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert running.stdout is not None
-        bound = json.loads(running.stdout.readline())
+        bound = json.loads(running.stdout.readline())["data"]
         yield bound["publishers"], bound["subscribers"]
     finally:
         running.terminate()
