@@ -41,12 +41,12 @@ from benchmarks.common.processes import SERVE_ARGUMENTS, Child, cores, free_port
 from benchmarks.common.rows import Row, parser, row, write
 from benchmarks.common.tables import grid
 from benchmarks.serving.figures import (
+    AFTER_SECONDS,
     Arrivals,
     Phase,
     Sync,
     lost_by_blocks,
     lost_by_syncs,
-    phases,
     speed_while_staging,
 )
 from benchmarks.serving.run import SIZES
@@ -127,15 +127,23 @@ def take(client: httpx.Client, version: int) -> Sync:
     return Sync(asked, answered, document["recent"][-1])
 
 
-def follow(client: httpx.Client, plan: Sequence[Phase]) -> list[Sync]:
-    """Go through the phases; the syncs that were made, each in the middle of its phase."""
+def follow(client: httpx.Client, blocks: int, seconds: float) -> tuple[list[Phase], list[Sync]]:
+    """Go through the phases, with a sync in the middle of each that has one.
+
+    Blocks of four phases: without, with, with, without syncs. A phase lasts longer than ``seconds`` if its sync does.
+    """
+    phases: list[Phase] = []
     syncs: list[Sync] = []
-    for phase in plan:
-        if phase.syncs:
-            _sleep_until((phase.start + phase.end) / 2)
+    start = time.monotonic()
+    for has_sync in [False, True, True, False] * blocks:
+        if has_sync:
+            _sleep_until(start + seconds / 2)
             syncs.append(take(client, len(syncs) + 2))
-        _sleep_until(phase.end)
-    return syncs
+        _sleep_until(max(start + seconds, time.monotonic() + AFTER_SECONDS if has_sync else 0.0))
+        end = time.monotonic()
+        phases.append(Phase(has_sync, start, end))
+        start = end
+    return phases, syncs
 
 
 def _sleep_until(when: float) -> None:
@@ -157,8 +165,7 @@ def measure(size: str, plan: Plan, folder: Path) -> list[Row]:
             _sleep_until(time.monotonic() + SETTLE_SECONDS)
             take(client, 1)
             _sleep_until(time.monotonic() + SETTLE_SECONDS)
-            course = phases(time.monotonic(), plan.blocks, plan.every)
-            syncs = follow(client, course)
+            course, syncs = follow(client, plan.blocks, plan.every)
     return figures(f"{size}, every {plan.every:g} s", Arrivals(np.load(file)), course, syncs, plan)
 
 

@@ -69,12 +69,6 @@ class Arrivals:
         return found
 
 
-def phases(start: float, blocks: int, seconds: float) -> list[Phase]:
-    """Blocks of four phases: without, with, with, without syncs. In each, a steady drift of the machine cancels."""
-    order = [False, True, True, False] * blocks
-    return [Phase(syncs, start + n * seconds, start + (n + 1) * seconds) for n, syncs in enumerate(order)]
-
-
 def lost_by_blocks(arrivals: Arrivals, plan: Sequence[Phase]) -> Estimate:
     """Share of the tokens that are lost with syncs, one value for each block of four phases."""
     found = []
