@@ -371,7 +371,7 @@ def try_one(name: str, made: Distributions, screen: Screen, folder: Path) -> Out
     try:
         CHECKS[name](made, Environment(Runner(screen), folder / name), outcome)
         screen.found(f"{name}: {outcome.result}")
-    except (ReleaseError, AssertionError, OSError, KeyError, ValueError, httpx.HTTPError) as error:
+    except (ReleaseError, AssertionError, OSError, LookupError, ValueError, httpx.HTTPError) as error:
         outcome.error = f"{error}" or repr(error)
         screen.say(f"✗ {name}: {outcome.error}")
     outcome.seconds = time.monotonic() - began
