@@ -12,6 +12,7 @@
 # GPU_FLAGS    more arguments for make test-gpu, such as --quick or --layers 32
 # WORKERS  that run the tests side by side (one more than cores, 8 at most: each takes some 3 GB)
 # SOAK_VERSIONS that make soak publishes
+# CHECKS   that make release-check makes, such as server-cpu (all of them)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
@@ -26,6 +27,7 @@ THREE_FLAGS ?=
 PYTEST_FLAGS ?=
 GPU_FLAGS ?=
 SOAK_VERSIONS ?= 300
+CHECKS ?=
 SETUPTOOLS := setuptools==84.2.1
 
 # For test-gpu: a python that has a CUDA build of torch already, and vLLM. The one on PATH, unless PYTHON is given.
@@ -42,7 +44,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo example-trl example-three-machines test test-full test-s3 test-gpu test-images test-page support fuzz soak lint bench models clean
+.PHONY: help demo example-trl example-three-machines test test-full test-s3 test-gpu test-images test-page support fuzz soak lint bench models dist release-check clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
@@ -149,7 +151,13 @@ models: $(STAMP) ## patch every architecture that vLLM knows, made small; writes
 	$(PIP) install -qq --no-deps --upgrade --target .venv/torchvision $(TORCHVISION)
 	PYTHONPATH=.venv/torchvision $(BIN)/python -m tests.tools.models --write docs/models.md
 
+dist: $(STAMP) ## build the source distribution and the wheel of this version, and check both; writes dist/
+	$(BIN)/python -m tests.tools.dist
+
+release-check: dist ## install both in clean environments, publish and serve there. Needs 12 GB for a while
+	$(BIN)/python -m tests.tools.release $(CHECKS)
+
 clean: ## remove what the other targets made, .venv included
-	rm -rf .venv .venv-support .venv-gpu build demo-out publish-out trl-out three-out bench-out soak-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-support .venv-gpu build dist demo-out publish-out trl-out three-out bench-out soak-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -rf *.egg-info requirements/vllm_alias/build requirements/vllm_alias/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

