@@ -26,7 +26,7 @@ from vllm_delta_sync.settings import NO_SETTINGS, ClientSettings, Settings, envi
 from vllm_delta_sync.trust.keys import generate
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 SHARED = "/mnt/shared"
 """Where the documents put their run."""
 # Arguments of vLLM, pip, hf, torchrun, slime and our scripts.
