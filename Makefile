@@ -44,7 +44,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo example-trl example-three-machines test test-full test-s3 test-gpu test-images test-page support fuzz soak lint bench models dist release-check clean
+.PHONY: help demo example-trl example-three-machines test test-full test-s3 test-gpu test-images test-page support fuzz soak lint docs bench models dist release-check clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
@@ -140,6 +140,9 @@ lint: $(STAMP) ## ruff, mypy and import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(STAMP) ## build the documentation as a site, which loads nothing from other hosts; writes site-out/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: $(STAMP) ## run every benchmark; writes benchmarks/results/ and docs/benchmarks.md (with BENCH_FLAGS: bench-out/)
 	@out="$(if $(BENCH_FLAGS),bench-out,benchmarks/results)"; \
 	for name in $(BENCHMARKS); do \
@@ -158,6 +161,6 @@ release-check: dist ## install both in clean environments, publish and serve the
 	$(BIN)/python -m tests.tools.release $(CHECKS)
 
 clean: ## remove what the other targets made, .venv included
-	rm -rf .venv .venv-support .venv-gpu build dist demo-out publish-out trl-out three-out bench-out soak-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-support .venv-gpu build dist demo-out publish-out trl-out three-out bench-out soak-out site-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -rf *.egg-info requirements/vllm_alias/build requirements/vllm_alias/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

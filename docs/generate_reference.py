@@ -1,12 +1,14 @@
-"""Generate docs/REFERENCE.md from the code: ``python docs/generate_reference.py``; ``--check`` only compares.
+"""Generate docs/REFERENCE.md and docs/guarantees.md: ``python docs/generate_reference.py``; ``--check`` only compares.
 
-Names, types, defaults and numbers are read from the code. The meaning of fields of JSON documents stands in
-reference_tables.py, and tests/docs/test_docs.py compares their keys with documents that a real receiver made.
+Names, types, defaults and numbers of the reference are read from the code. The meaning of fields of JSON documents
+stands in reference_tables.py, and tests/docs/test_docs.py compares their keys with documents that a real receiver
+made. The guarantees are the table of suites in tests/README.md.
 """
 
 import argparse
 import ast
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,24 +44,25 @@ from vllm_delta_sync.engine.api.version_waiters import UnreachableError
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.observe.states import STATES
 
-TARGET = Path(__file__).with_name("REFERENCE.md")
+ROOT = Path(__file__).parents[1]
 
 BOUNDS = (("exclusiveMinimum", ">"), ("minimum", "≥"), ("exclusiveMaximum", "<"), ("maximum", "≤"))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the file, or with ``--check`` say (exit status 1) that it is out of date."""
+    """Write both files, or with ``--check`` say (exit status 1) which one is out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the file is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a file is out of date")
     options = parser.parse_args(arguments)
-    text = reference()
-    if not options.check:
-        TARGET.write_text(text)
-        return 0
-    if TARGET.exists() and TARGET.read_text() == text:
-        return 0
-    sys.stderr.write(f"{TARGET.name} is out of date; run: python docs/{Path(__file__).name}\n")
-    return 1
+    outdated = 0
+    for name, text in {"REFERENCE.md": reference(), "guarantees.md": guarantees()}.items():
+        target = Path(__file__).with_name(name)
+        if not options.check:
+            target.write_text(text)
+        elif not target.exists() or target.read_text() != text:
+            sys.stderr.write(f"{name} is out of date; run: python docs/{Path(__file__).name}\n")
+            outdated = 1
+    return outdated
 
 
 def reference() -> str:
@@ -456,6 +459,39 @@ def versions() -> Iterator[str]:
     )
     yield "## Limits"
     yield "What a reader accepts: [FORMAT.md, section 15](FORMAT.md#15-limits)."
+
+
+# Guarantees
+
+
+def guarantees() -> str:
+    """The page of guarantees: the table of tests/README.md with commands in place of suites."""
+    text = (ROOT / "tests" / "README.md").read_text()
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", text.partition("| guarantee | suite |")[2].partition("\n\n")[0], re.M)
+    parts = [
+        "# Guarantees and their proofs",
+        "What the other pages promise, and the command that proves it in a checkout, once `make lint` has made "
+        "`.venv`. `make test` runs most of these suites, `make test-full` all of them, with more examples. Suites in "
+        "`tests/e2e` start real vLLM servers. `make test-gpu` needs a GPU, and `make test-page` Chromium.",
+        f"Generated from [tests/README.md](../tests/README.md) by `docs/{Path(__file__).name}`; do not edit it.",
+        table(("guarantee", "command"), ((promise, proof(suites)) for promise, suites in rows)),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def proof(suites: str) -> str:
+    """The commands for the suites of a row: pytest for files and folders, and targets of make."""
+    names = re.findall(r"`([^`]+)`", suites)
+    targets = [code(name) for name in names if name.startswith("make ")]
+    files = []
+    for name in names:
+        if not name.startswith("make "):
+            found = sorted(ROOT.glob(f"tests/{name}"))
+            if not found:
+                raise SystemExit(f"tests/README.md names {name}, which is not in tests/")
+            files += [f"{path.relative_to(ROOT)}" for path in found]
+    pytest = [code(f".venv/bin/python -m pytest {' '.join(files)}")] if files else []
+    return ", ".join([*pytest, *targets])
 
 
 if __name__ == "__main__":

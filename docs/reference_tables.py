@@ -31,7 +31,7 @@ STATUS_FIELDS = {
     "ranks[].tensors": "number of tensors of the run",
     "ranks[].unloaded": "names of the run's tensors that the model does not load, such as a tied head",
     "ranks[].derived": (
-        "names of those that the model reads only through derived tensors, see [routes](DESIGN.md#routes)"
+        "names of those that the model reads only through derived tensors, see [routes](design/routes.md)"
     ),
     "ranks[].ms": "milliseconds: `trace` (finding the routes) and `scan` (hashing all weights)",
     "role": "of this API server: `leader`, which runs the receiver, or `follower`, which shows the leader's status",

@@ -63,7 +63,8 @@ class Publisher:
     ``os.fork``.
 
     Attributes:
-        run: id of the run, 32 hex digits. url: the run's URL.
+        run: id of the run, 32 hex digits.
+        url: the run's URL.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from vllm_delta_sync.settings import NO_SETTINGS, ClientSettings, Settings, envi
 from vllm_delta_sync.trust.keys import generate
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 SHARED = "/mnt/shared"
 """Where the documents put their run."""
 # Arguments of vLLM, pip, hf, torchrun, slime and our scripts.
@@ -82,6 +82,8 @@ FOREIGN_FLAGS = {
     "--quick",
     "--versions",
 }
+ABOUT_TESTS = {"DESIGN.md", "architecture.md", "attacks.md", "guarantees.md", "support.md"}
+"""Pages for contributors, and records of what was tested."""
 SERVERS = {"role", "server", "servers", "servers[].server", "servers[].pid", "servers[].role"}
 """Members of the status that an API server adds; tests/receiver/test_api_servers.py sees them."""
 
@@ -181,7 +183,7 @@ def test_python_compiles_and_imports_what_exists(path: Path) -> None:
                 assert {alias.name for alias in node.names} <= set(module.__all__)
 
 
-def test_reference_is_up_to_date() -> None:
+def test_generated_pages_are_up_to_date() -> None:
     done = subprocess.run(
         [sys.executable, "docs/generate_reference.py", "--check"],
         cwd=ROOT,
@@ -241,6 +243,11 @@ def test_files_and_tests_that_are_named_exist(path: Path) -> None:
         file = next((base / named for base in (ROOT, ROOT / "vllm_delta_sync") if (base / named).exists()), None)
         assert file is not None, named
         assert not test or f"def {test}(" in file.read_text(), f"{named}::{test}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_pages_for_users_name_no_test_files(path: Path) -> None:
+    assert path.name in ABOUT_TESTS or re.findall(r"\btests/[\w/]+\.py|\btest_\w+", path.read_text()) == []
 
 
 def paths_of(document: Any, prefix: str = "") -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Faults in real processes: what is served afterwards, proven by its fingerprint, and whether requests are answered.
 
-The first half happens to one server of two tensor-parallel ranks that survives it all; docs/DESIGN.md has the table.
+The first half happens to one server of two tensor-parallel ranks that survives it all; docs/design/failures.md has
+the table.
 """
 
 import shutil

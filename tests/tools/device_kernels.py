@@ -99,7 +99,7 @@ HEADER = """\
 # Kernels for GPUs
 
 Made by `python -m tests.tools.device_kernels --write`, which needs no GPU: registers + bytes of stack of a thread, for
-three generations of GPUs. Registers spill to the stack. `tests/receiver/test_device_kernels.py` fails if a kernel takes
+three generations of GPUs. Registers spill to the stack. A test ([guarantees](guarantees.md)) fails if a kernel takes
 more. It also runs every kernel under Triton's interpreter and compares the results with those of a CPU. No kernel has
 run on a GPU.
 

@@ -18,7 +18,7 @@ from vllm_delta_sync.tensors.bits import Bits, order_masks
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of
 
 WINDOW_ELEMENTS = 32 * 1024**2
-"""Elements compared at once: bounds the device memory of a comparison, see docs/DESIGN.md, Costs."""
+"""Elements compared at once: bounds the device memory of a comparison, see docs/design/costs.md."""
 
 Differences = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Extract = Callable[[torch.Tensor, torch.Tensor, str], Differences]
