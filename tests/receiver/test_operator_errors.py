@@ -1,6 +1,6 @@
 """What an operator gets wrong, or what fails around a server: one line that names it, now and then; and it heals alone.
 
-Receivers, services and stores are the real ones. docs/operations.md lists what else there is a test for elsewhere.
+Receivers, services and stores are the real ones. tests/README.md lists the tests of other causes.
 """
 
 import itertools
