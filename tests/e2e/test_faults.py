@@ -191,6 +191,7 @@ HUNG = "a rank hangs in a commit"
 
 
 @one_rank
+@pytest.mark.slow
 def test_server_ends_and_comes_back(follower: Follower) -> None:
     """Ended by itself as nobody can tell what a rank holds, and killed in a commit.
 

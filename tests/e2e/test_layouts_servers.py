@@ -75,6 +75,7 @@ def spans_of(client: httpx.Client, engine: int) -> set[int]:
     return {span["version"] for span in answer["delta_sync"]["spans"]}
 
 
+@pytest.mark.slow
 def test_one_leads_and_the_others_pass_on(tmp_path: Path) -> None:
     world = World(tmp_path, "llama_one_kv_head")
     with world.serve(*FLAGS, environment=ranks_bound(2)) as server, each_of(server, 2) as each:

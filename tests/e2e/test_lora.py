@@ -131,6 +131,7 @@ class Adapter:
         return said
 
 
+@pytest.mark.slow
 def test_a_server_follows_two_adapters_beside_its_base(tmp_path: Path) -> None:
     world = World(tmp_path, rate=1e-3)
     math, code = (

@@ -13,15 +13,15 @@ import torch
 from tests.e2e import warm
 from tests.e2e.quantized import ROLLED_BACK_TO, VERSIONS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("quantized")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("quantized")]
 
 
 @pytest.mark.parametrize(
     ("family", "scheme"),
     [
         ("qwen2", "int8 channel"),  # has biases, and a tied head
-        pytest.param("llama", "int8 channel", marks=pytest.mark.slow),
-        pytest.param("llama", "int8 tensor", marks=pytest.mark.slow),
+        ("llama", "int8 channel"),
+        ("llama", "int8 tensor"),
     ],
 )
 def test_int8_is_followed_and_rolled_back_bit_for_bit(tmp_path: Path, family: str, scheme: str) -> None:

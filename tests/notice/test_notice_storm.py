@@ -235,7 +235,9 @@ def put_decoy(run: Path) -> tuple[str, int]:
     """An object of a stranger in a run's bucket: its SHA-256 and size."""
     content = b"decoy"
     digest = sha256(content).hexdigest()
-    (run / object_key(digest)).write_bytes(content)
+    path = run / object_key(digest)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
     return digest, len(content)
 
 

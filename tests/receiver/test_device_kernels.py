@@ -33,6 +33,7 @@ def test_kernels_compute_what_a_cpu_computes(program: str) -> None:
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_kernels_compile_and_take_no_more_registers_than_the_document_says(tmp_path: Path) -> None:
     done = run_with_triton("tests.tools.device_kernels", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,11 +6,17 @@ import pytest
 import torch
 
 from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, assert_stopped, publish
-from trainer_side import Publisher
+from trainer_side import Publisher, writer
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ConflictError, PublishError
 from vllm_delta_sync.format.documents import CLAIMS_PREFIX, Claim, claim_key
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, version_key
+
+
+@pytest.fixture(params=["near", "far"], autouse=True)
+def distance(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer makes its checks before a commit in sequence, or together and while its objects are being stored."""
+    monkeypatch.setattr(writer, "is_remote", lambda url: request.param == "far")
 
 
 class Once:

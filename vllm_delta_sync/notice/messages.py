@@ -108,7 +108,8 @@ def _upcoming(run: str, objects: Any) -> Upcoming:
     for item in objects:
         match item:
             case [str(digest), int(size)] if _DIGEST.fullmatch(digest) and 0 < size <= MAX_MODEL_BYTES:
-                continue
+                if not isinstance(size, bool):
+                    continue
         raise FormatError("notice names an object that is not a pair of SHA-256 in hex and size")
     return Upcoming(run, tuple((digest, size) for digest, size in objects))
 

@@ -100,6 +100,8 @@ def _forked(folder: Path, number: int, rank: int, order: dict[str, Any]) -> int:
         with (folder / f"{number}-{rank}.log").open("wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+        # torch makes its pool of threads anew after a fork, and not safely if several threads ask for it at once.
+        torch.set_num_threads(1)
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
         size = order["size"]
