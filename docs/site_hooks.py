@@ -23,6 +23,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "CHANGELOG.md": "CHANGELOG.md",
+    "SECURITY.md": "security-policy.md",
     "docker/README.md": "docker/README.md",
     "examples/README.md": "examples/README.md",
     "tests/README.md": "tests/README.md",

@@ -144,7 +144,6 @@ def test_native_calls_reach_the_server_that_leads(tmp_path: Path) -> None:
     trainer.close()
 
 
-@pytest.mark.slow
 def test_async_engine_is_followed_in_the_callers_process(attached: dict[str, Any]) -> None:
     seen = attached["doors"]
     assert "start_weight_update reached a worker" in seen["unattached"]
@@ -162,7 +161,6 @@ def test_async_engine_is_followed_in_the_callers_process(attached: dict[str, Any
     assert "call attach_async again" in seen["closed"]
 
 
-@pytest.mark.slow
 def test_async_engine_takes_native_calls(attached: dict[str, Any]) -> None:
     seen = attached["doors"]
     for name, words in {
