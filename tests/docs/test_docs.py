@@ -82,7 +82,7 @@ FOREIGN_FLAGS = {
     "--quick",
     "--versions",
 }
-ABOUT_TESTS = {"DESIGN.md", "architecture.md", "attacks.md", "guarantees.md", "support.md"}
+ABOUT_TESTS = {"DESIGN.md", "releasing.md", "architecture.md", "attacks.md", "guarantees.md", "support.md"}
 """Pages for contributors, and records of what was tested."""
 SERVERS = {"role", "server", "servers", "servers[].server", "servers[].pid", "servers[].role"}
 """Members of the status that an API server adds; tests/receiver/test_api_servers.py sees them."""

@@ -149,7 +149,7 @@ def test_a_server_reads_from_the_cache_what_the_publisher_named(hub: Hub, tmp_pa
     wait_until(lambda: service.receiver.board.document()["notice"]["heard_seconds"] is not None)
     for step in (1, 2, 3):
         world.train(step)
-        wait_until(lambda step=step: service.receiver.served_version == step)
+        wait_until(lambda step=step: service.receiver.served_version == step)  # type: ignore[misc]
     world.expect_exact()
     with open_run(URL) as run:
         listed = {ref.sha256 for manifest in run.log() for ref in manifest.objects}
