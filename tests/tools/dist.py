@@ -204,8 +204,8 @@ def _metadata_problems(what: str, data: bytes) -> Iterator[str]:
     try:
         metadata = Metadata.from_email(data)
     except (ExceptionGroup, InvalidMetadata) as error:
-        found = error.exceptions if isinstance(error, ExceptionGroup) else [error]
-        yield f"{what}: " + "; ".join(map(str, found))
+        invalid = error.exceptions if isinstance(error, ExceptionGroup) else [error]
+        yield f"{what}: " + "; ".join(map(str, invalid))
         return
     wanted = {name: project()[name] for name in ("name", "version", "description", "license")}
     found = {

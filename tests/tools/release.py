@@ -239,8 +239,8 @@ def try_trainer_sdist(made: Distributions, environment: Environment, outcome: Ou
 def resolved(environment: Environment, *requirements: str | Path) -> dict[str, str]:
     """Version by distribution of all that pip would install in an empty environment; errors as ``Runner.run``."""
     report = environment.work / "report.json"
-    options = ["--dry-run", "--ignore-installed", "--report", report]
-    environment.pip("install", "-q", *options, *requirements, seconds=RESOLVE_SECONDS)
+    options = ["install", "-q", "--dry-run", "--ignore-installed", "--report"]
+    environment.pip(*options, report, *requirements, seconds=RESOLVE_SECONDS)
     items = json.loads(report.read_text())["install"]
     return {item["metadata"]["name"].lower(): item["metadata"]["version"] for item in items}
 

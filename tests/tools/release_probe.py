@@ -28,10 +28,11 @@ def publish(folder: Path) -> None:
     from trainer_side import Publisher
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.LayerNorm(32)).to(torch.bfloat16)
+    linear = torch.nn.Linear(64, 32)
+    model = torch.nn.Sequential(linear, torch.nn.LayerNorm(32)).to(torch.bfloat16)
     with Publisher(model, bucket=str(folder / "run")) as publisher:
         with torch.no_grad():
-            model[0].weight[5] += 1
+            linear.weight[5] += 1
         result = publisher.publish(step=1, wait=True)
     if (result.version, result.changed) != (1, 64):
         sys.exit(f"version {result.version} with {result.changed} changed elements; expected version 1 with 64")
@@ -44,7 +45,7 @@ def compare(folder: Path) -> None:
     from safetensors.torch import load_file
 
     expected = load_file(folder / "expected.safetensors")
-    exported = {}
+    exported: dict[str, torch.Tensor] = {}
     for path in (folder / "export").glob("*.safetensors"):
         exported |= load_file(path)
     if exported.keys() != expected.keys():

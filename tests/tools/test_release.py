@@ -15,6 +15,7 @@ import pytest
 from tests.support.compose import FOLDER
 from tests.tools import release
 from tests.tools.dist import LINK, ROOT, Distributions, build, for_index, problems, project
+from tests.tools.images import Screen
 from tests.tools.release import CHECKS, Environment, Outcome, ReleaseError, install_commands, run_all, table
 from vllm_delta_sync import __version__
 
@@ -151,7 +152,7 @@ def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
 
 def test_a_command_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(release, "QUIET_SECONDS", 0.05)
-    runner = release.Runner(release.Screen())
+    runner = release.Runner(Screen())
     with pytest.raises(ReleaseError, match="did not end"):
         runner.run([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path, seconds=0.1)
 
