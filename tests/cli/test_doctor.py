@@ -272,6 +272,21 @@ def test_damaged_runs(run: Path, name: str) -> None:
         assert ("--mirror" if name == "run.json gone" else "delta-sync verify") in found.remedy
 
 
+@pytest.mark.parametrize("name", [name for name in DAMAGES if name not in ("hole", "only begun")])
+def test_of_a_long_run_the_newest_versions_count(run: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What is damaged there is found; what is damaged before is left to ``verify``."""
+    monkeypatch.setattr(bucket_checks, "AUDITED_VERSIONS", 2)
+    cut(run / "versions" / "0000000002.json")
+    assert look(run, size=0, reads_only=True)["run"].verdict == "ok"
+    assert open_run(str(run)).verify(findings=True).findings
+    damage, verdict, kind = DAMAGES[name]
+    damage(run)
+    found = look(run, size=0, reads_only=True)["run"]
+    # Without HEAD.json it is not known which are the newest, so all are read.
+    expected = ("failed", "format") if name == "HEAD gone" else (verdict, kind)
+    assert (found.verdict, error_of(found)[0]) == expected
+
+
 def test_ago() -> None:
     texts = {-5: "5 s in the future", 0: "0 s ago", 119: "119 s ago", 120: "2 min ago", 7200: "2 h ago"}
     assert {seconds: ago(seconds) for seconds in texts} == texts

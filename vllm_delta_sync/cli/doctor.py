@@ -24,9 +24,9 @@ from vllm_delta_sync.settings import check_bucket
 EXAMPLES = """\
 Prints one line for each check, then what to do about failures and warnings. Checks of the bucket: URL and credentials;
 whether a small test object can be put, overwritten, read, listed, created only once and deleted; latency, throughput
-and the store's clock; the run's documents (`delta-sync verify` also reads the objects). Checks of the server: whether
-it answers, has the plugin, follows the run, and receives notices. Each side stops at its first failure, unless
---keep-going is given.
+and the store's clock; the documents of the run's newest 200 versions (`delta-sync verify` reads all of them, and the
+objects). Checks of the server: whether it answers, has the plugin, follows the run, and receives notices. Each side
+stops at its first failure, unless --keep-going is given.
 
 Test objects are stored under doctor/ and removed at the end. If the doctor is killed, a run of it a day later removes
 them.

@@ -1,4 +1,4 @@
-"""``DocumentAudit`` reads every document of a run, and finds those that are missing, damaged or rewritten.
+"""``DocumentAudit`` reads the documents of a run, and finds those that are missing, damaged or rewritten.
 
 A manifest is bound by its digest: the next manifest names it, and so do HEAD.json, tags, anchors, merged deltas and
 claims. Manifests are read from the newest down, so that each is checked against one that was checked already.
@@ -99,6 +99,10 @@ def named_versions(document: Standalone) -> list[tuple[int, str, str | None]]:
 class DocumentAudit:
     """Audits the documents of a run.
 
+    Args:
+        newest: audit only so many of the versions up to the one that HEAD.json names, and what belongs to them; None,
+            or a HEAD.json that cannot be read, means all.
+
     Attributes:
         findings: the problems: HEAD.json first, then by version.
         top: newest version that exists, or that a document names.
@@ -113,7 +117,7 @@ class DocumentAudit:
         NotFoundError: nothing is published yet. StoreError: the store failed.
     """
 
-    def __init__(self, run: RunDocuments) -> None:
+    def __init__(self, run: RunDocuments, newest: int | None = None) -> None:
         self._run = run
         self._named: dict[int, dict[str, str]] = {}
         self._parents: dict[int, str] = {}
@@ -135,6 +139,7 @@ class DocumentAudit:
         # HEAD.json comes first: if a publisher is running, what is read later can only be newer.
         self.head = self._read_head()
         self.pointed = None if self.head is None else self.head.version
+        self._first = 0 if newest is None or self.pointed is None else max(0, self.pointed - newest + 1)
         for prefix in (ANCHORS_PREFIX, FOLDS_PREFIX, TAGS_PREFIX, CLAIMS_PREFIX, RETENTION_KEY):
             self._read_standalone(prefix)
         self.top = self._top()
@@ -199,7 +204,7 @@ class DocumentAudit:
         self._named.setdefault(version, {}).setdefault(digest, key)
 
     def _read_standalone(self, prefix: str) -> None:
-        keys = [item.key for item in self._run.bucket.list(prefix)]
+        keys = [item.key for item in self._run.bucket.list(prefix) if _last_version(item.key) >= self._first]
         documents = read_ahead(lambda key: _outcome(lambda: read_standalone(self._run, key)), keys)
         for key, document in zip(keys, documents, strict=True):
             if isinstance(document, NotFoundError) or document is None:
@@ -246,7 +251,7 @@ class DocumentAudit:
     def _read_manifests(self) -> None:
         above: Manifest | None = None
         skipped: Manifest | None = None
-        versions = range(self.top, -1, -1)
+        versions = range(self.top, self._first - 1, -1)
         found = read_ahead(lambda version: _outcome(lambda: self._run.manifest(version)), versions)
         for version, manifest in zip(versions, found, strict=True):
             if isinstance(manifest, DeltaSyncError):
@@ -366,6 +371,12 @@ class DocumentAudit:
     def usable_anchors(self) -> set[int]:
         """Return the versions with a standalone anchor that has no finding."""
         return {version for version in self.anchors if anchor_key(version) not in self._bad_keys}
+
+
+def _last_version(key: str) -> int:
+    """Return the version that an anchor is of, or a merged delta leads to; the highest for any other key."""
+    pair, version = merged_delta_of_key(key), anchor_of_key(key)
+    return pair[1] if pair is not None else limits.MAX_VERSION if version is None else version
 
 
 def _outcome(read: Callable[[], _Found]) -> _Found | DeltaSyncError:
