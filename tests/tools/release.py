@@ -97,6 +97,10 @@ class Runner:
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
 
+    def say(self, text: str) -> None:
+        """Show a line."""
+        self._screen.say(text)
+
     def run(self, command: Sequence[str | Path], folder: Path, seconds: float = COMMAND_SECONDS) -> str:
         """Run a command to its end; returns its standard output.
 
@@ -176,6 +180,10 @@ class Environment:
         """Run pip; errors as ``Runner.run``."""
         options = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
         return self.run("python", *options, *arguments, folder=folder, seconds=seconds)
+
+    def say(self, text: str) -> None:
+        """Show what happens in this process."""
+        self._runner.say(text)
 
     def probe(self, step: str, version: str) -> dict[str, Any]:
         """Run a step of release_probe.py, which must import what is installed, of that version."""
@@ -344,6 +352,7 @@ def serve(environment: Environment) -> None:
     command += ["--served-model-name", MODEL]
     environment_of_server = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
     log = environment.folder / "server.log"
+    environment.say(_short(command))
     with serving(checkpoint, log, command, environment_of_server, cold=True) as server:
         status = server.wait_served(last)
         running = status["versions"]["vllm_delta_sync"]

@@ -143,6 +143,24 @@ def test_a_check_that_fails_is_in_the_table_and_the_next_one_runs(
     assert not folders[0].exists()
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_vllm_that_is_out_of_reach_is_told_from_a_wheel_that_does_not_fit(
+    alone: bool, monkeypatch: pytest.MonkeyPatch, made: Distributions
+) -> None:
+    """``alone``: vLLM resolves by itself, so that the wheel is to blame."""
+
+    def resolved(environment: Environment, *requirements: str | Path) -> dict[str, str]:
+        if alone and str(made.wheel) not in str(requirements[0]):
+            return {"vllm": "0.33.0"}
+        raise ReleaseError("No matching distribution")
+
+    monkeypatch.setattr(release, "resolved", resolved)
+    monkeypatch.setattr(release, "NEEDED_BYTES", 0)
+    (outcome,) = run_all(["server-gpu"], made)
+    assert (outcome.error is not None) == alone
+    assert bool(outcome.remarks) != alone
+
+
 def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.tools.release", "--dist", str(tmp_path), *CHECKS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
