@@ -184,8 +184,12 @@ class RunWriter:
 
     def check_early(self) -> None:
         """Begin the checks that the next ``commit`` needs, so that they do not wait for the objects to be stored."""
+        self._early_check = None
         if is_remote(self._bucket.url) and self._bucket.supports_conditional_put:
-            self._early_check = time.monotonic(), start_call(self.check_not_fenced)
+            try:
+                self._early_check = time.monotonic(), start_call(self.check_not_fenced)
+            except RuntimeError:
+                pass  # there are too many threads: ``commit`` makes the checks
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest: when this returns, the version is durable and ``newest``.
