@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.breakeven.__main__ import apply
 from benchmarks.budgets import chart
-from benchmarks.common.rows import Row, parser, row, write
+from benchmarks.common.rows import Row, parser, row, start, write
 from benchmarks.common.tables import grid
 from examples import rl_loop
 from examples.rl_loop import Answer
@@ -172,7 +172,7 @@ def tables(rows: list[Row]) -> list[str]:
 def main(arguments: list[str] | None = None) -> None:
     known = parser(BENCH, __doc__ or "")
     known.add_argument("--steps", type=int, default=STEPS, help=f"of each run (default: {STEPS})")
-    options = known.parse_args(arguments)
+    options = start(known, arguments)
     seeds, steps = (SEEDS[:1], 3) if options.quick else (SEEDS, options.steps)
     if options.quick:
         rl_loop.reward = any_reward

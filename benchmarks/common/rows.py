@@ -6,14 +6,17 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+RESULTS = Path(__file__).parents[1] / "results"
 Row = dict[str, Any]
 PACKAGES = ("torch", "numpy", "vllm")
+_BEGAN = time.monotonic()
 
 
 def parser(bench: str, description: str) -> argparse.ArgumentParser:
@@ -26,7 +29,17 @@ def parser(bench: str, description: str) -> argparse.ArgumentParser:
 
 def parse(bench: str, description: str, arguments: list[str] | None = None) -> argparse.Namespace:
     """``--json FILE`` and ``--quick``."""
-    return parser(bench, description).parse_args(arguments)
+    return start(parser(bench, description), arguments)
+
+
+def start(known: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the arguments, and print how long the benchmark takes if its committed results say so."""
+    given = known.parse_args(arguments)
+    file = RESULTS / f"{known.prog.rpartition('.')[2]}.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    if "seconds" in found and not given.quick:
+        print(f"takes about {found['seconds'] / 60:.0f} min ({found['machine']})", file=sys.stderr)
+    return given
 
 
 def row(bench: str, case: str, metric: str, value: float, unit: str, peer: str | None = None) -> Row:
@@ -88,7 +101,8 @@ def write(path: Path, rows: list[Row], note: str | None = None) -> None:
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
         "versions": versions(),
-        **({} if note is None else {"note": note}),
+        # With a note, some of the rows are of another run.
+        **({"seconds": round(time.monotonic() - _BEGAN)} if note is None else {"note": note}),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     head = json.dumps(about, indent=1).removesuffix("\n}")

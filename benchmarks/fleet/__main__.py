@@ -29,7 +29,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.common.rows import Row, parser, write
+from benchmarks.common.rows import Row, parser, start, write
 from benchmarks.common.tables import grid
 from benchmarks.fleet.noise import SIZES
 from benchmarks.fleet.record import BENCH, FULL
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     known.add_argument("--mbit", type=float, default=100.0, help="Mbit/s of each link, each way (default 100)")
     known.add_argument("--round-trip-ms", type=float, default=50.0, help="ms from a machine to the store (default 50)")
     known.add_argument("--slow-start", action="store_true", help="new and idle connections start slowly, as TCP's do")
-    given = known.parse_args(arguments)
+    given = start(known, arguments)
     size = SIZES["small" if given.quick else "full"]
     replicas, versions = given.replicas or (1 if given.quick else 3), given.versions or (2 if given.quick else 8)
     if min(replicas, versions, given.mbit, given.round_trip_ms) <= 0:

@@ -46,7 +46,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.common.processes import Child
-from benchmarks.common.rows import Row, parser, write
+from benchmarks.common.rows import Row, parser, start, write
 from benchmarks.common.tables import grid
 from benchmarks.publish.figures import BENCH, Rank, cost, loop, memory
 from benchmarks.publish.rank import Plan
@@ -146,7 +146,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     known = parser(BENCH, (__doc__ or "").partition("\n")[0])
     known.add_argument("--ranks", type=int, action="append", metavar="N", help="only with N processes; may be repeated")
-    return known.parse_args(arguments)
+    return start(known, arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

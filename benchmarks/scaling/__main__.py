@@ -34,7 +34,7 @@ import re
 from benchmarks.common import synthetic
 from benchmarks.common.copying import compare_and_copy, memcpy, one_thread
 from benchmarks.common.formats import Own, flats, own_codecs
-from benchmarks.common.rows import Row, parser, row, write
+from benchmarks.common.rows import Row, parser, row, start, write
 from benchmarks.common.tables import Place, pivot, value_of
 from benchmarks.common.timing import Method, peak_extra_bytes, time_all
 from benchmarks.common.training_data import Pair, elements
@@ -189,7 +189,7 @@ def blocks(rows: list[Row]) -> dict[str, list[str]]:
 def main(arguments: list[str] | None = None) -> None:
     known = parser(BENCH, __doc__ or "")
     known.add_argument("--part", choices=PARTS, help="measure one part; keep what FILE has of the other")
-    options = known.parse_args(arguments)
+    options = start(known, arguments)
     one_thread()
     rows: list[Row] = []
     note = None

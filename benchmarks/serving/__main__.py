@@ -38,7 +38,7 @@ import httpx
 import numpy as np
 
 from benchmarks.common.processes import SERVE_ARGUMENTS, Child, cores, free_port, server_environment
-from benchmarks.common.rows import Row, parser, row, write
+from benchmarks.common.rows import Row, parser, row, start, write
 from benchmarks.common.tables import grid
 from benchmarks.serving.figures import (
     AFTER_SECONDS,
@@ -239,7 +239,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     known.add_argument("--size", choices=sorted(SIZES), action="append", help="only this one; may be repeated")
     known.add_argument("--every", type=float, metavar="SECONDS", help="between two syncs (default: 10, quick: 2)")
     known.add_argument("--blocks", type=int, metavar="N", help="blocks of four phases")
-    options = known.parse_args(arguments)
+    options = start(known, arguments)
     if options.blocks is not None and options.blocks < 2:
         known.error(f"--blocks is {options.blocks}; an interval needs two at least")
     return options
