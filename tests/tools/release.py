@@ -435,7 +435,8 @@ def main() -> int:
     if missing := [path.name for path in made if not path.is_file()]:
         print(f"release: {', '.join(missing)} not in {options.dist}: make dist", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         outcomes = run_all(options.checks or list(CHECKS), made)
     except KeyboardInterrupt:
@@ -449,6 +450,8 @@ def main() -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    # Not print: the signal may have come while something was printed.
+    os.write(2, b"release: interrupted; ending what runs and removing it, which may take minutes\n")
     raise KeyboardInterrupt
 
 
