@@ -49,6 +49,7 @@ from benchmarks.serving.figures import (
     lost_by_syncs,
     speed_while_staging,
 )
+from benchmarks.serving.load import STREAMING
 from benchmarks.serving.run import SIZES
 
 BENCH = "serving"
@@ -109,6 +110,11 @@ def clients(url: str, size: str, folder: Path, others: Sequence[int]) -> Iterato
     command = ["taskset", "--cpu-list", ",".join(map(str, others)), sys.executable, "-m", "benchmarks.serving.load"]
     command += [url, str(shape.streams), str(shape.tokens), str(file)]
     with Child("the clients", command, folder / "clients.log") as child:
+        deadline = time.monotonic() + START_SECONDS
+        while STREAMING not in child.tail():
+            if child.exit_code is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the clients got no tokens:\n{child.tail()}")
+            time.sleep(0.1)
         yield file
         child.say("enough")
         child.wait(LOAD_SECONDS)
@@ -177,9 +183,11 @@ def figures(case: str, arrivals: Arrivals, course: Sequence[Phase], syncs: Seque
 
     rows: list[Row] = []
     speeds = {kind: [arrivals.speed(p.start, p.end) for p in course if p.syncs is kind] for kind in (True, False)}
-    if any(arrivals.tokens(phase.start, phase.end) == 0 for phase in course):
+    arrived = [round(arrivals.tokens(phase.start, phase.end)) for phase in course]
+    if 0 in arrived:
         raise SystemExit(
-            f"{case}: no token arrived within a phase; give a longer --every, or a machine that is less busy"
+            f"{case}: no token arrived within a phase (each had {arrived}); give a longer --every, or a machine that "
+            "is less busy"
         )
     gaps = {
         kind: 1e3 * np.quantile(arrivals.gaps([(p.start, p.end) for p in course if p.syncs is kind]), [0.5, 0.99, 1])

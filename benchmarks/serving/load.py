@@ -1,8 +1,8 @@
 """The clients of ``benchmarks.serving``: ``python -m benchmarks.serving.load URL STREAMS TOKENS FILE``.
 
-So many streams at a time, each one request after the other: greedy, of fixed length, whatever token comes. Ends with a
-line on standard input, and then writes FILE: an array of (seconds by the monotonic clock, request, tokens) for each
-piece of an answer that arrived.
+So many streams at a time, each one request after the other: greedy, of fixed length, whatever token comes. Prints
+``STREAMING`` when each stream has a token. Ends with a line on standard input, and then writes FILE: an array of
+(seconds by the monotonic clock, request, tokens) for each piece of an answer that arrived.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from benchmarks.common.processes import MODEL_NAME
 
 PROMPT_TOKENS = 8
 DATA, DONE = b"data: ", b"data: [DONE]"
+STREAMING = "every stream has a token"
 
 
 class Arrivals:
@@ -28,6 +29,12 @@ class Arrivals:
     def __init__(self) -> None:
         self._times, self._requests, self._tokens = array("d"), array("d"), array("d")
         self._asked = 0
+        self._waits_for: set[int] = set()
+        self.streaming = asyncio.Event()
+
+    def wait_for_first(self, streams: int) -> None:
+        """Set ``streaming`` when each of the first so many requests has a token."""
+        self._waits_for = set(range(1, streams + 1))
 
     def new_request(self) -> int:
         """A number for one more request."""
@@ -38,6 +45,9 @@ class Arrivals:
         self._times.append(now)
         self._requests.append(request)
         self._tokens.append(tokens)
+        self._waits_for.discard(request)
+        if not self._waits_for:
+            self.streaming.set()
 
     def save(self, path: Path) -> None:
         np.save(path, np.stack([np.frombuffer(part) for part in (self._times, self._requests, self._tokens)], axis=1))
@@ -89,12 +99,17 @@ async def load(url: str, streams: int, tokens: int, arrivals: Arrivals) -> None:
     connector = aiohttp.TCPConnector(limit=0)
     patience = aiohttp.ClientTimeout(total=None, sock_read=120)
     async with aiohttp.ClientSession(url, connector=connector, timeout=patience) as session:
+        arrivals.wait_for_first(streams)
         running = [asyncio.create_task(stream(session, tokens, arrivals, seed)) for seed in range(streams)]
         told = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
-        done, _ = await asyncio.wait([told, *running], return_when=asyncio.FIRST_COMPLETED)
+        begun = asyncio.create_task(arrivals.streaming.wait())
+        done, _ = await asyncio.wait([begun, told, *running], return_when=asyncio.FIRST_COMPLETED)
+        if begun in done:
+            print(STREAMING, flush=True)
+            done, _ = await asyncio.wait([told, *running], return_when=asyncio.FIRST_COMPLETED)
         for task in running:
             task.cancel()
-        for task in done - {told}:
+        for task in done - {told, begun}:
             task.result()
             raise SystemExit("a stream ended by itself")
 
