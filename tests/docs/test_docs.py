@@ -47,6 +47,7 @@ FOREIGN_FLAGS = {
     "--api-key",
     "--include",
     "--load-format",
+    "--served-model-name",
     "--tensor-parallel-size",
     "--pipeline-parallel-size",
     "--nnodes",
@@ -84,6 +85,8 @@ FOREIGN_FLAGS = {
 }
 ABOUT_TESTS = {"DESIGN.md", "releasing.md", "architecture.md", "attacks.md", "guarantees.md", "support.md"}
 """Pages for contributors, and records of what was tested."""
+FOR_COMMANDS = {"DELTA_SYNC_FOLDER", "DELTA_SYNC_VERSION", "DELTA_SYNC_STEP"}
+"""Variables that ``delta-sync follow`` sets for the command of ``--on-update``."""
 SERVERS = {"role", "server", "servers", "servers[].server", "servers[].pid", "servers[].role"}
 """Members of the status that an API server adds; tests/receiver/test_api_servers.py sees them."""
 
@@ -213,7 +216,7 @@ def test_commands_flags_and_variables_exist(path: Path) -> None:
         assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= flags | FOREIGN_FLAGS, line
     ours = {flag for parser in known.values() for action in parser._actions for flag in action.option_strings}
     assert set(re.findall(r"(?<![\w/-])--[a-z][a-z-]+", code)) <= ours | FOREIGN_FLAGS
-    variables = {environment_name(field) for field in ClientSettings.model_fields} | set(NO_SETTINGS)
+    variables = {environment_name(field) for field in ClientSettings.model_fields} | set(NO_SETTINGS) | FOR_COMMANDS
     assert set(re.findall(r"\bDELTA_SYNC_[A-Z_]+[A-Z]\b", code)) <= variables
     targets = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z][a-z0-9-]*)", code)) <= targets

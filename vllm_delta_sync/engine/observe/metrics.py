@@ -25,28 +25,28 @@ OUTCOMES = ("served", "late", "unreachable", "malformed")
 MOVES = ("forward", "rollback", "repair")
 
 HISTOGRAMS = {
-    "phase_seconds": "what the parts of a commit take, on the slowest rank, as in timings_ms of the status",
-    "pause_seconds": "how long generation stands still for a commit, at most: wait, commit and resume",
+    "phase_seconds": "duration of each phase of an update on the slowest rank, as in timings_ms of the status",
+    "pause_seconds": "upper bound of the time that generation stops for a commit: wait, commit and resume",
     "admission_seconds": "how long requests with X-Delta-Sync-Min-Version were kept waiting",
 }
 COUNTERS = {
-    "commits_total": "changes of the weights that are served",
-    "versions_total": "versions that commits brought; one commit may bring several",
+    "commits_total": "commits: changes of the weights served",
+    "versions_total": "versions that commits applied; one commit may apply several",
     "payload_bytes_total": "bytes of the objects that these versions are made of",
     "changed_elements_total": "elements that these versions changed",
     "failures_total": "attempts that failed, by the kind of last_error",
 }
 GAUGES = {
-    "served_version": "version whose weights answer now; NaN until one is proven",
-    "served_step": "the trainer's step of that version; NaN until one is proven",
+    "served_version": "version served now; NaN until one is identified",
+    "served_step": "the trainer's step of that version; NaN until one is identified",
     "head_version": "newest version seen in the bucket; NaN before the first poll",
     "head_quarantined": "1 if that version is quarantined, else 0; NaN before the first poll",
-    "lag_versions": "versions from the served one to the newest that following leads to; NaN where one is not known",
-    "ready": "1 if GET /delta_sync/ready says yes, else 0",
+    "lag_versions": "versions between the one served and the newest that the target allows; NaN if either is unknown",
+    "ready": "1 if GET /delta_sync/ready answers 200, else 0",
     "undo_versions": "versions that a rollback can reach without the bucket",
     "look_timestamp_seconds": "Unix time at which the bucket was last read without an error; NaN before",
-    "served_timestamp_seconds": "Unix time since which the served version is served; NaN where there is none",
-    "state": "1 for the state that the status names, 0 for each other",
+    "served_timestamp_seconds": "Unix time at which the server began to serve its version; NaN if it serves none",
+    "state": "1 for the state in the status, 0 for all others",
 }
 """Names without prefix, and help texts."""
 LABELS = {
