@@ -47,7 +47,7 @@ PLACES = (
     (r"(s3|hf|file)://(/|[a-z]+/)*runs/(a|first)\b", "run"),
     (r"/data/(runs|archive)/a\b|/mnt/shared/(first-run|trl|math|base)\b", "run"),
     (r"/mnt/(copy/runs/a|mirror/first-run)\b", "mirror"),
-    (r"(file://)?(/data/runs/b|s3://bucket/runs/b|/mnt/shared/second-run)\b", "other"),
+    (r"(file://)?(/data/runs/b|s3://[a-z]+/runs/b|/mnt/shared/second-run)\b", "other"),
     (r"(/models/(qwen3|base)|Qwen/Qwen3-0\.6B(@main)?|Qwen3-0\.6B|MODEL)$", "checkpoint"),
     (r"/models/a\b", "models"),
     (r"out/checkpoint-100\b", "out/checkpoint-100"),
