@@ -48,6 +48,16 @@ CLAIMS = (
         readme=True,
     ),
     Claim(
+        "fleet",
+        "A version of 100 M weights is served after, over links of 100 Mbit/s and 50 ms; full weights take",
+        "{} s; {} times that",
+        (
+            ("a version, median", "seconds to fresh"),
+            ("seconds to fresh", "ratio", "full weights, stored and fetched"),
+        ),
+        readme=True,
+    ),
+    Claim(
         "scaling",
         "Comparing and encoding a model of a billion elements, of which 1 % changed, on one thread",
         "{} s",

@@ -10,23 +10,34 @@ PASSES = (
     *("detect changes, bfloat16", "detect changes, float32"),
 )
 
+LEFT_OUT = (
+    *("u16 gap + bf16", "u16 gap + bf16 + zstd", "raw + zstd -3", "compare_and_copy, numpy"),
+    *("bound given exponent, last mask", "detect changes, float32"),
+)
+"""Rows of the results that are not on the page: each lies between two that are."""
+MERGED = ("1", "8", "64")
+"""Numbers of merged deltas that are on the page."""
+
 
 def tables(rows: list[Row]) -> list[str]:
     """Markdown lines."""
     lines = [*pivot("B/changed", rows, _size), ""]
     lines += [*pivot("synthetic weights", rows, _speed, lambda column: column.startswith("decode")), ""]
-    lines += [*pivot("deltas merged into one (real weights, 1 %)", rows, _merged), ""]
-    return [*lines, *pivot("shape of Qwen3-0.6B", rows, _qwen)]
+    return [*lines, *pivot("deltas merged into one (real weights, 1 %)", rows, _merged)]
 
 
 def _size(item: Row) -> Place:
     if item["case"].startswith("published, "):
         name, _, share = item["case"].removeprefix("published, ").rpartition(" at ")
-        return name, f"published, {share}"
+        return _shown(name, f"published, {share}")
     match = re.fullmatch(r"(real|synthetic) dense ([\d.]+%)(?:, (.+))?", item["case"])
     if match is None or item["unit"] != "B/changed" or ": " in item["metric"]:
         return None
-    return match[3] or item["metric"], f"{match[1]}, {match[2]}"
+    return _shown(match[3] or item["metric"], f"{match[1]}, {match[2]}")
+
+
+def _shown(line: str, column: str) -> Place:
+    return None if line in LEFT_OUT else (line, column)
 
 
 def _speed(item: Row) -> Place:
@@ -34,20 +45,12 @@ def _speed(item: Row) -> Place:
     if match is None or "peer" in item or item["metric"] not in ("encode", "decode", *PASSES):
         return None
     metric = "decode" if item["metric"] == "decode" else "encode"
-    return match[2] or item["metric"], f"{metric}, {match[1]} [{item['unit']}]"
+    return _shown(match[2] or item["metric"], f"{metric}, {match[1]} [{item['unit']}]")
 
 
 def _merged(item: Row) -> Place:
     match = re.fullmatch(r"real dense 1%, (\d+) merged(?:, (.+))?", item["case"])
-    if match is None:
+    if match is None or match[1] not in MERGED:
         return None
     metric = f"/ {item['peer']}" if "peer" in item else item["metric"]
     return match[1], f"{match[2] + ': ' if match[2] else ''}{metric} [{item['unit']}]"
-
-
-def _qwen(item: Row) -> Place:
-    match = re.fullmatch(r"Qwen3-0.6B(?: dense ([\d.]+%))?, (.+)", item["case"])
-    if match is None:
-        return None
-    metric = f"/ {item['peer']}" if "peer" in item else item["metric"]
-    return match[2], f"{match[1] + ': ' if match[1] else ''}{metric} [{item['unit']}]"

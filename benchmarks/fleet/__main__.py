@@ -70,20 +70,12 @@ def main(arguments: list[str]) -> int:
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
-    """Rows as Markdown: the comparison first."""
-    names = sorted({row["metric"].split()[0] for row in rows if row["metric"].endswith(" fresh")})
-    replicas = [f"{name} {what}" for name in names for what in ("fresh", "down")]
-    versions = [row for row in rows if row["case"].partition(",")[0].isdecimal()]
-    others = [row for row in rows if row not in versions]
-    phases = list(dict.fromkeys(row["metric"] for row in others if row["case"] == "way of a version"))
+    """Rows as Markdown: the comparison, and where the time of a version goes. The results have each version, too."""
+    phases = list(dict.fromkeys(row["metric"] for row in rows if row["case"] == "way of a version"))
     return [
-        *grid("over one replica's link", others, ["bytes down", "seconds to fresh"]),
-        *["", *grid("full weights / a version, median", others, [f"/ {FULL}"])],
-        *["", *grid("version", versions, ["changed", "payload", "trainer up", *replicas])],
-        *["", *grid("server", others, ["version", "from start", "came down"])],
-        *["", *grid("median", [row for row in others if row["case"] == "way of a version"], phases)],
-        *["", *grid("link", others, ["round trip", "up", "down"])],
-        *["", *grid("1: it holds", others, [row["metric"] for row in others if row["case"] == "verdict"])],
+        *grid("over one replica's link", rows, ["bytes down", "seconds to fresh"]),
+        *["", *grid("full weights / a version, median", rows, [f"/ {FULL}"])],
+        *["", *grid("median", [row for row in rows if row["case"] == "way of a version"], phases)],
     ]
 
 
