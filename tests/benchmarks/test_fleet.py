@@ -243,14 +243,18 @@ def test_rows_leave_out_what_was_disturbed_and_phases_add_up() -> None:
     assert phases["between"] == 1.0 - 0.125 - 0.25 - 0.125 - 0.0625 - 0.03125
 
 
-def test_tables_show_every_version_and_who_did_not_follow() -> None:
+def test_rows_have_every_version_and_tables_the_comparison() -> None:
     made = record()
     del made.changes[1].fresh["b"]
-    text = "\n".join(tables(made.rows(20.0)))
-    assert "| 2, follow | 1 | 0 | 0.0001 | 1 | 0.0002 |  |  |" in text
-    assert "| b: killed, started again | 3 | 12 | 0.0004 |" in text
+    rows = made.rows(20.0)
+    assert value_of(rows, "2, follow", "a fresh") == 1.0
+    assert not any(row["case"] == "2, follow" and row["metric"] == "b fresh" for row in rows)
+    assert value_of(rows, "b: killed, started again", "from start") == 12.0
+    assert value_of(rows, "link of trainer", "up") == 99.0
+    text = "\n".join(tables(rows))
     assert "| full weights, stored and fetched | 0.0022 | 30 |" in text
-    assert "| link of trainer | 50 | 99 | 98 |" in text
+    assert "| seconds to fresh | 30 |" in text
+    assert "| way of a version | 125 | 250 |" in text
 
 
 @pytest.mark.parametrize("arguments", [["--replicas", "-1"], ["--mbit", "x"], ["--versions", "1.5"]])
