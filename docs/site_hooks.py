@@ -59,7 +59,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         uri = PAGES.get(path, path.removeprefix("docs/") if path.startswith("docs/") else "")
         return uri if uri in files.src_uris else None
 
-    return TABLE_ROW.sub(plain_bars, with_links_for(markdown, source, page.file.src_uri, page_of, config.repo_url))
+    tree = config.repo_url and f"{config.repo_url.rstrip('/')}/blob/HEAD"
+    return TABLE_ROW.sub(plain_bars, with_links_for(markdown, source, page.file.src_uri, page_of, tree))
 
 
 def anchor(title: str, separator: str) -> str:
@@ -67,10 +68,13 @@ def anchor(title: str, separator: str) -> str:
     return re.sub(r"[^\w -]", "", title.lower()).replace(" ", separator)
 
 
-def with_links_for(
-    markdown: str, source: str, uri: str, page_of: Callable[[str], str | None], repository: str | None
-) -> str:
-    """The text of a file of the repository, its links changed for the page ``uri`` of the site."""
+def with_links_for(markdown: str, source: str, uri: str, page_of: Callable[[str], str | None], tree: str | None) -> str:
+    """The text of a file of the repository, its links changed for the page ``uri`` of a site.
+
+    Args:
+        page_of: the page of the site that a path of the repository has become, or None.
+        tree: URL below which the repository's other files are; None: links to them become text and path.
+    """
 
     def change(found: re.Match[str]) -> str:
         text, target = found["text"], found["target"]
@@ -84,8 +88,8 @@ def with_links_for(
         if there:
             relative = posixpath.relpath(there, posixpath.dirname(uri) or ".")
             return f"[{text}]({relative}{'#' if section else ''}{section})"
-        if repository:
-            return f"[{text}]({repository.rstrip('/')}/blob/HEAD/{path})"
+        if tree:
+            return f"[{text}]({tree}/{path}{'#' if section else ''}{section})"
         return f"`{path}`" if path.endswith(text.strip("`/")) else f"{text} (`{path}`)"
 
     return LINK_OR_CODE.sub(change, markdown)

@@ -14,7 +14,7 @@ LEFT_OUT = (
     *("u16 gap + bf16", "u16 gap + bf16 + zstd", "raw + zstd -3", "compare_and_copy, numpy"),
     *("bound given exponent, last mask", "detect changes, float32"),
 )
-"""Rows of the results that are not on the page: each lies between two that are."""
+"""Rows of the results that the page leaves out, which has to stay short."""
 MERGED = ("1", "8", "64")
 """Numbers of merged deltas that are on the page."""
 

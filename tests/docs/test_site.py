@@ -140,9 +140,9 @@ def test_pages_that_are_read_are_short() -> None:
     assert long == LONG
 
 
-def links(text: str, repository: str | None) -> str:
+def links(text: str, tree: str | None) -> str:
     known = {"docs/runs.md": "runs.md", "README.md": "index.md", "docker/README.md": "docker/README.md"}
-    return site_hooks.with_links_for(text, "docker/README.md", "docker/README.md", known.get, repository)
+    return site_hooks.with_links_for(text, "docker/README.md", "docker/README.md", known.get, tree)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +164,6 @@ def test_links_between_files_become_links_between_pages(text: str, expected: str
 
 
 def test_links_to_other_files_lead_to_the_repository_that_is_named() -> None:
-    assert links("[a file](compose.yaml)", "https://example.org/us/it/") == (
+    assert links("[a file](compose.yaml)", "https://example.org/us/it/blob/HEAD") == (
         "[a file](https://example.org/us/it/blob/HEAD/docker/compose.yaml)"
     )

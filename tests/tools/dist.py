@@ -31,6 +31,8 @@ from typing import Any
 
 from packaging.metadata import InvalidMetadata, Metadata
 
+from docs.site_hooks import with_links_for
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("vllm_delta_sync", "trainer_side")
 DATA = {"trainer_side/py.typed", "vllm_delta_sync/dashboard/page.html", "vllm_delta_sync/py.typed"}
@@ -98,18 +100,8 @@ def copy_tracked(target: Path) -> None:
 
 
 def for_index(text: str, tree: str | None) -> str:
-    """A Markdown text whose relative links lead into a tree of files on the web; None: they become text and path."""
-
-    def outside(match: re.Match[str]) -> str:
-        title, target = match.groups()
-        if re.match(r"\w+:|#", target):
-            return match[0]
-        if tree:
-            return f"[{title}]({tree}/{target})"
-        path = target.partition("#")[0]
-        return f"`{path}`" if path.rpartition("/")[2].lower() == title.lower() else f"{title} (`{path}`)"
-
-    return LINK.sub(outside, text)
+    """README.md with relative links that lead into a tree of files on the web; None: they become text and path."""
+    return with_links_for(text, "README.md", "README.md", lambda path: None, tree)
 
 
 def build(folder: Path) -> Distributions:

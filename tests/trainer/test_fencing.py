@@ -1,16 +1,20 @@
 """Two publishers on one run: whoever comes later has it, and nothing of either is lost or mixed up."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from tests.support.notices import DEADLINE_SECONDS as SECONDS
+from tests.support.notices import LOOPBACK
 from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, assert_stopped, publish
 from trainer_side import Publisher, writer
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ConflictError, PublishError
 from vllm_delta_sync.format.documents import CLAIMS_PREFIX, Claim, claim_key
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, version_key
+from vllm_delta_sync.notice import NoticeSubscriber, Upcoming
 
 
 @pytest.fixture(params=["near", "far"], autouse=True)
@@ -34,6 +38,60 @@ class Once:
 
 def epochs(bucket: Hooked) -> list[int]:
     return [manifest.epoch for manifest in open_run(bucket.url).log()]
+
+
+def test_a_version_passes_a_remote_store_in_two_round_trips(
+    bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks begin while the object is being stored. It is named before the manifest is written."""
+    monkeypatch.setattr(writer, "is_remote", lambda url: True)
+    heard, told, ended = [], threading.Event(), threading.Event()
+    checked = {RUN_KEY: threading.Event(), claim_key(1): threading.Event()}
+
+    def hear(upcoming: Upcoming) -> None:
+        heard.extend(digest for digest, _ in upcoming.objects)
+        told.set()
+
+    def listen(subscriber: NoticeSubscriber) -> None:
+        while not ended.is_set():
+            subscriber.receive(0.05)
+
+    def wait(key: str) -> None:
+        if key.startswith("objects/"):
+            assert all(event.wait(SECONDS) for event in checked.values())
+        elif key.startswith("versions/"):
+            assert told.wait(SECONDS)
+
+    with Publisher(trainer.live, bucket, notice=LOOPBACK) as publisher:
+        subscriber = NoticeSubscriber(str(publisher.notice_address), publisher.run, on_upcoming=hear)
+        thread = threading.Thread(target=listen, args=(subscriber,))
+        thread.start()
+        bucket.reading = bucket.looking = lambda key: checked[key].set() if key in checked else None
+        bucket.before = wait
+        trainer.step()
+        try:
+            publisher.publish(step=1, wait=True)
+            publisher.flush()
+        finally:
+            ended.set()
+            thread.join()
+            subscriber.close()
+    assert heard == [ref.sha256 for ref in open_run(bucket.url).head().objects]
+
+
+@pytest.mark.parametrize(("seconds", "checks"), [(120.0, 1), (0.0, 2)])
+def test_checks_that_began_long_ago_are_made_again(
+    bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, seconds: float, checks: int
+) -> None:
+    monkeypatch.setattr(writer, "is_remote", lambda url: True)
+    monkeypatch.setattr(writer, "EARLY_SECONDS", seconds)
+    looked: list[str] = []
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.looking = looked.append
+        trainer.step()
+        publisher.publish(step=1, wait=True)
+        publisher.flush()
+    assert looked.count(claim_key(1)) == checks
 
 
 def test_former_writer_is_stopped_and_leaves_no_trace_in_the_chain(bucket: Hooked, trainer: Trainer) -> None:

@@ -47,7 +47,7 @@ MOST_STALE = 1000
 SMALL_BYTES = 1000
 ROUNDS = 10
 AUDITED_VERSIONS = 200
-"""Newest versions whose documents are read. On a store with 50 ms latency that takes a second or two."""
+"""Newest versions whose documents are read: all of a long run take too long for a quick look."""
 CLOCK_SECONDS = 60.0
 SLOW_SECONDS = 2.0
 CHUNK_BYTES = 4 * 1024 * 1024

@@ -104,13 +104,13 @@ def _notice(run: str, version: Any, manifest: Any) -> Notice:
 
 def _upcoming(run: str, objects: Any) -> Upcoming:
     if not isinstance(objects, list) or not 0 < len(objects) <= MAX_UPCOMING:
-        raise FormatError(f"notice names no list of 1 to {MAX_UPCOMING} objects")
+        raise FormatError(f"objects of a notice are not a list of 1 to {MAX_UPCOMING}")
     for item in objects:
         match item:
             case [str(digest), int(size)] if _DIGEST.fullmatch(digest) and 0 < size <= MAX_MODEL_BYTES:
                 if not isinstance(size, bool):
                     continue
-        raise FormatError("notice names an object that is not a pair of SHA-256 in hex and size")
+        raise FormatError("objects of a notice are not pairs of a SHA-256 in hex and a size in bytes")
     return Upcoming(run, tuple((digest, size) for digest, size in objects))
 
 
