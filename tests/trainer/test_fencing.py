@@ -45,7 +45,8 @@ def test_a_version_passes_a_remote_store_in_two_round_trips(
 ) -> None:
     """The checks begin while the object is being stored. It is named before the manifest is written."""
     monkeypatch.setattr(writer, "is_remote", lambda url: True)
-    heard, told, ended = [], threading.Event(), threading.Event()
+    heard: list[str] = []
+    told, ended = threading.Event(), threading.Event()
     checked = {RUN_KEY: threading.Event(), claim_key(1): threading.Event()}
 
     def hear(upcoming: Upcoming) -> None:
