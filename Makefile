@@ -84,7 +84,7 @@ TEMPORARY = test -w $(MEMORY) && test "$$(df -Pk $(MEMORY) | awk 'NR == 2 { prin
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8)))
 PYTEST := $(BIN)/python -m pytest -o tmp_path_retention_policy=failed
 ALL = TMPDIR=$$($(TEMPORARY)); export TMPDIR; trap 'rm -rf "$$TMPDIR"' EXIT; \
-	$(PYTEST) -n $(WORKERS) --dist loadgroup
+	$(PYTEST) -n $(WORKERS) --dist loadgroup --max-worker-restart=0
 
 demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes demo-out/
 	$(BIN)/python -m tests.tools.loopback_store "$(BUCKET)" -- $(BIN)/python examples/rl_loop.py
@@ -99,7 +99,7 @@ test: lint ## lint, types, import directions, and the tests, real vLLM servers i
 	@$(ALL) -m "not slow" $(PYTEST_FLAGS)
 
 test-full: lint ## the same, and the tests that take many minutes
-	@$(ALL) --hypothesis-profile=full $(PYTEST_FLAGS)
+	@$(ALL) -o faulthandler_timeout=3000 --hypothesis-profile=full $(PYTEST_FLAGS)
 
 test-s3: $(STAMP) ## the contract of buckets over Ceph's S3 gateway, from Debian's packages (it says which)
 	$(BIN)/python -m tests.tools.rados_store $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/bucket/contract -k s3
