@@ -16,7 +16,8 @@ not counted: on one machine it takes the others' processors. Full weights count 
 checkpoint included) until the file is complete on the replica's disk; loading it is not counted, which favours the
 peer. Ratios are peer / ours, so *higher is better*. With ``--slow-start`` connections begin with ten packets and double
 with each round trip, as TCP does, and again after a second without traffic; without it each has the whole link at once.
-Loss and TLS are not imitated.
+Loss and TLS are not imitated. ``--signed`` and ``--poll-seconds`` measure the same with signatures, and without
+notices.
 """
 
 import shutil
@@ -46,12 +47,23 @@ def main(arguments: list[str]) -> int:
     known.add_argument("--mbit", type=float, default=100.0, help="Mbit/s of each link, each way (default 100)")
     known.add_argument("--round-trip-ms", type=float, default=50.0, help="ms from a machine to the store (default 50)")
     known.add_argument("--slow-start", action="store_true", help="new and idle connections start slowly, as TCP's do")
+    known.add_argument("--signed", action="store_true", help="the publisher signs, and servers trust that key alone")
+    known.add_argument("--poll-seconds", type=float, help="no notices: servers poll the bucket so often")
     given = start(known, arguments)
     size = SIZES["small" if given.quick else "full"]
     replicas, versions = given.replicas or (1 if given.quick else 3), given.versions or (2 if given.quick else 8)
-    if min(replicas, versions, given.mbit, given.round_trip_ms) <= 0:
+    if min(replicas, versions, given.mbit, given.round_trip_ms, given.poll_seconds or 1) <= 0:
         known.error("give numbers above 0")
-    options = Options(size, replicas, versions, 1e6 * given.mbit, given.round_trip_ms / 1e3, given.slow_start)
+    options = Options(
+        size,
+        replicas,
+        versions,
+        bits=1e6 * given.mbit,
+        round_trip=given.round_trip_ms / 1e3,
+        slow_start=given.slow_start,
+        signed=given.signed,
+        poll_seconds=given.poll_seconds,
+    )
     # SIGTERM ends the servers too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder, began = Path(tempfile.mkdtemp(prefix="delta-sync-fleet-")), time.monotonic()

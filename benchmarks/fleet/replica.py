@@ -40,13 +40,13 @@ class Replica:
 
     Attributes:
         name: of the machine and of its link. bucket: the run's URL. endpoint: of the store, through its link.
-        notice: address of the trainer's notices, through its link. folder: its disk: cache and log.
+        flags: of ``delta-sync serve``, such as where notices come from. folder: its disk: cache, state and log.
     """
 
     name: str
     bucket: str
     endpoint: str
-    notice: str
+    flags: list[str]
     core: int
     folder: Path
     process: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
@@ -60,8 +60,8 @@ class Replica:
             port = free.getsockname()[1]
         command = [str(Path(sysconfig.get_path("scripts")) / "delta-sync"), "serve"]
         command += ["--load-format", "delta_sync"] if model is None else [str(model)]
-        command += ["--bucket", self.bucket, "--notice", self.notice, "--receiver-id", self.name]
-        command += ["--cache-dir", str(self.folder / "cache"), "--port", str(port), *SERVE_ARGUMENTS]
+        command += ["--bucket", self.bucket, "--receiver-id", self.name, "--cache-dir", str(self.folder / "cache")]
+        command += ["--state-dir", str(self.folder / "state"), *self.flags, "--port", str(port), *SERVE_ARGUMENTS]
         cores = {"VLLM_CPU_OMP_THREADS_BIND": str(self.core)}
         environment = {**os.environ, **ENVIRONMENT, **cores, "AWS_ENDPOINT_URL": self.endpoint}
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=FRESH_SECONDS + 10)

@@ -19,6 +19,7 @@ from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
+from vllm_delta_sync.trust.keys import generate
 
 TRAINER = "trainer"
 WEIGHTS = "model.safetensors"
@@ -30,7 +31,10 @@ SETTLE_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Options:
-    """``replicas`` at the start; one joins. ``versions`` before the first server is killed. ``bits``: per second."""
+    """``replicas`` at the start; one joins. ``versions`` before the first server is killed. ``bits``: per second.
+
+    ``poll_seconds``: the servers get no notices and poll so often; None: they get notices.
+    """
 
     size: Size
     replicas: int
@@ -38,6 +42,8 @@ class Options:
     bits: float
     round_trip: float
     slow_start: bool
+    signed: bool = False
+    poll_seconds: float | None = None
 
 
 class Fleet:
@@ -48,6 +54,8 @@ class Fleet:
         self._options, self._folder, self._say = options, folder, say
         self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
         self._replicas: list[Replica] = []
+        self._flags: list[str] = []
+        self._notice_port: int | None = None
         self._step = 0
 
     def run(self) -> None:
@@ -71,10 +79,23 @@ class Fleet:
             os.environ.update(self._store.environment | {"AWS_ENDPOINT_URL": self._endpoint(TRAINER)})
             self._say(f"{parameters / MB:.1f} M parameters; version 0 is stored through the trainer's link")
             # Without a base: version 0 is an anchor in the bucket, from which a server can start without weights.
-            publisher = Publisher(self._adam.model, "s3://runs/run", notice="tcp://127.0.0.1:*", files=self._base)
+            key = self._folder / "signing.key"
+            if options.signed:
+                generate(key)
+                self._flags += ["--trusted-keys", f"{key}.pub"]
+            publisher = Publisher(
+                self._adam.model,
+                "s3://runs/run",
+                notice=None if options.poll_seconds else "tcp://127.0.0.1:*",
+                files=self._base,
+                signing_key=key if options.signed else None,
+            )
             self._publisher = stack.enter_context(publisher)
-            port = int(str(self._publisher.notice_address).rsplit(":", 1)[1])
-            self._notice = self._links.forward(TRAINER, port, inward=True)
+            if options.poll_seconds:
+                self._flags += ["--poll-seconds", str(options.poll_seconds)]
+            else:
+                port = int(str(self._publisher.notice_address).rsplit(":", 1)[1])
+                self._notice_port = self._links.forward(TRAINER, port, inward=True)
             stack.callback(self._close)
             self._scenes()
 
@@ -98,9 +119,11 @@ class Fleet:
     def _new_replica(self) -> Replica:
         number = len(self._replicas) + 1
         name = f"replica-{number}"
-        notice = f"tcp://127.0.0.1:{self._links.forward(name, self._notice)}"
+        flags = list(self._flags)
+        if self._notice_port is not None:
+            flags += ["--notice", f"tcp://127.0.0.1:{self._links.forward(name, self._notice_port)}"]
         core = self._cores[(number - 1) % len(self._cores)]
-        replica = Replica(name, "s3://runs/run", self._endpoint(name), notice, core, self._folder / name)
+        replica = Replica(name, "s3://runs/run", self._endpoint(name), flags, core, self._folder / name)
         self._replicas.append(replica)
         return replica
 

@@ -29,6 +29,7 @@ from vllm_delta_sync.format.documents import (
     ANCHORS_PREFIX,
     CLAIMS_PREFIX,
     FOLDS_PREFIX,
+    KEYS_KEY,
     RETENTION_KEY,
     TAGS_PREFIX,
     Anchor,
@@ -107,7 +108,11 @@ class RunDocuments:
         self._prefetcher = Prefetcher(bucket)
         self.info = read_info(bucket)
         self.verifier = RunVerifier(
-            bucket, self.keyring, self.info, lambda version: self.raw_manifest(version, limits.MAX_JSON_BYTES)
+            bucket,
+            self.keyring,
+            self.info,
+            stored=lambda version: self.raw_manifest(version, limits.MAX_JSON_BYTES),
+            read_keys=lambda: self._prefetcher.probe(KEYS_KEY, limits.MAX_SIDE_BYTES),
         )
         self.table = read_table(bucket, self.info)
         self.document_limit = document_limit(self.table)
@@ -119,6 +124,8 @@ class RunDocuments:
             known: the newest version known. expected: a newer version, if a notice announced one.
         """
         wanted = {RUN_KEY: limits.MAX_JSON_BYTES, HEAD_KEY: limits.MAX_HEAD_BYTES}
+        if self.keyring.checks_signatures:
+            wanted[KEYS_KEY] = limits.MAX_SIDE_BYTES
         if known is not None:
             newer = known if expected is None else min(expected, known + MAX_EXPECTED)
             # The last is the version after it, whose absence shows that there is none newer.

@@ -23,15 +23,22 @@ class RunVerifier:
 
     Args:
         stored: returns the bytes of a version's manifest; if None, read from the bucket.
+        read_keys: returns the bytes of ``keys.json``; if None, read from the bucket.
 
     Attributes:
         keys: the keys that are valid in this run.
     """
 
     def __init__(
-        self, bucket: Bucket, keyring: Keyring, info: RunInfo, stored: Callable[[int], bytes] | None = None
+        self,
+        bucket: Bucket,
+        keyring: Keyring,
+        info: RunInfo,
+        stored: Callable[[int], bytes] | None = None,
+        read_keys: Callable[[], bytes] | None = None,
     ) -> None:
         self._bucket = bucket
+        self._read_keys = read_keys or (lambda: bucket.get(KEYS_KEY, max_bytes=limits.MAX_SIDE_BYTES))
         self._stored = stored or self._fetched
         self._checks = keyring.checks_signatures
         self._lock = threading.Lock()
@@ -53,7 +60,7 @@ class RunVerifier:
         if not self._checks:
             return
         try:
-            data = self._bucket.get(KEYS_KEY, max_bytes=limits.MAX_SIDE_BYTES)
+            data = self._read_keys()
         except NotFoundError:
             self.keys.accept(None, at_least)
             return
