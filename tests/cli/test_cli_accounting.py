@@ -37,6 +37,9 @@ from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 
+# Otherwise several workers compile the loops of codec ``context`` at the same time.
+pytestmark = pytest.mark.xdist_group("accounting")
+
 KINDS_OF_DELTA = ("packed", "raw", "context", "full", "same", "packed", "packed", "packed")
 ESCAPE = "\x1b[2J"
 

@@ -129,6 +129,7 @@ def trainer_of_the_readme(shared: Path) -> str:
     return block.replace(SHARED, str(shared)).replace("tcp://*:5555", "tcp://127.0.0.1:*")
 
 
+@pytest.mark.slow
 def test_the_quick_start_runs_and_its_run_can_be_read(tmp_path: Path) -> None:
     """On a tiny model in place of the one downloaded."""
     checkpoint = save_checkpoint(make_model("qwen3"), tmp_path / "Qwen3-0.6B")

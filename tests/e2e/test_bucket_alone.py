@@ -93,6 +93,7 @@ def tokens(server: Server) -> list[list[int]]:
     return [answer.json()["choices"][0]["token_ids"] for answer in answers]
 
 
+@pytest.mark.slow
 def test_a_server_starts_from_the_bucket_alone_and_follows(tmp_path: Path) -> None:
     follow(tmp_path, str(tmp_path / "runs" / "alone"), {}, tokens, cold=False)
 

@@ -17,6 +17,7 @@ OURS = ["--weight-transfer-config", '{"backend": "delta_bucket"}']
 MANUAL = ["--policy", "manual", "--poll-seconds", "0.2"]
 
 
+@pytest.mark.slow
 def test_trainer_drives_a_server_by_every_door(tmp_path: Path) -> None:
     trainer = World(tmp_path)
     with trainer.serve(*MANUAL, "--pause-mode", "abort", *OURS) as server:

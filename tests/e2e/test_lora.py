@@ -194,6 +194,7 @@ def test_a_server_follows_two_adapters_beside_its_base(tmp_path: Path) -> None:
     world.close()
 
 
+@pytest.mark.slow
 def test_a_server_without_lora_is_refused(tmp_path: Path) -> None:
     base = save_checkpoint(make_model("qwen3"), tmp_path / "base")
     command = delta_sync_serve(base, "--bucket", str(tmp_path / "run"), "--lora-name", "math")

@@ -62,6 +62,7 @@ def test_alerts_and_dashboard_find_their_metrics_at_a_server(follower: Follower)
             assert any(name == each and own.matches(labels) for each, labels in samples), (query.of, own)
 
 
+@pytest.mark.slow
 def test_log_lines_are_json_on_request_and_those_of_vllm_are_not(follower: Follower) -> None:
     world = follower.world
     server = follower.start("--log-format", "json")
@@ -86,6 +87,7 @@ def grown(before: dict[str, float], after: dict[str, float], name: str) -> float
     return after[name] - before.get(name, 0)
 
 
+@pytest.mark.slow
 def test_no_run_is_shown_and_logged_once(follower: Follower) -> None:
     """Before there is one, and when the store is gone: the server answers as before, and goes on when it is back."""
     status, found = follower.before
@@ -127,12 +129,13 @@ def test_page_of_a_server_shows_what_it_serves(follower: Follower) -> None:
     assert served["recent"][-1]["pause"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "flags", "code", "words"),
     [
         pytest.param({}, EXTENSION, 2, "setting 'bucket' is missing", id="no bucket"),
-        pytest.param({"DELTA_SYNC_BUCKET": "s4://b/r"}, EXTENSION, 2, "'s4://b/r'", id="typo", marks=pytest.mark.slow),
-        pytest.param({"DELTA_SYNC_BUCKET": "/r"}, [], 1, "--worker-ext", id="no extension", marks=pytest.mark.slow),
+        pytest.param({"DELTA_SYNC_BUCKET": "s4://b/r"}, EXTENSION, 2, "'s4://b/r'", id="typo"),
+        pytest.param({"DELTA_SYNC_BUCKET": "/r"}, [], 1, "--worker-ext", id="no extension"),
     ],
 )
 def test_set_up_that_cannot_work_ends_the_server_with_one_line(

@@ -21,6 +21,7 @@ def expect_reverted(told: str, version: int) -> None:
     assert re.search(end, told), told
 
 
+@pytest.mark.slow
 def test_generation_goes_on_when_the_controller_stands_still(follower: Follower) -> None:
     """Between commit and resume the process of the API server is stopped; once it goes on, so does the commit."""
     world, server = follower.world, follower.server

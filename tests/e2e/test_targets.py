@@ -53,6 +53,7 @@ def branched(url: str, version: int, other: str) -> str:
     return other
 
 
+@pytest.mark.slow
 def test_back_beyond_the_log_to_a_branch_and_held_across_a_kill(follower: Follower) -> None:
     world, server = follower.world, follower.server
     first = world.version

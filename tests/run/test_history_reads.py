@@ -94,6 +94,21 @@ def test_what_a_poll_reads_first_is_asked_for_at_once(tmp_path: Path) -> None:
     assert sorted(bucket.asked) == sorted(["run.json", "HEAD.json", version_key(0), version_key(1), version_key(2)])
 
 
+def test_of_a_signed_run_the_list_of_keys_is_read_beside_head() -> None:
+    signed = Signed()
+    signed.publish()
+    signed.list_keys(1)
+    bucket = Far(signed.bucket)
+    run = RunDocuments(bucket, Keyring(ROOT.trusted))
+    bucket.asked.clear()
+    bucket.answer_together(5)
+    with run.prefetching(1):
+        assert run.is_current()
+        assert run.head().version == 1
+        assert run.verifier.keys.file is not None
+    assert sorted(bucket.asked) == sorted(["run.json", "HEAD.json", "keys.json", version_key(1), version_key(2)])
+
+
 def test_what_was_missing_is_asked_for_again_and_nothing_outlives_the_poll(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     bucket = Far(chain.bucket)

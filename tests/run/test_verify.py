@@ -1,6 +1,8 @@
 """Checking a run: all of it is checked, what is bad is named, and what retention removed is no error."""
 
 import json
+import threading
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 from unittest import mock
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
+from tests.support.collecting import MemoryBucket
 from tests.support.damage import TABLE, Damage, Whole, random_run
 from tests.support.samples import CREATED, RUN, changes_between, nudge, state_of
 from vllm_delta_sync.codec.delta_object import DeltaContext
@@ -34,6 +37,11 @@ from vllm_delta_sync.verify.simulate import simulate_fingerprints
 from vllm_delta_sync.verify.verify import VerifyReport, verify_run
 
 SEEDS = st.integers(0, 2**32)
+FAR = "s3://far/run"
+"""As the URL of a bucket: what is needed next is read early."""
+TOGETHER = 10
+PATIENCE_SECONDS = 60.0
+"""Passes only where reads that should be under way together are not."""
 DAMAGES = st.lists(st.builds(Damage, *[st.integers(0, 10**6)] * 3), min_size=1, max_size=4)
 
 
@@ -58,6 +66,12 @@ def all_of(whole: Whole) -> VerifyReport:
     return verify_run(whole.run, findings=True)
 
 
+def outline(report: VerifyReport) -> tuple[VerifyReport, list[tuple[str, type[DeltaSyncError], int | None]]]:
+    """What is compared of two reports: errors themselves are never equal."""
+    found = [(finding.key, type(finding.error), finding.version) for finding in report.findings]
+    return replace(report, findings=[]), found
+
+
 def first(whole: Whole) -> DeltaSyncError:
     with pytest.raises(DeltaSyncError) as raised:
         verify_run(whole.run)
@@ -73,6 +87,23 @@ def test_a_whole_run(whole: Whole) -> None:
     assert report.objects == sum(1 for key in whole.bucket.held if key.startswith("objects/"))
     assert (report.notes, report.findings, report.unreadable) == ([], [], [])
     assert all_of(whole) == report
+
+
+def test_of_a_distant_store_the_objects_of_many_versions_are_read_at_once(whole: Whole) -> None:
+    near = verify_run(whole.run)
+    changed, under_way = threading.Condition(), set[str]()
+
+    def get(key: str, **limits: Any) -> bytes:
+        if key.startswith("objects/"):
+            with changed:
+                under_way.add(key)
+                changed.notify_all()
+                assert changed.wait_for(lambda: len(under_way) >= TOGETHER, PATIENCE_SECONDS), under_way
+        return MemoryBucket.get(whole.bucket, key, **limits)
+
+    whole.bucket.url = FAR
+    with mock.patch.object(whole.bucket, "get", get):
+        assert verify_run(whole.run) == near
 
 
 def test_large_models_are_replayed_in_a_file(whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +339,8 @@ def test_verify_names_something_true_of_any_damage(seed: int, damages: list[Dama
     # What nothing binds in a run that is not signed, such as when a claim was made, may be anything.
     changed -= {key for key in changed - missing if _means_the_same(key, good.get(key), whole.bucket.get(key))}
     report = all_of(whole)
+    whole.bucket.url = FAR
+    assert outline(all_of(whole)) == outline(report)
     named = {finding.key for finding in report.findings} | {finding.document for finding in report.findings}
     if changed - missing - {keys.HEAD_KEY}:
         assert named & changed or any(finding.key.startswith("versions/") for finding in report.findings)

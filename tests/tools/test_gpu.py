@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.tools.gpu.report import Report, document
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +29,7 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.slow
 def test_checks_of_modules_pass_on_a_simulated_device(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
     done = run("--device", "cpu", "--quick", "--write", str(page))

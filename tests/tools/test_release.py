@@ -32,6 +32,9 @@ with scratch_folder() as folder:
 """
 
 
+pytestmark = pytest.mark.xdist_group("release")
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     """Both, built from the files as they are now."""
@@ -117,6 +120,7 @@ def release_of_torch() -> str:
     return str(found)
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_is_in_the_table_and_the_next_one_runs(
     monkeypatch: pytest.MonkeyPatch, made: Distributions
 ) -> None:
@@ -143,6 +147,7 @@ def test_a_check_that_fails_is_in_the_table_and_the_next_one_runs(
     assert not folders[0].exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_vllm_that_is_out_of_reach_is_told_from_a_wheel_that_does_not_fit(
     alone: bool, monkeypatch: pytest.MonkeyPatch, made: Distributions

@@ -24,6 +24,7 @@ from vllm_delta_sync.run.model_files import fetch_run_file
 from vllm_delta_sync.run.objects import needs_base_bits, summarize_changes
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.state import ModelState
+from vllm_delta_sync.verify.early_reads import EarlyReads
 from vllm_delta_sync.verify.report import Finding, Findings, VerifyReport
 from vllm_delta_sync.verify.simulate import first_damaged_tensor
 
@@ -33,8 +34,8 @@ Listing = Manifest | MergedDelta | Anchor
 class ObjectAudit:
     """Reads the objects of one run, and counts them in a report."""
 
-    def __init__(self, run: RunDocuments, report: VerifyReport) -> None:
-        self._run, self._report = run, report
+    def __init__(self, run: RunDocuments, early: EarlyReads, report: VerifyReport) -> None:
+        self._run, self._early, self._report = run, early, report
 
     def read(
         self, document: Manifest | MergedDelta, key: str, version: int, state: ModelState | None
@@ -79,7 +80,7 @@ class ObjectAudit:
         self, ref: ObjectRef, document: Listing, key: str, version: int, state: ModelState | None
     ) -> bytes | Finding:
         try:
-            data = self._run.fetch(ref)
+            data = self._early.fetch(ref)
         except DigestError as error:
             data = self._run.bucket.get(ref.key)
             whole = len(data) == ref.bytes

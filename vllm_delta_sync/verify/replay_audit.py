@@ -1,5 +1,6 @@
 """``ReplayAudit`` rebuilds the versions of a run in order, one at a time, and checks their objects and weights."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ from vllm_delta_sync.run.read_plan import GapError, ReadPlanner, Root, Step, pla
 from vllm_delta_sync.run.restore import BaseUnavailableError, check_step, load_root, restore, step_changes
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit
+from vllm_delta_sync.verify.early_reads import EarlyReads
 from vllm_delta_sync.verify.object_audit import ObjectAudit, wrong_tensor
 from vllm_delta_sync.verify.report import Finding, Findings, VerifyReport
 from vllm_delta_sync.verify.simulate import first_mismatch, first_wrong_tensor, simulate_fingerprints
@@ -21,7 +23,7 @@ _Cause = Literal["bad", "gone", "base", "refused"]
 
 
 class ReplayAudit:
-    """Replays a run; call ``audit_version`` for each version in order.
+    """Replays a run; call ``audit_version`` for each of ``versions``, in order.
 
     Args:
         base: as ``run.restore.restore``.
@@ -42,7 +44,6 @@ class ReplayAudit:
         report: VerifyReport,
     ) -> None:
         self._run, self._documents, self._base, self._findings, self._report = run, documents, base, findings, report
-        self._objects = ObjectAudit(run, report)
         self._record: Retention | None = run.retention()
         # Keys of documents that no path may use: damaged, or without their objects.
         self._avoid = {finding.key for finding in documents.findings}
@@ -52,6 +53,8 @@ class ReplayAudit:
             self._starts.setdefault(first, []).append(last)
             self._ends.setdefault(last, []).append(first)
         self._anchors = documents.usable_anchors()
+        self._early = EarlyReads(run, self._starts, self._is_gone)
+        self._objects = ObjectAudit(run, self._early, report)
         self._good: set[str] = set()
         # (first, last) of a merged delta → the fingerprints by tensor id that it should lead to.
         self._expected: dict[tuple[int, int], list[Fingerprint]] = {}
@@ -59,6 +62,10 @@ class ReplayAudit:
         self.state: ModelState | None = None
         self.causes: dict[int, _Cause] = {}
         self.unreadable: set[int] = set()
+
+    def versions(self) -> Iterator[tuple[int, Manifest | None]]:
+        """Yield what ``audit_version`` takes, version by version."""
+        return self._early.versions(self._documents.manifests())
 
     def audit_version(self, version: int, manifest: Manifest | None) -> None:
         """Check a version, its standalone anchor, and the merged deltas that begin with it.
@@ -182,7 +189,7 @@ class ReplayAudit:
         """Check a merged delta: its objects, what they declare, and what they would make of the loaded weights."""
         key = merged_delta_key(first, last)
         try:
-            merged = self._run.merged_delta(first, last)
+            merged = self._early.merged_delta(first, last)
         except NotFoundError:
             return
         state = self.state if self.loaded == first else None

@@ -74,7 +74,7 @@ def _examine(
     check_files(run, report, found)
     all_replayed, good_sidecars = True, set[str]()
     replay = ReplayAudit(run, documents, base, found, report)
-    for version, manifest in enumerate(documents.manifests()):
+    for version, manifest in replay.versions():
         replay.audit_version(version, manifest)
         if manifest is not None:
             check_sidecars(run, manifest, report, found, good_sidecars)
