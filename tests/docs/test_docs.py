@@ -63,6 +63,7 @@ FOREIGN_FLAGS = {
     "--compilation-config",
     "--part",
     "--size",
+    "--signed",
     "--slow-start",
     "--network",
     "--ahead",

@@ -17,9 +17,10 @@ NOT_SKIPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("files", "named"),
-    [(SKIPPED, 2), pytest.param(NOT_SKIPPED, 0, marks=pytest.mark.slow)],
+    [(SKIPPED, 2), (NOT_SKIPPED, 0)],
     ids=["skipped", "not skipped"],
 )
 def test_a_skip_fails_the_run(tmp_path: Path, files: dict[str, str], named: int) -> None:

@@ -160,12 +160,13 @@ def undisturbed(process: "subprocess.Popen[str]", tmp_path_factory: pytest.TempP
     return made.fingerprint()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "points",
     [
         ["save:after:3", "manifest:before:1", "manifest:after:1"],
         *(
-            pytest.param([point], marks=pytest.mark.slow)
+            [point]
             for point in (
                 *("save:before:3", "manifest:after:2"),
                 *("gradient:before:2", "flush:before:3", "flush:after:3", "step:after:2", "sync:after:3"),

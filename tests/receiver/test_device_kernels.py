@@ -27,7 +27,14 @@ def run_with_triton(module: str, **environment: str) -> subprocess.CompletedProc
     )
 
 
-@pytest.mark.parametrize("program", ["interpreted_commit", "interpreted_diff", "interpreted_fingerprint"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "interpreted_commit",
+        pytest.param("interpreted_diff", marks=pytest.mark.slow),
+        "interpreted_fingerprint",
+    ],
+)
 def test_kernels_compute_what_a_cpu_computes(program: str) -> None:
     done = run_with_triton(f"tests.tools.{program}", TRITON_INTERPRET="1")
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr

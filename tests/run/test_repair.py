@@ -398,6 +398,7 @@ def collected(seed: int, policy: RetentionPolicy) -> Whole:
     return whole
 
 
+@pytest.mark.slow
 @given(seed=SEEDS, policy=POLICIES, damages=DAMAGES)
 def test_what_was_kept_comes_back_from_a_mirror(seed: int, policy: RetentionPolicy, damages: list[Damage]) -> None:
     whole = collected(seed, policy)

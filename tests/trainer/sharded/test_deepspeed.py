@@ -100,12 +100,13 @@ def publish(rank: int, size: int, folder: str, cases: list[list[Any]]) -> None:
 OTHERS = [[1, "qwen3 tied", "bf16"], [2, "qwen3 moe", "fp32"], [3, "qwen3 moe", "bf16"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "cases"),
     [
         (2, [[3, "llama tied", "fp32"]]),
-        pytest.param(2, OTHERS, marks=pytest.mark.slow),
-        pytest.param(4, OTHERS, marks=pytest.mark.slow),
+        (2, OTHERS),
+        (4, OTHERS),
     ],
 )
 def test_engines_publish_their_partitions(size: int, cases: list[list[Any]], nursery: Nursery, tmp_path: Path) -> None:
