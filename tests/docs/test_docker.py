@@ -291,15 +291,21 @@ def test_settings_of_pip_are_translated(tmp_path: Path) -> None:
     index, wheels = tmp_path / "pypi/simple", tmp_path / "wheels"
     for folder in (index, wheels):
         folder.mkdir(parents=True)
+    constraints = tmp_path / "constraints.txt"
+    constraints.touch()
     listing = (
         f":env:.find-links='{wheels}'\n"
         f"global.extra-index-url='https://index.example/simple file://{index}'\n"
         "global.cert='/etc/ssl/certs/all.pem'\n"
         "global.find-links='/somewhere/else'\n"
+        f"global.constraint='{constraints}'\n"
     )
     pip = pip_here(listing, {})
     assert pip.volumes == sorted(
-        [("/etc/ssl/certs/all.pem", "/run/cert.pem"), (str(index.parent),) * 2, (str(wheels),) * 2]
+        [
+            ("/etc/ssl/certs/all.pem", "/run/cert.pem"),
+            *((str(place),) * 2 for place in (index.parent, wheels, constraints)),
+        ]
     )
     assert sorted(pip.text.splitlines()) == sorted(
         [
@@ -308,5 +314,6 @@ def test_settings_of_pip_are_translated(tmp_path: Path) -> None:
             "extra-index-url = https://index.example/simple",
             f"    file://{index}",
             f"find-links = {wheels}",
+            f"constraint = {constraints}",
         ]
     )

@@ -103,7 +103,7 @@ def pip_here(listing: str, environment: Mapping[str, str]) -> Pip:
             if key in ("index-url", "extra-index-url") and word.startswith("file://") and place.is_dir():
                 # Pages of an index link to packages beside it.
                 volumes[str(place.parent)] = str(place.parent)
-            elif key == "find-links" and place.is_absolute() and place.exists():
+            elif key in ("find-links", "constraint", "requirement") and place.is_absolute() and place.exists():
                 volumes[str(place)] = str(place)
         lines.append(f"{key} = " + "\n    ".join(value.split()))
     return Pip("\n".join(lines) + "\n", sorted(volumes.items()))
