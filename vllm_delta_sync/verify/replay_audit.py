@@ -53,7 +53,7 @@ class ReplayAudit:
             self._starts.setdefault(first, []).append(last)
             self._ends.setdefault(last, []).append(first)
         self._anchors = documents.usable_anchors()
-        self._early = EarlyReads(run, self._starts, self._is_gone)
+        self._early = EarlyReads(run, documents.manifest, self._starts, self._is_gone)
         self._objects = ObjectAudit(run, self._early, report)
         self._good: set[str] = set()
         # (first, last) of a merged delta → the fingerprints by tensor id that it should lead to.
@@ -65,7 +65,7 @@ class ReplayAudit:
 
     def versions(self) -> Iterator[tuple[int, Manifest | None]]:
         """Yield what ``audit_version`` takes, version by version."""
-        return self._early.versions(self._documents.manifests())
+        return self._early.versions(self._documents.top)
 
     def audit_version(self, version: int, manifest: Manifest | None) -> None:
         """Check a version, its standalone anchor, and the merged deltas that begin with it.
