@@ -202,10 +202,14 @@ def drawn(count: int, seed: int) -> list[Mutant]:
 
 
 class Tree:
-    """A copy of the tracked files, in which one mutant at a time is tried."""
+    """A copy of the tracked files, in which one mutant at a time is tried.
+
+    Attributes:
+        printed: what the last run printed.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.printed = folder, folder.with_suffix(".txt")
         names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
         for name in filter(None, names.split("\0")):
             if (ROOT / name).is_file():
@@ -216,14 +220,15 @@ class Tree:
         """``survived`` if all tests pass, ``killed`` if one fails, ``hung`` if they take longer than that."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not e2e"]
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        process = subprocess.Popen(
-            [*command, *suites],
-            cwd=self.folder,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with self.printed.open("w") as printed:
+            process = subprocess.Popen(
+                [*command, *suites],
+                cwd=self.folder,
+                env=environment,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         try:
             return "survived" if process.wait(seconds) == 0 else "killed"
         except subprocess.TimeoutExpired:
@@ -261,7 +266,8 @@ def measured(sample: Sequence[Mutant], suites: Mapping[str, Sequence[str]], work
             tree, began = trees.get(), time.monotonic()
             try:
                 if (verdict := tree.run(suites[module], 1800)) != "survived":
-                    raise SystemExit(f"mutants: the suites of {module} are {verdict} without any change")
+                    end = tree.printed.read_text(errors="replace")[-6000:]
+                    raise SystemExit(f"mutants: the suites of {module} are {verdict} without any change:\n{end}")
                 return 4 * (time.monotonic() - began) + SPARE_SECONDS
             finally:
                 trees.put(tree)
