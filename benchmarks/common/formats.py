@@ -5,21 +5,26 @@ projects are in ``peer_formats``.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import zstandard
 
 from benchmarks.common.training_data import Bits, Weights
+from trainer_side.diff.buffers import HostBuffer
+from trainer_side.diff.engine import Detector
+from trainer_side.diff.pending_delta import batches, joined
+from trainer_side.diff.undo_log import ChangeLog
 from vllm_delta_sync.codec import delta_reader, delta_writer
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.format import codecs
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, apply_distances, diff
-from vllm_delta_sync.tensors.changes import Changes, Sparse
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, apply_distances
+from vllm_delta_sync.tensors.changes import Changes
 
 CONTEXT = DeltaContext("0" * 32, 1, 0)
 DTYPE = "BF16"
@@ -93,22 +98,22 @@ def table_of(weights: Weights) -> TensorTable:
 
 
 def find_changes(baseline: list[Bits], new: list[Bits], table: TensorTable, relative: bool = True) -> Changes:
-    """Compare flat tensors and bring ``baseline`` up to ``new``, as a publisher does."""
-    ids, positions, data, fingerprints = [], [], [], {}
+    """Compare flat tensors and bring ``baseline`` up to ``new``, with a publisher's parts."""
+    detector, logs, fingerprints = Detector(), {}, {}
     for tensor, spec in enumerate(table):
-        where, distances, change = diff(spec.name, spec.element, baseline[tensor], new[tensor])
-        if where.size:
-            ids.append(tensor)
-            positions.append(where)
-            data.append(distances if relative else new[tensor][where])
-            fingerprints[tensor] = change
-    if not ids:
-        return Changes()
-    counts = np.array([where.size for where in positions], np.int64)
-    group = Sparse(
-        DTYPE, np.array(ids, np.uint32), counts, np.concatenate(positions), np.concatenate(data), relative=relative
-    )
-    return Changes([group], [], fingerprints)
+        live = torch.from_numpy(new[tensor].view(np.int16)).view(torch.bfloat16).view(spec.shape)
+        log = ChangeLog(spec.element)
+        change = detector.collect(spec, HostBuffer(baseline[tensor]), live, log)
+        if log.size:
+            logs[tensor], fingerprints[tensor] = log, change
+    groups = []
+    for batch in batches({tensor: log.size for tensor, log in logs.items()}, table):
+        group = joined(DTYPE, batch, [logs[tensor] for tensor in batch])
+        if not relative:
+            bits = [new[tensor][positions] for tensor in batch for positions, _ in logs[tensor].pieces()]
+            group = replace(group, data=np.concatenate(bits), relative=False)
+        groups.append(group)
+    return Changes(groups, [], fingerprints)
 
 
 def flats(weights: Weights) -> list[Bits]:

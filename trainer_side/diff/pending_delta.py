@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -187,26 +188,32 @@ class PendingDelta:
         )
 
     def _group(self, batch: list[int], logs: list[ChangeLog]) -> Sparse:
-        relative = self._codec in RELATIVE_CODECS
-        counts = np.array([log.size for log in logs], np.int64)
-        positions = np.empty(counts.sum(), np.int64)
-        distances = np.empty(positions.size, logs[0].element.uint)
-        start = 0
-        for log, count in zip(logs, counts.tolist(), strict=True):
-            # The joined arrays replace the single ones, so that both exist for one batch only.
-            log.join_into(positions[start : start + count], distances[start : start + count])
-            start += count
-        data = distances
-        if not relative:
-            data = np.concatenate(
-                [
-                    self._baseline.buffer(tensor).get(positions)
-                    for tensor, log in zip(batch, logs, strict=True)
-                    for positions, _ in log.pieces()
-                ]
-            )
-        ids = np.array(batch, np.uint32)
-        return Sparse(self._baseline.table[batch[0]].dtype, ids, counts, positions, data, relative)
+        group = joined(self._baseline.table[batch[0]].dtype, batch, logs)
+        if self._codec in RELATIVE_CODECS:
+            return group
+        pieces = [
+            self._baseline.buffer(tensor).get(positions)
+            for tensor, log in zip(batch, logs, strict=True)
+            for positions, _ in log.pieces()
+        ]
+        return replace(group, data=np.concatenate(pieces), relative=False)
+
+
+def joined(dtype: str, batch: list[int], logs: list[ChangeLog]) -> Sparse:
+    """Return the changes of some tensors as one relative group.
+
+    Args:
+        batch: ids of tensors of this dtype, ascending. logs: their changes; each then holds views of the group's arrays
+            instead of arrays of its own, so that both exist for one batch only.
+    """
+    counts = np.array([log.size for log in logs], np.int64)
+    positions = np.empty(counts.sum(), np.int64)
+    distances = np.empty(positions.size, logs[0].element.uint)
+    start = 0
+    for log, count in zip(logs, counts.tolist(), strict=True):
+        log.join_into(positions[start : start + count], distances[start : start + count])
+        start += count
+    return Sparse(dtype, np.array(batch, np.uint32), counts, positions, distances, relative=True)
 
 
 def batches(sizes: Mapping[int, int], table: TensorTable) -> Iterator[list[int]]:

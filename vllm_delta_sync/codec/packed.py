@@ -103,9 +103,9 @@ def value_planes(distances: np.ndarray, counts: np.ndarray) -> dict[str, np.ndar
     from vllm_delta_sync.codec import packed_kernels
 
     width = distances.itemsize
-    codes, small = np.zeros(_code_bytes(counts), np.uint8), np.empty(distances.size, np.uint8)
+    codes, small = np.empty(_code_bytes(counts), np.uint8), np.empty(distances.size, np.uint8)
     wide = np.empty(distances.size, distances.dtype)
-    smalls, wides = packed_kernels.encode_values(distances, counts, 8 * width, codes, small, wide)
+    smalls, wides = packed_kernels.encode_values(distances, counts, codes, small, wide)
     table = wide[:wides].view(np.uint8).reshape(wides, width)
     planes = {f"wide.{byte}": np.ascontiguousarray(table[:, byte]) for byte in range(width)}
     return {"codes": codes, "small": small[:smalls]} | planes

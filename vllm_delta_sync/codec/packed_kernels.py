@@ -8,7 +8,7 @@ tests/codec/test_packed.py compares each function with a plain numpy reference.
 
 import numpy as np
 
-from vllm_delta_sync.format.kernels import ONE, ZERO, _compile
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, _inline, at_least, trailing_zeros
 
 BYTE = np.uint64(8)
 ESCAPE = np.uint64(255)
@@ -19,6 +19,8 @@ SMALL = np.uint64(2)
 WIDE = np.uint64(3)
 THREE = np.uint64(3)
 SEVEN = np.uint64(7)
+BATCH = 1024
+"""Elements of ``encode_values`` at a time, a multiple of 64: their codes stay in the first-level cache."""
 
 _CODES = np.arange(256)[:, None] >> np.arange(0, 8, 2) & 3
 SMALLS_IN = np.count_nonzero(_CODES == 2, axis=1)
@@ -36,32 +38,54 @@ def encode_gaps(positions, counts, shifts, gaps, low, escapes):
     begin = np.int64(0)
     used = 0
     for group in range(counts.size):
-        following = ZERO
+        where, out = positions[cursor : cursor + counts[group]], gaps[cursor : cursor + counts[group]]
+        cursor += counts[group]
         shift = np.uint64(shifts[group])
-        least = (ONE << shift) - ONE
-        pending_bits = ZERO
-        bits = ZERO
-        for _ in range(counts[group]):
-            gap = np.uint64(positions[cursor]) - following
-            following = np.uint64(positions[cursor]) + ONE
-            pending_bits |= (gap & least) << bits
-            bits += shift
-            while bits >= BYTE:
-                low[begin] = np.uint8(pending_bits & ESCAPE)
-                begin += 1
-                pending_bits >>= BYTE
-                bits -= BYTE
-            gap >>= shift
-            if gap >= ESCAPE:
-                escapes[used] = gap - ESCAPE
-                used += 1
-                gap = ESCAPE
-            gaps[cursor] = np.uint8(gap)
-            cursor += 1
-        if bits != ZERO:
-            low[begin] = np.uint8(pending_bits)
-            begin += 1
+        # A loop of its own without a branch, so that it uses vectors; the others run only where they are needed.
+        largest = _gap(where, 0) >> shift
+        out[0] = np.uint8(min(largest, ESCAPE))
+        for i in range(1, where.size):
+            gap = np.uint64(where[i] - where[i - 1] - 1) >> shift
+            largest = max(largest, gap)
+            out[i] = np.uint8(min(gap, ESCAPE))
+        if largest >= ESCAPE:
+            for i in range(where.size):
+                if out[i] == ESCAPE:
+                    escapes[used] = (_gap(where, i) >> shift) - ESCAPE
+                    used += 1
+        if shift != ZERO:
+            begin += _encode_low(where, shift, low[begin:])
     return used
+
+
+@_inline
+def _gap(positions, i):
+    """Return the number of unchanged elements before element ``i`` of a tensor's positions."""
+    return np.uint64(positions[i] - (positions[i - 1] + 1 if i else 0))
+
+
+@_compile
+def _encode_low(positions, shift, low):
+    """Write the ``shift`` low bits of all gaps → bytes written."""
+    least = (ONE << shift) - ONE
+    begin = 0
+    pending_bits = ZERO
+    bits = ZERO
+    following = ZERO
+    for i in range(positions.size):
+        position = np.uint64(positions[i])
+        pending_bits |= ((position - following) & least) << bits
+        following = position + ONE
+        bits += shift
+        while bits >= BYTE:
+            low[begin] = np.uint8(pending_bits & ESCAPE)
+            begin += 1
+            pending_bits >>= BYTE
+            bits -= BYTE
+    if bits != ZERO:
+        low[begin] = np.uint8(pending_bits)
+        begin += 1
+    return begin
 
 
 @_compile
@@ -156,34 +180,48 @@ def decode_mask(mask, counts, numels, positions):
 
 
 @_compile
-def encode_values(distances, counts, width, codes, small, wide):
-    """Encode ULP distances of ``width`` bits as two-bit ``codes`` (all zero before), ``small`` and ``wide``.
+def encode_values(distances, counts, codes, small, wide):
+    """Encode ULP distances as two-bit ``codes``, ``small`` and ``wide``.
 
-    Returns the number of elements written to ``small`` (u8) and to ``wide`` (zigzag distances, unsigned, that width).
+    Returns the number of elements written to ``small`` (u8) and to ``wide`` (zigzag distances, unsigned, of the width
+    of ``distances``).
     """
-    top = np.uint64(width - 1)
-    mask = (((ONE << top) - ONE) << ONE) | ONE
+    number = distances.dtype.type
+    top = number(8 * distances.itemsize - 1)
+    zigzags = np.empty(BATCH, distances.dtype)
+    kinds = np.empty(BATCH, np.uint8)
     cursor = 0
-    begin = np.int64(0)
+    begin = 0
     smalls = 0
     wides = 0
     for group in range(counts.size):
-        for i in range(counts[group]):
-            distance = np.uint64(distances[cursor])
-            zigzag = ((distance << ONE) ^ (ZERO - (distance >> top))) & mask
-            code = zigzag - ONE
-            if code > ONE:
-                # A distance of 0, which our writers never produce, is wide as well.
-                code = SMALL if SMALLEST <= zigzag <= LARGEST else WIDE
-                if code == SMALL:
-                    small[smalls] = np.uint8(zigzag - SMALLEST)
-                    smalls += 1
-                else:
-                    wide[wides] = zigzag
-                    wides += 1
-            codes[begin + (i >> 2)] |= np.uint8(code << np.uint64((i & 3) << 1))
-            cursor += 1
-        begin += (counts[group] + 3) >> 2
+        end = cursor + counts[group]
+        while cursor < end:
+            batch = distances[cursor : min(cursor + BATCH, end)]
+            cursor += batch.size
+            # Codes are unpredictable, so these loops have no branches and use vectors; only the last one, which visits
+            # the elements that need more bytes, has. A distance of 0, which our writers never produce, is wide.
+            for i in range(batch.size):
+                zigzags[i] = (batch[i] << number(1)) ^ (number(0) - (batch[i] >> top))
+            for i in range(batch.size):
+                more = SMALL if number(zigzags[i] - number(SMALLEST)) <= number(LARGEST - SMALLEST) else WIDE
+                kinds[i] = zigzags[i] - number(1) if number(zigzags[i] - number(1)) <= number(1) else more
+            kinds[batch.size : (batch.size + 63) & ~63] = 0
+            size = (batch.size + 3) >> 2
+            for i in range(size):
+                codes[begin + i] = kinds[4 * i] | kinds[4 * i + 1] << 2 | kinds[4 * i + 2] << 4 | kinds[4 * i + 3] << 6
+            begin += size
+            for start in range(0, batch.size, 64):
+                word = at_least(kinds, np.uint64(start), np.uint8(SMALL))
+                while word != ZERO:
+                    i = np.uint64(start) + trailing_zeros(word)
+                    word &= word - ONE
+                    if kinds[i] == SMALL:
+                        small[smalls] = np.uint8(zigzags[i] - number(SMALLEST))
+                        smalls += 1
+                    else:
+                        wide[wides] = zigzags[i]
+                        wides += 1
     return smalls, wides
 
 

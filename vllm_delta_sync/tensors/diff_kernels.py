@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 
 from vllm_delta_sync.format.kernels import (
     ONE,
+    PIECE,
     ZERO,
     _compile,
     _high,
@@ -23,11 +24,14 @@ from vllm_delta_sync.format.kernels import (
     _low,
     _mirror_mask,
     _premix,
+    ones,
     trailing_zeros,
 )
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
 
 LANES = np.uint64(64)
+LAST_LANE = np.uint64(1 << 63)
+AT_ONCE = np.uint64(2)
 # Elements rounded at a time: they stay in the first-level cache until they are compared.
 ROUND_ELEMENTS = 4096
 # Rows and columns transposed at a time: the cache lines of both sides stay in the first-level cache.
@@ -59,55 +63,67 @@ def differing(typing_context, old, new, start):
     return types.uint64(old, new, types.uint64), generate
 
 
-@_inline
-def _note(old, fresh, i, offset, first, sign, mirror, mask, seed, relative, distances, cursor):
-    """Write one element's entry, update the baseline → change of the fingerprint (low, high)."""
-    before = np.uint64(old[i])
-    after = np.uint64(fresh)
-    relative[cursor] = offset + i
-    distances[cursor] = (_key(after, sign, mirror) - _key(before, sign, mirror)) & mask
-    x = _premix(seed, first + i)
-    low_before = _low(x, before)
-    low_after = _low(x, after)
-    old[i] = fresh
-    return low_after - low_before, _high(low_after) - _high(low_before)
-
-
 @_compile
 def _extract(old, new, offset, first, sign, mirror, mask, seed, relative, distances):
     """Collect the changes of one piece of a chunk, update ``old`` to ``new`` → fingerprint (low, high), entries.
 
     The piece starts at ``offset`` in its chunk and at ``first`` in its tensor. The arrays have room for all elements.
     """
+    # Two passes: find, then compute and store. Neither has a branch that depends on an element; in a single loop each
+    # change would cost a misprediction or two, and its arithmetic would not use vectors.
+    found = _find(old, new, offset, relative, distances)
     low_sum = ZERO
     high_sum = ZERO
+    before = np.empty(PIECE, old.dtype)
+    for start in range(0, found, PIECE):
+        where = relative[start : min(start + PIECE, found)]
+        fresh = distances[start : min(start + PIECE, found)]
+        for i in range(where.size):
+            before[i] = old[np.uint64(where[i]) - offset]
+        for i in range(where.size):
+            old[np.uint64(where[i]) - offset] = fresh[i]
+        for i in range(where.size):
+            x = _premix(seed, first + (np.uint64(where[i]) - offset))
+            low_before = _low(x, np.uint64(before[i]))
+            low_after = _low(x, np.uint64(fresh[i]))
+            low_sum += low_after - low_before
+            high_sum += _high(low_after) - _high(low_before)
+        for i in range(where.size):
+            fresh[i] = (_key(np.uint64(fresh[i]), sign, mirror) - _key(np.uint64(before[i]), sign, mirror)) & mask
+    return low_sum, high_sum, np.uint64(found)
+
+
+@_compile
+def _find(old, new, offset, relative, fresh):
+    """Write the index of each differing element, plus ``offset``, and its new bits → number of them."""
     cursor = ZERO
     size = np.uint64(old.size)
     whole = size - size % LANES
     start = ZERO
     while start < whole:
         word = differing(old, new, start)
-        # Most words are zero, so this branch is rare.
-        while word != ZERO:
-            i = start + trailing_zeros(word)
-            word &= word - ONE
-            # Another thread may write, so the mask is only a hint. The element is read once: the same value is
-            # compared, collected and stored.
-            fresh = new[i]
-            if old[i] != fresh:
-                low, high = _note(old, fresh, i, offset, first, sign, mirror, mask, seed, relative, distances, cursor)
-                low_sum += low
-                high_sum += high
-                cursor += ONE
+        left = ones(word)
+        # At least AT_ONCE per word, since the number of set bits is unpredictable; surplus entries are overwritten.
+        while True:
+            for _ in range(AT_ONCE):
+                i = start + trailing_zeros(word | LAST_LANE)
+                # Another thread may write, so the mask is only a hint. The element is read once: the same value is
+                # compared, collected and stored.
+                value = new[i]
+                relative[cursor] = offset + i
+                fresh[cursor] = value
+                cursor += np.uint64((word != ZERO) & (old[i] != value))
+                word &= word - ONE
+            if left <= AT_ONCE:
+                break
+            left -= AT_ONCE
         start += LANES
     for i in range(whole, size):
-        fresh = new[i]
-        if old[i] != fresh:
-            low, high = _note(old, fresh, i, offset, first, sign, mirror, mask, seed, relative, distances, cursor)
-            low_sum += low
-            high_sum += high
-            cursor += ONE
-    return low_sum, high_sum, cursor
+        value = new[i]
+        relative[cursor] = offset + i
+        fresh[cursor] = value
+        cursor += np.uint64(old[i] != value)
+    return np.int64(cursor)
 
 
 @_inline

@@ -10,9 +10,9 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from vllm_delta_sync.codec.context.shared_kernels import mask_tile, ones
+from vllm_delta_sync.codec.context.shared_kernels import mask_tile
 from vllm_delta_sync.codec.context.tables import STATE_BITS
-from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, trailing_zeros
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, ones, trailing_zeros
 
 PADDING = 32
 """Bytes that must follow a stream in memory: one damaged entry can read so far beyond its end."""

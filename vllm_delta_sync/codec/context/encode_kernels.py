@@ -7,9 +7,9 @@ Arrays are flat and C-contiguous; every loop releases the GIL.
 
 import numpy as np
 
-from vllm_delta_sync.codec.context.shared_kernels import key_of, leading_zeros, mask_tile, ones, token_of
+from vllm_delta_sync.codec.context.shared_kernels import key_of, leading_zeros, mask_tile, token_of
 from vllm_delta_sync.codec.context.tables import STATE_BITS, STATES
-from vllm_delta_sync.format.kernels import ONE, ZERO, _compile
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, ones
 
 
 @_compile

@@ -12,38 +12,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from vllm_delta_sync.codec.context.tables import STATE_BITS, STATES, STRIDE, TOKENS
-from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, prefetch
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, at_least, prefetch
 
 AHEAD = 24
 """Number of rows by which prefetching is ahead of reading."""
-
-
-@intrinsic
-def at_least(typing_context, values, index, threshold):
-    """Return a 64-bit mask of the values[index : index + 64] of ``threshold`` or more. The caller checks bounds."""
-
-    def generate(context, builder, signature, arguments):
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        element = arguments[2].type
-        vector = ir.VectorType(element, 64)
-        place = builder.bitcast(builder.gep(array.data, [arguments[1]]), vector.as_pointer())
-        loaded = builder.load(place, align=1)
-        one = builder.insert_element(ir.Constant(vector, ir.Undefined), arguments[2], ir.IntType(32)(0))
-        lanes = ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64)
-        found = builder.icmp_unsigned(">=", loaded, builder.shuffle_vector(one, one, lanes))
-        return builder.bitcast(found, ir.IntType(64))
-
-    return types.uint64(values, index, threshold), generate
-
-
-@intrinsic
-def ones(typing_context, word):
-    """Count the bits set in a uint64, as uint64."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.ctpop(arguments[0])
-
-    return types.uint64(word), generate
 
 
 @intrinsic
