@@ -204,7 +204,8 @@ def encode_values(distances, counts, codes, small, wide):
             for i in range(batch.size):
                 zigzags[i] = (batch[i] << number(1)) ^ (number(0) - (batch[i] >> top))
             for i in range(batch.size):
-                more = SMALL if number(zigzags[i] - number(SMALLEST)) <= number(LARGEST - SMALLEST) else WIDE
+                over = number(zigzags[i] - number(SMALLEST))
+                more = SMALL if (over < zigzags[i]) & (over <= number(LARGEST - SMALLEST)) else WIDE
                 kinds[i] = zigzags[i] - number(1) if number(zigzags[i] - number(1)) <= number(1) else more
             kinds[batch.size : (batch.size + 63) & ~63] = 0
             size = (batch.size + 3) >> 2

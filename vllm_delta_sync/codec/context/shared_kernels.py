@@ -12,10 +12,11 @@ from numba import types
 from numba.extending import intrinsic
 
 from vllm_delta_sync.codec.context.tables import STATE_BITS, STATES, STRIDE, TOKENS
-from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, at_least, prefetch
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, at_least
 
-AHEAD = 24
-"""Number of rows by which prefetching is ahead of reading."""
+BLOCK_WORDS = 4
+TOGETHER_BYTES = 2 * 1024**2
+"""Keys that are computed at once, unless one tile has more: so many fit the caches beside what else is in use."""
 
 
 @intrinsic
@@ -24,6 +25,19 @@ def leading_zeros(typing_context, word):
         return builder.ctlz(arguments[0], ir.IntType(1)(1))
 
     return types.uint64(word), generate
+
+
+@intrinsic
+def store_word(typing_context, data, place, word):
+    """Write a uint64 to a uint8 array from ``place`` (uint64) on, lowest byte first. The caller checks the bounds."""
+
+    def generate(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        pointer = builder.bitcast(builder.gep(array.data, [arguments[1]]), ir.IntType(64).as_pointer())
+        builder.store(arguments[2], pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.void(data, place, word), generate
 
 
 @intrinsic
@@ -41,40 +55,63 @@ def key_of(typing_context, bits, drop):
 
 
 @_compile
-def mask_tile(bits, origin, rows, columns, stride, drop, thresholds, scratch, masks):
-    """Compute the class masks of the tile at flat index ``origin`` of ``bits`` → number of elements.
+def room_of(elements):
+    """Return the room that a tile of so many elements has in arrays of its keys: whole blocks of words."""
+    return (elements + 64 * BLOCK_WORDS - 1) // (64 * BLOCK_WORDS) * (64 * BLOCK_WORDS)
+
+
+@_compile
+def tiles_together(across, room):
+    """Return of how many tiles side by side ``keys_of_tiles`` is to compute the keys at once."""
+    return max(1, min(across, TOGETHER_BYTES // max(room, 1)))
+
+
+@_compile
+def keys_of_tiles(bits, origin, rows, columns, width, stride, drop, needed, room, keys):
+    """Compute the keys of tiles side by side. Row by row through all of them, since tiles have short rows far apart.
 
     Args:
-        drop: number of bits above the key, uint64. thresholds: ascending uint8 keys at which the second and later
-            classes begin. scratch: uint8, room for the tile rounded up to a multiple of 64.
-        masks: (classes, words) uint64 output.
+        origin: flat index in ``bits`` of the first element. columns: of all these tiles; each has ``width``, the last
+            one maybe fewer. stride: of a row. drop: number of bits above the key, uint64.
+        needed: (tiles,) bool: those to compute. keys: uint8 output; tile t begins at t · ``room``.
     """
-    size = rows * columns
     for row in range(rows):
-        line = bits[origin + row * stride : origin + row * stride + columns]
-        out = scratch[row * columns : row * columns + columns]
-        # Rows of a tile lie far apart, so the processor does not prefetch them by itself.
-        ahead = origin + (row + AHEAD) * stride
-        for i in range(ahead, ahead + columns, 64 // bits.itemsize):
-            prefetch(bits, np.uint64(i))
-        for i in range(columns):
-            out[i] = key_of(line[i], drop)
+        for tile in range(needed.size):
+            if needed[tile]:
+                left = tile * width
+                across = min(width, columns - left)
+                place = origin + row * stride + left
+                line = bits[place : place + across]
+                out = keys[tile * room + row * across : tile * room + (row + 1) * across]
+                for i in range(across):
+                    out[i] = key_of(line[i], drop)
+
+
+@_compile
+def masks_of_classes(keys, size, thresholds, masks):
+    """Compute the class masks of a tile.
+
+    Args:
+        keys: (size,) uint8, with room for whole words of 64. thresholds: ascending keys at which the second and later
+            classes begin.
+        masks: (classes, words or more) uint64 output, up to a whole block of BLOCK_WORDS.
+    """
     words = (size + 63) // 64
+    last = (ONE << np.uint64(size % 64)) - ONE if size % 64 else ~ZERO
     # Separate loops per threshold and per combination: in one loop, the compiler turns words into vectors of bits and
     # packs them one by one.
     masks[0, :words] = ~ZERO
-    if size % 64:
-        masks[0, words - 1] = (ONE << np.uint64(size % 64)) - ONE
     for kind in range(thresholds.size):
         threshold, reached = thresholds[kind], masks[kind + 1]
         for word in range(words):
-            reached[word] = at_least(scratch, np.uint64(word * 64), threshold)
-        reached[words - 1] &= masks[0, words - 1]
+            reached[word] = at_least(keys, np.uint64(word * 64), threshold)
     for kind in range(thresholds.size):
         mine, above = masks[kind], masks[kind + 1]
         for word in range(words):
             mine[word] ^= above[word]
-    return size
+    for kind in range(thresholds.size + 1):
+        masks[kind, words - 1] &= last
+        masks[kind, words : (words + BLOCK_WORDS - 1) // BLOCK_WORDS * BLOCK_WORDS] = ZERO
 
 
 @_compile

@@ -51,18 +51,28 @@ def token_ranges() -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
 
 def normalized(counts: npt.NDArray[np.int64]) -> Frequencies:
     """Map (TOKENS,) counts → frequencies that sum to STATES, at least 1 for a token that occurs; all 0 if none."""
-    total = int(counts.sum())
-    if not total:
-        return np.zeros(TOKENS, np.uint16)
-    found = np.maximum(np.round(counts * (STATES / total)).astype(np.int64), (counts > 0).astype(np.int64))
+    frequencies = np.zeros(TOKENS, np.uint16)
+    tokens = np.flatnonzero(counts)
+    if not tokens.size:
+        return frequencies
+    wanted = counts[tokens]
+    found = np.maximum(np.round(wanted * (STATES / int(wanted.sum()))).astype(np.int64), 1)
     # Correct the sum after rounding where that saves the most or costs the fewest bits.
-    while (excess := int(found.sum()) - STATES) != 0:
-        step = -1 if excess > 0 else 1
-        able = found > 1 if excess > 0 else counts > 0
-        gain = np.full(TOKENS, -np.inf)
-        gain[able] = counts[able] * np.log2((found[able] + step) / found[able])
-        found[int(np.argmax(gain))] += step
-    return found.astype(np.uint16)
+    excess = int(found.sum()) - STATES
+    step = -1 if excess > 0 else 1
+    gain = wanted * _log_ratio(found, step)
+    for _ in range(abs(excess)):
+        best = int(np.argmax(gain))
+        found[best] += step
+        gain[best] = wanted[best] * _log_ratio(found[best : best + 1], step)[0]
+    frequencies[tokens] = found
+    return frequencies
+
+
+def _log_ratio(frequencies: npt.NDArray[np.int64], step: int) -> npt.NDArray[np.float64]:
+    """Return log2 of a frequency after ``step`` over that before; −∞ where it would become 0."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log2((frequencies + step) / frequencies))
 
 
 def decoding(frequencies: Frequencies) -> Decoding:
@@ -112,6 +122,7 @@ def choose_thresholds(
     used = np.flatnonzero(owned > 0)
     if used.size < 2:
         return np.empty(0, np.uint8)
+    tokens = tokens[:, tokens.any(axis=0)]
     owned_sums = np.concatenate([[0.0], np.cumsum(owned[used])])
     token_sums = np.concatenate([np.zeros((1, tokens.shape[1]), np.int64), np.cumsum(tokens[used], axis=0)])
     best = np.full((MAX_CHOSEN_CLASSES + 1, used.size + 1), np.inf)
