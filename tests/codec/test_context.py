@@ -1,6 +1,7 @@
 """Codec context: what is encoded comes back bit for bit, whole or tile by tile, and as docs/FORMAT.md reads it."""
 
 import json
+from collections.abc import Iterator
 from unittest.mock import patch
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.reference_context import read_block
 from vllm_delta_sync.codec import delta_reader, delta_writer
-from vllm_delta_sync.codec.context import encode_kernels, tiles
+from vllm_delta_sync.codec.context import coder, encode_kernels, tiles
 from vllm_delta_sync.codec.context.tables import dropped_bits
 from vllm_delta_sync.codec.context.tiles import TILE_ELEMENTS, Grid, choose_grid, extent, read_grid, select_tiles
 from vllm_delta_sync.codec.delta_object import DeltaContext, bytes_of
@@ -159,9 +160,9 @@ def entries_of(
     """Class, gap + 1 and zigzag − 1 of each entry of a tensor."""
     room = group.positions.size + grid.tiles * (keys.size + 1)
     kinds, gaps, values = np.empty(room, np.uint8), np.empty(room, np.uint32), np.empty(room, group.element.uint)
-    used = encode_kernels.entries_of_tensor(
-        old, grid.array(), dropped_bits(group.element), keys, group.positions, zigzag(group.data, group.element),
-        kinds, gaps, values, np.empty(grid.tiles, np.int64),
+    used = encode_kernels.entries_of_span(
+        old, grid.array(), grid.spans()[0], dropped_bits(group.element), keys, group.positions,
+        zigzag(group.data, group.element), kinds, gaps, values, np.empty(grid.tiles, np.int64),
     )  # fmt: skip
     return (kinds, gaps, values), used
 
@@ -208,6 +209,56 @@ def test_ranks_read_their_own_tiles(by: str, ranks: int) -> None:
         np.testing.assert_array_equal(flat(found)[0][1], distances[mine])
         seen += int(mine.sum())
     assert seen == positions.size
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    """Three threads code every tensor, however small."""
+    with (
+        patch.multiple(tiles, THREADS=3, THREAD_ELEMENTS=1),
+        patch.multiple(coder, THREADS=3, THREAD_ENTRIES=1),
+    ):
+        yield
+
+
+def test_threads_write_the_same_object(request: pytest.FixtureRequest) -> None:
+    shapes = [(1536, 384), (5, 96, 64), (7,), (64, 3000)]
+    table = TensorTable([TensorSpec(f"t{i}", "BF16", shape) for i, shape in enumerate(shapes)])
+    pairs = [trained(shape, i, share=0.05) for i, shape in enumerate(shapes)]
+    old, new = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    data = encoded(table, old, new)
+    alone = delta_reader.decode(data, table, CONTEXT, whole(old))
+    request.getfixturevalue("three_threads")
+    grids = [choose_grid(spec, 1000) for spec in table]
+    assert max(len(grid.spans()) for grid in grids) == 3
+    assert encoded(table, old, new) == data
+    assert_same(delta_reader.decode(data, table, CONTEXT, whole(old)), alone)
+
+
+@given(shape=st.lists(st.integers(1, 3000), min_size=1, max_size=3).map(tuple), share=st.floats(1e-6, 1.0))
+def test_spans_are_the_bands_of_a_tensor_in_order(shape: tuple[int, ...], share: float) -> None:
+    spec = TensorSpec("t", "BF16", shape)
+    with patch.multiple(tiles, THREADS=3, THREAD_ELEMENTS=1):
+        grid = choose_grid(spec, max(1, round(share * spec.numel)))
+        spans = grid.spans()
+    first = [*grid.rectangles()[:, 0].tolist(), grid.rows]
+    assert [span.first_tile for span in spans] == [0, *(span.last_tile for span in spans[:-1])]
+    assert spans[-1].last_tile == grid.tiles
+    for span in spans:
+        assert (span.first_row, span.last_row) == (first[span.first_tile], first[span.last_tile])
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_an_error_in_any_thread_is_raised() -> None:
+    spec = TensorSpec("t", "BF16", (512, 384))
+    table = TensorTable([spec])
+    old, new = trained(spec.shape, 1, share=0.05)
+    data = bytearray(encoded(table, [old], [new], "none"))
+    streams = bytes_of(Container(bytes(data)), "@0.streams").tobytes()
+    start = bytes(data).index(streams)
+    data[start + len(streams) - 40 : start + len(streams)] = bytes(40)
+    with pytest.raises(FormatError, match="tile"):
+        delta_reader.decode(bytes(data), table, CONTEXT, whole([old]))
 
 
 def test_a_rank_that_holds_nothing_reads_nothing() -> None:

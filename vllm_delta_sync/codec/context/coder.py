@@ -6,7 +6,8 @@ positions are gaps between its members and values are ULP distances, each with i
 """
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -25,20 +26,32 @@ from vllm_delta_sync.codec.context.tables import (
     normalized,
     token_ranges,
 )
-from vllm_delta_sync.codec.context.tiles import BLOCK_BYTES, Grid, choose_grid, excess_bytes, read_grid, select_tiles
+from vllm_delta_sync.codec.context.tiles import (
+    BLOCK_BYTES,
+    THREADS,
+    Grid,
+    Span,
+    choose_grid,
+    excess_bytes,
+    on_threads,
+    read_grid,
+    select_tiles,
+)
 from vllm_delta_sync.codec.delta_object import Arrays, Block, BlockEntries, Directory, block_ranges, bytes_of
 from vllm_delta_sync.codec.zstd import Compression, compress, declared_size, decompress
 from vllm_delta_sync.errors import FormatError, TensorMismatchError
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits, Positions
 from vllm_delta_sync.tensors.changes import Sparse
 
 BLOCK_CHANGES = 256 * 1024
 """A writer closes a block at this many changes; its tables then take less than 1 %."""
 MAX_CLASSES = 16
 """Limit that readers enforce. A writer makes fewer classes, since each takes time to decode."""
+THREAD_ENTRIES = 16 * 1024
+"""A thread codes so many entries at least: one that has less to do takes longer to start."""
 SAMPLED_ELEMENTS = 256 * 1024
 """Elements of a tensor whose keys are counted to choose classes. A worse choice costs bytes, not exactness."""
 
@@ -70,38 +83,29 @@ def encode(
     packed.encode(blocks, rest, table, compression)
 
 
-@dataclass
-class _Entries:
-    """A block's changes in coding order: (n,) class, gap + 1, zigzag − 1; and the number of entries per tile."""
+class _Entries(NamedTuple):
+    """Changes of some tiles in coding order: (n,) class, gap + 1, zigzag − 1; (tiles,) entries of each tile."""
 
     kinds: npt.NDArray[np.uint8]
     gaps: npt.NDArray[np.uint32]
     values: Bits
-    sizes: list[npt.NDArray[np.int64]]
-    used: int = 0
+    sizes: npt.NDArray[np.int64]
 
 
 def _encode_block(group: Sparse, table: TensorTable, compression: Compression, old: BaseLookup) -> Arrays:
-    from vllm_delta_sync.codec.context import encode_kernels as kernels
-
     specs = [table[tensor] for tensor in group.ids.tolist()]
     grids = [choose_grid(spec, count) for spec, count in zip(specs, group.counts.tolist(), strict=True)]
     zigzags = packed.zigzag(group.data, group.element)
     drop = dropped_bits(group.element)
     thresholds = _thresholds(group, specs, zigzags, drop, old, sum(grid.tiles for grid in grids))
-    ending = sum(grid.tiles for grid in grids) * (thresholds.size + 1)
-    room = group.positions.size + min(ending, group.positions.size * (thresholds.size + 1))
-    entries = _Entries(np.empty(room, np.uint8), np.empty(room, np.uint32), np.empty(room, group.element.uint), [])
+    entries: list[_Entries] = []
     start = 0
     for spec, grid, count in zip(specs, grids, group.counts.tolist(), strict=True):
-        sizes, used, changed = np.empty(grid.tiles, np.int64), entries.used, slice(start, start + count)
-        entries.used += kernels.entries_of_tensor(
-            _whole_tensor(old, table, spec, group.element), grid.array(), drop, thresholds, group.positions[changed],
-            zigzags[changed], entries.kinds[used:], entries.gaps[used:], entries.values[used:], sizes,
-        )  # fmt: skip
-        entries.sizes.append(sizes)
+        bits, changed = _whole_tensor(old, table, spec, group.element), slice(start, start + count)
+        entries += _entries(bits, grid, drop, thresholds, group.positions[changed], zigzags[changed])
         start += count
-    frequencies, lengths, streams = _coded(entries, thresholds.size + 1)
+    joined = _Entries(*(np.concatenate(arrays) for arrays in zip(*entries, strict=True)))
+    frequencies, lengths, streams = _coded(joined, thresholds.size + 1)
     cuts = np.array([(grid.slab, grid.height, grid.width) for grid in grids], "<u8")
     keys = np.append(np.uint8(thresholds.size), thresholds)
     tables = [keys, _planes(cuts.T), _planes(frequencies.astype("<u2")), _planes(lengths.astype("<u4"))]
@@ -113,25 +117,68 @@ def _encode_block(group: Sparse, table: TensorTable, compression: Compression, o
     }
 
 
+def _entries(
+    bits: Bits, grid: Grid, drop: np.uint64, thresholds: npt.NDArray[np.uint8], positions: Positions, zigzags: Bits
+) -> list[_Entries]:
+    """Return the entries of a tensor, in parts that threads made."""
+    from vllm_delta_sync.codec.context import encode_kernels as kernels
+
+    def run(span: Span) -> _Entries:
+        first, last = np.searchsorted(
+            positions, [row * grid.columns for row in (span.first_row, span.last_row)]
+        ).tolist()
+        sizes = np.empty(span.last_tile - span.first_tile, np.int64)
+        room = last - first + min(sizes.size, last - first) * (thresholds.size + 1)
+        kinds, gaps, values = np.empty(room, np.uint8), np.empty(room, np.uint32), np.empty(room, bits.dtype)
+        used = kernels.entries_of_span(
+            bits, grid.array(), span, drop, thresholds, positions[first:last], zigzags[first:last], kinds, gaps, values,
+            sizes,
+        )  # fmt: skip
+        return _Entries(kinds[:used], gaps[:used], values[:used], sizes)
+
+    return on_threads(run, grid.spans())
+
+
 def _coded(
     entries: _Entries, classes: int
 ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
     """Return (2 · classes, TOKENS) frequencies, (tiles,) bytes of each tile's stream, all streams."""
     from vllm_delta_sync.codec.context import encode_kernels as kernels
 
-    kinds, gaps, values = (array[: entries.used] for array in (entries.kinds, entries.gaps, entries.values))
-    counts = np.zeros((classes, 2, TOKENS), np.int64)
-    kernels.tally(kinds, gaps, values, counts)
-    frequencies = np.stack([normalized(row) for row in counts.reshape(-1, TOKENS)])
-    sizes = np.concatenate(entries.sizes)
-    lengths = np.empty(sizes.size, np.int64)
-    # An upper bound: each entry has two symbols of at most STATE_BITS bits, and the raw bits of both numbers.
+    ends = np.concatenate([[0], np.cumsum(entries.sizes)])
+    parts = THREADS if ends[-1] >= THREADS * THREAD_ENTRIES else 1
+    cuts = np.searchsorted(ends, [ends[-1] * part // parts for part in range(parts + 1)]).tolist()
+    pieces = [
+        _Entries(
+            entries.kinds[ends[first] : ends[last]],
+            entries.gaps[ends[first] : ends[last]],
+            entries.values[ends[first] : ends[last]],
+            entries.sizes[first:last],
+        )
+        for first, last in pairwise(cuts)
+    ]
+
+    def count(piece: _Entries) -> npt.NDArray[np.int64]:
+        counts = np.zeros((classes, 2, TOKENS), np.int64)
+        kernels.tally(piece.kinds, piece.gaps, piece.values, counts)
+        return counts
+
+    counts = on_threads(count, pieces)
+    frequencies = np.stack([normalized(row) for row in np.sum(counts, axis=0).reshape(-1, TOKENS)])
+    tables = tuple(encoding(frequencies))
     raw = token_ranges()[1].astype(np.int64)
-    gap_bits = int((counts[:, 0, 1:] * (STATE_BITS + raw[:-1])).sum() + STATE_BITS * counts[:, 0, 0].sum())
-    room = (gap_bits + int((counts[:, 1] * (STATE_BITS + raw)).sum())) // 8 + 4 * sizes.size + 8
-    streams = np.empty(room, np.uint8)
-    used = kernels.encode_tiles(sizes, kinds, gaps, values, tuple(encoding(frequencies)), streams, lengths)
-    return frequencies, lengths, streams[:used]
+
+    def run(part: tuple[_Entries, npt.NDArray[np.int64]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+        piece, found = part
+        # An upper bound: each entry has two symbols of at most STATE_BITS bits, and the raw bits of both numbers.
+        gap_bits = int((found[:, 0, 1:] * (STATE_BITS + raw[:-1])).sum() + STATE_BITS * found[:, 0, 0].sum())
+        room = (gap_bits + int((found[:, 1] * (STATE_BITS + raw)).sum())) // 8 + 4 * piece.sizes.size + 8
+        streams, lengths = np.empty(room, np.uint8), np.empty(piece.sizes.size, np.int64)
+        used = kernels.encode_tiles(piece.sizes, piece.kinds, piece.gaps, piece.values, tables, streams, lengths)
+        return lengths, streams[:used]
+
+    lengths, streams = zip(*on_threads(run, list(zip(pieces, counts, strict=True))), strict=True)
+    return frequencies, np.concatenate(lengths), np.concatenate(streams)
 
 
 def _thresholds(
@@ -250,34 +297,60 @@ class ContextBlock:
             FormatError: a stream is damaged, or was made against other bits.
             UnsupportedError: ``old`` has only a part of a tile. TensorMismatchError: its bits have another size.
         """
-        from vllm_delta_sync.codec.context import decode_kernels as kernels
-
         element, rows = self._block.element, slice(first, last)
         room = int(self.directory.counts[rows].sum())
-        positions, distances = np.empty(room + kernels.SLACK, np.int64), np.empty(room + kernels.SLACK, element.uint)
-        firsts = token_ranges()[0]
+        positions, distances = np.empty(room, np.int64), np.empty(room, element.uint)
         counts, used = np.zeros(last - first, np.int64), 0
         tile = sum(grid.tiles for grid in self._grids[:first])
         for row in range(first, last):
             grid, tensor, count = self._grids[row], int(self.directory.ids[row]), int(self.directory.counts[row])
-            spec, base = self._table[tensor], old(tensor)
-            ends = self._ends[tile : tile + grid.tiles + 1]
-            payload = np.zeros(int(ends[-1] - ends[0]) + kernels.PADDING, np.uint8)
-            payload[: -kernels.PADDING] = self._streams[ends[0] : ends[-1]]
-            found, where = kernels.decode_tensor(
-                _checked(base, spec, element), grid.array(), dropped_bits(element), self._thresholds,
-                select_tiles(grid, base.rectangles, spec.name, self._what), ends - ends[0], payload, self._tables,
-                firsts, positions[used:][: count + kernels.SLACK], distances[used:][: count + kernels.SLACK],
-            )  # fmt: skip
-            if found < 0 or (found != count and base.rectangles is None):
-                self._refuse(spec, found, where, count)
-            counts[row - first] = found
-            used += found
+            parts = self._decode(self._table[tensor], old(tensor), grid, tile, count)
+            for where, moved in parts:
+                positions[used : used + where.size], distances[used : used + where.size] = where, moved
+                used += where.size
+                counts[row - first] += where.size
             tile += grid.tiles
         kept = counts > 0
         return Sparse(
             element.name, self.directory.ids[rows][kept], counts[kept], positions[:used], distances[:used], True
         )
+
+    def _decode(
+        self, spec: TensorSpec, base: BaseTensor, grid: Grid, tile: int, count: int
+    ) -> list[tuple[Positions, Bits]]:
+        """Return a tensor's positions and distances, in parts that threads decoded.
+
+        Args:
+            tile: the tensor's first one in the block. count: changed elements that the block declares.
+        """
+        from vllm_delta_sync.codec.context import decode_kernels as kernels
+
+        element, firsts = self._block.element, token_ranges()[0]
+        bits, wanted = _checked(base, spec, element), select_tiles(grid, base.rectangles, spec.name, self._what)
+        ends = self._ends[tile : tile + grid.tiles + 1]
+        payload = np.zeros(int(ends[-1] - ends[0]) + kernels.PADDING, np.uint8)
+        payload[: -kernels.PADDING] = self._streams[ends[0] : ends[-1]]
+
+        def run(span: Span) -> tuple[int, int, Positions, Bits]:
+            # Memory is used only as far as it is written.
+            positions, distances = (
+                np.empty(count + kernels.SLACK, np.int64),
+                np.empty(count + kernels.SLACK, element.uint),
+            )
+            found, where = kernels.decode_span(
+                bits, grid.array(), span, dropped_bits(element), self._thresholds, wanted, ends - ends[0], payload,
+                self._tables, firsts, positions, distances,
+            )  # fmt: skip
+            return found, where, positions, distances
+
+        parts = on_threads(run, grid.spans())
+        for found, where, _, _ in parts:
+            if found < 0:
+                self._refuse(spec, found, where, count)
+        total = sum(found for found, _, _, _ in parts)
+        if total > count or (total != count and base.rectangles is None):
+            self._refuse(spec, total, 0, count)
+        return [(positions[:found], distances[:found]) for found, _, positions, distances in parts]
 
     def _refuse(self, spec: TensorSpec, found: int, tile: int, count: int) -> NoReturn:
         wrong = f"tile {tile} {_WRONG[found]}" if found < 0 else f"{found} changed elements, the counts say {count}"

@@ -95,11 +95,11 @@ def _step(entry, ahead):
 
 
 @_compile
-def decode_tensor(bits, grid, drop, thresholds, wanted, ends, payload, tables, firsts, positions, distances):
-    """Decode the ``wanted`` tiles of a tensor.
+def decode_span(bits, grid, span, drop, thresholds, wanted, ends, payload, tables, firsts, positions, distances):
+    """Decode the ``wanted`` tiles of some bands of a tensor.
 
     Args:
-        bits: (numel,) old bits, valid in wanted tiles. grid: see ``entries_of_tensor``.
+        bits: (numel,) old bits, valid in wanted tiles. grid, span: see ``entries_of_span``.
         wanted: (tiles,) bool. ends: (tiles + 1,) int64, start of each stream in ``payload``, and end of the last one.
         payload, tables, firsts: see ``decode_tile``.
         positions, distances: output, room for as many elements as may change, and SLACK more.
@@ -123,9 +123,8 @@ def decode_tensor(bits, grid, drop, thresholds, wanted, ends, payload, tables, f
     else:
         band_positions, band_distances = positions, distances
     found = 0
-    tile = 0
-    row = 0
-    while row < rows:
+    row, last_row, tile, _ = span
+    while row < last_row:
         stop = min(row + height, row // slab * slab + slab, rows)
         in_band = 0
         if across == 1:

@@ -60,14 +60,15 @@ def count_tokens(bits, positions, zigzags, drop, counts):
 
 
 @_compile
-def entries_of_tensor(bits, grid, drop, thresholds, positions, zigzags, kinds, gaps, values, sizes):
-    """Write the entries of all tiles of a tensor, tile after tile.
+def entries_of_span(bits, grid, span, drop, thresholds, positions, zigzags, kinds, gaps, values, sizes):
+    """Write the entries of the tiles of some bands of a tensor, tile after tile.
 
     Args:
         bits: (numel,) old bits. grid: (rows, columns, rows of a slab, of a tile, columns of a tile), int64.
-        positions: (n,) int64 ascending. zigzags: (n,), of the width of ``bits``.
+            span: ``tiles.Span`` of the bands.
+        positions: (n,) int64 ascending, inside the bands. zigzags: (n,), of the width of ``bits``.
         kinds, gaps, values: see ``entries_of_tile``; room for n entries and all ends of classes.
-        sizes: (tiles,) int64 output: entries of each tile, 0 without changes.
+        sizes: (tiles of the bands,) int64 output: entries of each, 0 without changes.
 
     Returns:
         number of entries.
@@ -85,10 +86,10 @@ def entries_of_tensor(bits, grid, drop, thresholds, positions, zigzags, kinds, g
             class_of[key] += np.uint8(key >= threshold)
     tallies = np.empty(across + 1, np.int64)
     used = 0
-    tile = 0
     first = 0
-    row = 0
-    while row < rows:
+    row, last_row, _, _ = span
+    tile = 0
+    while row < last_row:
         stop = min(row + height, row // slab * slab + slab, rows)
         last = first + np.searchsorted(positions[first:], stop * columns)
         places, moved = _by_column(positions[first:last] - row * columns, zigzags[first:last], columns, width, tallies)
@@ -171,7 +172,7 @@ def entries_of_tile(keys, class_of, masks, before, size, places, zigzags, kinds,
     cursors = np.zeros(classes, np.int64)
     for kind in range(classes):
         mine, passed = masks[kind], before[kind]
-        members = ZERO
+        members = np.uint64(0)
         for word in range(words):
             passed[word] = members
             members += ones(mine[word])
@@ -184,10 +185,10 @@ def entries_of_tile(keys, class_of, masks, before, size, places, zigzags, kinds,
     nexts = np.zeros(classes, np.uint32)
     for i in range(places.size):
         place = np.uint64(places[i])
-        word = place >> np.uint64(6)
+        at = place >> np.uint64(6)
         kind = class_of[keys[place]]
         below = (ONE << (place & np.uint64(63))) - ONE
-        rank = before[kind, word] + np.uint32(ones(masks[kind, word] & below))
+        rank = before[kind, at] + np.uint32(ones(masks[kind, at] & below))
         entry = cursors[kind]
         cursors[kind] += 1
         kinds[entry] = kind

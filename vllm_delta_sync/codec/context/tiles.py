@@ -5,8 +5,12 @@ A tensor is treated as rows of its last dimension; a tensor with one dimension h
 """
 
 import math
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +33,24 @@ BLOCK_BYTES = 800
 """Approximate overhead of a block of codec ``packed``: the names of its planes, and their frames."""
 TALL = 8
 """A tensor with this many times more rows than columns is a vocabulary, whose columns are never sharded."""
+THREADS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+"""Threads that code a large tensor. More would take the processor from the training, or from a server's rollouts."""
+THREAD_ELEMENTS = 1024**2
+"""A thread gets so many elements at least: one that has less to do takes longer to start."""
 TILE_ELEMENTS = 128 * 1024
 """Largest tile of a writer, but for one row more; bounds scratch memory on both sides."""
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class Span(NamedTuple):
+    """Some consecutive bands of tiles: first row, end of rows, first tile, end of tiles."""
+
+    first_row: int
+    last_row: int
+    first_tile: int
+    last_tile: int
 
 
 @dataclass(frozen=True)
@@ -61,13 +81,25 @@ class Grid:
     def array(self) -> npt.NDArray[np.int64]:
         return np.array([self.rows, self.columns, self.slab, self.height, self.width], np.int64)
 
+    def first_rows(self) -> npt.NDArray[np.int64]:
+        """Return (bands,) the first row of each."""
+        slabs = range(0, self.rows, self.slab)
+        found = [range(slab, min(slab + self.slab, self.rows), self.height) for slab in slabs]
+        return np.array([row for rows in found for row in rows], np.int64)
+
+    def spans(self) -> list[Span]:
+        """Return the parts that threads code side by side: one per thread, or fewer of a small tensor."""
+        first = self.first_rows()
+        parts = max(1, min(THREADS, first.size, self.rows * self.columns // THREAD_ELEMENTS))
+        bands = [first.size * part // parts for part in range(parts + 1)]
+        ends = [*first.tolist(), self.rows]
+        return [
+            Span(ends[start], ends[stop], start * self.across, stop * self.across) for start, stop in pairwise(bands)
+        ]
+
     def rectangles(self) -> npt.NDArray[np.int64]:
         """Return (tiles, 4) in the order of the streams; see ``Rectangle``."""
-        starts = [
-            row for slab in range(0, self.rows, self.slab)
-            for row in range(slab, min(slab + self.slab, self.rows), self.height)
-        ]  # fmt: skip
-        first = np.array(starts, np.int64)
+        first = self.first_rows()
         last = np.minimum(np.minimum(first + self.height, first // self.slab * self.slab + self.slab), self.rows)
         left = np.arange(0, self.columns, self.width, dtype=np.int64)
         right = np.minimum(left + self.width, self.columns)
@@ -75,6 +107,35 @@ class Grid:
         return np.stack(
             [np.repeat(first, along), np.repeat(last, along), np.tile(left, down), np.tile(right, down)], axis=1
         )
+
+
+def on_threads(call: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """Return ``call(item)`` for each item, all at once, the first one in this thread; raise the first error."""
+    found: dict[int, _Result] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(number: int) -> None:
+        try:
+            found[number] = call(items[number])
+        except BaseException as error:  # noqa: BLE001  raised below
+            errors[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(1, len(items))]
+    started = []
+    for number, thread in enumerate(threads, 1):
+        try:
+            thread.start()
+            started.append(thread)
+        except RuntimeError:  # the interpreter is shutting down, or there are too many threads
+            run(number)
+    try:
+        run(0)
+    finally:
+        for thread in started:
+            thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return [found[number] for number in range(len(items))]
 
 
 def extent(shape: Sequence[int]) -> tuple[int, int]:
