@@ -94,6 +94,23 @@ def test_what_a_poll_reads_first_is_asked_for_at_once(tmp_path: Path) -> None:
     assert sorted(bucket.asked) == sorted(["run.json", "HEAD.json", version_key(0), version_key(1), version_key(2)])
 
 
+def test_a_poll_that_found_a_newer_version_asks_for_none_after_it(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    chain.grow()
+    bucket = Far(chain.bucket)
+    run, behind = RunDocuments(bucket), bucket.get(HEAD_KEY)
+    chain.grow(2)
+    chain.bucket.put(HEAD_KEY, behind)
+    for known, found in ((1, 2), (2, 3), (3, 3)):
+        bucket.asked.clear()
+        with run.prefetching(known):
+            assert run.reachable_head(known)[0].version == found
+        assert sorted(key for key in bucket.asked if key.startswith(VERSIONS_PREFIX)) == [
+            version_key(version) for version in range(1, known + 2)
+        ]
+    assert run.reachable_head()[0].version == 3
+
+
 def test_of_a_signed_run_the_list_of_keys_is_read_beside_head() -> None:
     signed = Signed()
     signed.publish()

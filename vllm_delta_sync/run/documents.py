@@ -208,8 +208,12 @@ class RunDocuments:
             raise error
         return manifest
 
-    def reachable_head(self) -> tuple[Manifest, DeltaSyncError | None]:
+    def reachable_head(self, known: int | None = None) -> tuple[Manifest, DeltaSyncError | None]:
         """Return the newest good manifest, and the error of the manifest after it, None if there is none.
+
+        Args:
+            known: a version, for callers that read again soon. On a distant store, once a newer one is found, manifests
+                after it that are not under way are left for then: to learn that there is none takes a round trip.
 
         Reads the manifests from HEAD.json on. If HEAD.json or the manifest it names is bad, a listing of the bucket
         gives the newest good manifest before it. A damaged manifest is skipped if a later one names its bytes as its
@@ -231,14 +235,16 @@ class RunDocuments:
             last = self.verifier.keys.last_signed()
             before = newest_good_before(self._manifest_sizes(), self.document_limit, self.manifest, end, error, last)
             # A publisher may have continued after a damaged manifest, and ended before it wrote HEAD.json.
-            found, _ = self._probe(before)
+            found, _ = self._probe(before, None)
             if found.version > end:
                 return found, None
             return found if found.version < end else before, error
-        return self._probe(manifest)
+        return self._probe(manifest, known)
 
-    def _probe(self, newest: Manifest) -> tuple[Manifest, DeltaSyncError | None]:
+    def _probe(self, newest: Manifest, known: int | None) -> tuple[Manifest, DeltaSyncError | None]:
         """Return the newest good manifest from ``newest`` on, and the error of the one after it.
+
+        ``known``: see ``reachable_head``.
 
         Stops after ``MAX_BAD_IN_A_ROW`` bad manifests in a row, or ``MAX_BAD_DOCUMENTS`` times the size limit of them.
         Manifests of a retired or revoked key do not count, because only its holder can write them.
@@ -248,6 +254,9 @@ class RunDocuments:
         bytes_left = allowed_bytes = MAX_BAD_DOCUMENTS * self.document_limit
         while skipped < MAX_BAD_IN_A_ROW:
             version += 1
+            is_newer = known is not None and newest.version > known and bad is None
+            if is_newer and self.is_remote and not self._prefetcher.is_under_way(version_key(version)):
+                return newest, None
             try:
                 data = self._prefetcher.probe(version_key(version), self.document_limit)
             except NotFoundError:

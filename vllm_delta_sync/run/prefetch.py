@@ -83,6 +83,10 @@ class Prefetcher:
         finally:
             self._manifest_cache = None
 
+    def is_under_way(self, key: str) -> bool:
+        """Return whether a document is being fetched and was not used yet."""
+        return key in self._under_way
+
     def get(self, key: str, max_bytes: int) -> bytes:
         """As ``Bucket.get``."""
         early = self._under_way.pop(key, None)

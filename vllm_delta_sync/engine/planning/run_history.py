@@ -100,7 +100,7 @@ class History:
                 ``Run.reachable_head``.
         """
         try:
-            head, stopped_by = self.run.reachable_head()
+            head, stopped_by = self.run.reachable_head(None if self.head is None else self.head.version)
         except NotFoundError as error:
             self.trusted_head.check_run(self.run)
             raise self.trusted_head.empty_run_error(error) from error
