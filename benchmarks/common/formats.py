@@ -7,6 +7,7 @@ projects are in ``peer_formats``.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import batches, joined
 from trainer_side.diff.undo_log import ChangeLog
 from vllm_delta_sync.codec import delta_reader, delta_writer
+from vllm_delta_sync.codec.context import threads
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.format import codecs
@@ -122,11 +124,16 @@ def flats(weights: Weights) -> list[Bits]:
 
 
 class Own(Format):
-    """A codec of this project. What needs the old bits gets them."""
+    """A codec of this project. What needs the old bits gets them.
 
-    def __init__(self, codec: str, compression: Compression = "zstd") -> None:
+    Args:
+        threads: of codec ``context``; the others have one.
+    """
+
+    def __init__(self, codec: str, compression: Compression = "zstd", threads: int = 1) -> None:
         self.name = codec if compression == "zstd" or codec == "raw" else f"{codec}, {compression}"
-        self._codec, self._compression = codec, compression
+        self.name += f", {threads} threads" if threads > 1 else ""
+        self._codec, self._compression, self._threads = codec, compression, threads
         self._baseline: list[Bits] = []
 
     def begin(self, old: Weights) -> None:
@@ -143,14 +150,16 @@ class Own(Format):
         """The second half of ``encode``."""
         compression: Compression = "none" if self._codec == "raw" else self._compression
         codec = cast(codecs.Codec, self._codec)
-        return delta_writer.encode(changes, table, codec, compression, CONTEXT, self._old(old))
+        with mock.patch.object(threads, "THREADS", self._threads):
+            return delta_writer.encode(changes, table, codec, compression, CONTEXT, self._old(old))
 
     def encode(self, old: Weights, new: Weights) -> bytes:
         table = table_of(old)
         return self.write(self.compare(new, table), table, old)
 
     def decode(self, data: bytes, old: Weights) -> Changes:
-        return delta_reader.decode(data, table_of(old), CONTEXT, self._old(old))
+        with mock.patch.object(threads, "THREADS", self._threads):
+            return delta_reader.decode(data, table_of(old), CONTEXT, self._old(old))
 
     def restore(self, decoded: Changes, old: Weights) -> Weights:
         new = {name: bits.copy() for name, bits in old.items()}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.reference_context import read_block
 from vllm_delta_sync.codec import delta_reader, delta_writer
-from vllm_delta_sync.codec.context import coder, encode_kernels, tiles
+from vllm_delta_sync.codec.context import coder, encode_kernels, threads, tiles
 from vllm_delta_sync.codec.context.tables import dropped_bits
 from vllm_delta_sync.codec.context.tiles import TILE_ELEMENTS, Grid, choose_grid, extent, read_grid, select_tiles
 from vllm_delta_sync.codec.delta_object import DeltaContext, bytes_of
@@ -214,11 +214,9 @@ def test_ranks_read_their_own_tiles(by: str, ranks: int) -> None:
 @pytest.fixture
 def three_threads() -> Iterator[None]:
     """Three threads code every tensor, however small."""
-    with (
-        patch.multiple(tiles, THREADS=3, THREAD_ELEMENTS=1),
-        patch.multiple(coder, THREADS=3, THREAD_ENTRIES=1),
-    ):
-        yield
+    with patch.object(threads, "THREADS", 3), patch.object(tiles, "THREAD_ELEMENTS", 1):
+        with patch.object(coder, "THREAD_ENTRIES", 1):
+            yield
 
 
 def test_threads_write_the_same_object(request: pytest.FixtureRequest) -> None:
@@ -238,7 +236,7 @@ def test_threads_write_the_same_object(request: pytest.FixtureRequest) -> None:
 @given(shape=st.lists(st.integers(1, 3000), min_size=1, max_size=3).map(tuple), share=st.floats(1e-6, 1.0))
 def test_spans_are_the_bands_of_a_tensor_in_order(shape: tuple[int, ...], share: float) -> None:
     spec = TensorSpec("t", "BF16", shape)
-    with patch.multiple(tiles, THREADS=3, THREAD_ELEMENTS=1):
+    with patch.object(threads, "THREADS", 3), patch.object(tiles, "THREAD_ELEMENTS", 1):
         grid = choose_grid(spec, max(1, round(share * spec.numel)))
         spans = grid.spans()
     first = [*grid.rectangles()[:, 0].tolist(), grid.rows]

@@ -26,14 +26,13 @@ from vllm_delta_sync.codec.context.tables import (
     normalized,
     token_ranges,
 )
+from vllm_delta_sync.codec.context.threads import on_threads, threads_for
 from vllm_delta_sync.codec.context.tiles import (
     BLOCK_BYTES,
-    THREADS,
     Grid,
     Span,
     choose_grid,
     excess_bytes,
-    on_threads,
     read_grid,
     select_tiles,
 )
@@ -146,7 +145,7 @@ def _coded(
     from vllm_delta_sync.codec.context import encode_kernels as kernels
 
     ends = np.concatenate([[0], np.cumsum(entries.sizes)])
-    parts = THREADS if ends[-1] >= THREADS * THREAD_ENTRIES else 1
+    parts = threads_for(int(ends[-1]), THREAD_ENTRIES)
     cuts = np.searchsorted(ends, [ends[-1] * part // parts for part in range(parts + 1)]).tolist()
     pieces = [
         _Entries(

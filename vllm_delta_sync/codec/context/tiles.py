@@ -5,16 +5,15 @@ A tensor is treated as rows of its last dimension; a tensor with one dimension h
 """
 
 import math
-import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_delta_sync.codec.context.threads import threads_for
 from vllm_delta_sync.errors import FormatError, UnsupportedError
 from vllm_delta_sync.format.limits import MAX_TILE_ELEMENTS, MIN_TILE_ELEMENTS
 from vllm_delta_sync.format.table import TensorSpec
@@ -33,15 +32,10 @@ BLOCK_BYTES = 800
 """Approximate overhead of a block of codec ``packed``: the names of its planes, and their frames."""
 TALL = 8
 """A tensor with this many times more rows than columns is a vocabulary, whose columns are never sharded."""
-THREADS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-"""Threads that code a large tensor. More would take the processor from the training, or from a server's rollouts."""
 THREAD_ELEMENTS = 1024**2
 """A thread gets so many elements at least: one that has less to do takes longer to start."""
 TILE_ELEMENTS = 128 * 1024
 """Largest tile of a writer, but for one row more; bounds scratch memory on both sides."""
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
 class Span(NamedTuple):
@@ -90,7 +84,7 @@ class Grid:
     def spans(self) -> list[Span]:
         """Return the parts that threads code side by side: one per thread, or fewer of a small tensor."""
         first = self.first_rows()
-        parts = max(1, min(THREADS, first.size, self.rows * self.columns // THREAD_ELEMENTS))
+        parts = min(first.size, threads_for(self.rows * self.columns, THREAD_ELEMENTS))
         bands = [first.size * part // parts for part in range(parts + 1)]
         ends = [*first.tolist(), self.rows]
         return [
@@ -107,35 +101,6 @@ class Grid:
         return np.stack(
             [np.repeat(first, along), np.repeat(last, along), np.tile(left, down), np.tile(right, down)], axis=1
         )
-
-
-def on_threads(call: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-    """Return ``call(item)`` for each item, all at once, the first one in this thread; raise the first error."""
-    found: dict[int, _Result] = {}
-    errors: dict[int, BaseException] = {}
-
-    def run(number: int) -> None:
-        try:
-            found[number] = call(items[number])
-        except BaseException as error:  # noqa: BLE001  raised below
-            errors[number] = error
-
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(1, len(items))]
-    started = []
-    for number, thread in enumerate(threads, 1):
-        try:
-            thread.start()
-            started.append(thread)
-        except RuntimeError:  # the interpreter is shutting down, or there are too many threads
-            run(number)
-    try:
-        run(0)
-    finally:
-        for thread in started:
-            thread.join()
-    if errors:
-        raise errors[min(errors)]
-    return [found[number] for number in range(len(items))]
 
 
 def extent(shape: Sequence[int]) -> tuple[int, int]:
