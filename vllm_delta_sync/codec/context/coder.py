@@ -15,6 +15,7 @@ import numpy.typing as npt
 from vllm_delta_sync.codec import packed
 from vllm_delta_sync.codec.context.tables import (
     KEYS,
+    SLACK,
     STATE_BITS,
     STATES,
     TOKENS,
@@ -298,58 +299,59 @@ class ContextBlock:
         """
         element, rows = self._block.element, slice(first, last)
         room = int(self.directory.counts[rows].sum())
-        positions, distances = np.empty(room, np.int64), np.empty(room, element.uint)
+        positions, distances = np.empty(room + SLACK, np.int64), np.empty(room + SLACK, element.uint)
         counts, used = np.zeros(last - first, np.int64), 0
         tile = sum(grid.tiles for grid in self._grids[:first])
         for row in range(first, last):
             grid, tensor, count = self._grids[row], int(self.directory.ids[row]), int(self.directory.counts[row])
-            parts = self._decode(self._table[tensor], old(tensor), grid, tile, count)
-            for where, moved in parts:
-                positions[used : used + where.size], distances[used : used + where.size] = where, moved
-                used += where.size
-                counts[row - first] += where.size
+            into = positions[used : used + count + SLACK], distances[used : used + count + SLACK]
+            counts[row - first] = self._decode(self._table[tensor], old(tensor), grid, tile, into)
+            used += int(counts[row - first])
             tile += grid.tiles
         kept = counts > 0
         return Sparse(
             element.name, self.directory.ids[rows][kept], counts[kept], positions[:used], distances[:used], True
         )
 
-    def _decode(
-        self, spec: TensorSpec, base: BaseTensor, grid: Grid, tile: int, count: int
-    ) -> list[tuple[Positions, Bits]]:
-        """Return a tensor's positions and distances, in parts that threads decoded.
+    def _decode(self, spec: TensorSpec, base: BaseTensor, grid: Grid, tile: int, into: tuple[Positions, Bits]) -> int:
+        """Write a tensor's positions and distances → how many.
 
         Args:
-            tile: the tensor's first one in the block. count: changed elements that the block declares.
+            tile: the tensor's first one in the block. into: room for the changed elements that the block declares, and
+                SLACK more.
         """
         from vllm_delta_sync.codec.context import decode_kernels as kernels
 
-        element, firsts = self._block.element, token_ranges()[0]
-        bits, wanted = _checked(base, spec, element), select_tiles(grid, base.rectangles, spec.name, self._what)
+        firsts, count = token_ranges()[0], into[0].size - SLACK
+        bits = _checked(base, spec, self._block.element)
+        wanted = select_tiles(grid, base.rectangles, spec.name, self._what)
         ends = self._ends[tile : tile + grid.tiles + 1]
         payload = np.zeros(int(ends[-1] - ends[0]) + kernels.PADDING, np.uint8)
         payload[: -kernels.PADDING] = self._streams[ends[0] : ends[-1]]
+        spans = grid.spans()
 
-        def run(span: Span) -> tuple[int, int, Positions, Bits]:
-            # Memory is used only as far as it is written.
-            positions, distances = (
-                np.empty(count + kernels.SLACK, np.int64),
-                np.empty(count + kernels.SLACK, element.uint),
-            )
+        def run(span: Span) -> tuple[int, int, tuple[Positions, Bits]]:
+            # Of several spans, only the first one's place is known; memory is used as far as it is written.
+            mine = into if span is spans[0] else tuple(np.empty(array.size, array.dtype) for array in into)
             found, where = kernels.decode_span(
-                bits, grid.array(), span, dropped_bits(element), self._thresholds, wanted, ends - ends[0], payload,
-                self._tables, firsts, positions, distances,
+                bits, grid.array(), span, dropped_bits(self._block.element), self._thresholds, wanted, ends - ends[0],
+                payload, self._tables, firsts, *mine,
             )  # fmt: skip
-            return found, where, positions, distances
+            return found, where, mine
 
-        parts = on_threads(run, grid.spans())
-        for found, where, _, _ in parts:
+        parts = on_threads(run, spans)
+        for found, where, _ in parts:
             if found < 0:
                 self._refuse(spec, found, where, count)
-        total = sum(found for found, _, _, _ in parts)
+        total = sum(found for found, _, _ in parts)
         if total > count or (total != count and base.rectangles is None):
             self._refuse(spec, total, 0, count)
-        return [(positions[:found], distances[:found]) for found, _, positions, distances in parts]
+        start = parts[0][0]
+        for found, _, mine in parts[1:]:
+            for array, piece in zip(into, mine, strict=True):
+                array[start : start + found] = piece[:found]
+            start += found
+        return total
 
     def _refuse(self, spec: TensorSpec, found: int, tile: int, count: int) -> NoReturn:
         wrong = f"tile {tile} {_WRONG[found]}" if found < 0 else f"{found} changed elements, the counts say {count}"

@@ -17,15 +17,13 @@ from vllm_delta_sync.codec.context.shared_kernels import (
     room_of,
     tiles_together,
 )
-from vllm_delta_sync.codec.context.tables import STATE_BITS
+from vllm_delta_sync.codec.context.tables import SLACK, STATE_BITS
 from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, ones, trailing_zeros
 
 PADDING = 32
 """Bytes that must follow a stream in memory: one damaged entry can read so far beyond its end."""
 FEW = np.uint64(28)
 """Largest number of bits of a step for which the next step uses the same load from the stream."""
-SLACK = 2
-"""Elements that ``collect`` writes at least per word of 64, so arrays need this much extra room."""
 
 # Errors of ``decode_tile``, as negative numbers.
 SHORT, TRAILING, OUTSIDE, TOO_MANY, STILL = -1, -2, -3, -4, -5

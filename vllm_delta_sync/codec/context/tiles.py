@@ -32,7 +32,7 @@ BLOCK_BYTES = 800
 """Approximate overhead of a block of codec ``packed``: the names of its planes, and their frames."""
 TALL = 8
 """A tensor with this many times more rows than columns is a vocabulary, whose columns are never sharded."""
-THREAD_ELEMENTS = 1024**2
+THREAD_ELEMENTS = 512 * 1024
 """A thread gets so many elements at least: one that has less to do takes longer to start."""
 TILE_ELEMENTS = 128 * 1024
 """Largest tile of a writer, but for one row more; bounds scratch memory on both sides."""
