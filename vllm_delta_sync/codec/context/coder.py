@@ -332,7 +332,7 @@ class ContextBlock:
 
         def run(span: Span) -> tuple[int, int, tuple[Positions, Bits]]:
             # Of several spans, only the first one's place is known; memory is used as far as it is written.
-            mine = into if span is spans[0] else tuple(np.empty(array.size, array.dtype) for array in into)
+            mine = into if span is spans[0] else (np.empty_like(into[0]), np.empty_like(into[1]))
             found, where = kernels.decode_span(
                 bits, grid.array(), span, dropped_bits(self._block.element), self._thresholds, wanted, ends - ends[0],
                 payload, self._tables, firsts, *mine,
@@ -348,8 +348,7 @@ class ContextBlock:
             self._refuse(spec, total, 0, count)
         start = parts[0][0]
         for found, _, mine in parts[1:]:
-            for array, piece in zip(into, mine, strict=True):
-                array[start : start + found] = piece[:found]
+            into[0][start : start + found], into[1][start : start + found] = mine[0][:found], mine[1][:found]
             start += found
         return total
 
