@@ -57,8 +57,8 @@ class Cost:
 
 # 111 M bfloat16 elements changed by Adam (benchmarks/common/synthetic.py), 0.5 to 10 % of them: linear fits to the
 # measurements of python -m benchmarks.codec, without detection. Recovering the base bits is part of encoding.
-ENCODE: dict[Codec, Cost] = {"packed": Cost(0.0, 13e-9), "context": Cost(1e-9, 90e-9)}
-DECODE: dict[Codec, Cost] = {"packed": Cost(0.0, 9e-9), "context": Cost(0.55e-9, 33e-9)}
+ENCODE: dict[Codec, Cost] = {"packed": Cost(0.0, 4e-9), "context": Cost(0.6e-9, 36e-9)}
+DECODE: dict[Codec, Cost] = {"packed": Cost(0.0, 6.5e-9), "context": Cost(0.4e-9, 24e-9)}
 VALUE_BYTES = 0.25
 """Bytes of ``packed`` per changed element, in addition to the entropy of its position; 0.23 to 0.27 measured there."""
 CONTEXT_SHARE = 0.72
