@@ -62,8 +62,8 @@ def both(rate: float) -> Estimates:
     return Estimates(rate, rate)
 
 
-# Slower than one to two megabytes per second, ``context`` wins; how much slower depends on how many elements are read for
-# each that changed, and hardly on the size of the model.
+# Slower than one to two megabytes per second, ``context`` wins; how much slower depends on how many elements are read
+# for each that changed, and hardly on the size of the model.
 @pytest.mark.parametrize("elements", [1e7, 7e9, 7e11])
 @pytest.mark.parametrize(
     ("rate", "share", "expected"),
