@@ -39,7 +39,7 @@ def seen_in_words(seen: Seen) -> str:
     if seen.answers:
         parts.append("HTTP " + ", ".join(map(str, sorted(set(seen.answers)))))
     parts += seen.notes
-    parts.append(f"fresh after {seen.fresh:.1f} s; training stood {1000 * seen.stood_still:.0f} ms")
+    parts.append(f"fresh after {seen.fresh:.1f} s; training blocked {1000 * seen.stood_still:.0f} ms")
     return "; ".join(parts)
 
 

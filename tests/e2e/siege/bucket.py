@@ -320,7 +320,7 @@ def named_pipe(siege: Siege) -> None:
             siege.path(key).unlink()
 
 
-@attack("folds and anchors forged", ANY_WRITER, "not used")
+@attack("merged deltas and anchors forged", ANY_WRITER, "not used")
 def side_documents(siege: Siege) -> None:
     """All of them, by a stranger."""
     run = open_run(str(siege.run))

@@ -43,7 +43,7 @@ def _connected(siege: Siege, port: int, name: str | None, kind: int = zmq.PUB) -
         context.term()
 
 
-def _looks(siege: Siege) -> int:
+def _polls(siege: Siege) -> int:
     return int(siege.server.status()["looks"])
 
 
@@ -51,18 +51,18 @@ Forge = Callable[[Siege, int], list[bytes]]
 
 
 def _storm(siege: Siege, name: str | None, port: int, forge: Forge | None = None) -> None:
-    """Thousands of forged messages: looks into the bucket stay few, and the next honest version arrives."""
+    """Thousands of forged messages: polls of the bucket stay few, and the next honest version arrives."""
     forge = forge or _forged_fast
-    before, started = _looks(siege), time.monotonic()
+    before, started = _polls(siege), time.monotonic()
     with siege.untouched(), _connected(siege, port, name) as peer:
         time.sleep(0.5)
         for ahead in range(STORM):
             peer.send_multipart(forge(siege, ahead))
             if ahead % 100 == 0:
                 time.sleep(0.05)
-    looks, seconds = _looks(siege) - before, time.monotonic() - started
-    siege.seen.notes.append(f"{STORM} forged in {seconds:.1f} s: {looks} looks")
-    assert looks <= 2 + seconds / POLL_SECONDS * 2, f"{looks} looks into the bucket in {seconds:.1f} s"
+    polls, seconds = _polls(siege) - before, time.monotonic() - started
+    siege.seen.notes.append(f"{STORM} forged in {seconds:.1f} s: {polls} polls")
+    assert polls <= 2 + seconds / POLL_SECONDS * 2, f"{polls} polls of the bucket in {seconds:.1f} s"
 
 
 def _forged_fast(siege: Siege, ahead: int) -> list[bytes]:
@@ -110,7 +110,7 @@ def storm_of_objects(siege: Siege) -> None:
     _storm(siege, "publisher", siege.publishers, _names_objects)
 
 
-@attack("replayed notices", ALLOWED, "no looks")
+@attack("replayed notices", ALLOWED, "no polls")
 def replayed(siege: Siege) -> None:
     """Signed notices of older versions."""
     with _connected(siege, siege.subscribers, "receiver", zmq.SUB) as ear:
@@ -118,16 +118,16 @@ def replayed(siege: Siege) -> None:
         ear.setsockopt(zmq.RCVTIMEO, 5000)
         recorded = ear.recv_multipart()
     siege.fresh()
-    before = _looks(siege)
+    before = _polls(siege)
     with siege.untouched(), _connected(siege, siege.publishers, "publisher") as peer:
         time.sleep(0.5)
         for number in range(STORM):
             peer.send_multipart(recorded)
             if number % 100 == 0:
                 time.sleep(0.05)
-    looks = _looks(siege) - before
-    siege.seen.notes.append(f"{STORM} replayed: {looks} looks")
-    assert looks <= 2
+    polls = _polls(siege) - before
+    siege.seen.notes.append(f"{STORM} replayed: {polls} polls")
+    assert polls <= 2
 
 
 @attack("eavesdropper", PORT, "hear nothing")
