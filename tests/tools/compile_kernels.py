@@ -29,8 +29,10 @@ def compile_for(element: DType) -> None:
     warm_up([element])
     old = random_bits(table, np.random.default_rng(5))
     for bits in old:
-        bits.flags.writeable = False
-        fingerprint_tensor("matrix", bits)
+        # A loop that only reads is compiled once more for arrays that cannot be written, such as those of a file.
+        read_only = bits.view()
+        read_only.flags.writeable = False
+        fingerprint_tensor("matrix", read_only)
 
     def base(tensor: int) -> BaseTensor:
         return BaseTensor(old[tensor])
