@@ -108,6 +108,7 @@ FIRST = $(MAKE) --no-print-directory -j lint .venv/.kernels .venv/.modules
 
 .venv/.modules: $(STAMP)
 	@said=$$($(BIN)/python -m pytest --collect-only -q) || { echo "$$said" >&2; exit 1; }
+	@$(BIN)/python -m tests.e2e.warm < /dev/null
 	@touch $@
 
 demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes demo-out/
