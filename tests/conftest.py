@@ -3,9 +3,10 @@
 Fixtures that tests of several folders share are here too.
 """
 
+import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             # pytest-xdist 3.8 writes a group where pytest 9.2 does not read it. To go when xdist sets ``_id`` itself.
             identity: Any = item
             identity._id = type(identity._id).parse(f"{item.nodeid.removesuffix(f'@{own}')}@{group}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported here stays: the collector of garbage need not look at a million objects again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -13,6 +13,7 @@ their metrics), and the demo, the examples and the soak.
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import multiprocessing
@@ -273,6 +274,9 @@ def _main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     _import_all()
+    # Else each fork would copy what the collector looks at.
+    gc.collect()
+    gc.freeze()
     ended: dict[int, int] = {}
     for line in sys.stdin:
         order = json.loads(line)

@@ -5,6 +5,7 @@ on loopback; arguments and what it returns are JSON. ``python -m tests.trainer.s
 JSON for each world, and answers with the exit statuses of its ranks.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -158,6 +159,9 @@ def _main(folder: Path) -> None:
     # What transformers loads of a family when it is made first.
     for made in (tiny.make_model("qwen3"), models.built("qwen3 moe")):
         assert made is not None
+    # Else each fork would copy what the collector looks at.
+    gc.collect()
+    gc.freeze()
     print("ready", flush=True)
     for number, line in enumerate(sys.stdin):
         order = json.loads(line)

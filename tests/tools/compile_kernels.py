@@ -1,0 +1,52 @@
+"""Compiles the loops over elements into numba's cache, before workers of pytest would each compile the same.
+
+``python -m tests.tools.compile_kernels`` sends changes of each width of element through every codec, the merge and the
+commit. What it leaves out is compiled by the test that needs it.
+"""
+
+import numpy as np
+
+from tests.support.samples import CONTEXT, changes_between, nudge, random_bits, state_of
+from trainer_side.diff import engine
+from vllm_delta_sync.codec.delta_reader import decode
+from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.codec.merge import merge_changes, warm_up
+from vllm_delta_sync.codec.zstd import Compression
+from vllm_delta_sync.engine.commit import apply
+from vllm_delta_sync.format.codecs import Codec
+from vllm_delta_sync.format.dtypes import DTYPES, DType
+from vllm_delta_sync.format.fingerprint import fingerprint_tensor
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.bits import BaseTensor
+
+CODECS: list[tuple[Codec, Compression]] = [("packed", "zstd"), ("packed", "none"), ("raw", "none"), ("context", "zstd")]
+
+
+def compile_for(element: DType) -> None:
+    table = TensorTable([TensorSpec("matrix", element.name, (64, 80)), TensorSpec("scalar", element.name, ())])
+    engine.compile_kernels(table)
+    apply.compile_kernels({element})
+    warm_up([element])
+    old = random_bits(table, np.random.default_rng(5))
+    for bits in old:
+        # A loop that only reads is compiled once more for arrays that cannot be written, such as those of a file.
+        read_only = bits.view()
+        read_only.flags.writeable = False
+        fingerprint_tensor("matrix", read_only)
+
+    def base(tensor: int) -> BaseTensor:
+        return BaseTensor(old[tensor])
+
+    # The share that changed decides how a block is coded.
+    for share in (0.0, 0.01, 0.3, 1.0):
+        new = nudge(old, np.random.default_rng(6), share)
+        for codec, compression in CODECS:
+            there, back = (changes_between(table, *pair, codec) for pair in ((old, new), (new, old)))
+            data = encode(there, table, codec, compression, CONTEXT, base)
+            state_of(table, old).apply(decode(data, table, CONTEXT, base))
+            merge_changes([there, back], table)
+
+
+if __name__ == "__main__":
+    for element in {element.uint: element for element in DTYPES.values()}.values():
+        compile_for(element)
