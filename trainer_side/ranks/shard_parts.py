@@ -64,7 +64,7 @@ class ModuleParts(LiveTensors):
         self.aliases = {}
         self.parts: dict[str, ShardPart] = {}
         self._places: dict[str, _PartSource] = {}
-        state = self._form.state()
+        state, _ = self._form.state()
         owned = {name: owned_boxes(tensor, name) for name, tensor in state.items() if is_sharded(tensor)}
         for name, route in self._form.routes.items():
             if owned.keys().isdisjoint(route.sources):
@@ -83,7 +83,7 @@ class ModuleParts(LiveTensors):
             pass
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        state = self._form.state()
+        state, _ = self._form.state()
         owned: dict[str, list[torch.Tensor]] = {}
         for name, part in self.parts.items():
             place = self._places.get(name)
