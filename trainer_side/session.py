@@ -244,7 +244,10 @@ class PublishSession:
         )
         with ExitStack() as undo:
             undo.callback(self._background.call, pending.revert)
-            pending.add_all(self._live.read() if weights is None else self._live.convert(weights))
+            if weights is None:
+                pending.add_all(self._live.read(), self._live.lasting)
+            else:
+                pending.add_all(self._live.convert(weights))
             undo.pop_all()
         return pending
 

@@ -5,7 +5,10 @@ that stay in a core's cache. Each element of the live tensor is read once, so th
 stored is the same even while another thread trains.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import numpy as np
 import torch
@@ -19,10 +22,33 @@ from vllm_delta_sync.format.fingerprint import Fingerprint, tensor_seed
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS, Bits, order_masks
 from vllm_delta_sync.tensors.segments import Segment, SegmentArrays
+from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
 
+SMALL_ELEMENTS = 1024**2
+"""Tensors up to this size are compared many at a time: calling a loop takes as long as comparing 100,000 elements."""
+BATCH_ELEMENTS = 4 * 1024**2
+"""Elements that are compared in one call: bounds what sources hold that make each tensor when it is read."""
 PARALLEL_ELEMENTS = 8 * 1024**2
 """Tensors below this size take two milliseconds at most. Splitting them made two threads slower than one for a model
 (``benchmarks.publish``), since the threads are woken and awaited at each tensor."""
+
+
+@dataclass(slots=True)
+class SmallTensor:
+    """A tensor that can be compared with others in one call: small, contiguous, and in the served dtype."""
+
+    spec: TensorSpec
+    buffer: HostBuffer
+    live: torch.Tensor
+
+    @classmethod
+    def of(cls, spec: TensorSpec, buffer: BaselineBuffer, live: torch.Tensor) -> Self | None:
+        """Return the tensor, with the arguments of ``Detector.collect``; None if it is not such a tensor."""
+        if not isinstance(buffer, HostBuffer) or not 0 < spec.numel <= SMALL_ELEMENTS:
+            return None
+        if not live.is_cpu or not live.is_contiguous() or live.dtype != TORCH_DTYPES[spec.dtype]:
+            return None
+        return cls(spec, buffer, live)
 
 
 class Detector:
@@ -76,6 +102,33 @@ class Detector:
                 raise job.error
         return sum(changes, Fingerprint())
 
+    def collect_each(self, tensors: Sequence[SmallTensor], logs: Sequence[ChangeLog]) -> list[Fingerprint]:
+        """Do ``collect`` for tensors of one dtype, in one call of a loop. Args: logs: as ``log``, of each tensor."""
+        from vllm_delta_sync.tensors.batch_kernels import collect_each
+
+        element = tensors[0].spec.element
+        masks = order_masks(element)
+        olds = np.array([tensor.buffer.address for tensor in tensors])
+        news = np.array([tensor.live.data_ptr() for tensor in tensors])
+        sizes = np.array([tensor.spec.numel for tensor in tensors])
+        seeds = np.array([tensor_seed(tensor.spec.name) for tensor in tensors], np.uint64)
+        sums = np.zeros((len(tensors), 2), np.uint64)
+        arrays, done = self._comparers[0].arrays(element), 0
+        arrays.state[2] = 0
+        while True:
+            bounds = np.empty((len(tensors) + 1, 2), np.int64)
+            bounds[:] = arrays.state[:2]
+            rows = list(bounds)
+            # Logged before the loop that fills them; empty until then.
+            for number in range(done, len(tensors)):
+                logs[number].parts[0].append(Segment(arrays, rows[number], rows[number + 1]))
+            done = collect_each(done, olds, news, sizes, seeds, *masks, *arrays.as_arguments(), bounds, sums)
+            if done == len(tensors):
+                return [Fingerprint(low, high) for low, high in sums.tolist()]
+            compared = arrays.state[2]
+            arrays = self._comparers[0].renew(element)
+            arrays.state[2] = compared
+
     def wait_idle(self) -> None:
         """Wait until none of its threads is comparing; call it after an interrupted ``collect``."""
         for worker in self._workers:
@@ -104,7 +157,7 @@ class _Comparer:
 
         element = spec.element
         known = (*order_masks(element), np.uint64(tensor_seed(spec.name)))
-        arrays = self._arrays.get(element.name) or self._renew(element)
+        arrays = self.arrays(element)
         segment = _open(arrays, entries)
         low = high = 0
         for start, index in boxes:
@@ -124,22 +177,26 @@ class _Comparer:
                     if compared == old.size:
                         break
                     _close(segment, entries)
-                    arrays = self._renew(element)
+                    arrays = self.renew(element)
                     arrays.state[2] = compared
                     segment = _open(arrays, entries)
         _close(segment, entries)
         mask = (1 << 64) - 1
         return Fingerprint(low & mask, high & mask)
 
-    def _renew(self, element: DType) -> SegmentArrays:
-        # Those before live as long as the segments in them.
+    def arrays(self, element: DType) -> SegmentArrays:
+        """Return room for changes, which may be used up."""
+        return self._arrays.get(element.name) or self.renew(element)
+
+    def renew(self, element: DType) -> SegmentArrays:
+        """Return new room for changes. The room before lives as long as the segments in it."""
         arrays = self._arrays[element.name] = SegmentArrays.empty(element)
         return arrays
 
 
 def _open(arrays: SegmentArrays, entries: list[LogEntry]) -> Segment:
     """Log a segment before the loop that fills it; it is empty until then."""
-    segment = Segment(arrays)
+    segment = Segment.open(arrays)
     entries.append(segment)
     return segment
 
@@ -156,17 +213,21 @@ def compile_kernels(table: TensorTable) -> None:
     The first ``publish`` is then as fast as the others. Call it outside the main thread, where no interrupt can hit
     the compiler.
     """
-    from vllm_delta_sync.tensors import diff_kernels
+    from vllm_delta_sync.tensors import batch_kernels, diff_kernels
 
     block = np.empty(1, np.uint16)
     for element in {spec.element.uint: spec.element for spec in table}.values():
         old, fresh = (np.full(1, value, element.uint) for value in (0, 1))
         arrays = SegmentArrays.empty(element)
-        segment = Segment(arrays)
+        segment = Segment.open(arrays)
         room = 0, *order_masks(element), np.uint64(0), *arrays.as_arguments()
         diff_kernels.collect(old, fresh, *room)
         segment.expand(np.empty(1, np.int64))
         diff_kernels.gather(fresh, 1, 1, 1, old)
+        one = np.empty(0, np.int64)
+        bounds, sums, none = np.empty((1, 2), np.int64), np.empty((0, 2), np.uint64), np.empty(0, np.uint64)
+        masks = order_masks(element)
+        batch_kernels.collect_each(0, one, one, one, none, *masks, *arrays.as_arguments(), bounds, sums)
         if element.itemsize == block.itemsize:
             singles = np.zeros(1, np.uint32)
             diff_kernels.gather(singles, 1, 1, 1, singles)

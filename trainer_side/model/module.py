@@ -161,6 +161,8 @@ class ModuleTensors(LiveTensors):
     Of a PEFT model those of its base, with the active LoRA adapters merged; see ``LoraLayers``.
     """
 
+    lasting = True
+
     def __init__(self, model: nn.Module) -> None:
         self._form = ModuleForm(model, merges_adapters=True)
         self.tensors, self.aliases = self._form.tensors, self._form.aliases

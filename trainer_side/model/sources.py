@@ -44,6 +44,8 @@ class LiveTensors(ABC):
     aliases: dict[str, str]
     has_values = True
     """Whether ``read`` yields the values; otherwise they come with each version only, through ``convert``."""
+    lasting = False
+    """Whether a tensor that ``read`` yields stays valid when the next one is requested."""
 
     def convert(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (checkpoint name, detached tensor) from the ``weights=`` of a publish, one at a time."""
@@ -115,7 +117,7 @@ def check_readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
         )
     if nn.parameter.is_lazy(tensor):
         raise ModelError(f"tensor {name!r} is not initialized yet; run the model once before publishing it")
-    plain = tensor.detach()
+    plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.is_meta:
         raise ModelError(
             f"tensor {name!r} is on the meta device and has no data; load the weights, or fetch back offloaded ones, "

@@ -59,6 +59,8 @@ class ModuleParts(LiveTensors):
         parts: name of the part → the part, in the order of ``whole``.
     """
 
+    lasting = True
+
     def __init__(self, model: nn.Module) -> None:
         """Find this rank's parts.
 
@@ -99,8 +101,7 @@ class ModuleParts(LiveTensors):
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         state, _ = self._form.state()
-        with torch.no_grad():
-            owned = {name: _owned_pieces(name, state[name], source) for name, source in self._owned.items()}
+        owned = {name: _owned_pieces(name, state[name], source) for name, source in self._owned.items()}
         for name, part in self.parts.items():
             place = self._places.get(name)
             if place is None:

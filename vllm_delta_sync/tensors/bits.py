@@ -57,7 +57,7 @@ def diff(name: str, dtype: DType, old: Bits, new: Bits) -> tuple[Positions, Bits
     while done < old.size:
         arrays = SegmentArrays.empty(dtype)
         arrays.state[2] = done
-        segments.append(Segment(arrays))
+        segments.append(Segment.open(arrays))
         low, high = diff_kernels.collect(old, new, 0, *masks, seed, *arrays.as_arguments())
         change += Fingerprint(int(low), int(high))
         done = int(arrays.state[2])

@@ -1,5 +1,6 @@
 """``Segment``: changes as the detector collects them: per element, its index within a chunk and ULP distance."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -9,7 +10,9 @@ import numpy.typing as npt
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS, Bits, Positions
 
-ROOM = 16 * CHUNK_ELEMENTS
+Counts = Sequence[int] | npt.NDArray[np.int64]
+
+ROOM = 4 * CHUNK_ELEMENTS
 CHUNKS = 1024
 
 
@@ -44,15 +47,20 @@ class SegmentArrays:
 
 
 class Segment:
-    """Changed elements of some chunks of one tensor, ascending: what is added to the arrays until it is closed.
+    """Changed elements of some chunks of one tensor, ascending: a range of the arrays.
 
-    An open segment counts the elements that the loops have written so far, even if they were interrupted.
+    Args:
+        start, stop: (entries, chunks) used before it and with it. They may be views that the loops write: the segment
+            then counts the elements that the loops have written so far, even if they were interrupted.
     """
 
-    def __init__(self, arrays: SegmentArrays) -> None:
-        self._arrays = arrays
-        self._start = arrays.state.tolist()
-        self._stop: list[int] | None = None
+    def __init__(self, arrays: SegmentArrays, start: Counts, stop: Counts) -> None:
+        self._arrays, self._start, self._stop = arrays, start, stop
+
+    @classmethod
+    def open(cls, arrays: SegmentArrays) -> Self:
+        """Return one that gets all that is added to the arrays until it is closed."""
+        return cls(arrays, arrays.state.tolist(), arrays.state)
 
     def close(self) -> None:
         """End it, so that the arrays can take another one."""
@@ -61,8 +69,7 @@ class Segment:
     @property
     def size(self) -> int:
         """Number of changed elements."""
-        stop = self._stop or self._arrays.state.tolist()
-        return stop[0] - self._start[0]
+        return int(self._stop[0]) - int(self._start[0])
 
     @property
     def distances(self) -> Bits:
@@ -73,8 +80,8 @@ class Segment:
         """Write the flat positions to (size,) int64."""
         from vllm_delta_sync.tensors import diff_kernels
 
-        arrays, first = self._arrays, self._start[0]
-        chunks = slice(self._start[1], (self._stop or arrays.state.tolist())[1])
+        arrays, (first, first_chunk) = self._arrays, self._start[:2]
+        chunks = slice(first_chunk, self._stop[1])
         ends = arrays.ends[chunks] - first
         diff_kernels.expand(arrays.relative[first:][: self.size], arrays.starts[chunks], ends, positions)
 
