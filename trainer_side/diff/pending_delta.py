@@ -60,22 +60,16 @@ class PendingDelta:
         owners: dict[int, str] = {}
         batch = _Batch()
         for name, tensor, live in self._baseline.match(tensors):
-            owner = owners.setdefault(tensor, name)
-            if owner == name:
-                small = self._as_small(tensor, live) if lasting else None
-                if small is None:
-                    self.add(tensor, live)
-                    continue
-                if not batch.takes(small):
-                    self._add_each(batch)
-                    batch = _Batch()
+            tied = owners.setdefault(tensor, name) != name
+            small = self._as_small(tensor, live) if lasting and not tied else None
+            if tied or (small is not None and not batch.takes(small)):
+                self._add_each(batch)
+                batch = _Batch()
+            if small is not None:
                 batch.append(tensor, small)
-                continue
-            self._add_each(batch)
-            batch = _Batch()
-            if self.add(tensor, live):
+            elif self.add(tensor, live) and tied:
                 raise TensorMismatchError(
-                    f"tensor {name!r} is tied to {owner!r} but has other values; nothing was published: tie "
+                    f"tensor {name!r} is tied to {owners[tensor]!r} but has other values; nothing was published: tie "
                     "them again, or start a new run under a new URL"
                 )
         self._add_each(batch)

@@ -1,4 +1,4 @@
-"""``local_boxes`` and ``owned_boxes``: this process's part of a DTensor or ZeRO-3 parameter, as boxes of the whole.
+"""``local_boxes``: this process's part of a DTensor or ZeRO-3 parameter, as boxes of the whole; ``owns``.
 
 No DeepSpeed or trainer library is imported: a ZeRO-3 parameter is recognized by its attributes. No function
 communicates with other processes.
@@ -49,11 +49,6 @@ def local_boxes(tensor: torch.Tensor, name: str = "") -> Pieces:
     indices = local_indices(tensor, name)
     memory = local_memory(tensor, name).detach() if indices else tensor
     return [(box, piece_of(memory, index).view(box.shape)) for box, index in indices]
-
-
-def owned_boxes(tensor: torch.Tensor, name: str = "") -> Pieces:
-    """Return the boxes of ``local_boxes`` that this process publishes."""
-    return local_boxes(tensor, name) if owns(tensor) else []
 
 
 def owns(tensor: torch.Tensor) -> bool:
