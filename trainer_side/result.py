@@ -54,12 +54,19 @@ class PublishProgress(BackgroundJob):
             PublishError, ConflictError: it failed.
         """
         self.join()
-        if self.error is None:
-            return
-        self.error_raised = True
-        if isinstance(self.error, DeltaSyncError):
-            raise self.error
-        raise PublishError(f"publishing failed unexpectedly: {self.error!r}; the baseline was reverted") from self.error
+        failure = self.failure
+        if failure is not None:
+            self.error_raised = True
+            raise failure
+
+    @property
+    def failure(self) -> DeltaSyncError | None:
+        """What ``wait`` raises, once done."""
+        if self.error is None or isinstance(self.error, DeltaSyncError):
+            return self.error
+        failure = PublishError(f"publishing failed unexpectedly: {self.error!r}; the baseline was reverted")
+        failure.__cause__ = self.error
+        return failure
 
 
 class Seconds(Mapping[str, float]):

@@ -32,8 +32,8 @@ class PublishSession:
     """Publishes one version after another, on the caller's side. One caller at a time.
 
     Every rank of a group calls each method at the same point of the program. If an error made one of them issue other
-    collective calls than the rest, they would deadlock: before each collective step the ranks ask each other which of
-    them are busy and which have an error to raise, so that all compare or none.
+    collective calls than the rest, they would deadlock: before each collective step the ranks ask each other, once,
+    which of them are busy and which have an error to raise, so that all compare or none.
 
     Args:
         weights: what is published, and of which run.
@@ -91,14 +91,15 @@ class PublishSession:
         what = f"publish, call {self._calls}"
         if wait or exact:
             self._wait_under_way()
-        busy = self._group.reduce_on_rank0(what, lambda: [checked(), self._busy], _busy_at_one_step)
+        # In this order: once it is not busy, neither of the others changes.
+        own = [self._busy, (problem := self._unraised_error()) is not None, self._is_dirty()]
+        busy, failed, dirty = self._group.reduce_on_rank0(what, lambda: [checked(), *own], _agreed)
         step = check_step(step)
         if busy:
             result = self._skipped_result(step, watch)
             self._skip_log.record(result)
             return result
-        failed = self._recover_together(what)
-        if failed:
+        if self._recover(what, problem, failed, dirty):
             logger.warning("step %d is not published: rank %s raises an error first", step, _listed(failed))
             return self._skipped_result(step, watch)
         watch.lap()
@@ -138,9 +139,7 @@ class PublishSession:
             self.wait_durable()
             return
         self._wait_under_way()
-        problem = self._unraised_error()
-        if problem is not None:
-            raise problem
+        self._raise(self._unraised_error())
 
     def wait_durable(self) -> None:
         """Wait until everything published is durable; bring the baseline to a durable version.
@@ -150,8 +149,9 @@ class PublishSession:
                 rank raises its error first, see its log.
         """
         self._wait_under_way()
-        failed = self._recover_together("settle")
-        if failed:
+        problem = self._unraised_error()
+        failed, dirty = self._group.ranks_where("settle: before", [problem is not None, self._is_dirty()])
+        if self._recover("settle", problem, failed, bool(dirty)):
             raise PublishError(f"rank {_listed(failed)} could not continue, and raises its error; call this again")
 
     def call(self, work: Callable[[], _Value]) -> _Value:
@@ -195,40 +195,47 @@ class PublishSession:
         if self._progress is not None:
             self._progress.join()
 
-    def _recover_together(self, what: str) -> list[int]:
+    def _is_dirty(self) -> bool:
+        """Return whether the baseline may not be at a durable version."""
+        pending = self._pending
+        return (pending is not None and pending.open) or self._committer.suspect or self._call_interrupted
+
+    def _recover(self, what: str, problem: DeltaSyncError | None, failed: list[int], dirty: bool) -> list[int]:
         """Have each rank raise its error, and bring all baselines to a durable version.
+
+        Args:
+            problem: the error of this rank. failed: which ranks have one. dirty: whether any baseline is dirty.
 
         Returns:
             On ranks without an error: the list of ranks that raise one.
         """
-        problem = self._unraised_error()
-        pending, committer = self._pending, self._committer
-        dirty = (pending is not None and pending.open) or committer.suspect or self._call_interrupted
-        failed, dirty_ranks = self._group.ranks_where(f"{what}: before", [problem is not None, dirty])
-        if problem is not None:
-            raise problem
-        if failed or not dirty_ranks:
+        self._raise(problem)
+        if failed or not dirty:
             return failed
+        pending = self._pending
         try:
             # Also waits for a background call that an interrupted caller left running.
-            self._background.call(lambda: committer.recover(pending))
+            self._background.call(lambda: self._committer.recover(pending))
             self._call_interrupted = False
         except DeltaSyncError as error:
             problem = error
         (failed,) = self._group.ranks_where(f"{what}: tidied", [problem is not None])
-        if problem is not None:
-            raise problem
+        self._raise(problem)
         return failed
 
     def _unraised_error(self) -> DeltaSyncError | None:
-        """Return the error of the background thread, unless it was raised before."""
-        stopped = self._committer.stopped
-        try:
-            if self._progress is not None and not self._progress.error_raised:
-                self._progress.wait()
-        except DeltaSyncError as error:
-            return error
+        """Return the error of the background thread, unless it was raised before, or is not known yet."""
+        progress, stopped = self._progress, self._committer.stopped
+        if progress is not None and progress.done and not progress.error_raised and progress.failure is not None:
+            return progress.failure
         return None if stopped is None else type(stopped)(stopped.message)
+
+    def _raise(self, problem: DeltaSyncError | None) -> None:
+        """Raise what ``_unraised_error`` returned, if anything."""
+        if problem is not None:
+            if self._progress is not None:
+                self._progress.error_raised = True
+            raise problem
 
     def _diff(self, weights: Weights | None) -> PendingDelta:
         options = self._options
@@ -237,7 +244,10 @@ class PublishSession:
         )
         with ExitStack() as undo:
             undo.callback(self._background.call, pending.revert)
-            pending.add_all(self._live.read() if weights is None else self._live.convert(weights))
+            if weights is None:
+                pending.add_all(self._live.read(), self._live.lasting)
+            else:
+                pending.add_all(self._live.convert(weights))
             undo.pop_all()
         return pending
 
@@ -273,10 +283,15 @@ class PublishSession:
         )  # fmt: skip
 
 
-def _busy_at_one_step(reports: list[Json]) -> bool:
-    """Return whether a version is under way on any rank; raise UsageError if the ranks publish different steps."""
-    check_same("step", [step for step, _ in reports])
-    return any(busy for _, busy in reports)
+def _agreed(reports: list[Json]) -> Json:
+    """Return whether any rank is busy, which ranks have an error to raise, and whether any baseline is dirty.
+
+    Raises:
+        UsageError: the ranks publish different steps.
+    """
+    steps, busy, failed, dirty = zip(*reports, strict=True)
+    check_same("step", steps)
+    return any(busy), [rank for rank, has_error in enumerate(failed) if has_error], any(dirty)
 
 
 def _listed(ranks: list[int]) -> str:

@@ -60,7 +60,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(BENCH, __doc__ or "", arguments)
+    options = parse(BENCH, __doc__ or "", arguments, minutes=5)
     # Thread counts are read when libraries load, and vLLM's state stays in its process for good.
     command = [sys.executable, "-m", "benchmarks.apply.measure", "--json", str(options.json.absolute())]
     done = subprocess.run(

@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.weight_utils import safetensors_weights_it
 from benchmarks.apply.change import NewVersion, bits_of, make_version, read_checkpoint, table_of
 from benchmarks.apply.models import FULL, QUICK, Loader, Shape, digests, write_checkpoint
 from benchmarks.apply.proof import measure_proof
-from benchmarks.common.rows import Row, parse, row, write
+from benchmarks.common.rows import Row, parser, row, write
 from benchmarks.common.timing import Method, load_average, peak_extra_bytes, time_all
 from vllm_delta_sync.engine.commit.apply import apply_patch
 from vllm_delta_sync.engine.model.patch import StagedPatch, route_changes
@@ -194,7 +194,7 @@ def _absolute_rows(case: str, methods: list[Method], extra: dict[str, int], chan
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(BENCH, __doc__ or "", arguments)
+    options = parser(BENCH, __doc__ or "", minutes=5).parse_args(arguments)
     torch.set_num_threads(1)
     rows: list[Row] = []
     densities, turns = (QUICK_DENSITIES, (3, 5)) if options.quick else (DENSITIES, (4, 8))

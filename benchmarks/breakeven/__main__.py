@@ -151,7 +151,7 @@ def tables(rows: list[Row]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(BENCH, __doc__ or "", arguments)
+    options = parse(BENCH, __doc__ or "", arguments, minutes=10)
     one_thread()
     shapes = synthetic.QUICK_SHAPES if options.quick else synthetic.SHAPES
     shares, repeats = (MORE_SHARES[1:4:2], 1) if options.quick else (MORE_SHARES, 2)

@@ -170,7 +170,7 @@ def tables(rows: list[Row]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    known = parser(BENCH, __doc__ or "")
+    known = parser(BENCH, __doc__ or "", minutes=20)
     known.add_argument("--steps", type=int, default=STEPS, help=f"of each run (default: {STEPS})")
     options = start(known, arguments)
     seeds, steps = (SEEDS[:1], 3) if options.quick else (SEEDS, options.steps)

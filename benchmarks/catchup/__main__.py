@@ -179,7 +179,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(BENCH, __doc__ or "", arguments)
+    options = parse(BENCH, __doc__ or "", arguments, minutes=2)
     torch.set_num_threads(1)
     tensors, shape, spans = (4, (256, 512), SPANS[:3]) if options.quick else (12, (512, 512), SPANS)
     folder = Path(tempfile.mkdtemp(prefix="delta-sync-catchup-"))

@@ -169,7 +169,7 @@ def warm_up() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(BENCH, __doc__ or "", arguments)
+    options = parse(BENCH, __doc__ or "", arguments, minutes=30)
     one_thread()
     warm_up()
     real = [(pair.asked, pair) for pair in real_pairs(options.quick, say=print)]

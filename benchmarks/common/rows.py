@@ -19,26 +19,36 @@ PACKAGES = ("torch", "numpy", "vllm")
 _BEGAN = time.monotonic()
 
 
-def parser(bench: str, description: str) -> argparse.ArgumentParser:
-    """``--json FILE`` and ``--quick``, for benchmarks that add to it."""
+def parser(bench: str, description: str, minutes: float) -> argparse.ArgumentParser:
+    """``--json FILE`` and ``--quick``, for benchmarks that add to it.
+
+    Args:
+        minutes: an estimate of how long it takes on two cores; ``start`` prefers what the committed results took.
+    """
     known = argparse.ArgumentParser(prog=f"python -m benchmarks.{bench}", description=description)
     known.add_argument("--json", type=Path, required=True, metavar="FILE", help="write the rows here")
     known.add_argument("--quick", action="store_true", help="small sizes; ends within a minute")
+    known.set_defaults(minutes=minutes)
     return known
 
 
-def parse(bench: str, description: str, arguments: list[str] | None = None) -> argparse.Namespace:
-    """``--json FILE`` and ``--quick``."""
-    return start(parser(bench, description), arguments)
+def parse(bench: str, description: str, arguments: list[str] | None, minutes: float) -> argparse.Namespace:
+    """``--json FILE`` and ``--quick``; arguments as of ``parser``."""
+    return start(parser(bench, description, minutes), arguments)
 
 
 def start(known: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the arguments, and print how long the benchmark takes if its committed results say so."""
+    """Parse the arguments, and print how long the benchmark takes."""
     given = known.parse_args(arguments)
     file = RESULTS / f"{known.prog.rpartition('.')[2]}.json"
     found = json.loads(file.read_text()) if file.exists() else {}
-    if "seconds" in found and not given.quick:
-        print(f"takes about {found['seconds'] / 60:.0f} min ({found['machine']})", file=sys.stderr)
+    if given.quick:
+        takes = "a minute at most"
+    elif "seconds" in found:
+        takes = f"about {max(1, round(found['seconds'] / 60))} min ({found['machine']})"
+    else:
+        takes = f"about {given.minutes:g} min, by estimate"
+    print(f"{known.prog} takes {takes}", file=sys.stderr, flush=True)
     return given
 
 

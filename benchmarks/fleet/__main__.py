@@ -41,7 +41,7 @@ from vllm_delta_sync.errors import DeltaSyncError
 
 def main(arguments: list[str]) -> int:
     """Run it; 0 only if everything holds."""
-    known = parser(BENCH, "Servers that follow a trainer over slow links, beside sending full weights.")
+    known = parser(BENCH, "Servers that follow a trainer over slow links, beside sending full weights.", minutes=5)
     known.add_argument("--replicas", type=int, help="servers at the start, of some 3 GB each; one joins (default 3)")
     known.add_argument("--versions", type=int, help="versions before the first server is killed (default 8)")
     known.add_argument("--mbit", type=float, default=100.0, help="Mbit/s of each link, each way (default 100)")

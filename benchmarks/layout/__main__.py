@@ -144,7 +144,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(BENCH, __doc__ or "", arguments)
+    options = parse(BENCH, __doc__ or "", arguments, minutes=10)
     rows: list[Row] = []
     for name, (kind, sizes) in (QUICK_MODELS if options.quick else MODELS).items():
         rows += compare(name, kind, sizes, "quick" if options.quick else "full")

@@ -156,7 +156,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(BENCH, __doc__ or "", arguments)
+    options = parse(BENCH, __doc__ or "", arguments, minutes=2)
     count = 1000 if options.quick else 10_000
     rows: list[Row] = []
     direct = 0.0

@@ -61,8 +61,8 @@ def plans(quick: bool) -> list[Plan]:
     shares = [(1, threads) for threads in sorted({1, cores})] + [(2, max(1, cores // 2))]
     if quick:
         return [Plan("7 M", ranks, 1, turns=3, blocks=2, steps=2, settle=0.0) for ranks in (1, 2)]
-    calls = [Plan("0.5 B", *share, turns=7, blocks=0, steps=3, settle=0.0) for share in shares]
-    return calls + [Plan("0.1 B", *share, turns=0, blocks=3, steps=3, settle=1.0) for share in shares]
+    calls = [Plan("0.5 B", *share, turns=5, blocks=0, steps=2, settle=0.0) for share in shares]
+    return calls + [Plan("0.1 B", *share, turns=0, blocks=3, steps=2, settle=0.5) for share in shares]
 
 
 def case_of(plan: Plan) -> str:
@@ -144,7 +144,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    known = parser(BENCH, (__doc__ or "").partition("\n")[0])
+    known = parser(BENCH, (__doc__ or "").partition("\n")[0], minutes=8)
     known.add_argument("--ranks", type=int, action="append", metavar="N", help="only with N processes; may be repeated")
     return start(known, arguments)
 

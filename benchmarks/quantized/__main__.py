@@ -79,7 +79,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(BENCH, __doc__ or "", arguments)
+    options = parse(BENCH, __doc__ or "", arguments, minutes=15)
     write(options.json, [item for pair in real_pairs(options.quick, say=print) for item in compare(pair)])
 
 

@@ -187,7 +187,7 @@ def blocks(rows: list[Row]) -> dict[str, list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    known = parser(BENCH, __doc__ or "")
+    known = parser(BENCH, __doc__ or "", minutes=60)
     known.add_argument("--part", choices=PARTS, help="measure one part; keep what FILE has of the other")
     options = start(known, arguments)
     one_thread()

@@ -243,7 +243,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    known = parser(BENCH, (__doc__ or "").partition("\n")[0])
+    known = parser(BENCH, (__doc__ or "").partition("\n")[0], minutes=10)
     known.add_argument("--size", choices=sorted(SIZES), action="append", help="only this one; may be repeated")
     known.add_argument("--every", type=float, metavar="SECONDS", help="between two syncs (default: 10, quick: 2)")
     known.add_argument("--blocks", type=int, metavar="N", help="blocks of four phases")

@@ -126,7 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
     # The servers are those of the tests. Rendering results does not need them, so they are imported here.
     from tests.support.stores import STORES
 
-    options = parse(BENCH, __doc__ or "", arguments)
+    options = parse(BENCH, __doc__ or "", arguments, minutes=3)
     rows: list[Row] = []
     for name in PEERS:
         with tempfile.TemporaryDirectory(prefix="delta-sync-bench-") as place:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import render
-from benchmarks.common.rows import row, write
+from benchmarks.common.rows import parser, row, start, write
 from benchmarks.common.tables import grid, value_of
 from benchmarks.scaling import __main__ as scaling
 from benchmarks.scaling.shapes import scaled_models
@@ -61,6 +61,24 @@ def test_a_page_is_made_of_the_results_that_there_are(tmp_path: Path) -> None:
     assert "| 1.5 ms; 2.25 ms | `python -m benchmarks.notice --json FILE` |" in text
     assert "| direct | 1.5 |" in text
     assert [line for line in text.splitlines() if line.startswith("## ")] == ["## notice"]
+
+
+def test_a_benchmark_says_at_its_start_how_long_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*arguments: str) -> str:
+        start(parser("made_up", "", minutes=17), ["--json", "out.json", *arguments])
+        return capsys.readouterr().err
+
+    monkeypatch.setattr("benchmarks.common.rows.RESULTS", tmp_path)
+    assert "17 min" in said()
+    write(tmp_path / "made_up.json", [row("made_up", "one", "size", 2.0, "B")])
+    document = json.loads((tmp_path / "made_up.json").read_text())
+    assert document["seconds"] >= 0
+    (tmp_path / "made_up.json").write_text(json.dumps(document | {"seconds": 254}))
+    capsys.readouterr()
+    assert "4 min" in said()
+    assert "4 min" not in said("--quick")
 
 
 def test_a_grid_has_a_line_for_each_case() -> None:

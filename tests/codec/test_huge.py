@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.reference import fingerprint as reference_fingerprint
-from trainer_side.diff.engine import _ThreadBuffers, _ThreadComparison
+from trainer_side.diff.engine import _Comparer
 from trainer_side.diff.reader import boxes, split_boxes
 from trainer_side.model.conversion_trace import View, trace
 from vllm_delta_sync.codec.delta_object import DeltaContext
@@ -43,10 +43,10 @@ def test_changes_are_found_where_they_are_and_arrive_there(tmp_path: Path) -> No
     for number, position in enumerate(EDGES, 1):
         live[position] = number
     notes: list[Segment] = []
-    share = _ThreadComparison(spec, baseline, live, _ThreadBuffers(), notes)  # type: ignore[arg-type]
     # What a thread is given: pieces of the tensor, only those here that something is in.
     around = [(end - 64, end) for end in (2**31 + 1, 2**32 + 6, 2**33 + 1, NUMEL)]
-    change = share.collect([(start, (slice(start, stop),)) for start, stop in around])
+    boxes = [(start, (slice(start, stop),)) for start, stop in around]
+    change = _Comparer().collect(spec, baseline, live, boxes, notes)  # type: ignore[arg-type]
     positions, distances = joined(notes, spec.element)
     assert positions.tolist() == EDGES
     assert distances.tolist() == list(range(1, len(EDGES) + 1))

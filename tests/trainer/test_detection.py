@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from tests.support.detection import NAME, Difference, check, compared, disturbed, expected, served, tensor_of
 from trainer_side.diff import engine, reader
 from trainer_side.diff.buffers import HostBuffer
-from trainer_side.diff.engine import Detector
+from trainer_side.diff.engine import Detector, SmallTensor
 from trainer_side.diff.reader import boxes, host_bits, nan_pattern
 from trainer_side.diff.undo_log import ChangeLog
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors import batch_kernels, diff_kernels
 from vllm_delta_sync.tensors import bits as wire_bits
-from vllm_delta_sync.tensors import diff_kernels
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
 from vllm_delta_sync.tensors.segments import CHUNKS, ROOM
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
@@ -215,6 +215,66 @@ def test_weights_that_move_meanwhile_are_noted_as_they_were_stored(
         thread.join()
 
 
+SMALL_SIZES = [1, 63, 64, 65, 4097, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 3, 2 * ROOM, 5, 300_001]
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32", "F64", "U8"])
+@pytest.mark.parametrize("share", [0.0, 0.01, 1.0])
+def test_small_tensors_are_compared_in_one_call(dtype: str, share: float) -> None:
+    """Also where all elements change, so that there is no room for the changes of all in one array."""
+    detector, element = Detector(), DTYPES[dtype]
+    random = np.random.default_rng(0)
+    specs = [TensorSpec(f"tensor {number}", dtype, (size,)) for number, size in enumerate(SMALL_SIZES)]
+    olds = [random.integers(0, 255, size).astype(element.uint) for size in SMALL_SIZES]
+    news = [np.where(random.random(old.size) < share, old ^ element.uint.type(1), old) for old in olds]
+    for _ in range(2):
+        buffers, logs = [HostBuffer(old.copy()) for old in olds], [ChangeLog(element) for _ in olds]
+        lives = [tensor_of(dtype, new) for new in news]
+        small = [SmallTensor.of(*each) for each in zip(specs, buffers, lives, strict=True)]
+        changes = detector.collect_each([tensor for tensor in small if tensor is not None], logs)
+        for spec, old, new, buffer, log, change in zip(specs, olds, news, buffers, logs, changes, strict=True):
+            wanted = wire_bits.diff(spec.name, element, old.copy(), new)
+            assert Difference.of(log, change) == Difference(wanted[0].tolist(), wanted[1].tolist(), wanted[2])
+            assert np.array_equal(buffer.bits, new)
+            log.revert(buffer)
+            assert np.array_equal(buffer.bits, old)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 5])
+def test_small_tensors_can_be_put_back_after_any_call(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt just after the loop has returned, before anything is done with what it found."""
+    loop, made = batch_kernels.collect_each, 0
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal made
+        found, made = loop(*arguments), made + 1
+        if made == calls:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(batch_kernels, "collect_each", interrupted)
+    buffers = [HostBuffer(np.zeros(size, np.uint16)) for size in SMALL_SIZES]
+    logs = [ChangeLog(DTYPES["U16"]) for _ in buffers]
+    small = [
+        SmallTensor(TensorSpec(f"tensor {size}", "U16", (size,)), buffer, torch.ones(size, dtype=torch.uint16))
+        for size, buffer in zip(SMALL_SIZES, buffers, strict=True)
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        Detector().collect_each(small, logs)
+    assert any(buffer.bits.any() for buffer in buffers)
+    for log, buffer in zip(logs, buffers, strict=True):
+        log.revert(buffer)
+    assert not any(buffer.bits.any() for buffer in buffers)
+
+
+def test_only_small_contiguous_tensors_of_the_served_dtype_are_compared_in_one_call() -> None:
+    held = HostBuffer(np.zeros(6, np.uint16))
+    live = torch.zeros(2, 3, dtype=torch.bfloat16)
+    others = [live.float(), live.t(), live[:0], torch.zeros(engine.SMALL_ELEMENTS + 1, dtype=torch.bfloat16)]
+    taken = [SmallTensor.of(TensorSpec(NAME, "BF16", tuple(other.shape)), held, other) for other in [live, *others]]
+    assert [tensor is not None for tensor in taken] == [True, False, False, False, False]
+
+
 def test_joined_elements_stay_the_same_and_can_still_be_put_back() -> None:
     live = torch.randn(2 * ROOM)
     old = ~served(live, "BF16")
@@ -245,12 +305,20 @@ def test_samples_are_bounded_pieces(dtype: str) -> None:
 def test_everything_is_compiled_before_the_first_comparison(dtype: str) -> None:
     table = TensorTable([TensorSpec("a", dtype, (3,))])
     engine.compile_kernels(table)
-    loops = (diff_kernels.collect, diff_kernels.collect_rounded, diff_kernels.gather, diff_kernels.expand)
+    loops = (
+        *(diff_kernels.collect, diff_kernels.collect_rounded, diff_kernels.gather, diff_kernels.expand),
+        batch_kernels.collect_each,
+    )
     compiled = [len(loop.signatures) for loop in loops]
     for live in (torch.randn(50, 60), torch.randn(50, 60).t(), torch.randn(3000)[::2], torch.randn(4000)[1:]):
         served_live = live if dtype != "F8_E4M3" else live.to(TORCH_DTYPES[dtype])
         found, _ = compared(dtype, HostBuffer(~served(served_live, dtype)), served_live, Detector())
         found.join_into(np.empty(found.size, np.int64), np.empty(found.size, DTYPES[dtype].uint))
+    zeros = torch.zeros(4, dtype=TORCH_DTYPES[dtype])
+    held = HostBuffer(~served(zeros, dtype))
+    small = SmallTensor(TensorSpec(NAME, dtype, (4,)), held, zeros)
+    Detector().collect_each([small], [ChangeLog(DTYPES[dtype])])
+    assert held.bits.tolist() == [0] * 4
     assert [len(loop.signatures) for loop in loops] == compiled
 
 

@@ -14,17 +14,21 @@ import torch
 from tests.support.detection import NAME, Difference, compared, disturbed, expected, served
 from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, expect_failure
 from trainer_side import Gate, Publisher
-from trainer_side.diff import baseline, engine
+from trainer_side.diff import baseline as baselines
 from trainer_side.diff import device as detection_device
+from trainer_side.diff import engine
+from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, DeviceBuffer, HostBuffer, move_buffer
 from trainer_side.diff.engine import Detector
+from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.diff.undo_log import ChangeLog
+from trainer_side.model.sources import live_tensors
 from vllm_delta_sync import open_run
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.tensors import segments
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
-from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES
+from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES, bits_of
 
 
 def device_held(bits: np.ndarray) -> DeviceBuffer:
@@ -114,7 +118,7 @@ def test_a_baseline_on_a_device(gate: Gate | None, bucket: Hooked, monkeypatch: 
         placed_on_device[name] = held if isinstance(held, DeviceBuffer) else device_held(held.read())
         return placed_on_device[name]
 
-    monkeypatch.setattr(baseline, "move_buffer", as_if_on_a_device)
+    monkeypatch.setattr(baselines, "move_buffer", as_if_on_a_device)
     trainer, steps = Trainer(), []
     with Publisher(trainer.live, bucket, gate=gate, baseline="device") as publisher:
         for step in range(1, 4):
@@ -216,3 +220,27 @@ def test_interrupt_at_any_line(
     # And nothing is left over from all that.
     assert compared("BF16", held, live, detector)[1] == expected("BF16", start, new)
     detector.close()
+
+
+def test_interrupt_at_any_line_between_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for one chunk at a time, so that one call of the loop does not get through all of them."""
+    monkeypatch.setattr(segments, "ROOM", CHUNK_ELEMENTS)
+    monkeypatch.setattr(sys.modules[__name__], "WATCHED", {*WATCHED, "diff/pending_delta.py"})
+    sizes = {"a": 3, "b": 70, "c": CHUNK_ELEMENTS + 5, "d": 1, "e": 500}
+    old = {name: torch.randn(size, generator=torch.Generator().manual_seed(size)) for name, size in sizes.items()}
+    new = {name: torch.where(torch.arange(sizes[name]) % 3 == 0, -tensor, tensor) for name, tensor in old.items()}
+    baseline, detector = Baseline.captured(live_tensors(old)), Detector()
+    engine.compile_kernels(baseline.table)
+    start = [baseline.bits(tensor).copy() for tensor in range(len(sizes))]
+    lines = 0
+    while True:
+        pending = PendingDelta(baseline, "packed", "zstd", detector)
+        if not interrupted(lines, partial(pending.add_all, new.items(), lasting=True)):
+            break
+        pending.revert()
+        for tensor, bits in enumerate(start):
+            assert np.array_equal(baseline.bits(tensor), bits), f"interrupted before line {lines}"
+        lines += 1
+    assert lines > 100
+    assert pending.changed == sum(-(-size // 3) for size in sizes.values())
+    assert [baseline.bits(tensor).tolist() for tensor in range(5)] == [bits_of(new[name]).tolist() for name in "abcde"]

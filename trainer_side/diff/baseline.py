@@ -10,7 +10,7 @@ import torch
 from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, HostBuffer, move_buffer
 from trainer_side.diff.reader import host_bits
 from trainer_side.model.matching import check_fits, own_spec, target_names
-from trainer_side.model.sources import LiveTensors, check_readable, pairs
+from trainer_side.model.sources import LiveTensors
 from vllm_delta_sync.errors import FingerprintError, ModelError, TensorMismatchError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorTable
@@ -271,13 +271,12 @@ class Baseline:
         return fingerprint_tensor(self.table[tensor].name, self.read(tensor))
 
     def match(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Turn (live name, tensor) into (live name, tensor id, detached tensor), one at a time."""
+        """Turn (live name, detached tensor) into (live name, tensor id, detached tensor), one at a time."""
         seen: set[str] = set()
-        for name, value in pairs(tensors):
+        for name, tensor in tensors:
             if name in seen:
                 raise TensorMismatchError(f"tensor {name!r} is yielded twice; each name must occur once")
             seen.add(name)
-            tensor = check_readable(name, value)
             for target in self.targets_of.get(name) or (self.table.index(name),):
                 check_fits(name, tensor, self.table[target])
                 yield name, target, tensor

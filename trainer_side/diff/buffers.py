@@ -39,10 +39,11 @@ class BaselineBuffer(ABC):
 
 
 class HostBuffer(BaselineBuffer):
-    """Host memory, or a file mapped into it. ``bits`` is the array itself."""
+    """Host memory, or a file mapped into it. ``bits`` is the array itself, ``address`` where it is."""
 
     def __init__(self, bits: Bits) -> None:
         self.bits = bits
+        self.address = bits.ctypes.data
 
     def read(self) -> Bits:
         return self.bits

@@ -5,8 +5,10 @@ that stay in a core's cache. Each element of the live tensor is read once, so th
 stored is the same even while another thread trains.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import numpy as np
 import torch
@@ -15,23 +17,38 @@ from trainer_side.background_thread import BackgroundJob, BackgroundThread
 from trainer_side.diff.buffers import BaselineBuffer, HostBuffer
 from trainer_side.diff.reader import Box, Reader, split_boxes
 from trainer_side.diff.undo_log import ChangeLog, LogEntry
+from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint, tensor_seed
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS, Bits, order_masks
-from vllm_delta_sync.tensors.segments import Scratch
+from vllm_delta_sync.tensors.segments import Segment, SegmentArrays
+from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
 
+SMALL_ELEMENTS = 1024**2
+"""Tensors up to this size are compared many at a time: calling a loop takes as long as comparing 100,000 elements."""
+BATCH_ELEMENTS = 4 * 1024**2
+"""Elements that are compared in one call: bounds what sources hold that make each tensor when it is read."""
 PARALLEL_ELEMENTS = 8 * 1024**2
 """Tensors below this size take two milliseconds at most. Splitting them made two threads slower than one for a model
 (``benchmarks.publish``), since the threads are woken and awaited at each tensor."""
 
 
-@dataclass
-class _ThreadBuffers:
-    """Scratch memory of one thread."""
+@dataclass(slots=True)
+class SmallTensor:
+    """A tensor that can be compared with others in one call: small, contiguous, and in the served dtype."""
 
-    reader: Reader = field(default_factory=Reader)
-    scratch: Scratch = field(default_factory=Scratch)
-    block: np.ndarray = field(default_factory=lambda: np.empty(CHUNK_ELEMENTS, np.uint16))
+    spec: TensorSpec
+    buffer: HostBuffer
+    live: torch.Tensor
+
+    @classmethod
+    def of(cls, spec: TensorSpec, buffer: BaselineBuffer, live: torch.Tensor) -> Self | None:
+        """Return the tensor, with the arguments of ``Detector.collect``; None if it is not such a tensor."""
+        if not isinstance(buffer, HostBuffer) or not 0 < spec.numel <= SMALL_ELEMENTS:
+            return None
+        if not live.is_cpu or not live.is_contiguous() or live.dtype != TORCH_DTYPES[spec.dtype]:
+            return None
+        return cls(spec, buffer, live)
 
 
 class Detector:
@@ -43,7 +60,7 @@ class Detector:
 
     def __init__(self, threads: int = 1) -> None:
         self._workers = [BackgroundThread(f"delta-sync-diff-{number}") for number in range(1, threads)]
-        self._thread_buffers = [_ThreadBuffers() for _ in range(threads)]
+        self._comparers = [_Comparer() for _ in range(threads)]
 
     def collect(self, spec: TensorSpec, buffer: BaselineBuffer, live: torch.Tensor, log: ChangeLog) -> Fingerprint:
         """Update the baseline of one tensor to the live values, and log the changes.
@@ -58,31 +75,59 @@ class Detector:
         Returns:
             Fingerprint after minus before.
         """
-        if live.device.type != "cpu" or not isinstance(buffer, HostBuffer):
+        if not live.is_cpu or not isinstance(buffer, HostBuffer):
             from trainer_side.diff.device import collect
 
             return collect(spec, buffer, live, log)
-        parts = len(self._thread_buffers) if spec.numel >= PARALLEL_ELEMENTS else 1
+        if not spec.numel:
+            return Fingerprint()
+        parts = len(self._comparers) if spec.numel >= PARALLEL_ELEMENTS else 1
         flat, boxes = split_boxes(live, parts)
-        log.parts = [[] for _ in boxes]
         if len(boxes) == 1:
-            return _ThreadComparison(spec, buffer.bits, flat, self._thread_buffers[0], log.parts[0]).collect(boxes[0])
+            return self._comparers[0].collect(spec, buffer.bits, flat, boxes[0], log.parts[0])
+        log.parts = [[] for _ in boxes]
         changes = [Fingerprint() for _ in boxes]
 
         def work(number: int) -> None:
-            share = _ThreadComparison(spec, buffer.bits, flat, self._thread_buffers[number], log.parts[number])
-            changes[number] = share.collect(boxes[number])
+            comparer = self._comparers[number]
+            changes[number] = comparer.collect(spec, buffer.bits, flat, boxes[number], log.parts[number])
 
         jobs = [(BackgroundJob(), number) for number in range(1, len(boxes))]
         for job, number in jobs:
             self._workers[number - 1].submit(job, partial(work, number))
-        if boxes:
-            work(0)
+        work(0)
         for job, _ in jobs:
             job.join()
             if job.error is not None:
                 raise job.error
         return sum(changes, Fingerprint())
+
+    def collect_each(self, tensors: Sequence[SmallTensor], logs: Sequence[ChangeLog]) -> list[Fingerprint]:
+        """Do ``collect`` for tensors of one dtype, in one call of a loop. Args: logs: as ``log``, of each tensor."""
+        from vllm_delta_sync.tensors.batch_kernels import collect_each
+
+        element = tensors[0].spec.element
+        masks = order_masks(element)
+        olds = np.array([tensor.buffer.address for tensor in tensors])
+        news = np.array([tensor.live.data_ptr() for tensor in tensors])
+        sizes = np.array([tensor.spec.numel for tensor in tensors])
+        seeds = np.array([tensor_seed(tensor.spec.name) for tensor in tensors], np.uint64)
+        sums = np.zeros((len(tensors), 2), np.uint64)
+        arrays, done = self._comparers[0].arrays(element), 0
+        arrays.state[2] = 0
+        while True:
+            bounds = np.empty((len(tensors) + 1, 2), np.int64)
+            bounds[:] = arrays.state[:2]
+            rows = list(bounds)
+            # Logged before the loop that fills them; empty until then.
+            for number in range(done, len(tensors)):
+                logs[number].parts[0].append(Segment(arrays, rows[number], rows[number + 1]))
+            done = collect_each(done, olds, news, sizes, seeds, *masks, *arrays.as_arguments(), bounds, sums)
+            if done == len(tensors):
+                return [Fingerprint(low, high) for low, high in sums.tolist()]
+            compared = arrays.state[2]
+            arrays = self._comparers[0].renew(element)
+            arrays.state[2] = compared
 
     def wait_idle(self) -> None:
         """Wait until none of its threads is comparing; call it after an interrupted ``collect``."""
@@ -95,61 +140,71 @@ class Detector:
             worker.close()
 
 
-class _ThreadComparison:
-    """One thread's part of comparing one tensor."""
+class _Comparer:
+    """Compares in one thread, with memory of its own."""
 
-    def __init__(
-        self, spec: TensorSpec, bits: Bits, live: torch.Tensor, room: _ThreadBuffers, entries: list[LogEntry]
-    ) -> None:
-        self._spec, self._bits, self._live, self._room, self._entries = spec, bits, live, room, entries
-        self._known = (*order_masks(spec.element), np.uint64(tensor_seed(spec.name)))
-        self._low = self._high = 0
+    def __init__(self) -> None:
+        self._reader = Reader()
+        self._block = np.empty(CHUNK_ELEMENTS, np.uint16)
+        self._arrays: dict[str, SegmentArrays] = {}
 
-    def collect(self, boxes: list[Box]) -> Fingerprint:
-        """Compare consecutive boxes; return what they add to the fingerprint."""
-        self._open(0)
-        for start, index in boxes:
-            # An empty index means the whole tensor, without a view.
-            box = self._live[index] if index else self._live
-            for offset, fresh, nan in self._room.reader.read(box, self._spec.dtype):
-                here = start + offset
-                self._compare(self._bits[here : here + fresh.size], fresh, nan, here)
-        self._entries[-1:] = [self._segment.closed()] if self._segment.size else []
-        mask = (1 << 64) - 1
-        return Fingerprint(self._low & mask, self._high & mask)
-
-    def _compare(self, old: Bits, fresh: Bits, nan: np.uint16 | None, start: int) -> None:
+    def collect(
+        self, spec: TensorSpec, bits: Bits, live: torch.Tensor, boxes: list[Box], entries: list[LogEntry]
+    ) -> Fingerprint:
+        """Compare consecutive boxes of one tensor, log its changes in ``entries``; return what they add to its
+        fingerprint."""
         from vllm_delta_sync.tensors import diff_kernels
 
-        self._segment.state[2] = 0
-        while True:
-            segment = self._segment
-            room = (
-                start,
-                *self._known,
-                segment.relative,
-                segment.distances,
-                segment.starts,
-                segment.ends,
-                segment.state,
-            )
-            if nan is None:
-                low, high = diff_kernels.collect(old, fresh, *room)
-            else:
-                block = self._room.block
-                low, high = diff_kernels.collect_rounded(old, fresh, nan, block, *room)
-            self._low += int(low)
-            self._high += int(high)
-            compared = int(segment.state[2])
-            if compared == old.size:
-                return
-            self._entries[-1] = segment.closed()
-            self._open(compared)
+        element = spec.element
+        known = (*order_masks(element), np.uint64(tensor_seed(spec.name)))
+        arrays = self.arrays(element)
+        segment = _open(arrays, entries)
+        low = high = 0
+        for start, index in boxes:
+            # An empty index means the whole tensor, without a view.
+            for offset, fresh, nan in self._reader.read(live[index] if index else live, spec.dtype):
+                here = start + offset
+                old = bits[here : here + fresh.size]
+                arrays.state[2] = compared = 0
+                while True:
+                    room = here, *known, *arrays.as_arguments()
+                    if nan is None:
+                        added = diff_kernels.collect(old, fresh, *room)
+                    else:
+                        added = diff_kernels.collect_rounded(old, fresh, nan, self._block, *room)
+                    low, high = low + int(added[0]), high + int(added[1])
+                    compared = int(arrays.state[2])
+                    if compared == old.size:
+                        break
+                    _close(segment, entries)
+                    arrays = self.renew(element)
+                    arrays.state[2] = compared
+                    segment = _open(arrays, entries)
+        _close(segment, entries)
+        mask = (1 << 64) - 1
+        return Fingerprint(low & mask, high & mask)
 
-    def _open(self, compared: int) -> None:
-        # Logged before the loop that fills it; empty until then.
-        self._segment = self._room.scratch.segment(self._spec.element, compared)
-        self._entries.append(self._segment)
+    def arrays(self, element: DType) -> SegmentArrays:
+        """Return room for changes, which may be used up."""
+        return self._arrays.get(element.name) or self.renew(element)
+
+    def renew(self, element: DType) -> SegmentArrays:
+        """Return new room for changes. The room before lives as long as the segments in it."""
+        arrays = self._arrays[element.name] = SegmentArrays.empty(element)
+        return arrays
+
+
+def _open(arrays: SegmentArrays, entries: list[LogEntry]) -> Segment:
+    """Log a segment before the loop that fills it; it is empty until then."""
+    segment = Segment.open(arrays)
+    entries.append(segment)
+    return segment
+
+
+def _close(segment: Segment, entries: list[LogEntry]) -> None:
+    segment.close()
+    if not segment.size:
+        entries.pop()
 
 
 def compile_kernels(table: TensorTable) -> None:
@@ -158,18 +213,22 @@ def compile_kernels(table: TensorTable) -> None:
     The first ``publish`` is then as fast as the others. Call it outside the main thread, where no interrupt can hit
     the compiler.
     """
-    from vllm_delta_sync.tensors import diff_kernels
+    from vllm_delta_sync.tensors import batch_kernels, diff_kernels
 
-    scratch, block = Scratch(), np.empty(1, np.uint16)
+    block = np.empty(1, np.uint16)
     for element in {spec.element.uint: spec.element for spec in table}.values():
         old, fresh = (np.full(1, value, element.uint) for value in (0, 1))
-        segment = scratch.segment(element)
-        known = 0, *order_masks(element), np.uint64(0)
-        room = segment.relative, segment.distances, segment.starts, segment.ends, segment.state
-        diff_kernels.collect(old, fresh, *known, *room)
-        segment.closed().expand(np.empty(1, np.int64))
+        arrays = SegmentArrays.empty(element)
+        segment = Segment.open(arrays)
+        room = 0, *order_masks(element), np.uint64(0), *arrays.as_arguments()
+        diff_kernels.collect(old, fresh, *room)
+        segment.expand(np.empty(1, np.int64))
         diff_kernels.gather(fresh, 1, 1, 1, old)
+        one = np.empty(0, np.int64)
+        bounds, sums, none = np.empty((1, 2), np.int64), np.empty((0, 2), np.uint64), np.empty(0, np.uint64)
+        masks = order_masks(element)
+        batch_kernels.collect_each(0, one, one, one, none, *masks, *arrays.as_arguments(), bounds, sums)
         if element.itemsize == block.itemsize:
             singles = np.zeros(1, np.uint32)
             diff_kernels.gather(singles, 1, 1, 1, singles)
-            diff_kernels.collect_rounded(old, singles, np.uint16(0), block, *known, *room)
+            diff_kernels.collect_rounded(old, singles, np.uint16(0), block, *room)

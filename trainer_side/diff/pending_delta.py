@@ -10,7 +10,7 @@ import torch
 
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.dense_or_sparse import full_is_smaller
-from trainer_side.diff.engine import Detector
+from trainer_side.diff.engine import BATCH_ELEMENTS, Detector, SmallTensor
 from trainer_side.diff.undo_log import ChangeLog
 from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS
 from vllm_delta_sync.codec.zstd import Compression
@@ -52,16 +52,51 @@ class PendingDelta:
         """Whether the baseline may hold changes that are neither durable nor reverted."""
         return not self._closed
 
-    def add_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Compare (live name, tensor) pairs, one after another; after an error the caller must ``revert``."""
+    def add_all(self, tensors: Iterable[tuple[str, torch.Tensor]], lasting: bool = False) -> None:
+        """Compare (live name, tensor) pairs, one after another; after an error the caller must ``revert``.
+
+        Args:
+            lasting: tensors stay valid after the next one is requested: small ones are compared many at a time.
+        """
         owners: dict[int, str] = {}
+        batch = _Batch()
         for name, tensor, live in self._baseline.match(tensors):
-            changed = self.add(tensor, live)
-            if owners.setdefault(tensor, name) != name and changed:
+            tied = owners.setdefault(tensor, name) != name
+            small = self._as_small(tensor, live) if lasting and not tied else None
+            if tied or (small is not None and not batch.takes(small)):
+                self._add_each(batch)
+                batch = _Batch()
+            if small is not None:
+                batch.append(tensor, small)
+            elif self.add(tensor, live) and tied:
                 raise TensorMismatchError(
                     f"tensor {name!r} is tied to {owners[tensor]!r} but has other values; nothing was published: tie "
                     "them again, or start a new run under a new URL"
                 )
+        self._add_each(batch)
+
+    def _as_small(self, tensor: int, live: torch.Tensor) -> SmallTensor | None:
+        """Return the tensor as ``Detector.collect_each`` takes it; None if it does not."""
+        spec, buffer = self._baseline.table[tensor], self._baseline.buffer_on(tensor, live.device)
+        return SmallTensor.of(spec, buffer, live)
+
+    def _add_each(self, batch: "_Batch") -> None:
+        """Do ``add`` for a batch."""
+        if not batch.ids:
+            return
+        self.compared.update(batch.ids)
+        logs = [ChangeLog(tensor.spec.element) for tensor in batch.tensors]
+        before = len(self._touched)
+        self._touched += zip(batch.ids, logs, strict=True)
+        changes = self._detector.collect_each(batch.tensors, logs)
+        touched = []
+        for tensor, log, change in zip(batch.ids, logs, changes, strict=True):
+            changed = log.size
+            if changed:
+                touched.append((tensor, log))
+                self.fingerprints[tensor] = change
+                self.changed += changed
+        self._touched[before:] = touched
 
     def add(self, tensor: int, live: torch.Tensor) -> int:
         """Compare one tensor and update the baseline to it.
@@ -214,6 +249,29 @@ def joined(dtype: str, batch: list[int], logs: list[ChangeLog]) -> Sparse:
         log.join_into(positions[start : start + count], distances[start : start + count])
         start += count
     return Sparse(dtype, np.array(batch, np.uint32), counts, positions, distances, relative=True)
+
+
+class _Batch:
+    """Small tensors of one dtype that are compared in one call.
+
+    Attributes:
+        ids, tensors: the tensors.
+    """
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.tensors: list[SmallTensor] = []
+        self._elements = 0
+
+    def takes(self, tensor: SmallTensor) -> bool:
+        """Return whether the tensor fits in."""
+        same = not self.tensors or self.tensors[0].spec.dtype == tensor.spec.dtype
+        return same and self._elements + tensor.spec.numel <= BATCH_ELEMENTS
+
+    def append(self, tensor: int, small: SmallTensor) -> None:
+        self.ids.append(tensor)
+        self.tensors.append(small)
+        self._elements += small.spec.numel
 
 
 def batches(sizes: Mapping[int, int], table: TensorTable) -> Iterator[list[int]]:

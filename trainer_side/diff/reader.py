@@ -54,12 +54,12 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
 
 
 def split_boxes(live: torch.Tensor, parts: int) -> tuple[torch.Tensor, list[list[Box]]]:
-    """Return the tensor, flat if contiguous, and for each of up to ``parts`` threads its consecutive boxes."""
+    """Return the tensor, flat if it is cut and contiguous, and for each of up to ``parts`` threads its boxes."""
+    if parts == 1 and live.is_contiguous():
+        return live, [[(0, ())]] if live.numel() else []
     shape = tuple(live.shape)
     if live.is_contiguous():
         live = live.view(-1)
-        if parts == 1:
-            return live, [[(0, ())]] if live.numel() else []
         found = list(boxes((live.numel(),), -(-live.numel() // parts) or 1))
     elif len(shape) > 2 and math.prod(shape[-2:]) < PLANE_ELEMENTS:
         found = list(boxes(shape, CHUNK_ELEMENTS))

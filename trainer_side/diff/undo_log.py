@@ -59,7 +59,7 @@ class ChangeLog:
     @property
     def size(self) -> int:
         """Number of changed elements, once all are found."""
-        return sum(entry.size for entry in self._entries())
+        return sum(entry.size for part in self.parts for entry in part)
 
     def revert(self, buffer: BaselineBuffer) -> None:
         """Restore the baseline of the tensor."""
@@ -86,7 +86,7 @@ class ChangeLog:
         for entry in self._entries():
             end = cursor + entry.size
             entry.expand(positions[cursor:end])
-            distances[cursor:end] = entry.distances[: entry.size]
+            distances[cursor:end] = entry.distances
             cursor = end
         self.parts = [[ExpandedChanges(positions, distances)]]
 
@@ -118,4 +118,4 @@ def _expanded(entry: Segment | ExpandedChanges) -> tuple[Positions, Bits]:
         return entry.positions, entry.distances
     positions = np.empty(entry.size, np.int64)
     entry.expand(positions)
-    return positions, entry.distances[: entry.size]
+    return positions, entry.distances

@@ -64,12 +64,17 @@ _Node = _TracedSource | _TracedCall | _Item
 
 @dataclass(frozen=True)
 class View:
-    """A strided window into one source, relative to the first element of that source."""
+    """A strided window into one source, relative to the first element of that source.
+
+    Attributes:
+        is_source: whether it is all of the source, in its own shape.
+    """
 
     source: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+    is_source: bool = False
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -77,6 +82,8 @@ class View:
 
     def read(self, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
         source = live[self.source]
+        if self.is_source:
+            return source
         return source.as_strided(self.shape, self.strides, source.storage_offset() + self.offset)
 
 
@@ -137,7 +144,9 @@ def trace(
         source = storages.get(reached.untyped_storage()._cdata)
         if source is None:
             return None
-        return View(source, tuple(reached.shape), reached.stride(), reached.storage_offset())
+        whole = stand_ins[source]
+        is_source = (reached.shape, reached.stride()) == (whole.shape, whole.stride())
+        return View(source, tuple(reached.shape), reached.stride(), reached.storage_offset(), is_source)
 
     for name, result in results.items():
         node = recorder.node_of(result)

@@ -37,8 +37,6 @@ class LoraLayers:
         self.merges: dict[str, list[tuple[Any, str]]] = {}
         self._children: dict[str, str] = {}
         """Name of a wrapper → name of the one module below it that the base has in its place."""
-        if not _has_adapters(model):
-            return
         _check_methods(model)
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
@@ -123,7 +121,8 @@ def _merge(name: str, weight: torch.Tensor, layers: list[tuple[Any, str]]) -> to
     return merged
 
 
-def _has_adapters(model: nn.Module) -> bool:
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether PEFT has put adapters into a module."""
     return any(getattr(module, "peft_config", None) for module in model.modules())
 
 

@@ -41,12 +41,13 @@ def target_names(live: LiveTensors, specs: Mapping[str, TensorSpec] | None, wher
 
 def check_fits(name: str, tensor: torch.Tensor, spec: TensorSpec) -> None:
     """Raise TensorMismatchError unless ``tensor`` has the shape of ``spec`` and a convertible dtype."""
-    if tuple(tensor.shape) != spec.shape:
+    if tensor.shape != spec.shape:
         raise TensorMismatchError(
             f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, but {spec.name!r} is {spec.dtype} "
             f"{list(spec.shape)} in this run; start a new run"
         )
-    _check_convertible(name, tensor.dtype, spec, "in this run")
+    if tensor.dtype != TORCH_DTYPES[spec.dtype]:
+        _check_convertible(name, tensor.dtype, spec, "in this run")
 
 
 def _check_targets(tensor: CheckpointTensor, targets: list[str], specs: Mapping[str, TensorSpec], where: str) -> None:

@@ -6,14 +6,14 @@ All knowledge of transformers is here. It is imported only if the caller's progr
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer_side.model.conversion_trace import Route, View, trace
-from trainer_side.model.lora import LoraLayers
+from trainer_side.model.lora import LoraLayers, has_adapters
 from trainer_side.model.sources import CheckpointTensor, LiveTensors, changed, check_name, check_readable, storage_key
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.redaction import guarded_logger
@@ -56,7 +56,9 @@ class ModuleForm:
         self._merges_adapters = merges_adapters
         _refuse_unpublishable(self._model, merges_adapters)
         self._described = described
-        state = self._read_state(self.lora_layers())
+        self._names: dict[str, str | None] = {}
+        self._has_adapters = False
+        state, _ = self._read_state()
         self._ties = _find_ties(self._model, state)
         self._geometry = _geometry(state)
         self.routes = self._trace(state)
@@ -70,28 +72,40 @@ class ModuleForm:
         if not self.tensors:
             raise ModelError(f"{type(model).__name__} has no tensor to publish")
 
-    def state(self, lora: LoraLayers | None = None) -> State:
+    def state(self) -> tuple[State, LoraLayers | None]:
         """Return the module's current tensors, sharded ones unchanged, all others detached.
 
-        Args:
-            lora: the module's ``lora_layers``; the tensors are those of the base, before they are merged.
+        With LoRA layers, if the caller merges them, also these; the tensors are those of the base, before they are
+        merged. Raises ModelError, see ``LoraLayers``.
         """
-        state = self._read_state(lora)
+        state, lora = self._read_state()
         self._check_unchanged(state)
         if lora is not None:
             lora.check_ties(self._ties)
-        return state
+        return state, lora
 
-    def lora_layers(self) -> LoraLayers | None:
-        """Return the module's LoRA layers, if the caller merges them. Raises ModelError, see ``LoraLayers``."""
-        return LoraLayers(self._model) if self._merges_adapters else None
-
-    def _read_state(self, lora: LoraLayers | None) -> State:
-        state = _module_state(self._model, self._described)
-        if lora is None:
-            return state
+    def _read_state(self) -> tuple[State, LoraLayers | None]:
+        tensors = self._model.state_dict(keep_vars=True)
+        if tensors.keys() != self._names.keys():
+            # Wrappers and adapters add names, or change them: what follows holds while the names stay the same.
+            self._names = _names_without_wrappers(self._model, tensors)
+            self._has_adapters = self._merges_adapters and has_adapters(self._model)
+        state: State = {}
+        for key, value in tensors.items():
+            name = self._names[key]
+            if name is None:
+                continue
+            if not isinstance(value, torch.Tensor) and name.endswith("_extra_state"):
+                logger.debug("%s is not a tensor and is not published", name)
+            elif self._described and isinstance(value, torch.Tensor) and value.is_meta:
+                state[name] = value.detach()
+            else:
+                state[name] = value if is_sharded(value) else check_readable(name, value)
+        if not self._has_adapters:
+            return state, None
+        lora = LoraLayers(self._model)
         named = ((lora.base_name(name), tensor) for name, tensor in state.items())
-        return {name: tensor for name, tensor in named if name is not None}
+        return {name: tensor for name, tensor in named if name is not None}, lora
 
     def _trace(self, state: State) -> dict[str, Route]:
         untied = {name: tensor for name, tensor in state.items() if name not in self._ties}
@@ -147,6 +161,8 @@ class ModuleTensors(LiveTensors):
     Of a PEFT model those of its base, with the active LoRA adapters merged; see ``LoraLayers``.
     """
 
+    lasting = True
+
     def __init__(self, model: nn.Module) -> None:
         self._form = ModuleForm(model, merges_adapters=True)
         self.tensors, self.aliases = self._form.tensors, self._form.aliases
@@ -154,10 +170,8 @@ class ModuleTensors(LiveTensors):
             pass
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        lora = self._form.lora_layers()
-        state: Mapping[str, torch.Tensor] = {
-            name: _held_whole(name, tensor) for name, tensor in self._form.state(lora).items()
-        }
+        held, lora = self._form.state()
+        state: Mapping[str, torch.Tensor] = {name: _held_whole(name, tensor) for name, tensor in held.items()}
         if lora is not None:
             state = lora.merged(state)
         for name, route in self._form.routes.items():
@@ -216,35 +230,27 @@ def _refuse_unpublishable(model: nn.Module, merges_adapters: bool) -> None:
             )
 
 
-def _module_state(model: nn.Module, described: bool) -> State:
-    """Return the parameters and persistent buffers that a checkpoint of the module has, ties included.
-
-    Sharded ones are those of the module; all others are detached.
-    """
+def _names_without_wrappers(model: nn.Module, keys: Iterable[str]) -> dict[str, str | None]:
+    """Return key of the state dict → name without the levels that wrappers add; None if checkpoints do not have it."""
     wrapped = [
         (f"{name}.{attribute}.", f"{name}.")
         for name, module in model.named_modules(remove_duplicate=False)
         if name and (attribute := _wrapper_attribute(module)) is not None
     ]
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    state: State = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    names: dict[str, str | None] = {}
+    seen: set[str] = set()
+    for key in keys:
+        name = key
         # Innermost first, since the longer prefixes contain the shorter ones.
         for prefix, stripped in reversed(wrapped):
             name = stripped + name.removeprefix(prefix) if name.startswith(prefix) else name
-        if name in ignored:
-            continue
-        if name.endswith("_extra_state") and not isinstance(value, torch.Tensor):
-            logger.debug("%s is not a tensor and is not published", name)
-            continue
-        if name in state:
+        if name in seen:
             raise ModelError(f"two tensors are named {name!r} once the wrappers' prefixes are stripped; rename one")
-        if isinstance(value, torch.Tensor) and described and value.is_meta:
-            state[name] = value.detach()
-            continue
-        sharded = isinstance(value, torch.Tensor) and is_sharded(value)
-        state[name] = value if sharded else check_readable(name, value)
-    return state
+        names[key] = None if name in ignored else name
+        if name not in ignored:
+            seen.add(name)
+    return names
 
 
 def _geometry(

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from trainer_side.model.sources import CheckpointTensor, LiveTensors, NamedTensors, check_readable
+from trainer_side.model.sources import CheckpointTensor, LiveTensors, NamedTensors
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.canonical_json import load_json
 from vllm_delta_sync.format.table import TensorSpec
@@ -107,11 +107,10 @@ class QuantizedTensors(LiveTensors):
             if recipe is None or not _is_wide(tensor.dtype):
                 yield name, tensor
                 continue
-            weight = check_readable(name, tensor)
-            if weight.shape != self._specs[name].shape:
-                yield name, weight  # refused by the comparison, with both shapes
+            if tensor.shape != self._specs[name].shape:
+                yield name, tensor  # refused by the comparison, with both shapes
                 continue
-            yield from self._checked(recipe.quantize(weight))
+            yield from self._checked(recipe.quantize(tensor))
 
     def _checked(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors.items():

@@ -44,10 +44,13 @@ class LiveTensors(ABC):
     aliases: dict[str, str]
     has_values = True
     """Whether ``read`` yields the values; otherwise they come with each version only, through ``convert``."""
+    lasting = False
+    """Whether a tensor that ``read`` yields stays valid when the next one is requested."""
 
     def convert(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (checkpoint name, tensor) pairs from the ``weights=`` of a publish, one at a time."""
-        return pairs(weights)
+        """Yield (checkpoint name, detached tensor) from the ``weights=`` of a publish, one at a time."""
+        for name, value in pairs(weights):
+            yield name, check_readable(name, value)
 
     @abstractmethod
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -114,8 +117,8 @@ def check_readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
         )
     if nn.parameter.is_lazy(tensor):
         raise ModelError(f"tensor {name!r} is not initialized yet; run the model once before publishing it")
-    plain = tensor.detach()
-    if plain.device.type == "meta":
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    if plain.is_meta:
         raise ModelError(
             f"tensor {name!r} is on the meta device and has no data; load the weights, or fetch back offloaded ones, "
             "before publishing; a function that yields (checkpoint name, tensor) may fetch one at a time"

@@ -50,7 +50,7 @@ class StreamedWeights(LiveTensors):
             return
         form = ModuleForm(module, described=True)
         self.tensors, self.aliases = form.tensors, form.aliases
-        self._sources, self._routes = form.state(), form.routes
+        (self._sources, _), self._routes = form.state(), form.routes
         for target, route in self._routes.items():
             for source in route.sources:
                 self._targets_by_source.setdefault(source, []).append(target)
@@ -65,7 +65,7 @@ class StreamedWeights(LiveTensors):
             targets = self._targets_by_source.get(name)
             if targets is None:
                 # A name of the checkpoint; unknown names are refused in the comparison.
-                yield name, value
+                yield name, check_readable(name, value)
                 continue
             waiting[name] = self._as_in_module(name, value)
             for target in targets:

@@ -1,7 +1,7 @@
 """``ProcessGroup``: communication of ranks that publish one run together, and detection of lost ranks.
 
 Documents are JSON, never pickled. Rank 0 gathers from each other rank and answers each, so that it knows which one it
-waits for. Documents are small. Only one question before each comparison (``ranks_where``) delays the training step.
+waits for. Documents are small. Only one question before each comparison (``reduce_on_rank0``) delays the training step.
 """
 
 import json
@@ -26,6 +26,8 @@ WORK_SECONDS = 4 * 3600.0
 
 PIECE_BYTES = 16 * 1024 * 1024
 """Bytes sent at once, so that a rank without memory for all of them can still receive and discard them."""
+_HEAD_BYTES = 512
+"""Bytes of the first message between two ranks: the size of the data, and its beginning. Most documents fit in."""
 _PARTING_SECONDS = 5.0
 """How long rank 0 tries to notify a rank that another one is lost."""
 
@@ -277,9 +279,12 @@ class ProcessGroup:
         return json.loads(self._receive_bytes(rank, seconds).tobytes())
 
     def _send_bytes(self, rank: int, data: Bytes, seconds: float | None = None) -> None:
-        size = torch.tensor([data.size], dtype=torch.int64)
+        head = np.zeros(_HEAD_BYTES, np.uint8)
+        first = data[: _HEAD_BYTES - 8]
+        head[:8].view(np.int64)[0] = data.size
+        head[8 : 8 + first.size] = first
         try:
-            for tensor in (size, *map(torch.from_numpy, _pieces(data))):
+            for tensor in map(torch.from_numpy, (head, *_pieces(data[first.size :]))):
                 work = distributed.isend(tensor, group=self._group, group_dst=rank)
                 self._wait(work, seconds)
         except RuntimeError as error:
@@ -288,20 +293,22 @@ class ProcessGroup:
     def _receive_bytes(
         self, rank: int, seconds: float | None = None, into: Bytes | None = None, skip: bool = False
     ) -> Bytes:
-        size = torch.zeros(1, dtype=torch.int64)
+        head = np.zeros(_HEAD_BYTES, np.uint8)
         try:
-            self._wait(distributed.irecv(size, group=self._group, group_src=rank), seconds)
+            self._wait(distributed.irecv(torch.from_numpy(head), group=self._group, group_src=rank), seconds)
+            size = int(head[:8].view(np.int64)[0])
+            first = head[8 : 8 + min(size, _HEAD_BYTES - 8)]
+            rest = size - first.size
             if skip:
                 # All pieces are received in the same memory.
-                found = np.empty(min(int(size), PIECE_BYTES), np.uint8)
-                pieces = [found[: min(PIECE_BYTES, int(size) - at)] for at in range(0, int(size), PIECE_BYTES)]
+                found = np.empty(min(rest, PIECE_BYTES), np.uint8)
+                pieces = [found[: min(PIECE_BYTES, rest - at)] for at in range(0, rest, PIECE_BYTES)]
             else:
-                found = np.empty(int(size), np.uint8) if into is None else into
-                pieces = _pieces(found)
-                if found.size != int(size):
-                    raise self._break(
-                        f"rank {rank} sends {int(size)} bytes where {found.size} belong; start the job again"
-                    )
+                found = np.empty(size, np.uint8) if into is None else into
+                if found.size != size:
+                    raise self._break(f"rank {rank} sends {size} bytes where {found.size} belong; start the job again")
+                found[: first.size] = first
+                pieces = _pieces(found[first.size :])
             for data in map(torch.from_numpy, pieces):
                 self._wait(distributed.irecv(data, group=self._group, group_src=rank), seconds)
         except RuntimeError as error:

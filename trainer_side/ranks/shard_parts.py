@@ -8,13 +8,13 @@ from torch import distributed, nn
 
 from trainer_side.model.conversion_trace import JoinedViews, Route, View
 from trainer_side.model.module import ModuleForm
-from trainer_side.model.sources import CheckpointTensor, LiveTensors, check_readable
+from trainer_side.model.sources import CheckpointTensor, LiveTensors, changed, check_readable
 from trainer_side.ranks.group import Json
 from trainer_side.ranks.shard_views import ShardView, shard_views
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.boxes import Box
-from vllm_delta_sync.tensors.torch_sharding import is_sharded, owned_boxes
+from vllm_delta_sync.tensors.torch_sharding import Index, is_sharded, local_indices, local_memory, owns, piece_of
 
 # By class name, so that none of them needs to be imported. A module sharded by FSDP2 may temporarily hold plain
 # tensors, after a forward pass without a backward pass.
@@ -30,12 +30,20 @@ class ShardPart:
 
 
 @dataclass(frozen=True)
+class _OwnedSource:
+    """What this rank owns of a sharded source: pieces of its ``local_memory``, which has this shape."""
+
+    shape: torch.Size
+    indices: list[Index]
+
+
+@dataclass(frozen=True)
 class _PartSource:
-    """Where a part's values are: a window of the n-th piece that this rank owns of a source."""
+    """Where a part's values are: a window of the n-th piece that this rank owns of a source, or all of the piece."""
 
     source: str
     piece: int
-    window: ShardView
+    window: ShardView | None
 
 
 class ModuleParts(LiveTensors):
@@ -51,6 +59,8 @@ class ModuleParts(LiveTensors):
         parts: name of the part → the part, in the order of ``whole``.
     """
 
+    lasting = True
+
     def __init__(self, model: nn.Module) -> None:
         """Find this rank's parts.
 
@@ -64,8 +74,15 @@ class ModuleParts(LiveTensors):
         self.aliases = {}
         self.parts: dict[str, ShardPart] = {}
         self._places: dict[str, _PartSource] = {}
-        state = self._form.state()
-        owned = {name: owned_boxes(tensor, name) for name, tensor in state.items() if is_sharded(tensor)}
+        self._owned: dict[str, _OwnedSource] = {}
+        state, _ = self._form.state()
+        owned: dict[str, list[tuple[Box, Index]]] = {}
+        for name, tensor in state.items():
+            if is_sharded(tensor):
+                owned[name] = local_indices(tensor, name) if owns(tensor) else []
+                if owned[name]:
+                    shape = local_memory(tensor, name).shape
+                    self._owned[name] = _OwnedSource(shape, [index for _, index in owned[name]])
         for name, route in self._form.routes.items():
             if owned.keys().isdisjoint(route.sources):
                 # Rank 0 reads tensors that are not sharded.
@@ -73,27 +90,27 @@ class ModuleParts(LiveTensors):
                     self._add(ShardPart(name, Box.all_of(route.shape)), None)
                 continue
             for at, view in _joined(name, route, owned):
-                for piece, (box, _) in enumerate(owned[view.source]):
+                for piece, (box, index) in enumerate(owned[view.source]):
                     for window in _windows(name, view, box):
-                        self._add(
-                            ShardPart(name, _in_whole(window.box, at, route.shape)),
-                            _PartSource(view.source, piece, window),
-                        )
+                        # With an empty index the piece has the shape of its box.
+                        whole = not index and window.is_all_of(box)
+                        place = _PartSource(view.source, piece, None if whole else window)
+                        self._add(ShardPart(name, _in_whole(window.box, at, route.shape)), place)
         for _ in self.read():
             pass
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        state = self._form.state()
-        owned: dict[str, list[torch.Tensor]] = {}
+        state, _ = self._form.state()
+        owned = {name: _owned_pieces(name, state[name], source) for name, source in self._owned.items()}
         for name, part in self.parts.items():
             place = self._places.get(name)
             if place is None:
                 yield name, self._form.routes[part.name].read(state)
                 continue
-            if place.source not in owned:
-                pieces = owned_boxes(state[place.source], place.source)
-                owned[place.source] = [check_readable(place.source, piece).contiguous() for _, piece in pieces]
             piece, window = owned[place.source][place.piece], place.window
+            if window is None:
+                yield name, piece
+                continue
             start = piece.storage_offset() + window.offset
             yield name, piece.as_strided(window.box.shape, window.strides, start)
 
@@ -126,6 +143,14 @@ def part_name(part: ShardPart) -> str:
         return part.name
     ranges = zip(part.box.offsets, part.box.shape, strict=True)
     return f"{part.name}[{','.join(f'{start}:{start + size}' for start, size in ranges)}]"
+
+
+def _owned_pieces(name: str, tensor: torch.Tensor, owned: _OwnedSource) -> list[torch.Tensor]:
+    """Return the contiguous pieces of a source that this rank owns; views where possible."""
+    memory = check_readable(name, local_memory(tensor, name))
+    if memory.shape != owned.shape:
+        raise changed(name, (tuple(memory.shape), memory.dtype), (tuple(owned.shape), memory.dtype))
+    return [piece_of(memory, index).contiguous() for index in owned.indices]
 
 
 def _windows(name: str, view: View, box: Box) -> list[ShardView]:

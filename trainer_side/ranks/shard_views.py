@@ -25,6 +25,10 @@ class ShardView:
     strides: tuple[int, ...]
     offset: int
 
+    def is_all_of(self, box: Box) -> bool:
+        """Return whether it is all of the box of the source, in its shape."""
+        return (self.box.shape, self.strides) == (box.shape, Box.all_of(box.shape).strides)
+
 
 @dataclass(frozen=True)
 class _Digit:

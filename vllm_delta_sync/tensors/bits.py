@@ -50,17 +50,17 @@ def diff(name: str, dtype: DType, old: Bits, new: Bits) -> tuple[Positions, Bits
             f"{dtype.uint} expected"
         )
     from vllm_delta_sync.tensors import diff_kernels
-    from vllm_delta_sync.tensors.segments import Scratch, joined
+    from vllm_delta_sync.tensors.segments import Segment, SegmentArrays, joined
 
-    masks, seed, scratch = order_masks(dtype), np.uint64(tensor_seed(name)), Scratch()
+    masks, seed = order_masks(dtype), np.uint64(tensor_seed(name))
     segments, change, done = [], Fingerprint(), 0
     while done < old.size:
-        segment = scratch.segment(dtype, done)
-        room = segment.relative, segment.distances, segment.starts, segment.ends, segment.state
-        low, high = diff_kernels.collect(old, new, 0, *masks, seed, *room)
+        arrays = SegmentArrays.empty(dtype)
+        arrays.state[2] = done
+        segments.append(Segment.open(arrays))
+        low, high = diff_kernels.collect(old, new, 0, *masks, seed, *arrays.as_arguments())
         change += Fingerprint(int(low), int(high))
-        done = int(segment.state[2])
-        segments.append(segment.closed())
+        done = int(arrays.state[2])
     return *joined(segments, dtype), change
 
 

@@ -1,6 +1,8 @@
 """``Segment``: changes as the detector collects them: per element, its index within a chunk and ULP distance."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -8,21 +10,21 @@ import numpy.typing as npt
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS, Bits, Positions
 
+Counts = Sequence[int] | npt.NDArray[np.int64]
+
 ROOM = 4 * CHUNK_ELEMENTS
 CHUNKS = 1024
-_WIDEST = 8
 
 
 @dataclass
-class Segment:
-    """Changed elements of some chunks of one tensor, ascending.
+class SegmentArrays:
+    """Room for the segments of tensors of one element width, one after another. The rest takes no memory until used.
 
     Attributes:
-        relative: (m,) uint16 index in its chunk. distances: (m,) ULP distances new − old.
-        starts: (k,) int64 flat index of the first element of each chunk with changes. ends: (k,) int64 end of its
-            entries.
-        state: (3,) int64 counters of the loops in diff_kernels.py: used entries, used chunks, compared elements. The
-            rest of the arrays is unused room.
+        relative: (ROOM,) uint16 index in its chunk. distances: (ROOM,) ULP distances new − old.
+        starts: (CHUNKS,) int64 flat index of the first element of each chunk with changes. ends: (CHUNKS,) int64 end
+            of its entries.
+        state: (3,) int64 counters of the loops in diff_kernels.py: used entries, used chunks, compared elements.
     """
 
     relative: npt.NDArray[np.uint16]
@@ -31,40 +33,57 @@ class Segment:
     ends: npt.NDArray[np.int64]
     state: npt.NDArray[np.int64]
 
+    @classmethod
+    def empty(cls, element: DType) -> Self:
+        starts, ends = np.empty((2, CHUNKS), np.int64)
+        state = np.zeros(3, np.int64)
+        return cls(np.empty(ROOM, np.uint16), np.empty(ROOM, element.uint), starts, ends, state)
+
+    def as_arguments(
+        self,
+    ) -> tuple[npt.NDArray[np.uint16], Bits, npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the arrays in the order in which the loops in diff_kernels.py take them."""
+        return self.relative, self.distances, self.starts, self.ends, self.state
+
+
+class Segment:
+    """Changed elements of some chunks of one tensor, ascending: a range of the arrays.
+
+    Args:
+        start, stop: (entries, chunks) used before it and with it. They may be views that the loops write: the segment
+            then counts the elements that the loops have written so far, even if they were interrupted.
+    """
+
+    def __init__(self, arrays: SegmentArrays, start: Counts, stop: Counts) -> None:
+        self._arrays, self._start, self._stop = arrays, start, stop
+
+    @classmethod
+    def open(cls, arrays: SegmentArrays) -> Self:
+        """Return one that gets all that is added to the arrays until it is closed."""
+        return cls(arrays, arrays.state.tolist(), arrays.state)
+
+    def close(self) -> None:
+        """End it, so that the arrays can take another one."""
+        self._stop = self._arrays.state.tolist()
+
     @property
     def size(self) -> int:
         """Number of changed elements."""
-        return int(self.state[0])
+        return int(self._stop[0]) - int(self._start[0])
 
-    def closed(self) -> "Segment":
-        """Return a copy without unused room."""
-        entries, chunks, _ = self.state.tolist()
-        return Segment(
-            self.relative[:entries].copy(), self.distances[:entries].copy(), self.starts[:chunks].copy(),
-            self.ends[:chunks].copy(), self.state.copy(),
-        )  # fmt: skip
+    @property
+    def distances(self) -> Bits:
+        """(size,) ULP distances new − old."""
+        return self._arrays.distances[self._start[0] :][: self.size]
 
     def expand(self, positions: Positions) -> None:
         """Write the flat positions to (size,) int64."""
         from vllm_delta_sync.tensors import diff_kernels
 
-        entries, chunks, _ = self.state.tolist()
-        diff_kernels.expand(self.relative[:entries], self.starts[:chunks], self.ends[:chunks], positions)
-
-
-class Scratch:
-    """Reusable arrays for one segment at a time, in one thread."""
-
-    def __init__(self) -> None:
-        self._relative = np.empty(ROOM, np.uint16)
-        self._distances = np.empty(ROOM * _WIDEST, np.uint8)
-        self._chunks = np.empty((2, CHUNKS), np.int64)
-
-    def segment(self, element: DType, compared: int = 0) -> Segment:
-        """Return an empty segment in these arrays; copy the previous one first (``closed``)."""
-        distances = self._distances[: ROOM * element.itemsize].view(element.uint)
-        starts, ends = self._chunks
-        return Segment(self._relative, distances, starts, ends, np.array([0, 0, compared], np.int64))
+        arrays, (first, first_chunk) = self._arrays, self._start[:2]
+        chunks = slice(first_chunk, self._stop[1])
+        ends = arrays.ends[chunks] - first
+        diff_kernels.expand(arrays.relative[first:][: self.size], arrays.starts[chunks], ends, positions)
 
 
 def joined(segments: list[Segment], element: DType) -> tuple[Positions, Bits]:
@@ -75,6 +94,6 @@ def joined(segments: list[Segment], element: DType) -> tuple[Positions, Bits]:
     for segment in segments:
         end = cursor + segment.size
         segment.expand(positions[cursor:end])
-        distances[cursor:end] = segment.distances[: segment.size]
+        distances[cursor:end] = segment.distances
         cursor = end
     return positions, distances

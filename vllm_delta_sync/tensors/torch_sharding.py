@@ -1,4 +1,4 @@
-"""``local_boxes`` and ``owned_boxes``: this process's part of a DTensor or ZeRO-3 parameter, as boxes of the whole.
+"""``local_boxes``: this process's part of a DTensor or ZeRO-3 parameter, as boxes of the whole; ``owns``.
 
 No DeepSpeed or trainer library is imported: a ZeRO-3 parameter is recognized by its attributes. No function
 communicates with other processes.
@@ -43,31 +43,61 @@ def local_boxes(tensor: torch.Tensor, name: str = "") -> Pieces:
     Raises:
         ModelError: a partial sum that is not reduced yet; or a partition that is quantized or not in memory.
     """
-    if _is_dtensor(tensor):
-        return _dtensor_boxes(tensor, name)
-    if hasattr(tensor, "ds_id"):
-        return _partition_boxes(tensor, name)
-    plain = tensor.detach()
-    return [(Box.all_of(tuple(plain.shape)), plain)] if plain.numel() else []
+    if not is_sharded(tensor):
+        plain = tensor.detach()
+        return [(Box.all_of(tuple(plain.shape)), plain)] if plain.numel() else []
+    indices = local_indices(tensor, name)
+    memory = local_memory(tensor, name).detach() if indices else tensor
+    return [(box, piece_of(memory, index).view(box.shape)) for box, index in indices]
 
 
-def owned_boxes(tensor: torch.Tensor, name: str = "") -> Pieces:
-    """Return the boxes of a tensor that this process publishes: each element belongs to exactly one process.
+def owns(tensor: torch.Tensor) -> bool:
+    """Return whether this process publishes what it holds: each element belongs to exactly one process.
 
     Replicas belong to coordinate 0 of each replicated mesh dimension. If several meshes hold the same tensor, as in
     tensor parallelism under DDP, it belongs to the mesh of rank 0. An unsharded tensor belongs to rank 0.
-
-    Returns, Raises: as ``local_boxes``.
     """
-    pieces = local_boxes(tensor, name)
-    return pieces if _owns(tensor) else []
+    if _is_dtensor(tensor):
+        mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+        coordinate = _coordinate(mesh)
+        if coordinate is None or not (mesh.mesh == 0).any():
+            return False
+        return all(
+            place == 0 or not placement.is_replicate()
+            for place, placement in zip(coordinate, _placements(tensor), strict=True)
+        )
+    if hasattr(tensor, "ds_id"):
+        group: Any = tensor.ds_process_group  # type: ignore[attr-defined]
+        return 0 in torch.distributed.get_process_group_ranks(group)
+    return torch.distributed.get_rank() == 0 if torch.distributed.is_initialized() else True
+
+
+def local_indices(tensor: torch.Tensor, name: str = "") -> list[tuple[Box, Index]]:
+    """Return the boxes of a sharded tensor that this process holds, and where they are in its ``local_memory``.
+
+    They stay the same while ``layout`` does. Raises: as ``local_boxes``.
+    """
+    return _dtensor_indices(tensor, name) if _is_dtensor(tensor) else _partition_indices(tensor, name)
+
+
+def local_memory(tensor: torch.Tensor, name: str = "") -> torch.Tensor:
+    """Return the memory in which this process holds its boxes of a sharded tensor. Raises: as ``local_boxes``."""
+    if _is_dtensor(tensor):
+        # ``to_local`` makes a new view of it, which takes longer than all else that a publisher reads of a shard.
+        local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+        return local
+    return _partition(tensor, name)
+
+
+def piece_of(memory: torch.Tensor, index: Index) -> torch.Tensor:
+    """Return the part of a ``local_memory`` that has a box, by one of ``local_indices``."""
+    return memory[index] if index else memory
 
 
 def layout(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a value that stays equal, in this process, while ``local_boxes`` returns the same boxes."""
     if _is_dtensor(tensor):
-        mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-        return tuple(tensor.shape), tuple(mesh.shape), _coordinate(mesh), tuple(_placements(tensor))
+        return tensor.shape, tensor.device_mesh, _placements(tensor)  # type: ignore[attr-defined]
     if hasattr(tensor, "ds_id"):
         return whole_shape(tensor), _partition_range(tensor)
     return (tuple(tensor.shape),)
@@ -87,36 +117,13 @@ def _coordinate(mesh: Any) -> tuple[int, ...] | None:
     return None if coordinate is None else tuple(coordinate)
 
 
-def _owns(tensor: torch.Tensor) -> bool:
-    if _is_dtensor(tensor):
-        mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-        coordinate = _coordinate(mesh)
-        if coordinate is None or not _holds_rank_zero(mesh):
-            return False
-        return all(
-            place == 0 or not placement.is_replicate()
-            for place, placement in zip(coordinate, _placements(tensor), strict=True)
-        )
-    if hasattr(tensor, "ds_id"):
-        group: Any = tensor.ds_process_group  # type: ignore[attr-defined]
-        return 0 in torch.distributed.get_process_group_ranks(group)
-    return torch.distributed.get_rank() == 0 if torch.distributed.is_initialized() else True
-
-
-@lru_cache(maxsize=16)
-def _holds_rank_zero(mesh: Any) -> bool:
-    # Cached: torch builds ``mesh.mesh`` on each access, and this runs for each tensor of each version.
-    return bool((mesh.mesh == 0).any())
-
-
-def _dtensor_boxes(tensor: torch.Tensor, name: str) -> Pieces:
+def _dtensor_indices(tensor: torch.Tensor, name: str) -> list[tuple[Box, Index]]:
     whole, mesh = tuple(tensor.shape), tensor.device_mesh  # type: ignore[attr-defined]
     coordinate = _coordinate(mesh)
     if coordinate is None:
         return []
     shards = tuple(_shard(placement, name) for placement in _placements(tensor))
-    with torch.no_grad():
-        local: torch.Tensor = tensor.to_local().detach()  # type: ignore[attr-defined]
+    local = local_memory(tensor, name)
     local_shape, cuts = _cuts(whole, tuple(mesh.shape), coordinate, shards)
     if cuts and tuple(local.shape) != local_shape:
         raise ModelError(
@@ -124,7 +131,7 @@ def _dtensor_boxes(tensor: torch.Tensor, name: str) -> Pieces:
             f"{list(local.shape)} of it, not {list(local_shape)} as placed; publish a function that yields the whole "
             "tensors"
         )
-    return [(box, local if box.shape == local_shape else local[index]) for box, index in cuts]
+    return [(box, () if box.shape == local_shape else index) for box, index in cuts]
 
 
 def _shard(placement: Any, name: str) -> tuple[int, int] | None:
@@ -139,7 +146,7 @@ def _shard(placement: Any, name: str) -> tuple[int, int] | None:
     return placement.dim, getattr(placement, "split_factor", 1)
 
 
-# Cached: called for each tensor of each version, always with the same result.
+# Cached: a world of one calls it for each tensor of each version, always with the same result.
 @lru_cache(maxsize=65_536)
 def _cuts(
     whole: tuple[int, ...],
@@ -205,8 +212,9 @@ def _partition_range(tensor: Any) -> tuple[int, int]:
     return min(start, int(tensor.ds_numel)), min(start + size, int(tensor.ds_numel))
 
 
-def _partition_boxes(tensor: Any, name: str) -> Pieces:
-    partition = getattr(tensor, "ds_tensor", None)
+def _partition(tensor: Any, name: str) -> torch.Tensor:
+    """Return the flat memory of a ZeRO-3 parameter in this process."""
+    partition: torch.Tensor | None = getattr(tensor, "ds_tensor", None)
     if partition is None:
         raise ModelError(
             f"tensor {name!r} is managed by ZeRO-3 but not partitioned yet; call deepspeed.initialize first"
@@ -221,9 +229,11 @@ def _partition_boxes(tensor: Any, name: str) -> Pieces:
             f"tensor {name!r} is a quantized ZeRO-3 partition, whose bits are not those of a checkpoint; disable "
             "zero_quantized_nontrainable_weights"
         )
+    return partition
+
+
+def _partition_indices(tensor: Any, name: str) -> list[tuple[Box, Index]]:
+    _partition(tensor, name)  # raises, if it cannot be read
     start, stop = _partition_range(tensor)
-    flat: torch.Tensor = partition.detach()
-    pieces: Pieces = []
-    for box in boxes_of_range(start, stop, whole_shape(tensor)):
-        pieces.append((box, flat[box.start - start : box.stop - start].view(box.shape)))
-    return pieces
+    boxes = boxes_of_range(start, stop, whole_shape(tensor))
+    return [(box, (slice(box.start - start, box.stop - start),)) for box in boxes]

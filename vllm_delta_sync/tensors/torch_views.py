@@ -43,11 +43,9 @@ def dtype_name(dtype: torch.dtype, tensor: str) -> str:
 def bits_of(tensor: torch.Tensor) -> Bits:
     """Return a flat (numel,) unsigned view of a contiguous CPU tensor, which shares its memory."""
     # Few calls into torch: publishers run this for every tensor of every version.
-    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
-    if flat.requires_grad:
-        flat = flat.detach()
-    bits: np.ndarray = flat.view(_UNSIGNED[flat.element_size()]).numpy()
-    return bits
+    plain = tensor.detach() if tensor.requires_grad else tensor
+    bits: np.ndarray = plain.view(_UNSIGNED[plain.element_size()]).numpy()
+    return bits.reshape(-1)
 
 
 def tensor_from_bits(bits: Bits, spec: TensorSpec) -> torch.Tensor:
