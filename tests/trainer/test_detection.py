@@ -19,8 +19,8 @@ from trainer_side.diff.reader import boxes, host_bits, nan_pattern
 from trainer_side.diff.undo_log import ChangeLog
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors import batch_kernels, diff_kernels
 from vllm_delta_sync.tensors import bits as wire_bits
+from vllm_delta_sync.tensors import diff_kernels
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
 from vllm_delta_sync.tensors.segments import CHUNKS, ROOM
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
@@ -243,7 +243,7 @@ def test_small_tensors_are_compared_in_one_call(dtype: str, share: float) -> Non
 @pytest.mark.parametrize("calls", [1, 2, 5])
 def test_small_tensors_can_be_put_back_after_any_call(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt just after the loop has returned, before anything is done with what it found."""
-    loop, made = batch_kernels.collect_each, 0
+    loop, made = diff_kernels.collect_each, 0
 
     def interrupted(*arguments: Any) -> Any:
         nonlocal made
@@ -252,7 +252,7 @@ def test_small_tensors_can_be_put_back_after_any_call(calls: int, monkeypatch: p
             raise KeyboardInterrupt
         return found
 
-    monkeypatch.setattr(batch_kernels, "collect_each", interrupted)
+    monkeypatch.setattr(diff_kernels, "collect_each", interrupted)
     buffers = [HostBuffer(np.zeros(size, np.uint16)) for size in SMALL_SIZES]
     logs = [ChangeLog(DTYPES["U16"]) for _ in buffers]
     small = [
@@ -307,7 +307,7 @@ def test_everything_is_compiled_before_the_first_comparison(dtype: str) -> None:
     engine.compile_kernels(table)
     loops = (
         *(diff_kernels.collect, diff_kernels.collect_rounded, diff_kernels.gather, diff_kernels.expand),
-        batch_kernels.collect_each,
+        diff_kernels.collect_each,
     )
     compiled = [len(loop.signatures) for loop in loops]
     for live in (torch.randn(50, 60), torch.randn(50, 60).t(), torch.randn(3000)[::2], torch.randn(4000)[1:]):

@@ -104,7 +104,7 @@ class Detector:
 
     def collect_each(self, tensors: Sequence[SmallTensor], logs: Sequence[ChangeLog]) -> list[Fingerprint]:
         """Do ``collect`` for tensors of one dtype, in one call of a loop. Args: logs: as ``log``, of each tensor."""
-        from vllm_delta_sync.tensors.batch_kernels import collect_each
+        from vllm_delta_sync.tensors.diff_kernels import collect_each
 
         element = tensors[0].spec.element
         masks = order_masks(element)
@@ -213,7 +213,7 @@ def compile_kernels(table: TensorTable) -> None:
     The first ``publish`` is then as fast as the others. Call it outside the main thread, where no interrupt can hit
     the compiler.
     """
-    from vllm_delta_sync.tensors import batch_kernels, diff_kernels
+    from vllm_delta_sync.tensors import diff_kernels
 
     block = np.empty(1, np.uint16)
     for element in {spec.element.uint: spec.element for spec in table}.values():
@@ -227,7 +227,7 @@ def compile_kernels(table: TensorTable) -> None:
         one = np.empty(0, np.int64)
         bounds, sums, none = np.empty((1, 2), np.int64), np.empty((0, 2), np.uint64), np.empty(0, np.uint64)
         masks = order_masks(element)
-        batch_kernels.collect_each(0, one, one, one, none, *masks, *arrays.as_arguments(), bounds, sums)
+        diff_kernels.collect_each(0, one, one, one, none, *masks, *arrays.as_arguments(), bounds, sums)
         if element.itemsize == block.itemsize:
             singles = np.zeros(1, np.uint32)
             diff_kernels.gather(singles, 1, 1, 1, singles)

@@ -10,7 +10,7 @@ The loops themselves update it, so it is right even if the caller is interrupted
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from vllm_delta_sync.format.kernels import (
@@ -158,6 +158,48 @@ def collect(old, new, start, sign, mask, seed, relative, distances, starts, ends
         _close(start + here, np.int64(found), starts, ends, state)
         state[2] = stop
     return low_sum, high_sum
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    """Return an address as a pointer."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(address), generate
+
+
+@_compile
+def collect_each(
+    first, olds, news, sizes, seeds, sign, mask, relative, distances, starts, ends, state, bounds, sums
+):  # fmt: skip
+    """Do ``collect`` for small tensors from number ``first`` on → the number of the first that is not finished.
+
+    The tensors are given by their addresses: to make an array of each takes longer than to compare it.
+
+    Stops early as ``collect`` does, which then goes on at element state[2] of that tensor.
+
+    Args:
+        olds, news: (n,) int64 addresses of elements of the dtype of ``distances``. sizes: (n,) int64, of each tensor.
+        seeds: (n,) uint64.
+        bounds: (n + 1, 2) int64; row k + 1 becomes state[0] and state[1] behind tensor k, which may have nothing yet.
+        sums: (n, 2) uint64; the changes of the fingerprints (low, high) are added to them.
+    """
+    for number in range(first, sizes.size):
+        old = carray(_pointer(olds[number]), sizes[number], distances.dtype)
+        new = carray(_pointer(news[number]), sizes[number], distances.dtype)
+        low, high = collect(old, new, 0, sign, mask, seeds[number], relative, distances, starts, ends, state)
+        sums[number, 0] += low
+        sums[number, 1] += high
+        stop = sizes.size if state[2] < sizes[number] else number + 1
+        for row in range(number + 1, stop + 1):
+            bounds[row, 0] = state[0]
+            bounds[row, 1] = state[1]
+        if state[2] < sizes[number]:
+            return number
+        state[2] = 0
+    return sizes.size
 
 
 @_compile
