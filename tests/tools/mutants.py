@@ -320,6 +320,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--count", type=int, default=MUTANTS, metavar="N", help=f"mutants to draw (default: {MUTANTS})")
     parser.add_argument("--seed", type=int, default=SEED, help="another sample")
     parser.add_argument("--only", metavar="MODULE", help="mutants of this module alone, such as engine/commit.py")
+    parser.add_argument(
+        "--again", type=Path, metavar="FILE", help="what was noticed in this file counts; only the others are tried"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="at a time (default: one per core)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="each outcome as JSON")
     options = parser.parse_args(arguments)
@@ -329,7 +332,14 @@ def main(arguments: list[str]) -> int:
     ]
     if not sample:
         parser.error(f"--only {options.only!r} names no module of the core")
-    outcomes = measured(sample, suites, options.workers)
+    noticed: dict[Mutant, Outcome] = {}
+    if options.again:
+        for row in json.loads(options.again.read_text()):
+            mutant = Mutant(**row["mutant"])
+            if row["verdict"] != "survived" and mutant in sample:
+                noticed[mutant] = Outcome(mutant, row["verdict"], row["seconds"])
+    tried = measured([mutant for mutant in sample if mutant not in noticed], suites, options.workers)
+    outcomes = [*noticed.values(), *tried]
     if options.write:
         options.write.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
     print(report(outcomes))
