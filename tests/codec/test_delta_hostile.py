@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from tests.support.samples import CONTEXT, changes_between
 from vllm_delta_sync.codec.delta_object import DeltaContext
-from vllm_delta_sync.codec.delta_reader import decode
+from vllm_delta_sync.codec.delta_reader import LazyDelta, decode
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import (
     ChainError,
@@ -22,6 +23,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.safetensors_file import Container, write_container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.bits import BaseTensor
 
 TABLE = TensorTable(
     [
@@ -79,6 +81,33 @@ def u64(*values: int) -> tuple[str, np.ndarray]:
 def test_the_starting_point_is_good(codec: Codec) -> None:
     arrays, metadata = parts(codec)
     assert decode(build(arrays, metadata), TABLE, CONTEXT).changed == 30
+
+
+def test_an_object_with_more_elements_than_its_manifest_says_is_refused() -> None:
+    """Those of blocks, whose planes may expand to many."""
+    data = build(*parts("packed"))
+    assert decode(data, TABLE, replace(CONTEXT, changed=20)).changed == 30
+    with pytest.raises(FormatError, match="20 elements"):
+        decode(data, TABLE, replace(CONTEXT, changed=19))
+
+
+def test_tables_of_blocks_are_checked_without_the_weights_of_the_base() -> None:
+    old = [np.zeros(spec.numel, spec.element.uint) for spec in SMALL]
+    new = [np.arange(spec.numel, dtype=spec.element.uint) for spec in SMALL]
+    changes = changes_between(SMALL, old, new)
+    base = lambda tensor: BaseTensor(old[tensor])  # noqa: E731
+    codecs: list[Codec] = ["packed", "context"]
+    for codec in codecs:
+        container = Container(encode(changes, SMALL, codec, "none", CONTEXT, base))
+        arrays = {
+            name: (entry.dtype.name, container.bits(name).copy().reshape(entry.shape))
+            for name, entry in container.entries.items()
+        }
+        metadata = json.loads(container.metadata["delta_sync"])
+        LazyDelta(build(arrays, metadata), SMALL, CONTEXT).check()
+    arrays["@0.tables"] = u8(*arrays["@0.tables"][1][:-1])
+    with pytest.raises(FormatError, match="tables"):
+        LazyDelta(build(arrays, metadata), SMALL, CONTEXT).check()
 
 
 METADATA: list[tuple[dict[str, Any], type[DeltaSyncError]]] = [

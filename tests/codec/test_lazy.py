@@ -1,6 +1,7 @@
 """Delta objects read and written piece by piece: the same as whole, in memory of a few tensors."""
 
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,9 @@ from vllm_delta_sync.codec.merge import merge_changes, merge_lazily
 from vllm_delta_sync.codec.merge_spool import DeltaSpool
 from vllm_delta_sync.errors import ChainError, FormatError, TensorMismatchError, UnsupportedError
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import Bits
-from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.changes import Changes, Full
 
 
 def spooled(parts: list[Changes], table: TensorTable, folder: Path) -> tuple[Changes, bytes]:
@@ -66,6 +67,24 @@ def test_folding_piece_by_piece_does_what_the_versions_do(
     assert leap.fingerprints == one_by_one.fingerprints
     # The same elements as the fold in memory, and none more.
     assert found.changed == merge_changes(packed, table).changed
+
+
+def test_each_tensor_is_in_one_piece_wherever_batches_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one at which a batch ends and that a later version carries in full."""
+    monkeypatch.setattr(reading, "LAZY_ELEMENTS", 1)
+    table = TensorTable([TensorSpec(name, "BF16", (50,)) for name in "abc"])
+    random = np.random.default_rng(8)
+    versions = [random_bits(table, random)]
+    for _ in range(2):
+        versions.append(nudge(versions[-1], random, 0.5))
+    parts = [
+        LazyDelta(encode(changes_between(table, *pair, full=full), table, "packed", "zstd", CONTEXT), table, CONTEXT)
+        for pair, full in zip(pairwise(versions), ([], [1]), strict=True)
+    ]
+    carried: list[int] = []
+    for piece in merge_lazily(parts, table):
+        carried += [piece.id] if isinstance(piece, Full) else piece.ids.tolist()
+    assert sorted(carried) == [0, 1, 2]
 
 
 def test_one_block_gives_the_bytes_of_the_encoder(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """run.json, manifests and HEAD.json: fields, consistency, what later releases may add."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ from vllm_delta_sync.errors import FormatError, LimitError, UnsupportedError
 from vllm_delta_sync.format.manifest import (
     Document,
     Head,
+    HeldBack,
     Manifest,
     RunInfo,
     Sidecar,
     object_key,
     sidecar_key,
+    timestamp,
     version_key,
     version_of_key,
 )
@@ -85,6 +88,7 @@ REFERENCE = {
         "version": None,
     },
 }
+HELD_BACK: dict[str, Any] = {"elements": 5, "relative_norm": 0.25, "exact": 6}
 HEAD: dict[str, Any] = {
     "created_at": TIME,
     "epoch": 2,
@@ -102,6 +106,7 @@ ALL: list[tuple[type[Document], dict[str, Any]]] = [
     (Manifest, ANCHOR),
     (Manifest, REFERENCE),
     (Head, HEAD),
+    (Manifest, {**DELTA, "held_back": HELD_BACK, "quarantine": {"reasons": ["a", "b"], "sound": 6}}),
 ]
 
 
@@ -188,6 +193,9 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"base": {"location": "x", "model": "org/base"}}, "revision"),
     ({"base": {"location": "x", "run": RUN}}, "manifest"),
     ({"epoch": -1}, "epoch"),
+    ({"quarantine": {"reasons": ["a"], "sound": 7}}, "quarantine"),
+    ({"held_back": HELD_BACK | {"exact": 7}}, "held_back"),
+    ({"held_back": HELD_BACK | {"elements": 0}}, "held_back"),
 ]
 
 
@@ -217,6 +225,7 @@ def test_a_missing_field_is_refused(field: str) -> None:
         {"base_version": 6},
         {"kind": "reference"},
         {"kind": "reference", "objects": [], "payload_bytes": 0},
+        {"held_back": HELD_BACK},
     ],
 )
 def test_an_anchor_is_complete(change: dict[str, Any]) -> None:
@@ -228,6 +237,17 @@ def test_an_anchor_is_complete(change: dict[str, Any]) -> None:
 def test_what_is_no_document(data: bytes) -> None:
     with pytest.raises(FormatError):
         Manifest.from_bytes(data)
+
+
+def test_a_distance_is_shown_where_it_is_known() -> None:
+    held_back = HeldBack(**HELD_BACK)
+    assert "0.25" in held_back.summary()
+    assert "0.25" not in held_back.model_copy(update={"relative_norm": None}).summary()
+
+
+def test_a_timestamp_is_the_moment_that_was_given_or_now() -> None:
+    assert timestamp(datetime.fromisoformat(TIME)) == TIME
+    assert datetime.fromisoformat(timestamp()).tzinfo == UTC
 
 
 def test_too_large() -> None:

@@ -9,11 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.device import staged_on_device
+from tests.support.device import SimulatedDevice, staged_on_device
 from vllm_delta_sync.engine.commit.apply import apply_patch
+from vllm_delta_sync.engine.model import accelerator
 from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch, route_changes
 from vllm_delta_sync.engine.model.regions import Region
 from vllm_delta_sync.engine.model.route_map import Destination, Route, RouteMap
+from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -154,3 +156,23 @@ def test_exchange_takes_little_memory_whatever_the_shape(
     assert 0 < CountingTensor.largest <= 16
     apply_patch(staged, routes, reverse=True)
     assert not bits.any()
+
+
+@pytest.mark.parametrize("numel", [1_000, 5_000])
+def test_a_tensor_larger_than_the_workspace_of_a_device_is_exchanged_in_parts(
+    numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "WORKSPACE_BYTES", 4_096)
+    element = DTYPES["BF16"]
+    destination = destination_of(np.zeros(numel, element.uint), "BF16")
+    whole = Region(0, (numel,), (1,))
+    routes = RouteMap(
+        TensorTable([TensorSpec("weight", "BF16", (numel,))]), [destination], [[Route(0, whole, whole)]],
+        memory=WeightMemory(SimulatedDevice()),
+    )  # fmt: skip
+    new = np.arange(1, numel + 1, dtype=element.uint)
+    staged = staged_whole(np.zeros(numel, element.uint), new, routes)
+    apply_patch(staged, routes)
+    assert np.array_equal(destination.bits, new)
+    apply_patch(staged, routes, reverse=True)
+    assert not destination.bits.any()

@@ -79,6 +79,29 @@ def test_any_batches_are_the_commit_in_host_memory(
     assert not torch.equal(weights[0].flat, before[0])
 
 
+def test_a_packed_batch_is_laid_out_as_kernels_read_it() -> None:
+    """Each block of a kernel's grid finds its elements, and the part of a patch that they belong to."""
+    random = np.random.default_rng(2)
+    there, patches = destinations(3, 3_000, random), random_patches(3, 3_000, random)
+    staged, _ = staged_on_device(patches, there)
+    assert staged.on_device is not None
+    for batch in staged.on_device.batches:
+        memory = torch.zeros(batch.nbytes, dtype=torch.uint8)
+        batch.pack(memory)
+        packed = batch.views(memory)
+        seen = torch.zeros(batch.elements, dtype=torch.int64)
+        for first, segment in zip(packed.firsts.tolist(), packed.segments.tolist(), strict=True):
+            end, part = int(packed.ends[segment]), batch.parts[segment]
+            begin = end - part.size
+            assert begin <= first < end
+            stop = min(first + device_patch.BLOCK, end)
+            seen[first:stop] += 1
+            chosen = slice(part.start + first - begin, part.start + stop - begin)
+            assert np.array_equal(packed.positions[first:stop].numpy(), part.patch.positions[chosen])
+            assert int(packed.bases[segment]) == part.destination.flat.data_ptr()
+        assert bool((seen == 1).all())
+
+
 class NoNewMemory(TorchDispatchMode):
     """Fails at an operation whose result is in memory that none of its arguments had."""
 

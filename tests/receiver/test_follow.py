@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from tests.support.hooks import failing, hooked
 from tests.support.modules import FusedModel, ModulePort, save_base
 from tests.support.world import World
 from trainer_side import Publisher
+from vllm_delta_sync.engine.commit import transaction
+from vllm_delta_sync.engine.commit.transaction import Transaction
 from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.engine.protocol import Revert
 from vllm_delta_sync.errors import (
     ChainError,
     EngineError,
@@ -322,3 +326,38 @@ def test_engine_that_cannot_tell_stays_paused_and_is_ended(world: World) -> None
     with pytest.raises(WeightsLostError):
         world.receiver.advance()
     assert world.receiver.status()["last_error"]["kind"] == "weights_lost"
+
+
+@pytest.mark.parametrize("fault", ["weights are lost", "pause expired and nobody answers"])
+def test_engine_whose_weights_are_unknown_is_ended_and_not_resumed_again(world: World, fault: str) -> None:
+    port = hooked(world)
+    world.receiver.advance(0)
+    world.train(1)
+
+    def lose(method: str, arguments: dict[str, Any]) -> None:
+        if method == "commit":
+            raise WeightsLostError("injected")
+
+    def expire() -> bool:
+        port.before = failing("describe", times=99)
+        return True
+
+    if fault == "weights are lost":
+        port.before = lose
+    else:
+        port.on_resume = expire
+    with pytest.raises(WeightsLostError, match="must be started again"):
+        world.receiver.advance()
+    assert port.log.count("resume") == (0 if fault == "weights are lost" else 1)
+    assert len(port.ended) == 1
+    assert world.receiver.status()["state"] == "lost"
+
+
+def test_phases_of_a_pause_are_reported_in_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 10.25, 10.75, 11.75])
+    monkeypatch.setattr(transaction, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    port = ModulePort()
+    moving = Transaction(port, Revert(0), 1)
+    moving.commit()
+    assert moving.resume() == {"wait": 250.0, "commit": 500.0, "resume": 1000.0, "pause": 1750.0}
+    assert port.log == ["pause", "revert", "label 0", "resume"]

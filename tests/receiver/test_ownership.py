@@ -7,10 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_delta_sync.engine.model.regions import Region, coalesce, find_overlap, split_regions
+from vllm_delta_sync.engine.model.route_map import Route, RouteMap, fingerprint_in_place, fingerprint_via_copy
 from vllm_delta_sync.engine.model.shard_ownership import prove_ownership
 from vllm_delta_sync.engine.protocol import Identified, Identify, Outcome, decode_answers, encode_answer, unwrap
 from vllm_delta_sync.errors import ModelError
@@ -106,6 +108,15 @@ def test_coalescing_keeps_the_map(region: Region, offset: int) -> None:
     assert len(first.sizes) <= len(region.sizes)
 
 
+@given(injective_regions())
+def test_weights_have_one_fingerprint_in_place_and_through_a_copy(region: Region) -> None:
+    """As weights on a device without kernels are measured."""
+    random = np.random.default_rng(len(region.sizes))
+    flat = torch.from_numpy(random.integers(-(1 << 15), 1 << 15, max(all_indices(region)) + 1, dtype=np.int16))
+    source = Region(5, region.sizes, tuple(3 * stride for stride in region.strides))
+    assert fingerprint_via_copy("a", flat, source, region) == fingerprint_in_place("a", flat, source, region)
+
+
 def test_repeated_elements_are_not_injective() -> None:
     assert not Region(0, (3, 2), (0, 1)).is_injective
     assert not Region(0, (2, 3), (1, 1)).is_injective
@@ -121,6 +132,13 @@ TABLE = TensorTable([TensorSpec("a", "BF16", (ROWS, COLUMNS)), TensorSpec("b", "
 
 
 WHOLE = Region(0, (ROWS * COLUMNS,), (1,))
+
+
+def test_a_tensor_counts_as_loaded_if_any_rank_loads_it() -> None:
+    """Until ranks have been asked, if this one does."""
+    routes = [[Route(0, WHOLE, WHOLE)], []]
+    assert RouteMap(TABLE, [], routes).loaded == [True, False]
+    assert RouteMap(TABLE, [], routes, loaded=[True, True]).loaded == [True, True]
 
 
 def rows(first: int, last: int) -> Region:

@@ -1,15 +1,33 @@
-"""Which version ranks agree on after a pause that its controller did not end; an engine that waits for a lost rank."""
+"""Pauses and what may be done in one; which version ranks agree on after a pause that its controller did not end; an
+engine that waits for a lost rank."""
 
+import multiprocessing
+import os
 import queue
+import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from vllm_delta_sync.engine.core import engine_core
+from vllm_delta_sync.engine.core import engine_core, executors
 from vllm_delta_sync.engine.core.engine_core import PauseWatchdog, common_version, is_settled
-from vllm_delta_sync.engine.protocol import RankFailure, RankState
+from vllm_delta_sync.engine.protocol import (
+    Adapter,
+    Describe,
+    Done,
+    RankFailure,
+    RankRequest,
+    RankState,
+    Revert,
+    decode_request,
+    encode_answer,
+    encode_request,
+)
 from vllm_delta_sync.errors import WeightsLostError
 
 LOST = -1
@@ -85,3 +103,196 @@ def test_an_engine_that_hangs_in_vllms_own_pause_ends(monkeypatch: pytest.Monkey
     monkeypatch.setattr(PauseWatchdog, "end", lambda watchdog, reason: ended.set())
     with pytest.raises(RuntimeError, match="ended"):
         PauseWatchdog(engine).pause("keep", True, 0.05)
+
+
+class Engine:
+    """What the watchdog uses of vLLM's engine core. ``busy``: a pause is complete only when ``stop`` is called."""
+
+    def __init__(self, *held: RankState, busy: bool = False) -> None:
+        self.held, self.busy = list(held), busy
+        self.asked: list[RankRequest[Any]] = []
+        self.handled: list[str] = []
+        self.label = "4;sql=2"
+        self.model_executor = SimpleNamespace(is_sleeping=False, collective_rpc=self.answer)
+        self.scheduler = SimpleNamespace(set_pause_state=self.set_state)
+        self.set_state("UNPAUSED")
+        self.input_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._idle_state_callbacks: list[Callable[[], None]] = []
+
+    @property
+    def state(self) -> str:
+        return str(self.scheduler.pause_state.name)
+
+    def set_state(self, state: Any) -> None:
+        self.scheduler.pause_state = SimpleNamespace(name=state) if isinstance(state, str) else state
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> "Future[None] | None":
+        self.set_state("PAUSED_ALL" if mode == "keep" else "PAUSED_NEW")
+        if not self.busy:
+            return None
+        future: Future[None] = Future()
+        self._idle_state_callbacks.append(lambda: future.set_result(None))
+        return future
+
+    def resume_scheduler(self) -> None:
+        self.set_state("UNPAUSED")
+
+    def stop(self) -> None:
+        """Complete every pause that waits for this."""
+        self.busy = False
+        while self._idle_state_callbacks:
+            self._idle_state_callbacks.pop()()
+
+    def run_busy_loop(self) -> None:
+        raise NotImplementedError
+
+    def _handle_client_request(self, request_type: Any, request: Any) -> None:
+        self.handled.append(request_type.name)
+
+    def get_weight_version(self) -> str:
+        return self.label
+
+    def set_weight_version(self, label: str) -> None:
+        self.label = label
+
+    def answer(self, method: str, timeout: float, args: tuple[bytes, int]) -> list[dict[str, Any]]:
+        request = decode_request(args[0])
+        self.asked.append(request)
+        if isinstance(request, Revert):
+            self.held = [rank(request.version) for _ in self.held]
+            return [{"call": args[1], "answer": encode_answer(Done())} for _ in self.held]
+        return [{"call": args[1], "answer": encode_answer(state)} for state in self.held]
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, *held: RankState) -> Any:
+    """An engine core with the watchdog in it, as vLLM's has it in a server."""
+    core = type("Core", (Engine,), {})
+    monkeypatch.setitem(sys.modules, engine_core.CORE_MODULE, SimpleNamespace(EngineCoreProc=core))  # type: ignore[arg-type]
+    monkeypatch.setattr(engine_core, "missing_names", list)
+    monkeypatch.setattr(executors, "install", lambda: None)
+    engine_core.install()
+    return core(*held)
+
+
+def test_what_belongs_into_a_pause_is_done_only_in_one() -> None:
+    engine = Engine(rank(4))
+    watchdog = PauseWatchdog(engine)
+    for paused in (False, True, False):
+        if paused:
+            assert watchdog.pause("keep", False, 60.0) is None
+        assert engine.state == ("PAUSED_ALL" if paused else "UNPAUSED")
+        assert watchdog.renew(60.0) is paused
+        assert (watchdog.call_paused(encode_request(Describe()), 1.0) is not None) is paused
+        assert watchdog.label_paused("5") is paused
+        assert engine.label == ("5" if paused else "4;sql=2")
+        assert watchdog.relabel_paused("sql", 7) is paused
+        assert engine.label == ("5;sql=7" if paused else "4;sql=2")
+        assert watchdog.resume() is False
+        engine.label = "4;sql=2"
+    assert len(engine.asked) == 1
+
+
+def test_pausing_again_gives_a_pause_more_time() -> None:
+    engine = Engine(rank(4), busy=True)
+    watchdog = PauseWatchdog(engine)
+    first = watchdog.pause("keep", False, 0.0)
+    assert watchdog.call_paused(encode_request(Describe()), 1.0) is None
+    assert watchdog.pause("keep", False, 60.0) is first
+    assert watchdog.call_paused(encode_request(Describe()), 1.0) is not None
+    watchdog.check_deadline()
+    assert engine.state == "PAUSED_ALL"
+    watchdog.resume()
+
+
+def test_a_pause_that_is_ended_early_fails_and_leaves_those_of_others() -> None:
+    engine = Engine(busy=True)
+    watchdog = PauseWatchdog(engine)
+    theirs = engine.pause_scheduler("wait", False)
+    ours = watchdog.pause("keep", False, 60.0)
+    assert theirs is not None
+    assert ours is not None
+    watchdog.resume()
+    assert isinstance(ours.exception(0), RuntimeError)
+    assert engine.state == "PAUSED_NEW"
+    engine.stop()
+    assert theirs.result(0) is None
+
+
+def test_a_pause_that_fails_leaves_no_watchdog_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the engine later."""
+
+    def fail(mode: str, clear_cache: bool) -> None:
+        raise RuntimeError("injected")
+
+    engine, running = Engine(), set(threading.enumerate())
+    monkeypatch.setattr(engine, "pause_scheduler", fail)
+    with pytest.raises(RuntimeError, match="injected"):
+        PauseWatchdog(engine).pause("keep", False, 60.0)
+    for thread in set(threading.enumerate()) - running:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert engine.state == "UNPAUSED"
+
+
+@pytest.mark.parametrize("adapter", [None, Adapter("sql", 1, "/adapters/sql")], ids=["model", "adapter"])
+def test_a_lost_pause_ends_on_a_common_version_with_its_label(adapter: Adapter | None) -> None:
+    engine = Engine(rank(5, 3), rank(3, 2))
+    watchdog = PauseWatchdog(engine)
+    watchdog.pause("keep", False, 0.0, b"" if adapter is None else msgspec.msgpack.encode(adapter))
+    watchdog.check_deadline()
+    assert engine.asked == [
+        Describe(adapter=adapter), Revert(version=3, adapter=adapter), Describe(adapter=adapter)
+    ]  # fmt: skip
+    assert engine.label == ("3;sql=2" if adapter is None else "4;sql=3")
+    assert engine.state == "UNPAUSED"
+    # The controller learns of it once.
+    assert [watchdog.resume(), watchdog.resume()] == [True, False]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_that_was_put_off_has_the_outcome_of_what_it_began(fails: bool) -> None:
+    watchdog, begun = PauseWatchdog(Engine()), Future[int]()
+    assert watchdog.defer(lambda: begun) is None
+    watchdog.pause("keep", False, 60.0)
+    answer = watchdog.defer(lambda: begun)
+    assert answer is not None
+    watchdog.resume()
+    assert not answer.done()
+    if fails:
+        begun.set_exception(ValueError("injected"))
+        assert isinstance(answer.exception(0), ValueError)
+    else:
+        begun.set_result(3)
+        assert answer.result(0) == 3
+
+
+def test_an_engine_ends_with_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    worker = SimpleNamespace(kill=lambda: ended.append("worker"))
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: [worker])
+    monkeypatch.setattr(os, "_exit", lambda status: ended.append(f"exit {status}"))
+    engine = SimpleNamespace(_send_engine_dead=lambda: ended.append("clients notified"))
+    PauseWatchdog(engine).end("injected")
+    assert ended == ["clients notified", "worker", "exit 1"]
+
+
+def test_pauses_of_other_callers_begin_after_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = installed(monkeypatch)
+    engine.delta_sync_pause("keep", False, 60.0)
+    theirs = engine.pause_scheduler("wait", False)
+    assert not theirs.done()
+    assert engine.state == "PAUSED_ALL"
+    engine.delta_sync_resume()
+    assert theirs.result(0) is None
+    assert engine.state == "PAUSED_NEW"
+
+
+def test_a_loop_that_is_woken_after_the_deadline_ends_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = installed(monkeypatch, rank(4))
+    engine.delta_sync_pause("keep", False, 0.0)
+    engine._handle_client_request(SimpleNamespace(name="ADD"), None)
+    assert engine.state == "PAUSED_ALL"
+    engine._handle_client_request(SimpleNamespace(name="WAKEUP"), None)
+    assert engine.state == "UNPAUSED"
+    assert engine.delta_sync_resume() is True
+    assert engine.handled == ["ADD", "WAKEUP"]

@@ -128,6 +128,18 @@ def test_damaged_merged_delta_is_avoided(tree: Written) -> None:
     expect(tree, steps, 0, 17)
 
 
+def test_of_two_ranges_that_disagree_the_version_between_tells_which_is_wrong(tree: Written) -> None:
+    """Though the version at the other end of one of them is lost, and those inside it."""
+    grow(tree, 12)
+    tree.folds()
+    forge(tree, side.merged_delta_key(8, 12), tree.run.merged_delta(8, 12), first_manifest="ab" * 32)
+    for version in range(4, 8):
+        tree.lose(keys.version_key(version))
+    steps = find_steps(tree.run, 12, 0)
+    assert spans(steps) == [(12, 11), (11, 10), (10, 9), (9, 8), (8, 4), (4, 0)]
+    expect(tree, steps, 12, 0)
+
+
 @pytest.mark.parametrize("how", ["lost", "rewritten"])
 def test_bad_version_is_crossed_by_a_range_of_one(tree: Written, how: str) -> None:
     grow(tree, 4)
@@ -178,6 +190,15 @@ def test_cheapest_root_is_taken(tree: Written) -> None:
     assert plan_read(tree.run, tree.run.manifest(2)).root.version == 0
     with pytest.raises(NotFoundError, match="version 0"):
         plan_read(tree.run, head, avoid={keys.version_key(0), *anchors})
+
+
+def test_an_anchor_that_leads_nowhere_leaves_the_other_roots(tree: Written) -> None:
+    grow(tree, 17)
+    tree.folds()
+    tree.beside(6)
+    avoid = {keys.version_key(6), keys.version_key(8)}
+    best = plan_read(tree.run, tree.run.head(), avoid)
+    assert (best.root.key, spans(best.steps)) == (keys.version_key(0), [(0, 16), (16, 17)])
 
 
 def test_a_bad_anchor_is_reported_where_no_other_root_is_left(tree: Written) -> None:

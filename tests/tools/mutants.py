@@ -55,13 +55,22 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "trainer/test_publisher.py",
         "trainer/faults/test_store_faults.py",
         "trainer/test_gate.py",
+        "trainer/test_rebase.py",
+        "trainer/test_baseline_rescan.py",
     ),
     "trainer_side/writer.py": (
         "trainer/test_publisher.py",
         "trainer/faults/test_store_faults.py",
         "trainer/test_fencing.py",
+        "trainer/test_single_writer.py",
+        "trust/test_signed_publisher.py",
     ),
-    "trainer_side/epochs.py": ("trainer/test_fencing.py", "trainer/test_single_writer.py"),
+    "trainer_side/epochs.py": (
+        "trainer/test_fencing.py",
+        "trainer/test_single_writer.py",
+        "trainer/test_resume.py",
+        "trust/test_signed_publisher.py",
+    ),
     "vllm_delta_sync/engine/commit/apply.py": (
         "receiver/test_commit.py",
         "receiver/test_foreign_writers.py",
@@ -83,7 +92,11 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "receiver/test_commit_faults.py",
         "receiver/test_ownership.py",
     ),
-    "vllm_delta_sync/engine/core/engine_core.py": ("receiver/test_pause_watchdog.py", "receiver/test_compat.py"),
+    "vllm_delta_sync/engine/core/engine_core.py": (
+        "receiver/test_pause_watchdog.py",
+        "receiver/test_rank_calls.py",
+        "receiver/test_compat.py",
+    ),
 }
 """Modules of the core, and the suites in tests/ that answer for each."""
 

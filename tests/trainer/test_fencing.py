@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.support.notices import LOOPBACK
 from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, assert_stopped, publish
 from trainer_side import Publisher, writer
 from vllm_delta_sync import open_run
+from vllm_delta_sync.bucket import conditional_put
 from vllm_delta_sync.errors import ConflictError, PublishError
 from vllm_delta_sync.format.documents import CLAIMS_PREFIX, Claim, claim_key
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, version_key
@@ -49,6 +51,12 @@ def test_a_version_passes_a_remote_store_in_two_round_trips(
     told, ended = threading.Event(), threading.Event()
     checked = {RUN_KEY: threading.Event(), claim_key(1): threading.Event()}
 
+    def check(key: str) -> None:
+        if key in checked:
+            checked[key].set()
+            # Neither check waits for the other one to end.
+            assert all(event.wait(SECONDS) for event in checked.values())
+
     def hear(upcoming: Upcoming) -> None:
         heard.extend(digest for digest, _ in upcoming.objects)
         told.set()
@@ -67,7 +75,7 @@ def test_a_version_passes_a_remote_store_in_two_round_trips(
         subscriber = NoticeSubscriber(str(publisher.notice_address), publisher.run, on_upcoming=hear)
         thread = threading.Thread(target=listen, args=(subscriber,))
         thread.start()
-        bucket.reading = bucket.looking = lambda key: checked[key].set() if key in checked else None
+        bucket.reading = bucket.looking = check
         bucket.before = wait
         trainer.step()
         try:
@@ -93,6 +101,63 @@ def test_checks_that_began_long_ago_are_made_again(
         publisher.publish(step=1, wait=True)
         publisher.flush()
     assert looked.count(claim_key(1)) == checks
+
+
+@pytest.mark.parametrize("remote", [True, False])
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_checks_begin_early_only_where_that_saves_time_and_the_store_keeps_writers_apart(
+    bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, remote: bool, exclusive: bool
+) -> None:
+    def call(function: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        function()
+        future.set_result(None)
+        return future
+
+    monkeypatch.setattr(writer, "is_remote", lambda url: remote)
+    monkeypatch.setattr(writer, "start_call", call)
+    monkeypatch.setattr(conditional_put, "SETTLING_SECONDS", 0.0)
+    bucket.supports_conditional_put = exclusive
+    order: list[str] = []
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.looking = lambda key: order.append("check") if key == claim_key(1) else None
+        bucket.before = lambda key: order.append(key.partition("/")[0])
+        publish(publisher, trainer)
+    checks = ["check", "objects"] if remote and exclusive else ["objects", "check"]
+    assert order == [*checks, "versions", *([] if exclusive else ["check"]), HEAD_KEY]
+
+
+def test_damage_that_is_gone_at_a_second_look_is_none(bucket: Hooked, trainer: Trainer) -> None:
+    """Bytes that flip on their way are no reason to begin anew."""
+    with Publisher(trainer.live, bucket) as former:
+        publish(former, trainer)
+    good, other, looks = bucket.get(version_key(1)), Hooked(bucket.folder), list[str]()
+
+    def spoil(key: str) -> None:
+        if key.startswith(CLAIMS_PREFIX):
+            looks.clear()
+            other.put(version_key(1), b"{}")
+
+    def look(key: str) -> None:
+        looks.append(key)
+        if looks.count(HEAD_KEY) == 2:
+            other.put(version_key(1), good)
+
+    bucket.after, bucket.reading = spoil, look
+    with Publisher(trainer.live, bucket) as later:
+        assert later.version == 1
+    assert [manifest.kind for manifest in open_run(bucket.url).log()] == ["anchor", "delta"]
+
+
+def test_newest_version_whose_manifest_is_lost_is_written_anew(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as former:
+        publish(former, trainer, 2)
+    bucket.delete(version_key(2))
+    with Publisher(trainer.live, bucket) as later:
+        assert later.version == 1
+        publish(later, trainer)
+    assert [manifest.epoch for manifest in open_run(bucket.url).log()] == [0, 0, 1]
+    assert_holds(bucket, 2, trainer.live)
 
 
 def test_former_writer_is_stopped_and_leaves_no_trace_in_the_chain(bucket: Hooked, trainer: Trainer) -> None:

@@ -304,6 +304,15 @@ def test_everything_of_others_is_refused(signer: Any) -> None:
         check(by(TRAINER, document), *rest)
 
 
+@pytest.mark.parametrize("signer", [None, STRANGER])
+def test_head_of_others_is_refused(signer: Any, tmp_path: Path) -> None:
+    found = RunVerifier(open_bucket(str(tmp_path)), ring(None, TRAINER), by(TRAINER, INFO))
+    head = Head(run=RUN, version=0, manifest="0" * 64)
+    found.check_head(by(TRAINER, head), "it")
+    with pytest.raises(SignatureError):
+        found.check_head(head if signer is None else by(signer, head), "it")
+
+
 def test_delegated_keys() -> None:
     keys = RunKeys(ring(None, ROOT), RUN)
     signed = by(TRAINER, manifest(0))
@@ -454,6 +463,22 @@ def test_revocation(tmp_path: Path) -> None:
     assert chain.believed(reader) == [0, 1, 2, 3, 4]
     with pytest.raises(SignatureError, match="was revoked after version 3"):
         reader.check_manifest(chain.manifests[4], "it")
+
+
+def test_only_manifests_of_ended_keys_are_recognized_as_such(tmp_path: Path) -> None:
+    """Later versions may name them as parents, though they are not served."""
+    chain = Chain(tmp_path, [TRAINER, NEXT, STRANGER])
+    chain.list_keys(entry(TRAINER))
+    assert chain.reader().signed_by_ended_key(chain.manifests[0].to_bytes(), "it") is None
+    chain.list_keys(entry(TRAINER, chain.manifests[0], revoked=True), entry(NEXT), sequence=2)
+    reader = chain.reader()
+    ended = [reader.signed_by_ended_key(one.to_bytes(), "it") is not None for one in chain.manifests]
+    assert ended == [True, False, False]
+    unsigned, forged = manifest(0), by(TRAINER, manifest(0)).to_bytes().replace(b'"step":0', b'"step":1')
+    assert reader.signed_by_ended_key(unsigned.to_bytes(), "it") is None
+    assert reader.signed_by_ended_key(forged, "it") is None
+    trusts_nobody = RunVerifier(chain.bucket, Keyring(), INFO)
+    assert trusts_nobody.signed_by_ended_key(chain.manifests[0].to_bytes(), "it") is None
 
 
 def test_history_that_is_not_linked_to_a_last_word_is_not_believed(tmp_path: Path) -> None:

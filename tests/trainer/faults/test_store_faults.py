@@ -18,6 +18,7 @@ from tests.support.publishers import (
     assert_holds,
     assert_stopped,
     expect_failure,
+    flip,
     publish,
 )
 from tests.support.publishing import damage
@@ -83,6 +84,18 @@ def test_unexpected_failure_is_taken_back_too(at: str, bucket: Hooked, trainer: 
         expect_failure(publisher, "MemoryError")
         assert publisher.publish(step=2).version == 1
     assert open_run(bucket.url).verify().head == 1
+    assert_holds(bucket, 1, trainer.live)
+
+
+def test_baseline_that_could_not_be_repaired_is_repaired_by_the_first_publish(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        flip(publisher, "a")
+        bucket.reading = FailAt("objects/")
+        with pytest.raises(PublishError, match="cannot be restored"):
+            publisher.rescan()
+        trainer.step()
+        assert publisher.publish(step=1).version == 1
+    assert open_run(bucket.url).verify().replayed
     assert_holds(bucket, 1, trainer.live)
 
 
