@@ -20,7 +20,7 @@ from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import batches, joined
 from trainer_side.diff.undo_log import ChangeLog
 from vllm_delta_sync.codec import delta_reader, delta_writer
-from vllm_delta_sync.codec.context import threads
+from vllm_delta_sync.codec.context import tile_threads
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.format import codecs
@@ -150,7 +150,7 @@ class Own(Format):
         """The second half of ``encode``."""
         compression: Compression = "none" if self._codec == "raw" else self._compression
         codec = cast(codecs.Codec, self._codec)
-        with mock.patch.object(threads, "THREADS", self._threads):
+        with mock.patch.object(tile_threads, "THREADS", self._threads):
             return delta_writer.encode(changes, table, codec, compression, CONTEXT, self._old(old))
 
     def encode(self, old: Weights, new: Weights) -> bytes:
@@ -158,7 +158,7 @@ class Own(Format):
         return self.write(self.compare(new, table), table, old)
 
     def decode(self, data: bytes, old: Weights) -> Changes:
-        with mock.patch.object(threads, "THREADS", self._threads):
+        with mock.patch.object(tile_threads, "THREADS", self._threads):
             return delta_reader.decode(data, table_of(old), CONTEXT, self._old(old))
 
     def restore(self, decoded: Changes, old: Weights) -> Weights:

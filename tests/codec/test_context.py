@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.reference_context import read_block
 from vllm_delta_sync.codec import delta_reader, delta_writer
-from vllm_delta_sync.codec.context import coder, encode_kernels, threads, tiles
+from vllm_delta_sync.codec.context import coder, encode_kernels, tile_threads, tiles
 from vllm_delta_sync.codec.context.tables import dropped_bits
 from vllm_delta_sync.codec.context.tiles import TILE_ELEMENTS, Grid, choose_grid, extent, read_grid, select_tiles
 from vllm_delta_sync.codec.delta_object import DeltaContext, bytes_of
@@ -214,7 +214,7 @@ def test_ranks_read_their_own_tiles(by: str, ranks: int) -> None:
 @pytest.fixture
 def three_threads() -> Iterator[None]:
     """Three threads code every tensor, however small."""
-    with patch.object(threads, "THREADS", 3), patch.object(tiles, "THREAD_ELEMENTS", 1):
+    with patch.object(tile_threads, "THREADS", 3), patch.object(tiles, "THREAD_ELEMENTS", 1):
         with patch.object(coder, "THREAD_ENTRIES", 1):
             yield
 
@@ -233,10 +233,27 @@ def test_threads_write_the_same_object(request: pytest.FixtureRequest) -> None:
     assert_same(delta_reader.decode(data, table, CONTEXT, whole(old)), alone)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("changed", [(0, 8), (100, 108), (500, 512), (0, 1)])
+def test_tiles_without_changes_are_nothing_but_lengths(changed: tuple[int, int], threads: int) -> None:
+    spec = TensorSpec("t", "BF16", (512, 384))
+    table = TensorTable([spec])
+    old, new = trained(spec.shape, 1, share=0.05)
+    kept = np.ones(spec.shape, np.bool_)
+    kept[changed[0] : changed[1]] = False
+    new = np.where(kept.reshape(-1), old, new)
+    with patch.object(tile_threads, "THREADS", threads), patch.object(tiles, "THREAD_ELEMENTS", 1):
+        with patch.object(coder, "THREAD_ENTRIES", 1), patch.object(tiles, "CHANGES_PER_TILE", 1):
+            assert choose_grid(spec, 100).tiles > 16
+            data = encoded(table, [old], [new])
+            found = delta_reader.decode(data, table, CONTEXT, whole([old]))
+    assert_same(changes_of(table, [old], [new]), found)
+
+
 @given(shape=st.lists(st.integers(1, 3000), min_size=1, max_size=3).map(tuple), share=st.floats(1e-6, 1.0))
 def test_spans_are_the_bands_of_a_tensor_in_order(shape: tuple[int, ...], share: float) -> None:
     spec = TensorSpec("t", "BF16", shape)
-    with patch.object(threads, "THREADS", 3), patch.object(tiles, "THREAD_ELEMENTS", 1):
+    with patch.object(tile_threads, "THREADS", 3), patch.object(tiles, "THREAD_ELEMENTS", 1):
         grid = choose_grid(spec, max(1, round(share * spec.numel)))
         spans = grid.spans()
     first = [*grid.rectangles()[:, 0].tolist(), grid.rows]

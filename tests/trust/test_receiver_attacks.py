@@ -199,8 +199,8 @@ def test_faster_neighbour_is_no_replay(tmp_path: Path, rotated: bool) -> None:
     def overtake(run: Any) -> None:
         look = run.reachable_head
 
-        def overtaken() -> Any:
-            found = look()
+        def overtaken(known: int | None = None) -> Any:
+            found = look(known)
             if rotated:
                 world.chain.key_file(len(world.chain.manifests), [])
             world.chain.grow(1)

@@ -27,7 +27,7 @@ from vllm_delta_sync.codec.context.tables import (
     normalized,
     token_ranges,
 )
-from vllm_delta_sync.codec.context.threads import on_threads, threads_for
+from vllm_delta_sync.codec.context.tile_threads import on_threads, threads_for
 from vllm_delta_sync.codec.context.tiles import (
     BLOCK_BYTES,
     Grid,
@@ -147,7 +147,9 @@ def _coded(
 
     ends = np.concatenate([[0], np.cumsum(entries.sizes)])
     parts = threads_for(int(ends[-1]), THREAD_ENTRIES)
-    cuts = np.searchsorted(ends, [ends[-1] * part // parts for part in range(parts + 1)]).tolist()
+    # The last tiles may have no entries, and count all the same.
+    inner = np.searchsorted(ends, [ends[-1] * part // parts for part in range(1, parts)]).tolist()
+    cuts = [0, *inner, entries.sizes.size]
     pieces = [
         _Entries(
             entries.kinds[ends[first] : ends[last]],

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta_sync.codec.context.threads import threads_for
+from vllm_delta_sync.codec.context.tile_threads import threads_for
 from vllm_delta_sync.errors import FormatError, UnsupportedError
 from vllm_delta_sync.format.limits import MAX_TILE_ELEMENTS, MIN_TILE_ELEMENTS
 from vllm_delta_sync.format.table import TensorSpec
