@@ -17,7 +17,7 @@ import zstandard
 from benchmarks.common.training_data import Bits, Weights
 from trainer_side.diff.buffers import HostBuffer
 from trainer_side.diff.engine import Detector
-from trainer_side.diff.pending_delta import batches, joined
+from trainer_side.diff.pending_delta import batches, join_logs
 from trainer_side.diff.undo_log import ChangeLog
 from vllm_delta_sync.codec import delta_reader, delta_writer
 from vllm_delta_sync.codec.context import tile_threads
@@ -110,7 +110,7 @@ def find_changes(baseline: list[Bits], new: list[Bits], table: TensorTable, rela
             logs[tensor], fingerprints[tensor] = log, change
     groups = []
     for batch in batches({tensor: log.size for tensor, log in logs.items()}, table):
-        group = joined(DTYPE, batch, [logs[tensor] for tensor in batch])
+        group = join_logs(DTYPE, batch, [logs[tensor] for tensor in batch])
         if not relative:
             bits = [new[tensor][positions] for tensor in batch for positions, _ in logs[tensor].pieces()]
             group = replace(group, data=np.concatenate(bits), relative=False)

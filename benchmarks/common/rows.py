@@ -27,7 +27,7 @@ def parser(bench: str, description: str, minutes: float) -> argparse.ArgumentPar
     """
     known = argparse.ArgumentParser(prog=f"python -m benchmarks.{bench}", description=description)
     known.add_argument("--json", type=Path, required=True, metavar="FILE", help="write the rows here")
-    known.add_argument("--quick", action="store_true", help="small sizes; ends within a minute")
+    known.add_argument("--quick", action="store_true", help="small sizes; a minute or two")
     known.set_defaults(minutes=minutes)
     return known
 
@@ -43,7 +43,7 @@ def start(known: argparse.ArgumentParser, arguments: list[str] | None) -> argpar
     file = RESULTS / f"{known.prog.rpartition('.')[2]}.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     if given.quick:
-        takes = "a minute at most"
+        takes = "a minute or two"
     elif "seconds" in found:
         takes = f"about {max(1, round(found['seconds'] / 60))} min ({found['machine']})"
     else:

@@ -144,7 +144,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    known = parser(BENCH, (__doc__ or "").partition("\n")[0], minutes=8)
+    known = parser(BENCH, (__doc__ or "").partition("\n")[0], minutes=9)
     known.add_argument("--ranks", type=int, action="append", metavar="N", help="only with N processes; may be repeated")
     return start(known, arguments)
 

@@ -328,7 +328,7 @@ def test_engine_that_cannot_tell_stays_paused_and_is_ended(world: World) -> None
     assert world.receiver.status()["last_error"]["kind"] == "weights_lost"
 
 
-@pytest.mark.parametrize("fault", ["weights are lost", "pause expired and nobody answers"])
+@pytest.mark.parametrize("fault", ["weights are lost", "pause expired without an answer"])
 def test_engine_whose_weights_are_unknown_is_ended_and_not_resumed_again(world: World, fault: str) -> None:
     port = hooked(world)
     world.receiver.advance(0)

@@ -176,7 +176,7 @@ def test_signed_run_is_not_gone_on_with_without_a_key(folder: Path, keys: Keys, 
     with Publisher(trainer.live, str(folder), signing_key=keys.private("a")) as publisher:
         publish(publisher, trainer)
     refuse(folder, trainer, SignatureError, "is signed.*signing_key=")
-    # Nor if somebody has taken the signature of the newest version away, or that of run.json.
+    # Nor without the signature of the newest version, or that of run.json.
     for key in (version_key(1), RUN_KEY):
         honest = (folder / key).read_bytes()
         unsign(folder, key)

@@ -280,7 +280,7 @@ def test_head_of_a_version() -> None:
 # Whose word counts
 
 
-def test_a_keyring_that_trusts_nobody_checks_nothing(tmp_path: Path) -> None:
+def test_a_keyring_that_without_keys_checks_nothing(tmp_path: Path) -> None:
     bucket = open_bucket(str(tmp_path))
     bucket.put(KEYS_KEY, b"garbage")
     found = RunVerifier(bucket, Keyring(), INFO)
@@ -477,8 +477,8 @@ def test_only_manifests_of_ended_keys_are_recognized_as_such(tmp_path: Path) -> 
     unsigned, forged = manifest(0), by(TRAINER, manifest(0)).to_bytes().replace(b'"step":0', b'"step":1')
     assert reader.signed_by_ended_key(unsigned.to_bytes(), "it") is None
     assert reader.signed_by_ended_key(forged, "it") is None
-    trusts_nobody = RunVerifier(chain.bucket, Keyring(), INFO)
-    assert trusts_nobody.signed_by_ended_key(chain.manifests[0].to_bytes(), "it") is None
+    without_keys = RunVerifier(chain.bucket, Keyring(), INFO)
+    assert without_keys.signed_by_ended_key(chain.manifests[0].to_bytes(), "it") is None
 
 
 def test_history_that_is_not_linked_to_a_last_word_is_not_believed(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ class PendingDelta:
         )
 
     def _group(self, batch: list[int], logs: list[ChangeLog]) -> Sparse:
-        group = joined(self._baseline.table[batch[0]].dtype, batch, logs)
+        group = join_logs(self._baseline.table[batch[0]].dtype, batch, logs)
         if self._codec in RELATIVE_CODECS:
             return group
         pieces = [
@@ -234,7 +234,7 @@ class PendingDelta:
         return replace(group, data=np.concatenate(pieces), relative=False)
 
 
-def joined(dtype: str, batch: list[int], logs: list[ChangeLog]) -> Sparse:
+def join_logs(dtype: str, batch: list[int], logs: list[ChangeLog]) -> Sparse:
     """Return the changes of some tensors as one relative group.
 
     Args:

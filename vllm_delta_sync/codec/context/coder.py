@@ -15,7 +15,6 @@ import numpy.typing as npt
 from vllm_delta_sync.codec import packed
 from vllm_delta_sync.codec.context.tables import (
     KEYS,
-    SLACK,
     STATE_BITS,
     STATES,
     TOKENS,
@@ -299,6 +298,8 @@ class ContextBlock:
             FormatError: a stream is damaged, or was made against other bits.
             UnsupportedError: ``old`` has only a part of a tile. TensorMismatchError: its bits have another size.
         """
+        from vllm_delta_sync.codec.context.decode_kernels import SLACK
+
         element, rows = self._block.element, slice(first, last)
         room = int(self.directory.counts[rows].sum())
         positions, distances = np.empty(room + SLACK, np.int64), np.empty(room + SLACK, element.uint)
@@ -320,11 +321,11 @@ class ContextBlock:
 
         Args:
             tile: the tensor's first one in the block. into: room for the changed elements that the block declares, and
-                SLACK more.
+                ``decode_kernels.SLACK`` more.
         """
         from vllm_delta_sync.codec.context import decode_kernels as kernels
 
-        firsts, count = token_ranges()[0], into[0].size - SLACK
+        firsts, count = token_ranges()[0], into[0].size - kernels.SLACK
         bits = _checked(base, spec, self._block.element)
         wanted = select_tiles(grid, base.rectangles, spec.name, self._what)
         ends = self._ends[tile : tile + grid.tiles + 1]

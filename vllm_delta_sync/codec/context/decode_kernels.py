@@ -10,20 +10,16 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from vllm_delta_sync.codec.context.shared_kernels import (
-    BLOCK_WORDS,
-    keys_of_tiles,
-    masks_of_classes,
-    room_of,
-    tiles_together,
-)
-from vllm_delta_sync.codec.context.tables import SLACK, STATE_BITS
+from vllm_delta_sync.codec.context.shared_kernels import mask_tile
+from vllm_delta_sync.codec.context.tables import STATE_BITS
 from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, ones, trailing_zeros
 
 PADDING = 32
 """Bytes that must follow a stream in memory: one damaged entry can read so far beyond its end."""
 FEW = np.uint64(28)
 """Largest number of bits of a step for which the next step uses the same load from the stream."""
+SLACK = 2
+"""Elements that ``collect`` writes at least per word of 64, so arrays need this much extra room."""
 
 # Errors of ``decode_tile``, as negative numbers.
 SHORT, TRAILING, OUTSIDE, TOO_MANY, STILL = -1, -2, -3, -4, -5
@@ -107,13 +103,11 @@ def decode_span(bits, grid, span, drop, thresholds, wanted, ends, payload, table
     """
     rows, columns, slab, height, width = grid
     across = (columns + width - 1) // width
-    room = room_of(min(height, slab) * min(width, columns))
-    together = tiles_together(across, room)
-    keys = np.empty(together * room, np.uint8)
-    masks = np.empty((thresholds.size + 1, room // 64), np.uint64)
-    gaps, values = np.empty(room, np.uint32), np.empty(room, distances.dtype)
-    marks, zigzags = np.zeros(room // 64, np.uint64), np.empty(room, distances.dtype)
-    places = np.empty(room + SLACK, np.uint32)
+    words = (min(height, slab) * min(width, columns) + 63) // 64
+    scratch = np.empty(words * 64, np.uint8)
+    masks = np.empty((thresholds.size + 1, words), np.uint64)
+    marks = np.zeros(words, np.uint64)
+    zigzags = np.empty(words * 64, distances.dtype)
     most = positions.size - SLACK
     in_rows = np.empty(min(most, min(height, slab) * columns) + SLACK, np.int32)
     if across > 1:
@@ -127,33 +121,25 @@ def decode_span(bits, grid, span, drop, thresholds, wanted, ends, payload, table
         in_band = 0
         if across == 1:
             band_positions, band_distances = positions[found:], distances[found:]
-        for group in range(0, across, together):
-            count = min(together, across - group)
-            needed = wanted[tile : tile + count] & (ends[tile + 1 : tile + count + 1] > ends[tile : tile + count])
-            left = group * width
-            keys_of_tiles(
-                bits, row * columns + left, stop - row, columns - left, width, columns, drop, needed, room, keys
-            )
-            for number in range(count):
-                if needed[number]:
-                    left = (group + number) * width
-                    across_tile = min(width, columns - left)
-                    size = (stop - row) * across_tile
-                    used = (size + 63) // 64
-                    masks_of_classes(keys[number * room : (number + 1) * room], size, thresholds, masks)
-                    got = decode_tile(
-                        masks, used, payload, ends[tile], ends[tile + 1], tables, firsts, gaps, values, marks, zigzags,
-                        most - found - in_band,
-                    )  # fmt: skip
-                    if got < 0:
-                        return got, tile
-                    collect(marks[:used], zigzags, places, band_distances[in_band:])
-                    _positions_of(
-                        places[:got], across_tile, row * columns + left, columns, band_positions[in_band:],
-                        in_rows[in_band:],
-                    )  # fmt: skip
-                    in_band += got
-                tile += 1
+        for column in range(across):
+            if wanted[tile] and ends[tile + 1] > ends[tile]:
+                left = column * width
+                across_tile = min(width, columns - left)
+                origin = row * columns + left
+                size = mask_tile(bits, origin, stop - row, across_tile, columns, drop, thresholds, scratch, masks)
+                used = (size + 63) // 64
+                got = decode_tile(
+                    masks, used, payload, ends[tile], ends[tile + 1], tables, firsts, marks, zigzags,
+                    most - found - in_band,
+                )  # fmt: skip
+                if got < 0:
+                    return got, tile
+                collect(
+                    marks[:used], zigzags, across_tile, origin, columns, band_positions[in_band:],
+                    band_distances[in_band:], in_rows[in_band:],
+                )  # fmt: skip
+                in_band += got
+            tile += 1
         if across > 1:
             _by_row(
                 band_positions[:in_band],
@@ -166,17 +152,6 @@ def decode_span(bits, grid, span, drop, thresholds, wanted, ends, payload, table
         found += in_band
         row = stop
     return found, tile
-
-
-@_compile
-def _positions_of(places, width, origin, stride, positions, rows):
-    """Map indices in a tile → positions in the tensor, and rows of the tile (int32)."""
-    per_row = 1.0 / width
-    for i in range(places.size):
-        # The quotient by the reciprocal, as in ``encode_kernels._by_column``.
-        row = np.int64((np.float64(places[i]) + 0.5) * per_row)
-        rows[i] = row
-        positions[i] = origin + row * stride + (np.int64(places[i]) - row * width)
 
 
 @_compile
@@ -196,14 +171,13 @@ def _by_row(from_positions, from_distances, in_rows, rows, positions, distances)
 
 
 @_compile
-def decode_tile(masks, words, data, first, stop, tables, firsts, gaps, values, marks, zigzags, room):
+def decode_tile(masks, words, data, first, stop, tables, firsts, marks, zigzags, room):
     """Read one tile's stream.
 
     Args:
-        masks: (classes, words, in whole blocks of BLOCK_WORDS, or more) uint64: elements of each class. data: (bytes,)
-            uint8; the stream is data[first:stop], and at least PADDING bytes follow it.
+        masks: (classes, words or more) uint64: elements of each class. data: (bytes,) uint8; the stream is
+            data[first:stop], and at least PADDING bytes follow it.
         tables: ``Decoding``, two tables for each class: gaps and values. firsts: see ``token_ranges``.
-        gaps, values: scratch, uint32 and of the element's width, of as many elements as the tile has.
         marks: (words,) uint64 output, all zero before: one bit per changed element. zigzags: output, its distance at
             the same index, unsigned, of the element's width.
         room: largest number of changed elements.
@@ -213,25 +187,66 @@ def decode_tile(masks, words, data, first, stop, tables, firsts, gaps, values, m
     """
     place = np.uint64(first) << np.uint64(3)
     end = np.uint64(stop) << np.uint64(3)
+    widest = np.uint64(8 * zigzags.itemsize)
     state = _read(data, place, np.uint64(STATE_BITS))
     place += np.uint64(STATE_BITS)
+    last = np.uint64(words)
     found = 0
     for kind in range(masks.shape[0]):
         mine = masks[kind]
         any_member = ZERO
         for i in range(words):
             any_member |= mine[i]
-        if any_member:
-            # Two passes: the first waits for one table entry after the other, the second for branches that are hard to
-            # predict, so that each mispredicted one would stop the first as well.
-            count, place, state = _read_class(
-                data, place, end, state, tables[2 * kind], tables[2 * kind + 1], firsts, gaps, values, room - found
-            )
-            if count < 0:
-                return count
-            if not _mark(mine, words, gaps[:count], values[:count], marks, zigzags):
+        if not any_member:
+            continue
+        gap_table, value_table = tables[2 * kind], tables[2 * kind + 1]
+        # Unsigned, since numba checks signed indices for negative values at each use.
+        word = ZERO
+        count = ones(mine[word])
+        rank = ZERO
+        while True:
+            # One load of 57 bits serves both numbers unless they are large, because each load waits for the previous.
+            ahead = _load(data, place >> np.uint64(3)) >> (place & np.uint64(7))
+            token, width, raw, state = _step(gap_table[state], ahead)
+            if not token:
+                place += width
+                break
+            gap, used = firsts[token - ONE], width + raw
+            if used > FEW:
+                gap += _wide(data, place + width, raw)
+                place += used
+                used = ZERO
+                ahead = _read(data, place, np.uint64(57))
+            else:
+                gap += (ahead >> width) & ((ONE << raw) - ONE)
+                ahead >>= used
+            token, width, raw, state = _step(value_table[state], ahead)
+            place += used + width
+            value = firsts[token]
+            if width + raw > FEW:
+                value += _wide(data, place, raw)
+            else:
+                value += (ahead >> width) & ((ONE << raw) - ONE)
+            place += raw
+            value += ONE
+            if gap >> np.uint64(32) or place > end:
                 return OUTSIDE
-            found += count
+            if found >= room:
+                return TOO_MANY
+            if not value or (widest < np.uint64(64) and value >> widest):
+                return STILL
+            rank += gap
+            while rank >= count:
+                rank -= count
+                word += ONE
+                if word >= last:
+                    return OUTSIDE
+                count = ones(mine[word])
+            bit = _select(mine[word], rank)
+            rank += ONE
+            marks[word] |= ONE << bit
+            zigzags[(word << np.uint64(6)) + bit] = value
+            found += 1
     if state or place > end:
         return SHORT
     if end - place >= np.uint64(8) or _read(data, place, end - place):
@@ -240,90 +255,19 @@ def decode_tile(masks, words, data, first, stop, tables, firsts, gaps, values, m
 
 
 @_compile
-def _read_class(data, place, end, state, gap_table, value_table, firsts, gaps, values, room):
-    """Read the entries of one class → (how many, or a negative error; place and state after them).
-
-    Args:
-        place, end: bits. gaps, values: output.
-    """
-    widest = np.uint64(8 * values.itemsize)
-    count = np.uint64(0)
-    while True:
-        # One load of 57 bits serves both numbers unless they are large, because each load waits for the previous.
-        ahead = _load(data, place >> np.uint64(3)) >> (place & np.uint64(7))
-        token, width, raw, state = _step(gap_table[state], ahead)
-        if not token:
-            return np.int64(count), place + width, state
-        gap, used = firsts[token - ONE], width + raw
-        if used > FEW:
-            gap += _wide(data, place + width, raw)
-            place += used
-            used = ZERO
-            ahead = _read(data, place, np.uint64(57))
-        else:
-            gap += (ahead >> width) & ((ONE << raw) - ONE)
-            ahead >>= used
-        token, width, raw, state = _step(value_table[state], ahead)
-        place += used + width
-        value = firsts[token]
-        if width + raw > FEW:
-            value += _wide(data, place, raw)
-        else:
-            value += (ahead >> width) & ((ONE << raw) - ONE)
-        place += raw
-        value += ONE
-        if gap >> np.uint64(32) or place > end or count >= np.uint64(gaps.size):
-            return np.int64(OUTSIDE), place, state
-        if count >= np.uint64(room):
-            return np.int64(TOO_MANY), place, state
-        if not value or (widest < np.uint64(64) and value >> widest):
-            return np.int64(STILL), place, state
-        gaps[count] = gap
-        values[count] = value
-        count += ONE
-
-
-@_compile
-def _mark(mine, words, gaps, values, marks, zigzags):
-    """Mark the members of a class that follow each other at ``gaps`` → whether it has them all."""
-    # Blocks of four words: their loop ends after fewer steps, which are predicted better, and no branch chooses a word.
-    blocks = np.uint64((words + BLOCK_WORDS - 1) // BLOCK_WORDS)
-    block = ZERO
-    first, second, third, fourth = ones(mine[0]), ones(mine[1]), ones(mine[2]), ones(mine[3])
-    rank = ZERO
-    for i in range(gaps.size):
-        rank += np.uint64(gaps[i])
-        while rank >= first + second + third + fourth:
-            rank -= first + second + third + fourth
-            block += ONE
-            if block >= blocks:
-                return False
-            at = block * np.uint64(BLOCK_WORDS)
-            first, second = ones(mine[at]), ones(mine[at + ONE])
-            third, fourth = ones(mine[at + np.uint64(2)]), ones(mine[at + np.uint64(3)])
-        word = block * np.uint64(BLOCK_WORDS)
-        inside = rank
-        after_first, after_second = np.uint64(rank >= first), np.uint64(rank >= first + second)
-        after_third = np.uint64(rank >= first + second + third)
-        inside -= after_first * first + after_second * second + after_third * third
-        word += after_first + after_second + after_third
-        bit = _select(mine[word], inside)
-        marks[word] |= ONE << bit
-        zigzags[(word << np.uint64(6)) + bit] = values[i]
-        rank += ONE
-    return True
-
-
-@_compile
-def collect(marks, zigzags, places, out):
+def collect(marks, zigzags, columns, origin, stride, positions, out, rows):
     """Write the elements that ``decode_tile`` marked, ascending, and clear the marks.
 
     Args:
-        zigzags: (64 · words,). places: uint32 output, index in the tile. out: output of distances, without zigzag. Both
+        zigzags: (64 · words,). origin: flat index of the tile's first element. stride: of a row.
+        positions: int64 output. out: output of distances, without zigzag. rows: int32 output, row inside the tile. All
             have room for SLACK more elements, which are undefined.
     """
     used = np.uint64(0)
     one = out.dtype.type(1)
+    row = ZERO
+    start = ZERO
+    width = np.uint64(columns)
     for word in range(marks.size):
         remaining = marks[word]
         marks[word] = ZERO
@@ -334,9 +278,13 @@ def collect(marks, zigzags, places, out):
             for i in range(SLACK):
                 place = here + trailing_zeros(remaining | _TOP)
                 remaining &= remaining - ONE
-                places[used + np.uint64(i)] = place
+                while place >= start + width:
+                    start += width
+                    row += ONE
+                positions[used + np.uint64(i)] = origin + np.int64(row) * stride + np.int64(place - start)
                 value = zigzags[place]
                 out[used + np.uint64(i)] = (value >> one) ^ (out.dtype.type(0) - (value & one))
+                rows[used + np.uint64(i)] = row
             if left <= np.uint64(SLACK):
                 break
             used += np.uint64(SLACK)

@@ -7,16 +7,7 @@ Arrays are flat and C-contiguous; every loop releases the GIL.
 
 import numpy as np
 
-from vllm_delta_sync.codec.context.shared_kernels import (
-    key_of,
-    keys_of_tiles,
-    leading_zeros,
-    masks_of_classes,
-    room_of,
-    store_word,
-    tiles_together,
-    token_of,
-)
+from vllm_delta_sync.codec.context.shared_kernels import key_of, leading_zeros, mask_tile, store_word, token_of
 from vllm_delta_sync.codec.context.tables import STATE_BITS, STATES
 from vllm_delta_sync.format.kernels import ONE, PIECE, ZERO, _compile, ones, prefetch
 
@@ -75,10 +66,9 @@ def entries_of_span(bits, grid, span, drop, thresholds, positions, zigzags, kind
     """
     rows, columns, slab, height, width = grid
     across = (columns + width - 1) // width
-    room = room_of(min(height, slab) * min(width, columns))
-    together = tiles_together(across, room)
-    keys = np.empty(together * room, np.uint8)
-    masks = np.empty((thresholds.size + 1, room // 64), np.uint64)
+    words = (min(height, slab) * min(width, columns) + 63) // 64
+    keys = np.empty(words * 64, np.uint8)
+    masks = np.empty((thresholds.size + 1, words), np.uint64)
     before = np.empty(masks.shape, np.uint32)
     class_of = np.zeros(256, np.uint8)
     for key in range(256):
@@ -93,26 +83,21 @@ def entries_of_span(bits, grid, span, drop, thresholds, positions, zigzags, kind
         stop = min(row + height, row // slab * slab + slab, rows)
         last = first + np.searchsorted(positions[first:], stop * columns)
         places, moved = _by_column(positions[first:last] - row * columns, zigzags[first:last], columns, width, tallies)
-        for group in range(0, across, together):
-            bounds = tallies[group : group + together + 1]
-            left = group * width
-            keys_of_tiles(
-                bits, row * columns + left, stop - row, columns - left, width, columns, drop, bounds[1:] > bounds[:-1],
-                room, keys,
-            )  # fmt: skip
-            for number in range(bounds.size - 1):
-                begin, end = bounds[number], bounds[number + 1]
-                sizes[tile] = 0
-                if end > begin:
-                    own = keys[number * room : (number + 1) * room]
-                    size = (stop - row) * min(width, columns - left - number * width)
-                    masks_of_classes(own, size, thresholds, masks)
-                    sizes[tile] = entries_of_tile(
-                        own, class_of, masks, before, size, places[begin:end], moved[begin:end], kinds[used:],
-                        gaps[used:], values[used:],
-                    )  # fmt: skip
-                    used += sizes[tile]
-                tile += 1
+        for column in range(across):
+            begin, end = tallies[column], tallies[column + 1]
+            sizes[tile] = 0
+            if end > begin:
+                left = column * width
+                size = mask_tile(
+                    bits, row * columns + left, stop - row, min(width, columns - left), columns, drop, thresholds, keys,
+                    masks,
+                )  # fmt: skip
+                sizes[tile] = entries_of_tile(
+                    keys, class_of, masks, before, size, places[begin:end], moved[begin:end], kinds[used:],
+                    gaps[used:], values[used:],
+                )  # fmt: skip
+                used += sizes[tile]
+            tile += 1
         first = last
         row = stop
     return used

@@ -12,11 +12,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from vllm_delta_sync.codec.context.tables import STATE_BITS, STATES, STRIDE, TOKENS
-from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, at_least
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, at_least, prefetch
 
-BLOCK_WORDS = 4
-TOGETHER_BYTES = 2 * 1024**2
-"""Keys that are computed at once, unless one tile has more: so many fit the caches beside what else is in use."""
+AHEAD = 24
+"""Number of rows by which prefetching is ahead of reading."""
 
 
 @intrinsic
@@ -55,63 +54,40 @@ def key_of(typing_context, bits, drop):
 
 
 @_compile
-def room_of(elements):
-    """Return the room that a tile of so many elements has in arrays of its keys: whole blocks of words."""
-    return (elements + 64 * BLOCK_WORDS - 1) // (64 * BLOCK_WORDS) * (64 * BLOCK_WORDS)
-
-
-@_compile
-def tiles_together(across, room):
-    """Return of how many tiles side by side ``keys_of_tiles`` is to compute the keys at once."""
-    return max(1, min(across, TOGETHER_BYTES // max(room, 1)))
-
-
-@_compile
-def keys_of_tiles(bits, origin, rows, columns, width, stride, drop, needed, room, keys):
-    """Compute the keys of tiles side by side. Row by row through all of them, since tiles have short rows far apart.
+def mask_tile(bits, origin, rows, columns, stride, drop, thresholds, scratch, masks):
+    """Compute the class masks of the tile at flat index ``origin`` of ``bits`` → number of elements.
 
     Args:
-        origin: flat index in ``bits`` of the first element. columns: of all these tiles; each has ``width``, the last
-            one maybe fewer. stride: of a row. drop: number of bits above the key, uint64.
-        needed: (tiles,) bool: those to compute. keys: uint8 output; tile t begins at t · ``room``.
+        drop: number of bits above the key, uint64. thresholds: ascending uint8 keys at which the second and later
+            classes begin. scratch: uint8, room for the tile rounded up to a multiple of 64.
+        masks: (classes, words) uint64 output.
     """
+    size = rows * columns
     for row in range(rows):
-        for tile in range(needed.size):
-            if needed[tile]:
-                left = tile * width
-                across = min(width, columns - left)
-                place = origin + row * stride + left
-                line = bits[place : place + across]
-                out = keys[tile * room + row * across : tile * room + (row + 1) * across]
-                for i in range(across):
-                    out[i] = key_of(line[i], drop)
-
-
-@_compile
-def masks_of_classes(keys, size, thresholds, masks):
-    """Compute the class masks of a tile.
-
-    Args:
-        keys: (size,) uint8, with room for whole words of 64. thresholds: ascending keys at which the second and later
-            classes begin.
-        masks: (classes, words or more) uint64 output, up to a whole block of BLOCK_WORDS.
-    """
+        line = bits[origin + row * stride : origin + row * stride + columns]
+        out = scratch[row * columns : row * columns + columns]
+        # Rows of a tile lie far apart, so the processor does not prefetch them by itself.
+        ahead = origin + (row + AHEAD) * stride
+        for i in range(ahead, ahead + columns, 64 // bits.itemsize):
+            prefetch(bits, np.uint64(i))
+        for i in range(columns):
+            out[i] = key_of(line[i], drop)
     words = (size + 63) // 64
-    last = (ONE << np.uint64(size % 64)) - ONE if size % 64 else ~ZERO
     # Separate loops per threshold and per combination: in one loop, the compiler turns words into vectors of bits and
     # packs them one by one.
     masks[0, :words] = ~ZERO
+    if size % 64:
+        masks[0, words - 1] = (ONE << np.uint64(size % 64)) - ONE
     for kind in range(thresholds.size):
         threshold, reached = thresholds[kind], masks[kind + 1]
         for word in range(words):
-            reached[word] = at_least(keys, np.uint64(word * 64), threshold)
+            reached[word] = at_least(scratch, np.uint64(word * 64), threshold)
+        reached[words - 1] &= masks[0, words - 1]
     for kind in range(thresholds.size):
         mine, above = masks[kind], masks[kind + 1]
         for word in range(words):
             mine[word] ^= above[word]
-    for kind in range(thresholds.size + 1):
-        masks[kind, words - 1] &= last
-        masks[kind, words : (words + BLOCK_WORDS - 1) // BLOCK_WORDS * BLOCK_WORDS] = ZERO
+    return size
 
 
 @_compile

@@ -24,9 +24,6 @@ STRIDE = STATES // 2 + STATES // 8 + 3
 TOKENS = 256
 """Size of an alphabet: 64-bit numbers have tokens below 252, and a gap's token is increased by one."""
 
-SLACK = 2
-"""Elements that ``decode_kernels.collect`` writes at least per word of 64, so its arrays need this much extra room."""
-
 Frequencies = npt.NDArray[np.uint16]
 
 
