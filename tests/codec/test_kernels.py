@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,6 +109,31 @@ def test_loops_that_work_in_pieces_leave_nothing_out(name: str, count: int) -> N
         assert tuple(map(int, kernels.exchange(live, positions, values, premix))) == sums
         assert np.array_equal(live, end)
         assert np.array_equal(values, held[positions])
+
+
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+@pytest.mark.parametrize("name", ["BF16", "U8", "F64"])
+def test_one_loop_commits_many_arrays_as_one_after_the_other(name: str, index: Any, relative: bool) -> None:
+    element, random = DTYPES[name], np.random.default_rng(7)
+    masks, changed = wire_bits.order_masks(element), (0, 1, kernels.PIECE, 3)
+    arrays = []
+    for count in changed:
+        live, data = (random.integers(0, 200, size).astype(element.uint) for size in (500, count))
+        positions = np.sort(random.choice(500, count, replace=False)).astype(index)
+        arrays.append((live, positions, data, random.integers(0, 2**63, count).astype(np.uint64)))
+    counts, sums = np.array(changed, np.int64), np.empty((len(changed), 2), np.uint64)
+    for backwards in (False, True):
+        expected = [tuple(array.copy() for array in one) for one in arrays]
+        changes = [
+            kernels.commit_relative(*one, *masks, backwards) if relative else kernels.exchange(*one) for one in expected
+        ]
+        pointers = np.array([[array.ctypes.data for array in one] for one in arrays], np.int64)
+        no_index, no_bits = np.empty(0, index), np.empty(0, element.uint)
+        kernels.commit_each(pointers, counts, no_index, no_bits, *masks, relative, backwards, sums)
+        assert sums.tolist() == [list(map(int, change)) for change in changes]
+        for one, other in zip(arrays, expected, strict=True):
+            assert all(map(np.array_equal, one, other))
 
 
 @pytest.mark.parametrize("name", ["BF16", "F16", "I16", "U16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"])

@@ -81,10 +81,10 @@ class Failing(Exception):
 
 
 class FailingDestination(Destination):
-    """Hands its memory out once, then fails: a real error between two patches of one commit."""
+    """Does not give its address: a real error between two batches of one commit."""
 
     @property
-    def bits(self) -> np.ndarray:
+    def address(self) -> int:
         raise Failing
 
 

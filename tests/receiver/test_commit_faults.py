@@ -29,6 +29,7 @@ from vllm_delta_sync.engine.core.engine_core import common_version, is_settled
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.updater import MAX_REPAIRS
 from vllm_delta_sync.engine.model import device_patch
+from vllm_delta_sync.engine.model.host_patch import HostBatch
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.protocol import A, Describe, Identified, Identify, Progress, RankFailure, RankRequest
 from vllm_delta_sync.engine.worker.rank_worker import Background
@@ -543,7 +544,7 @@ def at_passes(monkeypatch: pytest.MonkeyPatch, when: set[int], do: Callable[[], 
 
         monkeypatch.setattr(module, name, wrapped)
 
-    wrap(commits, "apply_sparse")
+    wrap(HostBatch, "apply")
     wrap(device_patch, "_commit_piece")
     return passes
 

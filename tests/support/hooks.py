@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from tests.support.modules import ModulePort, named
 from tests.support.world import World
-from vllm_delta_sync.engine.model import device_patch
+from vllm_delta_sync.engine.model import device_patch, host_patch
 from vllm_delta_sync.engine.model.device_patch import PackedBatch, Part
 from vllm_delta_sync.engine.model.route_map import Destination
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest
@@ -95,9 +94,9 @@ class WatchedDestination(Destination):
     on_take: Callable[[], None]
 
     @property
-    def bits(self) -> np.ndarray:
+    def address(self) -> int:
         self.on_take()
-        return super().bits
+        return super().address
 
 
 def _watched_piece(
@@ -108,9 +107,12 @@ def _watched_piece(
     _commit_piece(scratch, packed, part, piece, sums, reverse)
 
 
-# For all tests that use these hooks: on a device nothing asks a destination for its ``bits``.
+# For all tests that use these hooks: on a device nothing asks a destination for its address, and in host memory each
+# patch is a batch of its own, so that something can happen between two.
 _commit_piece = device_patch._commit_piece
 device_patch._commit_piece = _watched_piece
+_kind = host_patch._kind
+host_patch._kind = lambda patch: (*_kind(patch), patch.destination, patch.group)
 
 
 def watch_commits(rank: RankWorker, parameter: str, on_take: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ has all bits of the width set. tests/codec/test_kernels.py compares each functio
 import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from vllm_delta_sync.redaction import guarded_logger
@@ -176,6 +176,16 @@ def premix_positions(positions, seeds, counts, out):
 
 
 @intrinsic
+def pointer(typing_context, address):
+    """Return an address as a pointer."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(address), generate
+
+
+@intrinsic
 def prefetch(typing_context, array, index):
     """Prefetch the cache line of ``array[index]``; ``index`` is uint64. Never faults."""
 
@@ -319,6 +329,28 @@ def exchange(bits, positions, values, premix):
         for i in range(where.size):
             fresh[i] = old[i]
     return low_sum, high_sum
+
+
+@_compile
+def commit_each(pointers, counts, index_type, bit_type, sign, mask, relative, backwards, sums):
+    """Do ``commit_relative``, or ``exchange`` if not ``relative``, for one array of bits after the other.
+
+    Args:
+        pointers: (n, 4) int64 addresses of bits, positions, distances or values, and premix.
+        counts: (n,) int64 positions of each. index_type, bit_type: (0,) arrays of the types of positions and bits.
+        sums: (n, 2) uint64, set to the fingerprint change (low, high) of each.
+    """
+    for row in range(counts.size):
+        positions = carray(pointer(pointers[row, 1]), counts[row], index_type.dtype)
+        data = carray(pointer(pointers[row, 2]), counts[row], bit_type.dtype)
+        premix = carray(pointer(pointers[row, 3]), counts[row], np.uint64)
+        # Nothing asks for the size of the bits, which is at least that.
+        size = np.int64(positions[counts[row] - 1]) + 1 if counts[row] else 0
+        bits = carray(pointer(pointers[row, 0]), size, bit_type.dtype)
+        if relative:
+            sums[row, 0], sums[row, 1] = commit_relative(bits, positions, data, premix, sign, mask, backwards)
+        else:
+            sums[row, 0], sums[row, 1] = exchange(bits, positions, data, premix)
 
 
 @_compile

@@ -25,6 +25,7 @@ from vllm_delta_sync.format.kernels import (
     _mirror_mask,
     _premix,
     ones,
+    pointer,
     trailing_zeros,
 )
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
@@ -160,16 +161,6 @@ def collect(old, new, start, sign, mask, seed, relative, distances, starts, ends
     return low_sum, high_sum
 
 
-@intrinsic
-def _pointer(typing_context, address):
-    """Return an address as a pointer."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(address), generate
-
-
 @_compile
 def collect_each(
     first, olds, news, sizes, seeds, sign, mask, relative, distances, starts, ends, state, bounds, sums
@@ -187,8 +178,8 @@ def collect_each(
         sums: (n, 2) uint64; the changes of the fingerprints (low, high) are added to them.
     """
     for number in range(first, sizes.size):
-        old = carray(_pointer(olds[number]), sizes[number], distances.dtype)
-        new = carray(_pointer(news[number]), sizes[number], distances.dtype)
+        old = carray(pointer(olds[number]), sizes[number], distances.dtype)
+        new = carray(pointer(news[number]), sizes[number], distances.dtype)
         low, high = collect(old, new, 0, sign, mask, seeds[number], relative, distances, starts, ends, state)
         sums[number, 0] += low
         sums[number, 1] += high

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.engine.model.device_patch import Batch, is_on_device, stage_on_device
-from vllm_delta_sync.engine.model.patch import DensePatch, SparsePatch, StagedPatch, region_view
-from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
+from vllm_delta_sync.engine.model.host_patch import HostBatch, stage_on_host
+from vllm_delta_sync.engine.model.patch import DensePatch, StagedPatch, region_view
+from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.undo_writes import undo_writes
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
@@ -23,8 +24,7 @@ EXCHANGE_ELEMENTS = 1 << 22
 GroupChanges = dict[int, Fingerprint]
 Exchange = Callable[[torch.Tensor, torch.Tensor], None]
 
-
-Step = SparsePatch | Batch | DensePatch
+Step = HostBatch | Batch | DensePatch
 
 
 def apply_patch(patch: StagedPatch, routes: RouteMap, reverse: bool = False) -> GroupChanges:
@@ -42,25 +42,23 @@ def apply_patch(patch: StagedPatch, routes: RouteMap, reverse: bool = False) -> 
     """
     measured: GroupChanges = {}
     done: list[Step] = []
-    on_host = [sparse for sparse in patch.sparse if not is_on_device(routes.destinations[sparse.destination], routes)]
     with routes.memory.committing():
+        # A rank has done both while staging; no other caller may skip weights.
+        if patch.on_host is None:
+            stage_on_host(patch, routes)
         if patch.on_device is None:
-            # A rank has done this while staging; no other caller may skip the weights on a device.
             stage_on_device(patch, routes)
         on_device = patch.on_device
-        steps: list[Step] = [*on_host, *([] if on_device is None else on_device.batches), *patch.dense]
+        steps: list[Step] = [*(patch.on_host or []), *([] if on_device is None else on_device.batches), *patch.dense]
         try:
             if on_device is not None:
                 on_device.clear_sums()
             for step in reversed(steps) if reverse else steps:
-                change = _apply_step(step, patch, routes, reverse)
-                if isinstance(step, SparsePatch):
-                    measured[step.group] = measured.get(step.group, Fingerprint()) + change
+                _add_changes(measured, _apply_step(step, patch, routes, reverse))
                 done.append(step)
             if on_device is not None:
                 # Waits for the device, which reports errors only then.
-                for group, change in on_device.read_sums().items():
-                    measured[group] = measured.get(group, Fingerprint()) + change
+                _add_changes(measured, on_device.read_sums())
             patch.measured, patch.applied = measured, not reverse
         except BaseException as error:  # including interrupts: half a version must not remain
             undo = [partial(_apply_step, step, patch, routes, not reverse) for step in reversed(done)]
@@ -70,29 +68,20 @@ def apply_patch(patch: StagedPatch, routes: RouteMap, reverse: bool = False) -> 
     return measured
 
 
-def _apply_step(step: Step, patch: StagedPatch, routes: RouteMap, reverse: bool) -> Fingerprint:
-    """Apply one step or take it back, whole or not at all. Returns the change of fingerprint in host memory."""
-    if isinstance(step, SparsePatch):
-        return apply_sparse(step, routes.destinations[step.destination], reverse)
+def _add_changes(measured: GroupChanges, changes: GroupChanges) -> None:
+    for group, change in changes.items():
+        measured[group] = measured.get(group, Fingerprint()) + change
+
+
+def _apply_step(step: Step, patch: StagedPatch, routes: RouteMap, reverse: bool) -> GroupChanges:
+    """Apply one step or take it back, whole or not at all. Returns the changes of fingerprint in host memory."""
+    if isinstance(step, HostBatch):
+        return step.apply(reverse)
     if isinstance(step, DensePatch):
         _exchange_tensor(step, routes)
     elif patch.on_device is not None:
         patch.on_device.apply(step, reverse)
-    return Fingerprint()
-
-
-def apply_sparse(sparse: SparsePatch, destination: Destination, reverse: bool) -> Fingerprint:
-    """Apply one patch in host memory, or take it back, whole or not at all. Returns the change of fingerprint."""
-    from vllm_delta_sync.format import kernels
-
-    if sparse.relative:
-        masks = order_masks(sparse.element)
-        change = kernels.commit_relative(
-            destination.bits, sparse.positions, sparse.data, sparse.premix, *masks, reverse
-        )
-    else:
-        change = kernels.exchange(destination.bits, sparse.positions, sparse.data, sparse.premix)
-    return Fingerprint(int(change[0]), int(change[1]))
+    return {}
 
 
 def compile_kernels(elements: set[DType]) -> None:
@@ -101,9 +90,9 @@ def compile_kernels(elements: set[DType]) -> None:
 
     for element in elements:
         for index in (np.int32, np.int64):
-            bits, nowhere, words = np.empty(0, element.uint), np.empty(0, index), np.empty(0, np.uint64)
-            kernels.commit_relative(bits, nowhere, bits, words, *order_masks(element), False)
-            kernels.exchange(bits, nowhere, bits, words)
+            types, nothing = (np.empty(0, index), np.empty(0, element.uint)), np.empty(0, np.int64)
+            addresses, sums = np.empty((0, 4), np.int64), np.empty((0, 2), np.uint64)
+            kernels.commit_each(addresses, nothing, *types, *order_masks(element), True, False, sums)
 
 
 def _exchange_tensor(dense: DensePatch, routes: RouteMap) -> None:

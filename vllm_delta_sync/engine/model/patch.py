@@ -24,6 +24,7 @@ from vllm_delta_sync.tensors.torch_views import SIGNED
 
 if TYPE_CHECKING:
     from vllm_delta_sync.engine.model.device_patch import DevicePatch
+    from vllm_delta_sync.engine.model.host_patch import HostBatch
 
 Words = npt.NDArray[np.uint64]
 Positions = npt.NDArray[np.int32] | Indices
@@ -43,6 +44,8 @@ class SparsePatch:
         positions: (n,) int32 or int64 indices into the destination's flat view.
         data: (n,) unsigned: ULP distances if ``relative``, else the bits to exchange.
         premix: (n,) uint64: index half of each element's hash (docs/FORMAT.md), so that a commit hashes bits only.
+
+    All three arrays are C-contiguous.
     """
 
     destination: int
@@ -80,6 +83,7 @@ class StagedPatch:
         fingerprints: per tensor id of the run: its fingerprint after the commit, whether or not this rank loads it.
         applied: whether the weights contain the patch.
         measured: per group of ranks, the change of fingerprint that the last commit measured.
+        on_host: what of ``sparse`` is applied in host memory; None until ``stage_on_host`` has run.
         on_device: what of ``sparse`` is applied on an accelerator; None until ``stage_on_device`` has run.
     """
 
@@ -90,6 +94,7 @@ class StagedPatch:
     fingerprints: list[Fingerprint] = field(repr=False)
     applied: bool = False
     measured: dict[int, Fingerprint] = field(default_factory=dict)
+    on_host: "list[HostBatch] | None" = field(default=None, repr=False)
     on_device: "DevicePatch | None" = field(default=None, repr=False)
 
     @property

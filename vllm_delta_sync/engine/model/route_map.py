@@ -46,6 +46,11 @@ class Destination:
         """(numel,) unsigned view for compiled loops; CPU only, shares memory."""
         return _bits(self.flat)
 
+    @property
+    def address(self) -> int:
+        """Of the first element."""
+        return self.flat.data_ptr()
+
 
 @dataclass(frozen=True)
 class Route:

@@ -24,7 +24,7 @@ from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
 from vllm_delta_sync.engine.compat import patches, write_hooks
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.engine.model import device_patch
+from vllm_delta_sync.engine.model import device_patch, host_patch
 from vllm_delta_sync.engine.model.load_record import load_record_of
 from vllm_delta_sync.engine.model.loader_trace import LoadableModel
 from vllm_delta_sync.engine.model.patch import StagedPatch
@@ -307,6 +307,7 @@ class RankWorker:
         rescanned = self._rescan(routes, request.rescan)
         timer.tick("rescan")
         # Last: what came before may need the device's memory for a moment.
+        host_patch.stage_on_host(patch, routes)
         device_patch.stage_on_device(patch, routes)
         timer.tick("route")
         self._staged, self._staged_stamp = patch, stamp
@@ -329,6 +330,7 @@ class RankWorker:
         rebuilt = UpdatePlan(target, rebuild=True)
         stamp = self._weights_stamp()
         patch = stage_update(rebuilt, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
+        host_patch.stage_on_host(patch, routes)
         device_patch.stage_on_device(patch, routes)
         self._staged, self._staged_stamp = patch, stamp
         return _staged_answer(patch, timer.ms, self._rescan(routes, []))
