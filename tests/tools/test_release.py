@@ -20,11 +20,14 @@ from tests.tools.release import CHECKS, Environment, Outcome, ReleaseError, inst
 from vllm_delta_sync import __version__
 
 INTERRUPTED = """
+import signal
 import sys
 from pathlib import Path
 from tests.tools.images import Screen
 from tests.tools.release import Runner, scratch_folder
 
+# A shell lets what it starts in the background ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with scratch_folder() as folder:
     print(folder, flush=True)
     code = "open('began', 'w'); import time; time.sleep(600)"
