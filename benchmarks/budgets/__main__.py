@@ -40,10 +40,10 @@ LAST = 10
 
 
 class Sampler:
-    """Stands in for a server: samples with weights that follow the publisher's run."""
+    """Stands in for a server: samples with the published weights, in bf16, which follow the publisher's run."""
 
     def __init__(self, model: torch.nn.Module, publisher: Publisher, seed: int) -> None:
-        self._model, self._publisher = copy.deepcopy(model), publisher
+        self._model, self._publisher = copy.deepcopy(model).to(torch.bfloat16), publisher
         self._run = open_run(publisher.url)
         parameters = dict(self._model.named_parameters())
         self._bits = [bits_of(parameters[spec.name]) for spec in self._run.table]
@@ -59,19 +59,21 @@ class Sampler:
     def check(self, model: torch.nn.Module) -> None:
         """Raise unless the weights are these, bit for bit."""
         for name, parameter in model.named_parameters():
-            if not np.array_equal(bits_of(parameter), bits_of(self._model.get_parameter(name))):
+            if not np.array_equal(bits_of(parameter.to(torch.bfloat16)), bits_of(self._model.get_parameter(name))):
                 raise RuntimeError(f"{name} differs from the trainer's after an exact version")
 
     def request(self, method: str, path: str) -> Any:
-        """The status that the loop reads."""
+        """The status that the loop reads; what it waits for is served at once."""
+        self._publisher.flush()
+        self.wait_version(self._publisher.version)
         return {"last_error": None, "recent": [], "served": {"version": self.version}}
 
     @torch.no_grad()
-    def sample(self, prompts: list[list[int]], samples: int, temperature: float) -> list[Answer]:
-        """``samples`` answers to each prompt, sampled at temperature 1 by the newest version."""
+    def sample(self, prompts: Sequence[list[int]], temperature: float) -> list[Answer]:
+        """An answer to each prompt, sampled at temperature 1 by the newest version."""
         self._publisher.flush()
         self.wait_version(self._publisher.version)
-        rows = [list(prompt) for prompt in prompts for _ in range(samples)]
+        rows = [list(prompt) for prompt in prompts]
         begins = [len(row) for row in rows]
         logprobs: list[list[float]] = [[] for _ in rows]
         going = list(range(len(rows)))
@@ -90,17 +92,15 @@ class Sampler:
             going = [number for number in going if rows[number][-1] != rl_loop.IDS[rl_loop.EOS]]
             if not going:
                 break
-        return [self._answer(row[begin:], found) for row, begin, found in zip(rows, begins, logprobs, strict=True)]
-
-    def _answer(self, tokens: list[int], logprobs: list[float]) -> Answer:
-        finished = tokens[-1] == rl_loop.IDS[rl_loop.EOS]
-        text = "".join(rl_loop.VOCABULARY[token] for token in (tokens[:-1] if finished else tokens))
-        return Answer(text, tokens, logprobs, [self.version] * len(tokens), finished)
+        answers = [row[begin:] for row, begin in zip(rows, begins, strict=True)]
+        return [
+            Answer(tokens, found, [self.version] * len(tokens)) for tokens, found in zip(answers, logprobs, strict=True)
+        ]
 
 
-def any_reward(word: str, text: str, finished: bool) -> float:
+def any_reward(word: str, tokens: list[int]) -> float:
     """For ``--quick``, whose policy has learned nothing: a reward that answers differ in."""
-    return float(len(text) % 2)
+    return float(len(tokens) % 2)
 
 
 def train(model: torch.nn.Module, seed: int, steps: int, max_bytes: int | None) -> tuple[list[Any], list[float]]:
@@ -112,15 +112,14 @@ def train(model: torch.nn.Module, seed: int, steps: int, max_bytes: int | None) 
     with tempfile.TemporaryDirectory() as folder:
         with Publisher(model, folder, codec="packed", budget=budget) as publisher:
             sampler = Sampler(model, publisher, seed)
-            training = rl_loop.Training(model, publisher, sampler, steps, seed)  # type: ignore[arg-type]
-            training.run(float("inf"))
+            done, _ = rl_loop.train(model, publisher, sampler, steps, seed)  # type: ignore[arg-type]
             publisher.publish(step=steps + 1, exact=True)
             publisher.flush()
             sampler.wait_version(publisher.version)
             sampler.check(model)
         log = list(open_run(folder).log())[1 : steps + 1]
     held = [manifest.held_back for manifest in log]
-    return training.steps, [0.0 if item is None else item.relative_norm or 0.0 for item in held]
+    return done, [0.0 if item is None else item.relative_norm or 0.0 for item in held]
 
 
 def measure(case: str, seed: int, steps: Sequence[Any], distances: Sequence[float]) -> list[Row]:

@@ -3,18 +3,24 @@
 import ast
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
 
 from examples import publish, rl_loop
-from examples.rl_loop import Answer, DemoError, Server
+from examples.rl_loop import Answer, Server, serving
 from vllm_delta_sync import open_run
 
 ROOT = Path(__file__).parents[2]
@@ -45,54 +51,41 @@ def test_publish_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Monk
         assert {"config.json", "tokenizer.json"} <= {item.name for item in run.info.files}
 
 
-class InProcess:
-    """Stands in for both servers of rl_loop: every other answer is right, and what is published is served at once."""
-
-    def __init__(self, name: str, command: list[str], log: Path, port: int, core: int) -> None:
-        self._url = command[command.index("--bucket") + 1] if "--bucket" in command else None
-
-    def __enter__(self) -> "InProcess":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-    def wait_ready(self) -> None:
-        return
-
-    def wait_version(self, version: int) -> None:
-        assert self._url is not None
-        with open_run(self._url) as run:
-            assert run.head().version >= version
-
-    def request(self, method: str, path: str, body: object = None) -> Any:
-        assert self._url is not None
-        with open_run(self._url) as run:
-            head = run.head()
-        if path == "/delta_sync/verify":
-            return {"verdict": True, "fingerprint": head.fingerprint}
-        recent = [{"version": head.version, "timings_ms": {"pause": 2.0}}]
-        return {"last_error": None, "served": {"version": head.version}, "recent": recent}
-
-    def sample(self, prompts: list[list[int]], samples: int, temperature: float) -> list[Answer]:
-        answers = []
-        for number, prompt in enumerate(prompt for prompt in prompts for _ in range(samples)):
+def stand_in(request: httpx.Request, url: str = "") -> httpx.Response:
+    """A server's answers in rl_loop: every other one is right, and what is published is served at once."""
+    if request.url.path == "/v1/completions":
+        choices, spans = [], []
+        for index, prompt in enumerate(json.loads(request.content)["prompt"]):
             word = "".join(rl_loop.VOCABULARY[token] for token in prompt[:-1])
-            right = word[::-1] if number % 2 else word
-            tokens = [*rl_loop.encode(right), 1]
-            versions: list[int | None] = [0, *[1] * (len(tokens) - 2), None]
-            answers.append(Answer(right, tokens, [-3.0] * len(tokens), versions, True))
-        return answers
+            tokens = rl_loop.right_answer(word) if index % 2 else prompt
+            choices.append({"index": index, "token_ids": tokens, "logprobs": {"token_logprobs": [-3.0] * len(tokens)}})
+            for version, start, end in ((0, 0, 1), (1, 1, len(tokens) - 1), (None, len(tokens) - 1, len(tokens))):
+                spans.append({"index": index, "version": version, "start": start, "end": end})
+        return httpx.Response(200, json={"choices": choices[::-1], "delta_sync": {"spans": spans}})
+    with open_run(url) as run:
+        head = run.head()
+    if request.url.path == "/delta_sync/wait":
+        assert head.version >= int(request.url.params["version"])
+    recent = [{"version": head.version, "timings_ms": {"pause": 2.0}}]
+    body = {"last_error": None, "served": {"version": head.version}, "recent": recent}
+    return httpx.Response(200, json=body | {"verdict": True, "fingerprint": head.fingerprint})
 
-    def greedy(self, words: list[str]) -> list[Answer]:
-        return self.sample([rl_loop.prompt_ids(word) for word in words], 1, 0.0)
+
+def server_of(handler: Any) -> Server:
+    return Server(httpx.Client(base_url="http://server", transport=httpx.MockTransport(handler)))
+
+
+@contextmanager
+def serving_in_process(command: Sequence[str], log: Path, core: int) -> Iterator[Server]:
+    yield server_of(partial(stand_in, url=command[command.index("--bucket") + 1] if "--bucket" in command else ""))
 
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rl_loop, "Server", InProcess)
+    monkeypatch.setattr(rl_loop, "serving", serving_in_process)
     monkeypatch.setattr(rl_loop, "WARM_UP_TARGET", 0.0)
     monkeypatch.setattr(rl_loop, "PROMPTS", 2)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.delenv("DELTA_SYNC_BUCKET", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
@@ -100,71 +93,85 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rl_loop_publishes_each_step_and_writes_its_summary(
     tmp_path: Path, in_process: None, one_thread: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cores = os.sched_getaffinity(0)
-    assert rl_loop.run(rl_loop.parse_options(["--steps", "4", "--out", str(tmp_path / "out")])) == 0
+    cores, out = os.sched_getaffinity(0), tmp_path / "out"
+    out.mkdir()
+    for name in (rl_loop.MARKER, "of an earlier run"):
+        (out / name).touch()
+    assert rl_loop.main(["--steps", "4", "--out", str(out)]) == 0
     assert os.sched_getaffinity(0) == cores
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert not (out / "of an earlier run").exists()
+    summary, details = (json.loads((out / f"{name}.json").read_text()) for name in ("summary", "details"))
     assert summary["verdict"] == dict.fromkeys(("weights_bit_identical", "tokens_equal", "logprobs_equal"), True)
     assert summary["versions"] == 4
     assert summary["full_bytes"] > summary["payload_bytes"] > 0
     assert summary["pause_ms"] == {"p50": 2.0, "p99": 2.0}
-    assert {"reward", "seconds", "changed_share"} <= summary.keys()
-    assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
-    with open_run(str(tmp_path / "out" / "bucket")) as run:
+    assert summary["reward"] == {"first": 0.5, "last": 0.5}
+    assert {"seconds", "changed_share"} <= summary.keys()
+    assert [(step["step"], step["version"]) for step in details["steps"]] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert details["steps"][-1]["served"] == 4
+    assert {"lag", "changed", "total", "payload_bytes", "upload_s"} <= details["steps"][0].keys()
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+    with open_run(str(out / "bucket")) as run:
         assert run.head().step == 4
     said = capsys.readouterr().out
     assert said.count("✓") == 3
     assert "step   4" in said
     # One bit of the trainer's checkpoint is another: that is seen, and the script fails.
-    file = tmp_path / "out" / "checkpoint" / "model.safetensors"
+    file = out / "checkpoint" / "model.safetensors"
     tensors = load_file(file)
     tensors["model.norm.weight"][0] *= -1
     save_file(tensors, file)
-    bucket = str(tmp_path / "out" / "bucket")
-    server: Any = InProcess("", ["--bucket", bucket], file, 0, 0)
+    bucket = str(out / "bucket")
+    server = server_of(partial(stand_in, url=bucket))
     assert rl_loop.prove_weights(server, bucket, file.parent) == (False, open_run(bucket).head().fingerprint)
-    summary["verdict"]["weights_bit_identical"] = False
-    assert rl_loop.shortcomings(summary, 4)
+    assert not rl_loop.conclude(summary["verdict"] | {"weights_bit_identical": False}, details, {1: 2.0}, out)
+    assert capsys.readouterr().out.count("✗") == 1
+
+
+def test_a_long_run_that_learns_nothing_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = {"version": 1, "payload_bytes": 1, "full_bytes": 2, "changed": 1, "total": 2, "lag": 0.5}
+    details = {"fingerprint": "", "compared_tokens": 1, "largest_logprob_difference": 0.0}
+    monkeypatch.setattr(rl_loop, "NEEDED_STEPS", 3)
+    for rewards, learned in (((0.3, 0.4, 0.5), False), ((0.3, 0.4, 0.6), True), ((0.3, 0.3), True)):
+        steps = [{"step": number, "reward": reward} | figures for number, reward in enumerate(rewards, start=1)]
+        assert (
+            rl_loop.conclude({"a": True, "b": True, "c": True}, details | {"steps": steps}, {1: 2.0}, tmp_path)
+            == learned
+        )
+        assert ("FAILED" in capsys.readouterr().out) != learned
 
 
 def test_answers_are_compared_exactly() -> None:
-    one = Answer("ab", [4, 5, 1], [-0.5, -0.5, -0.1], [3, 3, 3], True)
-    other = Answer("ab", [4, 5, 1], [-0.5, -0.5 - 1e-9, -0.1], [3, 3, 3], True)
+    one = Answer([4, 5, 1], [-0.5, -0.5, -0.1], [3, 3, 3])
+    other = Answer([4, 5, 1], [-0.5, -0.5 - 1e-9, -0.1], [3, 3, 3])
     equal, unequal = rl_loop.compare_answers([one], [one]), rl_loop.compare_answers([one], [other])
     assert (equal["tokens_equal"], equal["logprobs_equal"]) == (True, True)
     assert (unequal["tokens_equal"], unequal["logprobs_equal"]) == (True, False)
-    assert not rl_loop.compare_answers([], [])["tokens_equal"]
 
 
 def completion(spans: list[dict[str, Any]] | None) -> dict[str, Any]:
     """Body of ``/v1/completions`` with two choices of three tokens, in the wrong order."""
-    choices = [
-        {"index": index, "text": "ab", "token_ids": [1, 2, 3], "finish_reason": "stop"}
-        | {"logprobs": {"token_logprobs": [-0.5] * 3}}
-        for index in (1, 0)
-    ]
+    choices = [{"index": index, "token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-0.5] * 3}} for index in (1, 0)]
     return {"choices": choices} | ({} if spans is None else {"delta_sync": {"run": "r", "spans": spans}})
 
 
 def test_spans_give_every_token_its_version() -> None:
     spans = [(0, 6, 0, 2), (0, 7, 2, 3), (1, None, 0, 3)]
     body = completion([dict(zip(("index", "version", "start", "end"), span, strict=True)) for span in spans])
-    assert [answer.versions for answer in rl_loop.parse_answers(body)] == [[6, 6, 7], [None] * 3]
-    assert [answer.versions for answer in rl_loop.parse_answers(completion(None))] == [[None] * 3] * 2
-    beyond = completion([{"index": 0, "version": 6, "start": 0, "end": 4}])
-    lacking = completion(None)
-    del lacking["choices"][0]["token_ids"]
-    for wrong in (beyond, lacking):
-        with pytest.raises(DemoError):
-            rl_loop.parse_answers(wrong)
+    for answered, versions in ((body, [[6, 6, 7], [None] * 3]), (completion(None), [[None] * 3] * 2)):
+        answers = server_of(lambda _, answered=answered: httpx.Response(200, json=answered)).sample([], 1.0)
+        assert [answer.versions for answer in answers] == versions
+    with pytest.raises(SystemExit, match="HTTP 503: no engine"):
+        server_of(lambda _: httpx.Response(503, text="no engine")).sample([], 1.0)
 
 
 def test_the_loss_weighs_tokens_by_ratio_advantage_and_age() -> None:
     def gradient(ratio: list[float], ages: list[float], advantage: float) -> list[float]:
         logprobs = torch.tensor([ratio]).log().requires_grad_()
-        answers = torch.ones(1, len(ratio), dtype=torch.bool)
-        zeros, weight = torch.zeros(1, len(ratio)), torch.tensor([advantage])
-        rl_loop.policy_loss(logprobs, zeros, torch.tensor([ages]), weight, answers).backward()
+        zeros, weight = torch.zeros(1, len(ratio)), torch.tensor([[advantage]])
+        rl_loop.policy_loss(logprobs, zeros, torch.tensor([ages]), weight).backward()
         assert logprobs.grad is not None
         return logprobs.grad[0].tolist()
 
@@ -179,62 +186,48 @@ def test_the_loss_weighs_tokens_by_ratio_advantage_and_age() -> None:
 
 
 def test_advantages_are_normalised_within_groups() -> None:
-    advantages = rl_loop.group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0]), group=4)
-    assert advantages[:4].std(unbiased=False) == pytest.approx(1.0, abs=1e-4)
-    assert advantages[0] > 0 > advantages[1]
-    assert advantages[4:].tolist() == [0.0] * 4
+    one, equal = rl_loop.group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]))
+    assert one.std(unbiased=False) == pytest.approx(1.0, abs=1e-4)
+    assert one[0] > 0 > one[1]
+    assert equal.tolist() == [0.0] * 4
 
 
-def test_a_batch_marks_the_positions_whose_next_token_was_written() -> None:
-    batch = rl_loop.make_batch([[5, 6, 3], [7, 3]], [[6, 5, 1], [7, 1]])
-    assert batch.tokens.tolist() == [[5, 6, 3, 6, 5, 1], [7, 3, 7, 1, 0, 0]]
-    assert [batch.tokens[row, 1:][batch.answers[row]].tolist() for row in range(2)] == [[6, 5, 1], [7, 1]]
-    assert batch.spread([[1, 2, 3], [4, 5]]).tolist() == [[0, 0, 1, 2, 3], [0, 4, 5, 0, 0]]
+def test_values_are_laid_out_where_the_policy_predicts_their_tokens(one_thread: None) -> None:
+    prompts, answers = [[5, 6, 3], [7, 3]], [[6, 5, 1], [7, 1]]
+    assert rl_loop.align(prompts, [[1, 2, 3], [4, 5]]).tolist() == [[0, 0, 1, 2, 3], [0, 4, 5, 0, 0]]
+    model = rl_loop.make_model(0)
+    both = rl_loop.next_token_logprobs(model, prompts, answers)
+    alone = rl_loop.next_token_logprobs(model, prompts[1:], answers[1:])
+    logits = model(input_ids=torch.tensor([[7, 3, 7, 1]])).logits[0]  # in fp32
+    assert torch.allclose(both[1, :3], alone[0], atol=0.02)
+    assert alone[0, 1].item() == pytest.approx(torch.log_softmax(logits[1], dim=0)[7].item(), abs=0.02)
 
 
-def test_masters_keep_what_bf16_cannot_hold() -> None:
-    model = torch.nn.Linear(4, 4, bias=False).to(torch.bfloat16)
-    torch.nn.init.ones_(model.weight)
-    masters = rl_loop.Masters(model, rate=2e-4, eps=1e-8)
-    seen = []
-    for _ in range(40):
-        model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
-        masters.step(max_norm=1e9)
-        seen.append(model.weight[0, 0].item())
-    assert seen[0] == 1.0, "a step smaller than half the distance to the next bf16 number shows nothing"
-    assert seen[-1] < 1.0, "many of them do"
+def test_a_checkpoint_has_the_served_dtype_and_the_tokens_of_the_script(tmp_path: Path) -> None:
+    model = rl_loop.make_model(0)
+    rl_loop.save_checkpoint(model, tmp_path)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert tokenizer.encode("delta>") == rl_loop.prompt_ids("delta")
+    assert tokenizer.encode("atled<eos>") == rl_loop.right_answer("delta")
+    assert rl_loop.reward("delta", rl_loop.right_answer("delta")) == 1.0
+    assert rl_loop.reward("delta", rl_loop.right_answer("delta")[:-1]) == 0.0
 
 
-def test_the_tokenizer_is_what_encode_says() -> None:
-    tokenizer = rl_loop.make_tokenizer()
-    assert tokenizer.encode("delta>ATLED07") == rl_loop.encode("delta>ATLED07")
-    assert tokenizer.decode([*rl_loop.encode("ab"), rl_loop.IDS[rl_loop.EOS]], skip_special_tokens=True) == "ab"
-    assert rl_loop.reward("abcde", "edcba", True) == 1.0
-    assert rl_loop.reward("abcde", "edcba", False) == rl_loop.reward("abcde", "abcde", True) == 0.0
-
-
-def test_the_command_line_refuses_nonsense(capsys: pytest.CaptureFixture[str]) -> None:
-    assert rl_loop.parse_options(["--steps", "12"]).steps == 12
-    for wrong in (["--steps", "0"], ["--port", "x"], ["--unknown"]):
+def test_the_command_line_refuses_nonsense() -> None:
+    for wrong in (["--steps", "0"], ["--steps", "x"], ["--unknown"]):
         with pytest.raises(SystemExit) as exit_info:
-            rl_loop.parse_options(wrong)
+            rl_loop.main(wrong)
         assert exit_info.value.code == 2
 
 
-def test_output_is_cleared_only_where_it_is_the_scripts_own(tmp_path: Path) -> None:
-    own, foreign = tmp_path / "own", tmp_path / "foreign"
-    rl_loop.prepare_output(own)
-    for name in ("summary.json", "notes.txt"):
-        (own / name).write_text("{}")
-    (own / "bucket").mkdir()
-    rl_loop.prepare_output(own)
-    assert sorted(path.name for path in own.iterdir()) == [rl_loop.MARKER, "notes.txt"]
-    foreign.mkdir()
-    (foreign / "summary.json").write_text("{}")
-    for path in (foreign, foreign / "summary.json"):
-        with pytest.raises(DemoError):
-            rl_loop.prepare_output(path)
-    assert (foreign / "summary.json").read_text() == "{}"
+def test_a_directory_of_others_is_not_cleared(tmp_path: Path, in_process: None) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    for path in (tmp_path, tmp_path / "summary.json"):
+        with pytest.raises(SystemExit, match="--out"):
+            rl_loop.main(["--out", str(path)])
+    assert (tmp_path / "summary.json").read_text() == "{}"
 
 
 def ended(pid: int) -> bool:
@@ -246,22 +239,26 @@ def ended(pid: int) -> bool:
 
 
 FAMILY = """
-import os, pathlib, signal, subprocess, sys, time
+import http.server, os, pathlib, signal, subprocess, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()} {inner.pid} .")
-time.sleep(600)
+pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()} {inner.pid}")
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
 """
 
 
 def test_leaving_a_server_ends_all_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rl_loop, "END_SECONDS", 0.2)
     pids = tmp_path / "pids"
-    with Server("family", [sys.executable, "-c", FAMILY, str(pids)], tmp_path / "log", 9, 0) as server:
-        while not (pids.exists() and pids.read_text().endswith(".")):
-            server.check_alive(0.05)
-    family, deadline = [int(pid) for pid in pids.read_text().split()[:2]], time.monotonic() + 60
-    # What was killed is gone a moment later.
+    with serving([sys.executable, "-c", FAMILY, str(pids)], tmp_path / "log", 0):
+        family = [int(pid) for pid in pids.read_text().split()]
+        assert not any(map(ended, family))
+    deadline = time.monotonic() + 60
+    # A killed process ends a moment later.
     while not all(map(ended, family)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert all(map(ended, family))
@@ -269,9 +266,9 @@ def test_leaving_a_server_ends_all_it_started(tmp_path: Path, monkeypatch: pytes
 
 def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
-    with Server("the server", command, tmp_path / "server.log", 9, 0) as server:
-        with pytest.raises(DemoError, match=r"(?s)status 1.*server\.log.*no such model"):
-            server.wait_ready()
+    with pytest.raises(SystemExit, match=r"(?s)server\.log.*no such model"):
+        with serving(command, tmp_path / "server.log", 0):
+            pass
 
 
 SHOW = "import os; print(os.environ.get('DELTA_SYNC_BUCKET')); raise SystemExit(3)"
