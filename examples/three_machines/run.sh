@@ -183,6 +183,7 @@ while ((${#left[@]})); do
   done
   left=($(for pid in "${left[@]}"; do [[ $pid == "$ended" ]] || echo "$pid"; done))
 done
-env "${client[@]}" "$python" "$here/verdict.py" --bucket $run --games $games --out "$out" --versions "$versions" \
-  --max-staleness "$staleness" --network "$network, $mbit Mbit/s, $round_trip ms" || fail "the verdict does not hold"
+env "${client[@]}" "$python" -m tests.tools.three_machines_verdict --bucket $run --games $games --out "$out" \
+  --versions "$versions" --max-staleness "$staleness" --network "$network, $mbit Mbit/s, $round_trip ms" ||
+  fail "the verdict does not hold"
 echo "written: $out/summary.json, three-machines.md, three-machines.png"

@@ -22,11 +22,12 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from examples.three_machines import environment, rollouts, trainer, verdict
+from examples.three_machines import environment, rollouts, trainer
 from examples.three_machines.trainer import Batch, BatchError
 from tests.support import three_seen
 from tests.support.running import mentioning
 from tests.support.three import RUN, key_of, packed, save_policy, some_batch, write_batch
+from tests.tools import three_machines_verdict as verdict
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket

@@ -1,8 +1,8 @@
-"""Judges a run of the three machines by the content of the bucket: summary.json, three-machines.md, three-machines.png.
+"""Judges a run of ``examples/three_machines`` by the bucket: summary.json, three-machines.md, three-machines.png.
 
-    python verdict.py --bucket RUN --games URL --out DIR --versions 120
+    python -m tests.tools.three_machines_verdict --bucket RUN --games URL --out DIR --versions 120
 
-Exit status 0 if every claim holds, else 1. ``DIR/trainer`` and ``DIR/rollout`` have the events of the other scripts
+Exit status 0 if every claim holds, else 1. ``DIR/trainer`` and ``DIR/rollout`` have the events of the example's scripts
 (``events.jsonl``); everything else is read from the bucket.
 """
 
@@ -296,7 +296,10 @@ def draw(summary: dict[str, Any], path: Path) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Judge as the module's docstring says."""
-    parser = argparse.ArgumentParser(description="Judge a run of the three machines; exit status 0 if all claims hold.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.three_machines_verdict",
+        description="Judge a run of the three machines; exit status 0 if all claims hold.",
+    )
     parser.add_argument("--bucket", required=True, metavar="RUN", help="the run")
     parser.add_argument("--games", required=True, metavar="URL", help="bucket of the trajectories")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="with the folders trainer and rollout")
