@@ -67,7 +67,8 @@ def read(run_url: str, games_url: str, out: Path) -> Found:
         keys = [item.key for item in bucket.list("trajectories/")]
         found = Found(run, manifests, consumed, {key: json.loads(gzip.decompress(bucket.get(key))) for key in keys})
     for file in (out / "trainer" / "events.jsonl", out / "rollout" / "events.jsonl"):
-        for event in map(json.loads, file.read_text().splitlines()):
+        # Libraries sometimes print to standard output, too.
+        for event in [json.loads(line) for line in file.read_text().splitlines() if line.startswith("{")]:
             if event["event"] == "published":
                 found.called.setdefault(event["version"], event["called"])
             elif event["event"] == "served":
