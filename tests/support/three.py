@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from examples.three_machines import trainer
 from vllm_delta_sync.bucket import open_bucket
@@ -15,11 +15,12 @@ from vllm_delta_sync.bucket import open_bucket
 RUN = "0123456789abcdef" * 2
 
 
-def save_policy(folder: Path, layers: int = 2) -> Path:
+def save_policy(folder: Path) -> Path:
     """A checkpoint with the example's vocabulary and 20,000 parameters."""
     torch.manual_seed(3)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = trainer.make_config(num_hidden_layers=layers, head_dim=16, **shape)
+    shape |= {"num_hidden_layers": 2, "head_dim": 16, "vocab_size": len(trainer.CHARACTERS), "pad_token_id": 0}
+    config = Qwen3Config(**shape, max_position_embeddings=trainer.POSITIONS, tie_word_embeddings=True)
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 

@@ -23,8 +23,8 @@ from vllm_delta_sync.bucket.local import LocalBucket
 CALLS: dict[str, tuple[Any, str, str]] = {
     "gradient": (trainer, "gradient", ""),
     "flush": (Publisher, "flush", ""),
-    "step": (trainer.Policy, "step", ""),
-    "save": (trainer, "save_state", ""),
+    "step": (torch.optim.AdamW, "step", ""),
+    "save": (trainer.Trainer, "save", ""),
     "sync": (trainer, "sync", ""),
     "publish": (Publisher, "publish", ""),
     "object": (LocalBucket, "put", "objects/"),
@@ -66,8 +66,11 @@ def run_forked(folder: str, point: str, arguments: list[str]) -> int:
             os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         if point != "-":
             kill_at(point)
-        status = trainer.main(arguments)
-        sys.stdout.flush()
+        try:
+            status = trainer.main(arguments)
+        except SystemExit as ended:
+            print(ended, file=sys.stderr, flush=True)
+            status = 1
     finally:
         if sys.exc_info()[0] is not None:
             traceback.print_exc()

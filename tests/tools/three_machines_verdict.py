@@ -1,8 +1,8 @@
-"""Judges a run of the three machines by the content of the bucket: summary.json, three-machines.md, three-machines.png.
+"""Judges a run of ``examples/three_machines`` by the bucket: summary.json, three-machines.md, three-machines.png.
 
-    python verdict.py --bucket RUN --games URL --out DIR --versions 120
+    python -m tests.tools.three_machines_verdict --bucket RUN --games URL --out DIR --versions 120
 
-Exit status 0 if every claim holds, else 1. ``DIR/trainer`` and ``DIR/rollout`` have the events of the other scripts
+Exit status 0 if every claim holds, else 1. ``DIR/trainer`` and ``DIR/rollout`` have the events of the example's scripts
 (``events.jsonl``); everything else is read from the bucket.
 """
 
@@ -67,7 +67,8 @@ def read(run_url: str, games_url: str, out: Path) -> Found:
         keys = [item.key for item in bucket.list("trajectories/")]
         found = Found(run, manifests, consumed, {key: json.loads(gzip.decompress(bucket.get(key))) for key in keys})
     for file in (out / "trainer" / "events.jsonl", out / "rollout" / "events.jsonl"):
-        for event in map(json.loads, file.read_text().splitlines()):
+        # Libraries sometimes print to standard output, too.
+        for event in [json.loads(line) for line in file.read_text().splitlines() if line.startswith("{")]:
             if event["event"] == "published":
                 found.called.setdefault(event["version"], event["called"])
             elif event["event"] == "served":
@@ -296,7 +297,10 @@ def draw(summary: dict[str, Any], path: Path) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Judge as the module's docstring says."""
-    parser = argparse.ArgumentParser(description="Judge a run of the three machines; exit status 0 if all claims hold.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.three_machines_verdict",
+        description="Judge a run of the three machines; exit status 0 if all claims hold.",
+    )
     parser.add_argument("--bucket", required=True, metavar="RUN", help="the run")
     parser.add_argument("--games", required=True, metavar="URL", help="bucket of the trajectories")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="with the folders trainer and rollout")
