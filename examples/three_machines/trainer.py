@@ -120,6 +120,7 @@ class Batch(BaseModel, strict=True):
 
 def read_batch(data: bytes, key: str) -> Batch:
     """The batch in an object. Raises ValueError, zlib.error: it is none, or one of another key."""
+    # Of a longer text only the beginning is decompressed, which is then no JSON.
     gzip_wrapped = 16 + zlib.MAX_WBITS
     batch = Batch.model_validate_json(zlib.decompressobj(gzip_wrapped).decompress(data, MAX_BYTES))
     if key != f"trajectories/{batch.worker}/{batch.number:010d}.json.gz":
