@@ -316,11 +316,12 @@ def complete(done: Steps, result: PublishResult, server: Server, pauses_ms: Paus
     step |= {"payload_bytes": result.payload_bytes, "full_bytes": result.full_bytes}
     step |= {f"{name}_s": seconds for name, seconds in result.seconds.items()}
     if len(done) < 10 or len(done) % 10 == 0:
+        pause = f"{pauses_ms[served]:.1f} ms" if served in pauses_ms else "none"
         report(
             f"step {step['step']:3d}  reward {mean(done[-SMOOTH_STEPS:], 'reward'):.3f}  served {served}  "
             f"changed {100 * result.changed / result.total:.2f} %  "
             f"payload {result.payload_bytes / 1e6:.2f} MB of {result.full_bytes / 1e6:.2f} MB  "
-            f"pause {pauses_ms.get(served, math.nan):.1f} ms  lag {step['lag']:.2f}"
+            f"pause {pause}  lag {step['lag']:.2f}"
         )
 
 

@@ -263,6 +263,8 @@ def main(arguments: Sequence[str]) -> int:
     except (httpx.HTTPError, DeltaSyncError) as error:
         print(f"rollouts: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

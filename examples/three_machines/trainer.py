@@ -393,6 +393,8 @@ def main(arguments: Sequence[str]) -> int:
     except DeltaSyncError as error:
         print(f"trainer: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
