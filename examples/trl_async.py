@@ -131,7 +131,7 @@ def warmed_up_model() -> Qwen3ForCausalLM:
 
 
 def on_cpu() -> None:
-    """Let TRL train without a GPU: by its name TRL knows its peak FLOPs, and its tree attention runs on GPUs only."""
+    """Let TRL train without a GPU: it asks CUDA for the GPU's name, and computes with a tree attention for GPUs only."""
     async_grpo_trainer.get_peak_flops_per_device = lambda accelerator, dtype: None
     packing.tree_attention = tree_attention
 
@@ -149,7 +149,7 @@ def tree_attention(
     lengths, path_lengths = tree["tree_cu_seqlens_q"].diff(), tree["tree_cu_seqlens_k"].diff()
     on_path = torch.zeros(len(lengths), query.shape[2], dtype=torch.bool)
     on_path[torch.arange(len(lengths)).repeat_interleave(path_lengths), tree["tree_kv_index"]] = True
-    # A path comes before its segment, so only tokens of the segment itself can lie behind a token.
+    # The tokens of a path lie in its order in the tree, so the lower triangle hides what comes after a token.
     seen = on_path.repeat_interleave(lengths, dim=0).tril()
     outputs = scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True)
     return outputs.transpose(1, 2), None
@@ -420,8 +420,8 @@ def main(arguments: list[str] | None = None) -> int:
         say("interrupted; trainer and server have ended")
         return 130
     except httpx.HTTPStatusError as error:
-        sys.exit(f"trl_async: {error.request.url}: HTTP {error.response.status_code}: {error.response.text}")
-    except (DeltaSyncError, OSError, httpx.HTTPError) as error:
+        sys.exit(f"trl_async: {error.request.url}: {error.response.text}")
+    except (DeltaSyncError, OSError, httpx.TransportError) as error:
         sys.exit(f"trl_async: {error}; the servers' logs are in {options.out}")
     return 0
 

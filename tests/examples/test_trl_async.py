@@ -19,7 +19,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from safetensors.torch import load_file
-from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel
+from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel, Qwen3ForCausalLM
 from trl.chat_template_utils import parse_response
 from trl.experimental.async_grpo.packing import TREE_ATTENTION, TreeRow, register_tree_attention
 
@@ -214,7 +214,7 @@ class Stubs:
         self.last_error: dict[str, str] | None = None
 
     def train(self, out: Path, steps: int, url: str, transfer: Any, progress: trl_async.Progress) -> Any:
-        model = trl_async.Qwen3ForCausalLM.from_pretrained(out / "base")
+        model = Qwen3ForCausalLM.from_pretrained(out / "base")
         transfer.init_weight_transfer()
         for version in range(1, steps + 2):
             if version > 1:
