@@ -131,7 +131,7 @@ def warmed_up_model() -> Qwen3ForCausalLM:
 
 
 def on_cpu() -> None:
-    """Let TRL train without a GPU: it asks CUDA for the GPU's name, and computes with a tree attention for GPUs only."""
+    """Let TRL train without a GPU: it asks CUDA for the GPU's name, and has a tree attention for GPUs only."""
     async_grpo_trainer.get_peak_flops_per_device = lambda accelerator, dtype: None
     packing.tree_attention = tree_attention
 
