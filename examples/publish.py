@@ -14,9 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trainer_side import Publisher
@@ -28,8 +26,8 @@ TEXT = "the quick brown fox jumps over the lazy dog while the lazy dog dreams of
 def small_model(text: str) -> tuple[torch.nn.Module, PreTrainedTokenizerFast]:
     """A Qwen3 of half a million parameters that knows the words of the text, and its tokenizer."""
     words = ["<unk>", "</s>", *sorted(set(text.split()))]
-    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     config = Qwen3Config(
         vocab_size=len(words),
         hidden_size=128,

@@ -19,8 +19,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from examples import publish, rl_loop
+from examples import publish, rl_loop, rollback_ab
 from examples.rl_loop import Answer, Server, serving
+from tests.support.web import Site
 from vllm_delta_sync import open_run
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,40 @@ def test_publish_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Monk
     with open_run(url) as run:
         assert [manifest.step for manifest in run.log()][-3:] == [1, 2, 3]
         assert {"config.json", "tokenizer.json"} <= {item.name for item in run.info.files}
+
+
+def test_the_tour_leaves_a_server_with_its_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    site = Site(tmp_path, state_dir=tmp_path / "state")
+
+    @site.app.post("/v1/completions")
+    async def completions() -> dict[str, Any]:
+        spans = [{"version": site.service.receiver.served_version}]
+        return {"choices": [{"text": "x"}], "delta_sync": {"spans": spans}}
+
+    def publish_next() -> int:
+        site.publish(site.publisher.version + 1)
+        return site.publisher.version
+
+    try:
+        site.serve()
+        client: Any = site.client()
+        rollback_ab.tour(client, str(tmp_path / "run"), "a b c", publish_next)
+        status = client.get("/delta_sync/status").json()
+        assert (status["target"], status["holding"], status["served"]["version"]) == ("head", False, 4)
+    finally:
+        site.end()
+    said = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(" ")[2] for line in said if line.startswith(("A:", "B:"))] == ["2", "4"]
+    held = next(line for line in said if line.startswith("while"))
+    assert held.endswith("409"), "a held server refuses to wait"
+
+
+def test_rollback_needs_both_server_and_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    for argument in ("--server=http://127.0.0.1:8000", "--bucket=/mnt/run"):
+        monkeypatch.setattr(sys, "argv", ["rollback_ab.py", argument])
+        with pytest.raises(SystemExit) as usage:
+            rollback_ab.main()
+        assert usage.value.code == 2
 
 
 def stand_in(request: httpx.Request, url: str = "") -> httpx.Response:

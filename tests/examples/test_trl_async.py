@@ -1,44 +1,52 @@
 """The parts of ``examples/trl_async.py`` that need no server: task, attention, rollout loop, verdict."""
 
 import json
+import os
 import pickle
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
-from transformers import AttentionInterface, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel, Qwen3ForCausalLM
 from trl.chat_template_utils import parse_response
 from trl.experimental.async_grpo.packing import TREE_ATTENTION, TreeRow, register_tree_attention
 
 from examples import trl_async
-from examples.trl_async import EOS, IDS, SERVED_VERSION, WEIGHT_SYNC, encode, exact_reversal
+from examples.trl_async import EOS, SERVED_VERSION, TOKENIZER, VERSION, WEIGHT_SYNC, exact_reversal
 from tests.support.tiny import VOCABULARY, make_model
+from vllm_delta_sync import open_run
 
 SECONDS = 60.0
 GROUPS, SAMPLES = 3, 2
 
 
 def test_a_conversation_is_a_prompt_and_survives_saving(tmp_path: Path) -> None:
-    trl_async.make_tokenizer().save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     (row,) = trl_async.make_dataset(1, seed=3)
     prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
-    assert prompt == encode(row["word"] + ">")
-    message = parse_response(tokenizer, [*encode(row["word"][::-1]), IDS[EOS]], prefix=prompt)
+    assert prompt == TOKENIZER.encode(row["word"] + ">")
+    assert len(prompt) == len(row["word"]) + 1
+    message = parse_response(tokenizer, TOKENIZER.encode(row["word"][::-1] + EOS), prefix=prompt)
     assert message == {"role": "assistant", "content": row["word"][::-1]}
 
 
 def test_the_reward_is_for_the_finished_reversal_alone_and_goes_to_another_process() -> None:
-    right = [*encode("atled"), IDS[EOS]]
-    answers = [right, right[:-1], encode("delta"), [*right, IDS[EOS]]]
+    right = TOKENIZER.encode("atled" + EOS)
+    assert len(right) == 6
+    answers = [right, right[:-1], TOKENIZER.encode("delta" + EOS), [*right, TOKENIZER.eos_token_id]]
     reward = pickle.loads(pickle.dumps(exact_reversal))  # noqa: S301  as TRL hands it to its rollout process
     assert reward(completion_ids=answers, word=["delta"] * 4, prompts=[], completions=[]) == [1.0, 0.0, 0.0, 0.0]
 
@@ -72,16 +80,20 @@ def packed(rows: list[np.ndarray]) -> tuple[dict[str, Any], list[torch.Tensor]]:
     return {**arguments, "tree_max_seqlen_q": longest_q, "tree_max_seqlen_k": longest_k}, places
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("qwen3", {}), ("gemma3", {"sliding_window": 4})])
-def test_tree_attention_computes_each_sample_as_by_itself(family: str, sizes: dict[str, int]) -> None:
-    model, rows = make_model(family, **sizes), samples()
+def with_tree_attention(model: PreTrainedModel) -> None:
+    register_tree_attention()
+    AttentionInterface.register(TREE_ATTENTION, trl_async.tree_attention)
+    model.set_attn_implementation(TREE_ATTENTION)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama_one_kv_head"])
+def test_tree_attention_computes_each_sample_as_by_itself(family: str) -> None:
+    model, rows = make_model(family), samples()
     alone = [model(input_ids=torch.tensor(ids)[None]).logits[0] for ids in rows]
     sum(logits.square().sum() for logits in alone).backward()  # type: ignore[union-attr]
     expected = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
     model.zero_grad()
-    register_tree_attention()
-    AttentionInterface.register(TREE_ATTENTION, trl_async.tree_attention)
-    model.set_attn_implementation(TREE_ATTENTION)
+    with_tree_attention(model)
     tree, places = packed(rows)
     assert tree["input_ids"].numel() < sum(map(len, rows))
     logits = model(**tree).logits[0]
@@ -94,9 +106,16 @@ def test_tree_attention_computes_each_sample_as_by_itself(family: str, sizes: di
             torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-4)
 
 
+def test_tree_attention_refuses_a_sliding_window() -> None:
+    model = make_model("gemma3", sliding_window=4)
+    with_tree_attention(model)
+    with pytest.raises(ValueError, match="sliding window"):
+        model(**packed(samples())[0])
+
+
 def completion(prompt: list[int]) -> dict[str, Any]:
     """An answer of the server: the reversed word, whose first token an older version has sampled than the others."""
-    tokens, version = [*prompt[-2::-1], IDS[EOS]], len(prompt)
+    tokens, version = [*prompt[-2::-1], TOKENIZER.eos_token_id], len(prompt)
     choice = {"index": 0, "text": "", "token_ids": tokens, "finish_reason": "stop"}
     choice["logprobs"] = {"token_logprobs": [-0.5] * len(tokens)}
     spans = [(version - 1, 0, 1), (version, 1, len(tokens))]
@@ -136,8 +155,8 @@ def test_each_sample_of_trls_loop_carries_the_version_that_sampled_it(server_url
         model_name="policy",
         dataset=trl_async.make_dataset(GROUPS, seed=5),
         reward_funcs=[exact_reversal],
-        processing_class=trl_async.make_tokenizer(),
-        eos_token_ids=[IDS[EOS]],
+        processing_class=TOKENIZER,
+        eos_token_ids=[TOKENIZER.eos_token_id],
         rollout_buffer=made,
         model_version_value=context.Value("i", 0),
         heartbeat_value=context.Value("d", 0.0),
@@ -162,41 +181,133 @@ def test_each_sample_of_trls_loop_carries_the_version_that_sampled_it(server_url
 
 
 def test_what_was_not_proven_yet_was_sampled_by_the_base() -> None:
-    answer = completion(encode("delta>"))
-    assert trl_async.versions_of(answer) == [5, 6, 6, 6, 6, 6]
+    answer = completion(TOKENIZER.encode("delta>"))
+    assert trl_async.mean_version(answer) == (5 + 5 * 6) / 6
     answer["delta_sync"]["spans"][0]["version"] = None
-    assert trl_async.versions_of(answer) == [0, 6, 6, 6, 6, 6]
+    assert trl_async.mean_version(answer) == 5 * 6 / 6
     del answer["delta_sync"]
-    assert trl_async.versions_of(answer) == [0] * 6
+    assert trl_async.mean_version(answer) == 0
 
 
-def logged(steps: int) -> list[dict[str, Any]]:
-    """TRL's log of a run."""
-    syncs = [{"delta_sync/version": version, "step": version - 1} for version in range(1, steps + 2)]
-    learnt = [{"reward": 0.5, "step": step, SERVED_VERSION: 0.5, WEIGHT_SYNC: 0.1} for step in range(1, steps + 1)]
-    return [syncs[0], *(line for pair in zip(learnt, syncs[1:], strict=True) for line in pair)]
+STEPS = 3
+
+
+def logged() -> list[dict[str, Any]]:
+    """TRL's log of a training: version 1 before the first step, and one after each."""
+    sent = {"delta_sync/payload_bytes": 100.0, "delta_sync/changed_percent": 5.0}
+    seen = {SERVED_VERSION: 0.5, WEIGHT_SYNC: 0.1, "sample/staleness_mean": 1.0}
+    history: list[dict[str, Any]] = [{VERSION: 1, "step": 0, **sent}]
+    for step in range(1, STEPS + 1):
+        history += [{"reward": step / 10, "step": step, **seen}, {VERSION: step + 1, "step": step, **sent}]
+    return history
+
+
+class Stubs:
+    """Stand in for training and both servers: ``history`` is TRL's log, ``scanned`` what the server holds.
+
+    Attributes:
+        logprob, ending: of each token of the second server's answers, and their last token.
+    """
+
+    def __init__(self) -> None:
+        self.history, self.scanned, self.logprob, self.ending = logged(), "", -0.5, EOS
+        self.last_error: dict[str, str] | None = None
+
+    def train(self, out: Path, steps: int, url: str, transfer: Any, progress: trl_async.Progress) -> Any:
+        model = Qwen3ForCausalLM.from_pretrained(out / "base")
+        transfer.init_weight_transfer()
+        for version in range(1, steps + 2):
+            if version > 1:
+                model.model.norm.weight.data += 1
+            transfer.send_weights(model.named_parameters())
+        transfer.destroy()
+        self.scanned = self.scanned or open_run(str(out / "bucket")).head().fingerprint
+        model.save_pretrained(out / "checkpoint")
+        return SimpleNamespace(model=model, model_version=steps + 1, state=SimpleNamespace(log_history=self.history))
+
+    @contextmanager
+    def serving(self, log: Path, core: int, *command: str) -> Iterator[httpx.Client]:
+        self.follows = command[0] == "delta-sync"
+        with httpx.Client(transport=httpx.MockTransport(self.answer), base_url="http://server") as client:
+            yield client
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/completions":
+            logprob, ending = (-0.5, EOS) if self.follows else (self.logprob, self.ending)
+            tokens = TOKENIZER.encode(json.loads(request.content)["prompt"][-2::-1] + ending)
+            choice = {"token_ids": tokens, "logprobs": {"token_logprobs": [logprob] * len(tokens)}}
+            return httpx.Response(200, json={"choices": [choice]})
+        assert self.follows
+        recent = [{"version": version, "timings_ms": {"pause": 2.0}} for version in range(1, STEPS + 2)]
+        document = {"last_error": self.last_error, "recent": recent, "verdict": True, "fingerprint": self.scanned}
+        return httpx.Response(200, json=document)
+
+
+@pytest.fixture
+def stubs(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Stubs:
+    stubs = Stubs()
+    monkeypatch.setattr(trl_async, "train", stubs.train)
+    monkeypatch.setattr(trl_async, "serving", stubs.serving)
+    monkeypatch.setattr(trl_async, "WARM_UP_TARGET", 0.0)
+    return stubs
+
+
+def test_what_holds_is_written_as_the_verdict(stubs: Stubs, tmp_path: Path) -> None:
+    cores, out = os.sched_getaffinity(0), tmp_path / "out"
+    for _ in range(2):  # the second time in the directory of the first
+        assert trl_async.main(["--steps", str(STEPS), "--out", str(out)]) == 0
+    assert os.sched_getaffinity(0) == cores
+    summary, details, history = (
+        json.loads((out / f"{name}.json").read_text()) for name in ("summary", "details", "log_history")
+    )
+    assert set(summary["verdict"].values()) == {True}
+    assert len(summary["verdict"]) == 5
+    assert (summary["versions"], summary["payload_bytes"]) == (STEPS + 1, 100 * (STEPS + 1))
+    size = sum(tensor.numel() for tensor in load_file(out / "checkpoint" / "model.safetensors").values())
+    assert summary["full_bytes"] == 2 * size * (STEPS + 1)
+    assert summary["reward"] == {"first": 0.1, "last": 0.3}
+    assert summary["pause_ms"] == {"p50": 2.0, "p99": 2.0}
+    assert summary["staleness"] == {"by_spans": 1.5, "by_trl": 1.0}
+    assert history == stubs.history
+    assert [step["lag"] for step in details["steps"]] == [0.5, 1.5, 2.5]
+    assert details["compared_tokens"] > 36
+    assert (out / "trl.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("removed", "versions", "claims"),
-    [([], 4, (True, True)), ([-1], 4, (False, True)), ([1], 4, (True, False)), ([], 3, (False, True))],
+    ("wrong", "claim"),
+    [
+        ({"history": logged()[:-1]}, "each_sync_is_a_version"),
+        ({"history": [*logged(), logged()[-1]]}, "each_sync_is_a_version"),
+        ({"history": [line for line in logged() if line.get("reward") != 0.2]}, "sync_metrics_in_trls_log"),
+        ({"scanned": "0" * 32}, "weights_bit_identical"),
+        ({"logprob": -0.5 - 1e-9}, "logprobs_equal"),
+        ({"ending": "a"}, "tokens_equal"),
+        ({"last_error": {"message": "no space left"}}, "no space left"),
+    ],
 )
-def test_the_claims_about_trl_need_every_version_and_every_step(
-    removed: list[int], versions: int, claims: tuple[bool, bool]
+def test_what_does_not_hold_ends_with_1(
+    wrong: dict[str, Any], claim: str, stubs: Stubs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    history = logged(3)
-    for index in removed:
-        del history[index]
-    assert tuple(trl_async.claims_about_trl(history, 3, versions).values()) == claims
+    vars(stubs).update(wrong)
+    with pytest.raises(SystemExit) as ended:
+        trl_async.main(["--steps", str(STEPS), "--out", str(tmp_path / "out")])
+    assert claim in str(ended.value.code)
 
 
-def test_wrong_usage_and_a_directory_of_somebody_else_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"(?s)server\.log.*no such model"):
+        with trl_async.serving(tmp_path / "server.log", 0, "python", "-c", "import sys; sys.exit('no such model')"):
+            pass
+
+
+def test_wrong_usage_and_a_foreign_directory_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as usage:
         trl_async.main(["--steps", "0"])
     assert usage.value.code == 2
     (tmp_path / "mine").touch()
-    assert trl_async.main(["--out", str(tmp_path)]) == 1
-    assert "--out" in capsys.readouterr().err
+    for foreign in (tmp_path, tmp_path / "mine"):
+        with pytest.raises(SystemExit) as refused:
+            trl_async.main(["--out", str(foreign)])
+        assert "--out" in str(refused.value.code)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -126,17 +126,17 @@ def async_trainer(
         "save_strategy": "no",
     }
     given = AsyncGRPOConfig(str(folder / "out"), **{**defaults, **arguments})
-    with on_cpu():
-        return AsyncGRPOTrainer(
-            model=str(base),
-            args=given,
-            train_dataset=[{"prompt": "?"}],
-            processing_class=make_tokenizer(),
-            callbacks=callbacks,
-            rollout_worker=rollouts or Rollouts(given.max_steps + 2),
-            weight_transfer=transfer,
-            peft_config=peft,
-        )
+    on_cpu()
+    return AsyncGRPOTrainer(
+        model=str(base),
+        args=given,
+        train_dataset=[{"prompt": "?"}],
+        processing_class=make_tokenizer(),
+        callbacks=callbacks,
+        rollout_worker=rollouts or Rollouts(given.max_steps + 2),
+        weight_transfer=transfer,
+        peft_config=peft,
+    )
 
 
 def served_form(model: PreTrainedModel) -> Tensors:
