@@ -1,7 +1,7 @@
 """``HostBatch`` is the part of a patch that one compiled loop applies to weights in host memory.
 
-The loop is given the addresses of all arrays. With a call per destination, the time of a very sparse commit would be
-mostly that of the calls. The addresses of the patch are read beside generation, those of the weights in the pause.
+The loop takes the addresses of all arrays, so that a commit makes one call, whatever the number of destinations. The
+addresses of the patch are read beside generation, those of the weights in the pause.
 """
 
 from itertools import groupby
@@ -24,7 +24,8 @@ class HostBatch:
 
     def __init__(self, patches: list[SparsePatch], destinations: list[Destination]) -> None:
         first = patches[0]
-        self._patches, self._destinations = patches, destinations
+        self._patches = patches  # keeps alive what the addresses lead to
+        self._destinations = destinations
         self._relative = first.relative
         self._types = np.empty(0, first.positions.dtype), np.empty(0, first.data.dtype)
         self._masks = order_masks(first.element)
