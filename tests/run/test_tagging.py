@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.collecting import Crash, Grown, MemoryBucket, long_run
-from vllm_delta_sync.errors import ChainError, ConflictError, NotFoundError, UsageError
+from vllm_delta_sync.errors import ChainError, ConflictError, FormatError, NotFoundError, UsageError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format.documents import RETENTION_KEY, Tag
 from vllm_delta_sync.format.manifest import version_key
@@ -59,6 +59,18 @@ def test_a_manifest_that_was_altered_unnoticed_gets_no_tag(grown: Grown, version
     assert grown.run_.tags() == {}
     grown.memory.put(key, manifest)
     assert set_tag(grown.run_, "best", version).manifest == grown.manifests[version].digest
+
+
+def test_beside_a_damaged_manifest_a_version_gets_no_tag(grown: Grown) -> None:
+    """Only the next manifest tells whether this one was altered too."""
+    following = grown.memory.get(version_key(4))
+    grown.memory.put(version_key(4), following[:-9])
+    with pytest.raises(ChainError, match="only the manifest of version 4 tells") as caught:
+        set_tag(grown.run_, "best", 3)
+    assert isinstance(caught.value.__cause__, FormatError)
+    assert grown.run_.tags() == {}
+    grown.memory.put(version_key(4), following)
+    assert set_tag(grown.run_, "best", 3).version == 3
 
 
 def test_names_and_versions_that_are_none(grown: Grown) -> None:

@@ -43,8 +43,9 @@ def set_tag(
 
     Raises:
         UsageError: the name is not valid. NotFoundError: no such version, or it was removed; the tag is unchanged.
-        ConflictError: a branch needs the tag of that name. ChainError: the version's manifest was altered, so that a
-        tag with its digest would be wrong once it is repaired. StoreError: the store failed.
+        ConflictError: a branch needs the tag of that name. ChainError: the version's manifest was altered, or whether
+        it was cannot be told, so that a tag with its digest may be wrong once it is repaired. StoreError: the store
+        failed.
     """
     key = tag_key(name)
     before = _stored(run, key)
@@ -99,8 +100,14 @@ def _check_unaltered(run: RunDocuments, manifest: Manifest) -> None:
         # HEAD.json names the newest version; this raises ChainError if it names another manifest.
         run.head()
         return
-    except DataError:
-        return
+    except DataError as error:
+        if run.keyring.checks_signatures:
+            return
+        raise ChainError(
+            f"version {manifest.version} gets no tag: only the manifest of version {manifest.version + 1} tells "
+            f"whether its own was altered, and that one cannot be read ({error}); run `delta-sync repair`, or choose "
+            "another version"
+        ) from error
     if following.parent != manifest.digest:
         raise ChainError(
             f"the manifest of version {manifest.version} has digest {manifest.digest}, but version {following.version} "

@@ -114,7 +114,7 @@ class WriterEvents(Events):
         writer = pick(self.world.writers, which)
         line = writer.line
         number = version % len(line.versions)
-        clean = line.healthy and writer.current and line.owes(number)
+        clean = line.healthy and writer.current and line.owes_tag(number)
         error = self.world.attempt(writer.process, fault, lambda: writer.publisher.rebase(number))
         if clean and fault is NO_FAULT:
             assert error is None, error

@@ -48,7 +48,7 @@ class StoreEvents(Events):
         if error is None:
             line.tags[name] = number
         elif line.healthy and fault is NO_FAULT:
-            assert not line.owes(number), error
+            assert not line.owes_tag(number), error
         self.enter_tags(line)
 
     @rule(which=ANY, name=st.sampled_from(["a", "b", "c"]))
@@ -82,7 +82,7 @@ class StoreEvents(Events):
         line_there = self.world.enter_branch(place, line, number)
         if line_there is None:
             assert error is not None
-            assert fault is not NO_FAULT or not line.healthy or not line.owes(number), error
+            assert fault is not NO_FAULT or not line.healthy or not line.owes_tag(number), error
             place.recreate()
             return
         if len(self.world.followers) < MAX_FOLLOWERS:

@@ -94,6 +94,10 @@ class Line:
         """Whether a version must be readable once nothing is in the way."""
         return version not in self.gone and version not in self.lost
 
+    def owes_tag(self, version: int) -> bool:
+        """Whether it can be tagged: only the manifest after it tells whether its own was altered."""
+        return self.owes(version) and version + 1 not in self.lost
+
     @property
     def newest(self) -> list[Bits]:
         return self.versions[-1].bits
