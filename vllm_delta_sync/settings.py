@@ -154,7 +154,8 @@ class Settings(StoreOptions):
         ),
     ] = "follow"
     poll_seconds: Annotated[
-        float, Field(gt=0, le=3600, description="Seconds between polls of the bucket when no notice arrives.")
+        float,
+        Field(gt=0, le=3600, description="Seconds from one poll of the bucket to the next when no notice arrives."),
     ] = 2.0
     notice: Annotated[
         str | None,

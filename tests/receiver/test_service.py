@@ -239,6 +239,21 @@ def test_notice_that_comes_while_an_older_one_is_dropped_is_heard(site: Site, mo
     assert ended
 
 
+def test_the_interval_counts_from_poll_to_poll_and_after_a_failure_from_its_end(site: Site) -> None:
+    """A poll takes a round trip, which is part of the interval; one that timed out must not be repeated at once."""
+    service = site.serve(poll_seconds=3000)
+    long_ago = time.monotonic() - 3500
+    service._wait_for_work(long_ago)
+    service._failures = 1
+    waiting = threading.Thread(target=service._wait_for_work, args=(long_ago,), daemon=True)
+    waiting.start()
+    waiting.join(0.5)
+    waits = waiting.is_alive()
+    service.stop()
+    waiting.join(WAIT)
+    assert waits
+
+
 # Policy manual: a server looks, shows what waits, and moves when it is told to
 
 

@@ -136,8 +136,12 @@ class ReceiverService:
             self._stop.wait(max(0.0, polled + MIN_POLL_SECONDS - time.monotonic()))
 
     def _wait_for_work(self, polled: float) -> None:
-        """Wait for the next poll, for a request, or for a notice and its delay."""
-        due = time.monotonic() + self._delay()
+        """Wait for the next poll, for a request, or for a notice and its delay.
+
+        The interval counts from the start of the last poll, which takes a round trip; after a failure, from its end, so
+        that a store that times out is not asked again at once.
+        """
+        due = (time.monotonic() if self._failures else polled) + self._delay()
         while not self._stop.is_set() and self._requests.empty():
             notice = self._pending_notice()
             if notice is not None and not self._is_new(notice):
