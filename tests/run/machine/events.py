@@ -16,6 +16,7 @@ from tests.run.machine.world import NO_FAULT, Follower, Line, World, Writer
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import ChainError, ConflictError, NotFoundError, StoreError
 from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.verify.verify import verify_run
 
 ANY = st.integers(0, 1023)
@@ -210,6 +211,10 @@ class Events(RuleBasedStateMachine):
         world = self.world
         for place in world.places.values():
             self.mend(place)
+            if place.altered:
+                # An anchor or merged delta written meanwhile may name it: no signature told that it was another one,
+                # and the manifest after it may have been lost. Repair replaces them.
+                repair(world.open(place.inner.url))
         for line in [line for line in world.lines.values() if line.current]:
             writer = self.start(line.place, tensors_of(line.newest))
             assert writer is not None

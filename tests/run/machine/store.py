@@ -6,12 +6,14 @@ to a ``Process`` and dies with it. Time is a ``Clock`` that only tests move.
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.errors import NotFoundError, StoreError
+from vllm_delta_sync.errors import DataError, NotFoundError, StoreError
+from vllm_delta_sync.format.manifest import VERSIONS_PREFIX, Manifest
 
 EPOCH = 1_800_000_000.0
 TICK = 0.001
@@ -102,6 +104,7 @@ class Place:
     Attributes:
         times: key → when it was put last, in the order of first puts. damaged: keys whose bytes are not those put.
         rotted: those that ever were damaged.
+        altered: whether a manifest ever rotted into another one, which only the manifest after it can tell.
     """
 
     def __init__(self, root: Path, clock: Clock) -> None:
@@ -114,6 +117,7 @@ class Place:
         self.removed_at: dict[str, float] = {}
         self.damaged: set[str] = set()
         self.rotted: set[str] = set()
+        self.altered = False
 
     def put(self, key: str, data: bytes | Path, if_absent: bool) -> None:
         self.inner.put(key, data, if_absent=if_absent)
@@ -177,6 +181,10 @@ class Place:
             path.write_bytes(b"" if how == "empty" else data[: at % max(1, len(data))])
         self.damaged.add(key)
         self.rotted.add(key)
+        if key.startswith(VERSIONS_PREFIX):
+            with suppress(DataError):
+                Manifest.from_bytes(path.read_bytes(), key)
+                self.altered = True
 
     def heal(self, key: str) -> None:
         """Bring one key back as it was put last."""
