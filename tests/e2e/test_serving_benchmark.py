@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_quick_run_writes_rows(tmp_path: Path) -> None:
-    # Phases so long that tokens arrive in each also on a machine that does much else: servers stood still for 16 s.
+    # On a busy machine, no token came for 16 s once; a server that stops until its next sync still fails.
     serving.main(["--quick", "--every", "25", "--json", str(tmp_path / "serving.json")])
     rows = json.loads((tmp_path / "serving.json").read_text())["rows"]
     values = {(row["metric"], row.get("peer")): row["value"] for row in rows}

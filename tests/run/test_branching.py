@@ -17,10 +17,10 @@ from tests.support.samples import RunWriter, nudge, random_bits
 from vllm_delta_sync.bucket import StoreOptions, conditional_put, open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.errors import ConflictError, DigestError, NotFoundError, StoreError, UsageError
+from vllm_delta_sync.errors import ChainError, ConflictError, DigestError, NotFoundError, StoreError, UsageError
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
-from vllm_delta_sync.format.manifest import Document, Manifest, RunInfo
+from vllm_delta_sync.format.manifest import Document, Manifest, RunInfo, version_key
 from vllm_delta_sync.maintenance.branch import branch, branch_tag, tensor_fingerprints
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.tags import delete_tag, set_tag
@@ -120,6 +120,15 @@ def test_an_object_that_is_damaged_makes_no_branch(source: Source, tmp_path: Pat
     run.bucket.put(key, bytes(data))
     with pytest.raises(DigestError):
         branch(run, 9, str(tmp_path / "branch"))
+    assert run.tags() == {}
+    assert not (tmp_path / "branch").exists()
+
+
+def test_beside_a_damaged_manifest_there_is_no_branch(source: Source, tmp_path: Path) -> None:
+    run, _ = source
+    run.bucket.put(version_key(8), b"{")
+    with pytest.raises(ChainError, match="version 8"):
+        branch(run, 7, str(tmp_path / "branch"))
     assert run.tags() == {}
     assert not (tmp_path / "branch").exists()
 

@@ -148,6 +148,22 @@ def test_objects_of_a_lost_manifest_are_found(whole: Whole) -> None:
         whole.bucket.held = left.held
 
 
+def test_a_bridge_from_a_manifest_that_was_altered_unnoticed_is_replaced(whole: Whole) -> None:
+    """Only the lost manifest could show that it was, so the bridge has its digest until both are back."""
+    whole.deltas("packed", "packed", "packed")
+    right = {key: whole.bucket.get(key) for key in map(keys.version_key, (9, 10))}
+    first, lost = right
+    whole.bucket.put(first, right[first].replace(b'"created_at":"2', b'"created_at":"9', 1))
+    whole.bucket.delete(lost)
+    report = repair(whole.run)
+    assert [line.split(":")[0] for line in report.repaired] == [side.merged_delta_key(9, 10)]
+    for key, data in right.items():
+        whole.bucket.put(key, data)
+    assert [finding.key for finding in verify_run(whole.run, findings=True).findings] == [side.merged_delta_key(9, 10)]
+    assert repair(whole.run).lost == []
+    assert_whole(whole)
+
+
 @pytest.mark.parametrize("what", ["document", "object", "both"])
 def test_damaged_anchors_and_folded_ranges_are_made_again(what: str, whole: Whole) -> None:
     whole.beside(5)

@@ -62,10 +62,10 @@ def test_a_manifest_that_was_altered_unnoticed_gets_no_tag(grown: Grown, version
 
 
 def test_beside_a_damaged_manifest_a_version_gets_no_tag(grown: Grown) -> None:
-    """Only the next manifest tells whether this one was altered too."""
+    """Only the next manifest shows whether this one was altered too."""
     following = grown.memory.get(version_key(4))
     grown.memory.put(version_key(4), following[:-9])
-    with pytest.raises(ChainError, match="only the manifest of version 4 tells") as caught:
+    with pytest.raises(ChainError, match="only the manifest of version 4 shows") as caught:
         set_tag(grown.run_, "best", 3)
     assert isinstance(caught.value.__cause__, FormatError)
     assert grown.run_.tags() == {}

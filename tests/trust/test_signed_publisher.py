@@ -30,6 +30,7 @@ from trainer_side.maintenance import HEAD_THREAD_NAME, THREAD_NAME
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
+    ChainError,
     ConflictError,
     DeltaSyncError,
     PublishError,
@@ -53,6 +54,7 @@ from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.maintenance.compact import compact, maintain
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
+from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.run.read_plan import find_steps as way
 
 _OTHERS: set[threading.Thread] = set()
@@ -86,6 +88,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 # What is written
+
+
+def test_a_signed_manifest_needs_no_other_to_be_tagged(folder: Path, keys: Keys, trainer: Trainer) -> None:
+    """Its signature shows that it was not altered; without trusted keys only the manifest after it does."""
+    with Publisher(trainer.live, str(folder), signing_key=keys.private("a")) as publisher:
+        publish(publisher, trainer, 3)
+    (folder / version_key(2)).write_bytes(b"{")
+    with pytest.raises(ChainError, match="version 2"):
+        set_tag(Run(open_bucket(str(folder))), "best", 1)
+    run = Run(open_bucket(str(folder)), keys.ring("a", "a"))
+    assert set_tag(run, "best", 1).version == 1
 
 
 def test_every_document_is_signed(folder: Path, keys: Keys, trainer: Trainer, tmp_path: Path) -> None:

@@ -43,9 +43,9 @@ def set_tag(
 
     Raises:
         UsageError: the name is not valid. NotFoundError: no such version, or it was removed; the tag is unchanged.
-        ConflictError: a branch needs the tag of that name. ChainError: the version's manifest was altered, or whether
-        it was cannot be told, so that a tag with its digest may be wrong once it is repaired. StoreError: the store
-        failed.
+        ConflictError: a branch needs the tag of that name. ChainError: the version's manifest was altered; or, without
+        trusted keys, the manifest after it is unreadable, which alone shows that. The tag's digest would be wrong once
+        the manifest is repaired. StoreError: the store failed.
     """
     key = tag_key(name)
     before = _stored(run, key)
@@ -93,7 +93,7 @@ def delete_tag(run: RunDocuments, name: str) -> None:
 
 
 def _check_unaltered(run: RunDocuments, manifest: Manifest) -> None:
-    """Compare a manifest's digest with what names it: unsigned, damage to a digit of a time does not show."""
+    """Compare a manifest's digest with what names it: without a signature, a changed digit of a time does not show."""
     try:
         following = run.manifest(manifest.version + 1)
     except NotFoundError:
@@ -104,8 +104,8 @@ def _check_unaltered(run: RunDocuments, manifest: Manifest) -> None:
         if run.keyring.checks_signatures:
             return
         raise ChainError(
-            f"version {manifest.version} gets no tag: only the manifest of version {manifest.version + 1} tells "
-            f"whether its own was altered, and that one cannot be read ({error}); run `delta-sync repair`, or choose "
+            f"version {manifest.version} gets no tag: only the manifest of version {manifest.version + 1} shows "
+            f"whether its own was altered, and it cannot be read ({error}); run `delta-sync repair`, or choose "
             "another version"
         ) from error
     if following.parent != manifest.digest:

@@ -212,8 +212,8 @@ class Events(RuleBasedStateMachine):
         for place in world.places.values():
             self.mend(place)
             if place.altered:
-                # An anchor or merged delta written meanwhile may name it: no signature told that it was another one,
-                # and the manifest after it may have been lost. Repair replaces them.
+                # If the manifest after it was lost, nothing showed that it was altered, so an anchor or a merged delta
+                # written meanwhile may have its digest. Repair replaces them; a wrong tag would stay.
                 repair(world.open(place.inner.url))
         for line in [line for line in world.lines.values() if line.current]:
             writer = self.start(line.place, tensors_of(line.newest))

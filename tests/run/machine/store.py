@@ -104,7 +104,7 @@ class Place:
     Attributes:
         times: key → when it was put last, in the order of first puts. damaged: keys whose bytes are not those put.
         rotted: those that ever were damaged.
-        altered: whether a manifest ever rotted into another one, which only the manifest after it can tell.
+        altered: whether a manifest ever rotted into another valid one; only the manifest after it can show that.
     """
 
     def __init__(self, root: Path, clock: Clock) -> None:

@@ -95,7 +95,7 @@ class Line:
         return version not in self.gone and version not in self.lost
 
     def owes_tag(self, version: int) -> bool:
-        """Whether it can be tagged: only the manifest after it tells whether its own was altered."""
+        """Whether it can be tagged: only the manifest after it shows whether its own was altered."""
         return self.owes(version) and version + 1 not in self.lost
 
     @property

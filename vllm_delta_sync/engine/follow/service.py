@@ -138,8 +138,8 @@ class ReceiverService:
     def _wait_for_work(self, polled: float) -> None:
         """Wait for the next poll, for a request, or for a notice and its delay.
 
-        The interval counts from the start of the last poll, which takes a round trip; after a failure, from its end, so
-        that a store that times out is not asked again at once.
+        The interval counts from the start of the last poll, so it includes the poll's round trips. After a failure it
+        counts from the end, so that a store that times out is not polled again at once.
         """
         due = (time.monotonic() if self._failures else polled) + self._delay()
         while not self._stop.is_set() and self._requests.empty():

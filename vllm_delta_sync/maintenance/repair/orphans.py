@@ -41,8 +41,8 @@ def bridge(
     Uses them only if their declared changes lead from the version before (``first``, with weights ``before``) to the
     state that the version ``after`` builds on, and each tensor changes as declared. ``after`` names the lost manifest.
 
-    ``first`` is named as it was read. If it was altered too, which without signatures only the lost manifest could
-    tell, the merged delta is useless once both are restored, and the next repair replaces it.
+    The merged delta names ``first`` by the digest of what was read. If that manifest was altered too, which only the
+    lost one could show, readers skip the merged delta once both are restored, and the next repair replaces it.
 
     Does nothing in a signed run: only the lost manifest said which objects belong to it, and objects that add up to the
     right fingerprint are easy to forge.
