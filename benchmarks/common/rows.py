@@ -76,7 +76,7 @@ def machine() -> str:
     if cpuinfo.exists():
         names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
-    return f"{model}, {os.cpu_count()} cores"
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
 
 
 def commit() -> str | None:

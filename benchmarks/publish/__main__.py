@@ -57,7 +57,7 @@ LOOK_SECONDS = 0.1
 
 def plans(quick: bool) -> list[Plan]:
     """What is measured: calls of a large model, the loop of a smaller one."""
-    cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     shares = [(1, threads) for threads in sorted({1, cores})] + [(2, max(1, cores // 2))]
     if quick:
         return [Plan("7 M", ranks, 1, turns=3, blocks=2, steps=2, settle=0.0) for ranks in (1, 2)]
