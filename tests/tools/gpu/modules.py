@@ -20,6 +20,8 @@ from tests.support.modules import ModulePort, save_base
 from tests.tools.gpu.report import LeftOutError, Report
 from trainer_side import Publisher
 from trainer_side.diff import device as diff
+from trainer_side.diff.buffers import BaselineLocation
+from vllm_delta_sync import open_run
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.compat import write_hooks
 from vllm_delta_sync.engine.follow.receiver import Receiver
@@ -28,9 +30,12 @@ from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import BusyError, MemoryLimitError
 from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.settings import Settings
 
 SHARES = (0.001, 0.01, 0.05)
+LOCATIONS: dict[BaselineLocation, str] = {"host": "in host memory", "device": "on the device"}
+PUBLISHED = 3
 LEFT_BYTES = 64 << 20
 """Of a device that is filled: for what the runtime needs."""
 TRANSPOSED = "out_0"
@@ -88,13 +93,19 @@ class TimedPort(ModulePort):
     """An engine with one rank, which commits each version several times in its pause: forwards, back, and so on.
 
     Attributes:
-        staged: the last answer. commit_ms, revert_ms: of the last pause. allocations: by torch, in each pause.
+        repeats: how often; 0 to do as engines do.
+        staged: the last answer.
+        commit_ms: of the last pause, with the patch on the device as staging leaves it.
+        revert_ms: as if another rank had failed: the patch is still on the device.
+        rollback_ms: the patch comes from host memory.
+        allocations: by torch, in each pause.
         wrong: parameters that differed from the reference when the last commit was reverted.
     """
 
     staged: protocol.Staged
     commit_ms: list[float]
     revert_ms: list[float]
+    rollback_ms: list[float]
     wrong: list[str]
 
     def __init__(self, model: FusedLayers, reference: FusedLayers, device: torch.device, repeats: int) -> None:
@@ -106,25 +117,42 @@ class TimedPort(ModulePort):
 
     def call_rank(self, rank: RankWorker, request: RankRequest[A]) -> A | RankFailure:
         call: Callable[[], A | RankFailure] = partial(super().call_rank, rank, request)
-        before = rank.version
-        if not isinstance(request, protocol.Commit):
+        before, patch = rank.version, rank._staged
+        if not isinstance(request, protocol.Commit) or not self.repeats:
             answer = call()
             if isinstance(answer, protocol.Staged):
                 self.staged = answer
             return answer
         answers: list[A | RankFailure] = []
-        allocated = allocations(self.device)
-        self.commit_ms, self.revert_ms = [timed(self.device, lambda: answers.append(call()))], []
+        self.commit_ms, self.revert_ms, self.rollback_ms = [], [], []
+        allocated = self._measure(self.commit_ms, lambda: answers.append(call()))
         if isinstance(answers[0], RankFailure):
             return answers[0]
+        assert patch is not None
+        uploaded = patch.on_device
+        assert uploaded is not None
         for _ in range(self.repeats):
-            self.revert_ms.append(timed(self.device, lambda: rank.revert(before)))
-            self.commit_ms.append(timed(self.device, lambda: rank.revert(request.version)))
-        self.allocations.append(allocations(self.device) - allocated)
+            allocated += self._measure(self.revert_ms, lambda: rank.revert(before))
+            # A revert drops what staging has uploaded.
+            with torch.inference_mode():
+                uploaded.upload()
+            allocated += self._measure(self.commit_ms, lambda: rank.revert(request.version))
+            uploaded.release()
+            allocated += self._measure(self.rollback_ms, lambda: rank.revert(before))
+            rank.revert(request.version)
+            with torch.inference_mode():
+                uploaded.upload()
+        self.allocations.append(allocated)
         rank.revert(before)
         self.wrong = differences(self.model, self.reference)
         rank.revert(request.version)
         return answers[0]
+
+    def _measure(self, milliseconds: list[float], action: Callable[[], object]) -> int:
+        """Time an action of a pause; return how often torch allocated memory of the device."""
+        allocated = allocations(self.device)
+        milliseconds.append(timed(self.device, action))
+        return allocations(self.device) - allocated
 
 
 class SleepingWorker:
@@ -148,7 +176,7 @@ class Trial:
     """A trainer on the device, its run, and the two receivers that follow it."""
 
     def __init__(self, parameters: dict[str, Parts], device: torch.device, root: Path, repeats: int) -> None:
-        self.parameters, self.device, self.repeats = parameters, device, repeats
+        self.parameters, self.device, self.root, self.repeats = parameters, device, root, repeats
         self.random = torch.Generator(device).manual_seed(0)
         self.tensors = {
             name: 0.02 * torch.randn(size, generator=self.random, device=device, dtype=torch.bfloat16)
@@ -170,12 +198,17 @@ class Trial:
         module.load_weights(self.tensors.items())
         return module
 
-    def publish(self, share: float) -> float:
-        """Change a bit of a share of all elements, and publish; milliseconds of the comparison."""
+    def change(self, share: float) -> None:
+        """Change a bit of a share of all elements."""
         for tensor in self.tensors.values():
             flat = bits_of(tensor)
             where = torch.randint(len(flat), (int(share * len(flat)),), generator=self.random, device=self.device)
             flat[where] = flat[where] ^ 1
+        synchronize(self.device)
+
+    def publish(self, share: float) -> float:
+        """Change a share of all elements, and publish; milliseconds of the comparison."""
+        self.change(share)
         result = self.publisher.publish(step=0, wait=True)
         self.publisher.flush()
         return 1e3 * result.seconds["diff"]
@@ -201,12 +234,12 @@ class Trial:
         self.follow()
         port, staged = self.port, self.port.staged
         assert port.wrong == [], f"reverted, but not to the bits from before: {port.wrong}"
-        ours, back = statistics.median(port.commit_ms), statistics.median(port.revert_ms)
+        ours, back, rollback = map(statistics.median, (port.commit_ms, port.revert_ms, port.rollback_ms))
         rate = (staged.nbytes + 4 * staged.elements) / ours / 1e6
         return (
             f"{staged.elements:,} elements: {ours:.2f} ms (first {port.commit_ms[0]:.2f}), {rate:.0f} GB/s, "
-            f"{ours / bare:.2f} × `index_put_` ({bare:.2f} ms); back {back:.2f} ms; compared in {compared:.0f} ms, "
-            f"staged in {sum(staged.ms.values()):.0f} ms"
+            f"{ours / bare:.2f} × `index_put_` ({bare:.2f} ms); back in the same pause {back:.2f} ms, later "
+            f"{rollback:.2f} ms; compared in {compared:.0f} ms, staged in {sum(staged.ms.values()):.0f} ms"
         )
 
     def scatter_ms(self) -> float:
@@ -272,6 +305,8 @@ class Trial:
         if self.device.type == "cpu":
             raise LeftOutError("takes a device")
         self.publish(max(SHARES))
+        # To compare takes memory.
+        self.port.repeats = 0
         said = "staged and committed all the same"
         with filled(self.device):
             try:
@@ -283,28 +318,62 @@ class Trial:
         self.follow()
         return said
 
+    def publish_from(self, location: BaselineLocation) -> str:
+        """Publish another run of the same weights. Args: location: of its baseline."""
+        url = str(self.root / location)
+        with Publisher(lambda: self.tensors.items(), url, codec="packed", fold=False, baseline=location) as publisher:
+            results = []
+            # The first one moves the baseline.
+            for step in range(PUBLISHED):
+                self.change(0.01)
+                results.append(publisher.publish(step=step, wait=True))
+                publisher.flush()
+        with open_run(url) as run:
+            pairs = ((name, bits_of(found), bits_of(self.tensors[name]).cpu()) for name, found in run.tensors())
+            wrong = [name for name, found, expected in pairs if not torch.equal(found, expected)]
+        assert not wrong, f"published wrong: {wrong}"
+        first, *later = (1e3 * result.seconds["diff"] for result in results)
+        ours, copy = statistics.median(later), self.copy_ms()
+        return (
+            f"{results[-1].changed:,} elements: {ours:.0f} ms (first {first:.0f}), {ours / copy:.2f} × copying all "
+            f"weights to pinned memory ({copy:.0f} ms)"
+        )
+
+    def copy_ms(self) -> float:
+        """Milliseconds to copy all weights to the host, as who sends them whole does at least."""
+        pinned = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
+                  for tensor in self.tensors.values()]  # fmt: skip
+
+        def copy() -> None:
+            for target, tensor in zip(pinned, self.tensors.values(), strict=True):
+                target.copy_(tensor, non_blocking=True)
+
+        return statistics.median(timed(self.device, copy) for _ in range(self.repeats))
+
     def compare(self, dtype: torch.dtype) -> str:
         elements = min(diff.WINDOW_ELEMENTS, max(tensor.numel() for tensor in self.tensors.values()))
         live = torch.randn(elements, generator=self.random, device=self.device, dtype=dtype)
         window = live.to(torch.bfloat16, copy=True).view(torch.int16)
         window[::100] ^= 1
         extract = diff._extract_for(live)
+        ours = partial(extract, TensorSpec("compared", "BF16", (elements,)), 0, live, window)
 
-        def bare() -> diff.Differences:
+        def bare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             bits = live.to(torch.bfloat16).view(torch.int16)
             where = torch.nonzero(bits != window).view(-1)
             return where, window[where], bits[where]
 
-        for found, expected in zip(extract(live, window, "BF16"), bare(), strict=True):
-            assert torch.equal(found, expected)
-        ours, theirs = (
+        (found,) = ours()
+        for mine, expected in zip((found.where, found.old, found.new), bare(), strict=True):
+            assert torch.equal(mine.to(expected.dtype), expected)
+        ours_ms, theirs_ms = (
             statistics.median(timed(self.device, action) for _ in range(self.repeats))
-            for action in (lambda: extract(live, window, "BF16"), bare)
+            for action in (lambda: list(ours()), bare)
         )
-        rate = (live.nbytes + window.nbytes) / ours / 1e6
+        rate = (live.nbytes + window.nbytes) / ours_ms / 1e6
         return (
-            f"{elements / 1e6:.1f} M elements, 1 % changed: {ours:.2f} ms by `{extract.__name__}`, {rate:.0f} GB/s, "
-            f"{ours / theirs:.2f} × `!=` and `nonzero` ({theirs:.2f} ms)"
+            f"{elements / 1e6:.1f} M elements, 1 % changed: {ours_ms:.2f} ms by `{extract.__name__}`, hashes included, "
+            f"{rate:.0f} GB/s, {ours_ms / theirs_ms:.2f} × `!=` and `nonzero` ({theirs_ms:.2f} ms)"
         )
 
 
@@ -325,6 +394,8 @@ def check_modules(report: Report, parameters: dict[str, Parts], device: torch.de
         report.check("fingerprints of all weights", trial.fingerprints)
         report.check("sleep in the middle of a scan", trial.sleep)
         report.check("staging without device memory", trial.out_of_memory)
+        for location, where in LOCATIONS.items():
+            report.check(f"publishing, 1% changed, baseline {where}", partial(trial.publish_from, location))
         for dtype in (torch.bfloat16, torch.float32):
             report.check(f"the publisher's comparison, {str(dtype)[6:]}", partial(trial.compare, dtype))
     for trial in made:
@@ -360,12 +431,16 @@ def scan(rank: RankWorker, meanwhile: Callable[[], None] = lambda: None) -> prot
 
 def timed(device: torch.device, action: Callable[[], object]) -> float:
     """Milliseconds until the device has done an action."""
-    synchronize: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    synchronize()
+    synchronize(device)
     began = time.perf_counter()
     action()
-    synchronize()
+    synchronize(device)
     return 1e3 * (time.perf_counter() - began)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def allocations(device: torch.device) -> int:
