@@ -22,6 +22,7 @@ from trainer_side.diff import triton as diff
 from vllm_delta_sync.engine.model import commit_triton as commit
 from vllm_delta_sync.engine.model import fingerprint_triton as fingerprint
 from vllm_delta_sync.engine.model.device_patch import BLOCK
+from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,28 @@ def _diff(live: int, base: int) -> DeviceKernel:
     rounds = live != base
     return DeviceKernel(
         f"diff, int{8 * base}" + (", rounded from float32" if rounds else ""),
-        diff._extract,
+        diff.extract_kernel,
         {
             "live": f"*i{8 * live}", "base": f"*i{8 * base}", "size": "i32", "where": "*i32", "old": f"*i{8 * base}",
-            "new": f"*i{8 * base}", "count": "*i32", "nan": "i32", "room": "i32",
+            "new": f"*i{8 * base}", "firsts": "*i32", "counts": "*i32", "count": "*i32", "nan": "i32", "room": "i32",
         },
         {"ROUND": rounds, "SIZE": diff.BLOCK},
+    )  # fmt: skip
+
+
+def _order(width: int) -> DeviceKernel:
+    element = f"*i{8 * width}"
+    return DeviceKernel(
+        f"order, int{8 * width}",
+        diff.order_kernel,
+        {
+            "where": "*i32", "old": element, "new": element, "firsts": "*i32", "counts": "*i32", "ends": "*i64",
+            "blocks": "i32", "seed": "u64", "start": "i64", "to_where": "*i32", "to_old": element, "to_new": element,
+            "relative": "*i16", "distances": element, "sums": "*i64",
+        },
+        {
+            "FLOAT": True, "CHUNK": CHUNK_ELEMENTS, "SIZE": diff.ORDER_BLOCK, "BLOCKS": diff.ORDER_BLOCKS,
+        },
     )  # fmt: skip
 
 
@@ -83,6 +100,8 @@ KERNELS = [
     _commit(2, True, wide=True),
     _diff(2, 2),
     _diff(4, 2),
+    _order(2),
+    _order(8),
     _fingerprint(1, 1),
     _fingerprint(2, 1),
     _fingerprint(2, 2),
@@ -100,8 +119,8 @@ HEADER = """\
 
 Made by `python -m tests.tools.device_kernels --write`, which needs no GPU: registers + bytes of stack of a thread, for
 three generations of GPUs. Registers spill to the stack. A test ([guarantees](guarantees.md)) fails if a kernel takes
-more. It also runs every kernel under Triton's interpreter and compares the results with those of a CPU. No kernel has
-run on a GPU.
+more. It also runs every kernel under Triton's interpreter and compares the results with those of a CPU.
+[gpu.md](gpu.md) has a run on a GPU.
 
 """
 

@@ -42,8 +42,10 @@ def check_rounding() -> None:
         patterns = upper | lower
         live = torch.where(patterns < 1 << 31, patterns, patterns - (1 << 32)).to(torch.int32).view(torch.float32)
         window = torch.zeros(live.numel(), dtype=SIGNED[2])
-        where, _, new = triton.extract_triton(live, window, "BF16")
-        rounded = torch.zeros_like(window).index_put((where,), new)
+        spec = TensorSpec(NAME, "BF16", tuple(live.shape))
+        rounded = torch.zeros_like(window)
+        for found in triton.extract_triton(spec, 0, live, window):
+            rounded[found.start + found.where.long()] = found.new
         assert (bits_of(rounded) == served(live, "BF16")).all(), hex(lower)
 
 

@@ -1,81 +1,135 @@
 """``collect``: compare a tensor on the live tensor's device, so that only its changes are copied to the host.
 
-Runs with plain torch operations on any device, the CPU included; on CUDA the loop over elements is one Triton kernel.
+Runs with plain torch operations on any device, the CPU included; on CUDA the loops over elements are Triton kernels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trainer_side.diff.buffers import BaselineBuffer, DeviceBuffer, HostBuffer
 from trainer_side.diff.reader import boxes
-from trainer_side.diff.undo_log import ChangeLog, ExpandedChanges, PendingWrite
-from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
+from trainer_side.diff.undo_log import ChangeLog, PendingWrite
+from vllm_delta_sync.format.fingerprint import Fingerprint, tensor_seed
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors.bits import Bits, order_masks
-from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of
+from vllm_delta_sync.tensors import torch_hash
+from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
+from vllm_delta_sync.tensors.segments import Segment, SegmentArrays
+from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
 
 WINDOW_ELEMENTS = 32 * 1024**2
 """Elements compared at once: bounds the device memory of a comparison, see docs/design/costs.md."""
 
-Differences = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Extract = Callable[[torch.Tensor, torch.Tensor, str], Differences]
+
+@dataclass(frozen=True)
+class Differences:
+    """Elements of a stretch of a tensor that differ from the baseline, ascending. All but ``ends`` is on the device.
+
+    Attributes:
+        start: flat index, in the tensor, of the first element of the stretch, where its first chunk begins.
+        where: (m,) int32 or int64 indices from ``start``.
+        old, new: (m,) signed integers: bits in the baseline, and those that were read.
+        relative: (m,) int16 index in the chunk of ``CHUNK_ELEMENTS``.
+        distances: (m,) signed integers: ULP distances new − old.
+        sums: (2,) int64: low and high lane of the fingerprint after minus before.
+        ends: (chunks,) int64 number of these elements up to the end of each chunk, in host memory.
+    """
+
+    start: int
+    where: torch.Tensor
+    old: torch.Tensor
+    new: torch.Tensor
+    relative: torch.Tensor
+    distances: torch.Tensor
+    sums: torch.Tensor
+    ends: npt.NDArray[np.int64]
+
+
+Extract = Callable[[TensorSpec, int, torch.Tensor, torch.Tensor], Iterator[Differences]]
 
 
 def collect(spec: TensorSpec, buffer: BaselineBuffer, live: torch.Tensor, log: ChangeLog) -> Fingerprint:
     """Do ``Detector.collect`` for a live tensor or baseline on a device."""
     extract = _extract_for(live)
-    entries = log.parts[0]
     change = Fingerprint()
     flat = live.view(-1) if live.is_contiguous() else live
     for start, index in boxes(tuple(flat.shape), WINDOW_ELEMENTS):
         box = flat[index]
-        window = buffer.window(start, start + box.numel(), live.device)
-        where, old, new = extract(box, window, spec.dtype)
-        if not where.numel():
-            continue
-        positions, before, after = where.cpu().numpy() + start, bits_of(old.cpu()), bits_of(new.cpu())
-        changes = ExpandedChanges(positions, distances_between(spec, before, after))
-        # From here on an interrupt may leave the window half updated; ``PendingWrite`` restores the old bits.
-        if isinstance(buffer, DeviceBuffer):
-            positions_there = where + start
-            entries.append(PendingWrite(partial(buffer.put, positions_there, old)))
-            buffer.put(positions_there, new)
-        elif isinstance(buffer, HostBuffer):
-            entries.append(PendingWrite(partial(buffer.put, positions, before)))
-            buffer.put(positions, after)
-        entries[-1] = changes
-        change += fingerprint_change(spec.name, positions, before, after)
+        for found in extract(spec, start, box, buffer.window(start, start + box.numel(), live.device)):
+            if found.where.numel():
+                change += _record(spec, buffer, found, log)
     return change
 
 
-def distances_between(spec: TensorSpec, old: Bits, new: Bits) -> Bits:
-    """Return ULP distances new − old, element by element."""
-    from vllm_delta_sync.tensors import diff_kernels
+def _record(spec: TensorSpec, buffer: BaselineBuffer, found: Differences, log: ChangeLog) -> Fingerprint:
+    """Update the baseline to what was found, and log it; return the change of fingerprint."""
+    relative, distances, new, sums = _on_host(found.relative, found.distances, found.new, found.sums)
+    starts = found.start + CHUNK_ELEMENTS * np.arange(found.ends.size)
+    # The transfer's memory is pinned, and these are kept until the version is durable.
+    kept = relative.view(np.uint16).copy(), distances.view(spec.element.uint).copy()
+    arrays = SegmentArrays(*kept, starts, found.ends, np.zeros(3, np.int64))
+    entries = log.parts[0]
+    if isinstance(buffer, HostBuffer):
+        from vllm_delta_sync.tensors import diff_kernels
 
-    distances = np.empty_like(old)
-    diff_kernels.distances_between(old, new, *order_masks(spec.element), distances)
-    return distances
+        # Empty until the loop has written all.
+        entries.append(Segment.open(arrays))
+        diff_kernels.put(buffer.bits, new.view(spec.element.uint), *arrays.as_arguments())
+    elif isinstance(buffer, DeviceBuffer):
+        complete = Segment(arrays, (0, 0), (relative.size, starts.size))
+        where = found.where.long() + found.start
+        # From here on an interrupt may leave the baseline half updated; this restores the old bits.
+        entries.append(PendingWrite(partial(buffer.put, where, found.old)))
+        buffer.put(where, found.new)
+        entries[-1] = complete
+    low, high = sums.view(np.uint64).tolist()
+    return Fingerprint(low, high)
 
 
-def extract_torch(box: torch.Tensor, window: torch.Tensor, dtype: str) -> Differences:
-    """Return the elements of a box that differ from the baseline.
+def _on_host(*tensors: torch.Tensor) -> list[np.ndarray]:
+    """Copy tensors of one device to the host, all at once."""
+    if tensors[0].device.type != "cuda":
+        return [tensor.cpu().numpy() for tensor in tensors]
+    pinned = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+    for target, tensor in zip(pinned, tensors, strict=True):
+        target.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    return [target.numpy() for target in pinned]
+
+
+def extract_torch(spec: TensorSpec, start: int, box: torch.Tensor, window: torch.Tensor) -> Iterator[Differences]:
+    """Yield the elements of a box that differ from the baseline, as one stretch.
 
     Args:
+        start: flat index of the box in the tensor.
         box: live elements, any shape and strides. window: (n,) their baseline, signed integers, on the same device.
-        dtype: served.
-
-    Returns:
-        (m,) int64 ascending indices in the window, and their bits in the baseline and in the box, signed integers.
     """
     # A copy: the comparison reads more than once, and the trainer may write meanwhile.
-    fresh = torch.empty(box.shape, dtype=TORCH_DTYPES[dtype], device=box.device)
+    fresh = torch.empty(box.shape, dtype=TORCH_DTYPES[spec.dtype], device=box.device)
     fresh.copy_(box if box.dtype == fresh.dtype else box.contiguous())
     bits = fresh.view(-1).view(window.dtype)
     where = torch.nonzero(bits != window).view(-1)
-    return where, window[where], bits[where]
+    old, new = window[where], bits[where]
+    chunks = torch.arange(1, 1 + -(-window.numel() // CHUNK_ELEMENTS), device=where.device)
+    ends = torch.searchsorted(where, chunks * CHUNK_ELEMENTS).cpu().numpy()
+    keys = [_key(bits) if spec.element.is_float else bits for bits in (old, new)]
+    lanes = torch.empty((5, where.numel()), dtype=torch.int64, device=where.device)
+    premixed = torch_hash.premix(tensor_seed(spec.name), where + start)
+    for bits, row in ((old, 0), (new, 2)):
+        torch_hash.write_lanes(premixed, bits, lanes[row], lanes[row + 1], lanes[4])
+    sums = torch.sum(lanes[2:4] - lanes[:2], 1)
+    relative = (where % CHUNK_ELEMENTS).to(torch.int16)
+    yield Differences(start, where, old, new, relative, keys[1] - keys[0], sums, ends)
+
+
+def _key(bits: torch.Tensor) -> torch.Tensor:
+    """Return the place of floats' patterns in the monotone order, but for a constant."""
+    sign, largest = 8 * bits.element_size() - 1, torch.iinfo(bits.dtype).max
+    return bits ^ ((bits >> sign) & largest)
 
 
 def _extract_for(live: torch.Tensor) -> Extract:

@@ -223,6 +223,7 @@ def compile_kernels(table: TensorTable) -> None:
         room = 0, *order_masks(element), np.uint64(0), *arrays.as_arguments()
         diff_kernels.collect(old, fresh, *room)
         segment.expand(np.empty(1, np.int64))
+        diff_kernels.put(old, fresh, *arrays.as_arguments()[:2], *np.zeros((2, 0), np.int64), arrays.state)
         diff_kernels.gather(fresh, 1, 1, 1, old)
         one = np.empty(0, np.int64)
         bounds, sums, none = np.empty((1, 2), np.int64), np.empty((0, 2), np.uint64), np.empty(0, np.uint64)

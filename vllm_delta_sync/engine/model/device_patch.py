@@ -25,6 +25,7 @@ from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
 from vllm_delta_sync.engine.model.undo_writes import undo_writes
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.tensors.torch_hash import write_lanes
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 BLOCK = 1024
@@ -371,7 +372,7 @@ def _commit_piece(
     else:
         after.copy_(data)
     for row, bits in ((0, before), (2, after)):
-        _hash(packed.premix[piece], bits, lanes[row], lanes[row + 1], shifted)
+        write_lanes(packed.premix[piece], bits, lanes[row], lanes[row + 1], shifted)
     change = torch.sum(lanes[2:].sub_(lanes[:2]), 1, out=rows[1, :2])
     # Whatever may fail for want of memory has come before the writes.
     try:
@@ -404,28 +405,3 @@ def _add(
         after.add_(distances)
     if is_float:
         after.bitwise_xor_(torch.bitwise_right_shift(after, sign, out=mask).bitwise_and_(largest))
-
-
-def _hash(
-    premix: torch.Tensor, bits: torch.Tensor, low: torch.Tensor, high: torch.Tensor, shifted: torch.Tensor
-) -> None:
-    """Write both lanes of the element hashes; int64 arithmetic wraps as the unsigned definition does."""
-    from vllm_delta_sync.format import kernels
-
-    bits_factor, final_factor, lane_factor = (
-        int(factor.view(np.int64)) for factor in (kernels.BITS, kernels.FINAL, kernels.LANE)
-    )
-    low.copy_(bits)
-    if bits.element_size() < 8:
-        low.bitwise_and_((1 << (8 * bits.element_size())) - 1)
-    low.mul_(bits_factor).add_(premix)
-    _fold(low, 29, shifted).mul_(final_factor)
-    _fold(low, 32, shifted)
-    torch.mul(low, lane_factor, out=high)
-    _fold(high, 29, shifted)
-
-
-def _fold(words: torch.Tensor, count: int, shifted: torch.Tensor) -> torch.Tensor:
-    """Do words ^= words >> count in place, with zeros shifted in."""
-    torch.bitwise_right_shift(words, count, out=shifted).bitwise_and_((1 << (64 - count)) - 1)
-    return words.bitwise_xor_(shifted)
