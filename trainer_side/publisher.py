@@ -140,9 +140,10 @@ class Publisher:
                 setting ``trusted_keys``, else the signing key's own public key.
             head_seconds: how long a signed HEAD.json is valid; it is renewed in time while the publisher lives.
             baseline: where to keep the last published bits, which take as many bytes as the model in the served dtypes:
-                in ``host`` memory (pinned for tensors on CUDA); for tensors that live on a device, on the ``device``;
-                or on ``disk``, for models larger than memory: in an unnamed file of the temporary directory (TMPDIR),
-                mapped into memory, of which the system keeps in memory what there is room for. Not for sharded models.
+                in ``host`` memory (pinned for tensors on CUDA); for tensors that live on a device, on the ``device``,
+                where an H200 compared them in a quarter of the time (docs/gpu.md); or on ``disk``, for models larger
+                than memory: in an unnamed file of the temporary directory (TMPDIR), mapped into memory, of which the
+                system keeps in memory what there is room for. ``disk`` is not for sharded models.
             diff_threads: threads that compare large tensors on the host; None means torch's number of threads.
             receiver_bytes_per_second: receivers' download speed (codec ``auto``); None means the measured upload speed.
             first_step: optimizer step that version 0 of a new run records.

@@ -52,6 +52,7 @@ def test_device_finds_what_the_host_finds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(detection_device, "WINDOW_ELEMENTS", 1000)
+    monkeypatch.setattr(detection_device, "TORCH_ELEMENTS", 700)
     for live in (torch.randn(70, 90).to(given), torch.randn(70, 90).to(given).t(), torch.randn(()).to(given)):
         new = served(live, dtype)
         old = disturbed(new, share)

@@ -23,6 +23,8 @@ from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
 
 WINDOW_ELEMENTS = 32 * 1024**2
 """Elements compared at once: bounds the device memory of a comparison, see docs/design/costs.md."""
+TORCH_ELEMENTS = 4 * 1024**2
+"""Elements compared at once without Triton, where each changed one takes some 80 bytes for a moment."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def _on_host(*tensors: torch.Tensor) -> list[np.ndarray]:
 
 
 def extract_torch(spec: TensorSpec, start: int, box: torch.Tensor, window: torch.Tensor) -> Iterator[Differences]:
-    """Yield the elements of a box that differ from the baseline, as one stretch.
+    """Yield the elements of a box that differ from the baseline, stretch by stretch.
 
     Args:
         start: flat index of the box in the tensor.
@@ -112,18 +114,24 @@ def extract_torch(spec: TensorSpec, start: int, box: torch.Tensor, window: torch
     fresh = torch.empty(box.shape, dtype=TORCH_DTYPES[spec.dtype], device=box.device)
     fresh.copy_(box if box.dtype == fresh.dtype else box.contiguous())
     bits = fresh.view(-1).view(window.dtype)
+    for first in range(0, window.numel(), TORCH_ELEMENTS):
+        stretch = slice(first, first + TORCH_ELEMENTS)
+        yield _compared(spec, start + first, bits[stretch], window[stretch])
+
+
+def _compared(spec: TensorSpec, start: int, bits: torch.Tensor, window: torch.Tensor) -> Differences:
     where = torch.nonzero(bits != window).view(-1)
     old, new = window[where], bits[where]
     chunks = torch.arange(1, 1 + -(-window.numel() // CHUNK_ELEMENTS), device=where.device)
     ends = torch.searchsorted(where, chunks * CHUNK_ELEMENTS).cpu().numpy()
-    keys = [_key(bits) if spec.element.is_float else bits for bits in (old, new)]
+    keys = [_key(side) if spec.element.is_float else side for side in (old, new)]
     lanes = torch.empty((5, where.numel()), dtype=torch.int64, device=where.device)
     premixed = torch_hash.premix(tensor_seed(spec.name), where + start)
-    for bits, row in ((old, 0), (new, 2)):
-        torch_hash.write_lanes(premixed, bits, lanes[row], lanes[row + 1], lanes[4])
+    for side, row in ((old, 0), (new, 2)):
+        torch_hash.write_lanes(premixed, side, lanes[row], lanes[row + 1], lanes[4])
     sums = torch.sum(lanes[2:4] - lanes[:2], 1)
     relative = (where % CHUNK_ELEMENTS).to(torch.int16)
-    yield Differences(start, where, old, new, relative, keys[1] - keys[0], sums, ends)
+    return Differences(start, where, old, new, relative, keys[1] - keys[0], sums, ends)
 
 
 def _key(bits: torch.Tensor) -> torch.Tensor:

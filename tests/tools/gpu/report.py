@@ -15,7 +15,7 @@ log-probs exactly. Times are medians; GB/s counts what has to be read and writte
 It needs a Linux machine with an NVIDIA GPU of 24 GB or more, 40 GB of memory, 20 GB of temporary disk space, and a
 Python on `PATH` (or `PYTHON=…`) that has a CUDA build of torch, with Triton, and vLLM. It installs what else is missing
 into `.venv-gpu`. Plan an hour; `make test-gpu GPU_FLAGS=--quick` uses small shapes and fewer versions. Modules have
-Llama-8B's shapes, 8 layers of 32 (`--layers`). Their checks need torch and Triton only, and without vLLM those of real
+Llama-8B's shapes, 8 layers of 32. Their checks need torch and Triton only, and without vLLM those of real
 servers are left out: versions from AdamW steps beside a fresh server, with CUDA graphs and torch.compile, on one GPU
 and tensor parallel on two; pauses under load; sleep during staging; staging without device memory.
 """
