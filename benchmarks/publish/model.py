@@ -53,7 +53,7 @@ class Size:
 
 SIZES = {
     "7 M": Size(hidden=256, inner=768, layers=6, vocabulary=4096, sequences=2, tokens=32),
-    "0.1 B": Size(hidden=768, inner=2304, layers=12, vocabulary=16_384, sequences=4, tokens=128),
+    "0.1 B": Size(hidden=768, inner=2304, layers=12, vocabulary=16_384, sequences=2, tokens=128),
     "0.5 B": Size(hidden=1024, inner=3072, layers=28, vocabulary=65_536, sequences=1, tokens=16),
 }
 
