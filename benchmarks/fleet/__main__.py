@@ -33,7 +33,7 @@ import httpx
 from benchmarks.common.rows import Row, parser, start, write
 from benchmarks.common.tables import grid
 from benchmarks.fleet.noise import SIZES
-from benchmarks.fleet.record import BENCH, FULL
+from benchmarks.fleet.record import BENCH
 from benchmarks.fleet.replica import ReplicaError
 from benchmarks.fleet.run import Fleet, Options
 from vllm_delta_sync.errors import DeltaSyncError
@@ -82,11 +82,11 @@ def main(arguments: list[str]) -> int:
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
-    """Rows as Markdown: the comparison, and where the time of a version goes. The results have each version, too."""
+    """Rows as Markdown: the comparison, and where the time of a version goes. The results have each version too, and
+    docs/slow-links.md the ratios."""
     phases = list(dict.fromkeys(row["metric"] for row in rows if row["case"] == "way of a version"))
     return [
         *grid("over one replica's link", rows, ["bytes down", "seconds to fresh"]),
-        *["", *grid("full weights / a version, median", rows, [f"/ {FULL}"])],
         *["", *grid("median", [row for row in rows if row["case"] == "way of a version"], phases)],
     ]
 
