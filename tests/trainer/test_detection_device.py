@@ -188,10 +188,16 @@ def interrupted(number: int, work: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("hold", "size"), [(HostBuffer, 2 * CHUNK_ELEMENTS + 300), (device_held, 500)], ids=["host", "device"]
+    ("hold", "size", "on_device"),
+    [(HostBuffer, 2 * CHUNK_ELEMENTS + 300, False), (HostBuffer, 500, True), (device_held, 500, True)],
+    ids=["host", "device, baseline on the host", "device"],
 )
 def test_interrupt_at_any_line(
-    hold: Callable[[np.ndarray], BaselineBuffer], size: int, given: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    hold: Callable[[np.ndarray], BaselineBuffer],
+    size: int,
+    on_device: bool,
+    given: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Element 0 changed too: where a note counts it twice, or its room is taken for entries, it comes out wrong."""
     monkeypatch.setattr(segments, "ROOM", CHUNK_ELEMENTS)
@@ -206,9 +212,10 @@ def test_interrupt_at_any_line(
     start[0] = ~new[0]
     spec = TensorSpec(NAME, "BF16", (size,))
     held, lines = hold(start.copy()), 0
+    collect = detection_device.collect if on_device else detector.collect
     while True:
         found = ChangeLog(spec.element)
-        if not interrupted(lines, partial(detector.collect, spec, held, live, found)):
+        if not interrupted(lines, partial(collect, spec, held, live, found)):
             break
         detector.wait_idle()
         found.revert(held)

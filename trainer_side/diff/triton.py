@@ -136,8 +136,8 @@ def extract_triton(spec: TensorSpec, start: int, box: torch.Tensor, window: torc
     if box.dtype != TORCH_DTYPES[spec.dtype] and not rounds:
         box = box.to(TORCH_DTYPES[spec.dtype])
     bits = box.view(torch.int32 if rounds else window.dtype)
-    # A multiple of whole chunks.
-    room = CHUNK_ELEMENTS * max(1, -(-window.numel() // (ROOM_SHARE * CHUNK_ELEMENTS)))
+    # In whole blocks: Triton would compile other kernels for a stretch that begins at an odd address.
+    room = BLOCK * -(-window.numel() // (ROOM_SHARE * BLOCK))
     yield from _compared(spec, start, bits, window, room)
 
 

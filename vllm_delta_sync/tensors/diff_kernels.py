@@ -257,7 +257,7 @@ def expand(relative, starts, ends, positions):
 def put(old, new, relative, distances, starts, ends, state):
     """Update ``old`` to the bits ``new`` of the entries, which a device has found, and count them in ``state``."""
     for chunk in range(starts.size):
-        # The memory of the next chunk arrives while this one is written: it makes this loop nearly twice as fast.
+        # The memory of the next chunk arrives while this one is written.
         if chunk + 1 < starts.size:
             memory = old[starts[chunk + 1] :]
             where = relative[ends[chunk] : ends[chunk + 1]]

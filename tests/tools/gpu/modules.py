@@ -93,7 +93,7 @@ class TimedPort(ModulePort):
     """An engine with one rank, which commits each version several times in its pause: forwards, back, and so on.
 
     Attributes:
-        repeats: how often; 0 to do as engines do.
+        repeats: how often; 0 for one commit, as in an engine.
         staged: the last answer.
         commit_ms: of the last pause, with the patch on the device as staging leaves it.
         revert_ms: as if another rank had failed: the patch is still on the device.
@@ -340,7 +340,7 @@ class Trial:
         )
 
     def copy_ms(self) -> float:
-        """Milliseconds to copy all weights to the host, as who sends them whole does at least."""
+        """Milliseconds to copy all weights to the host: the least that sending them whole takes."""
         pinned = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
                   for tensor in self.tensors.values()]  # fmt: skip
 
