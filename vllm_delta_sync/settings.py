@@ -231,10 +231,12 @@ class Settings(StoreOptions):
         ),
     ] = 600.0
     prefix_cache: Annotated[
-        Literal["reset", "keep"],
+        Literal["reset", "salt", "keep"],
         Field(
-            description="KV cache at a commit. reset: drop it; running requests recompute theirs. keep: keys and "
-            "values cached with older weights stay in use."
+            description="Cached keys and values at a commit. reset: drop them; running requests recompute theirs. "
+            "salt: nothing is dropped, and later requests find only what the weights served then have computed; "
+            "running requests continue with theirs. keep: those of older weights stay in use. Give it to the engine's "
+            "process too, before it starts."
         ),
     ] = "reset"
     pause_seconds: Annotated[

@@ -39,7 +39,7 @@ from vllm_delta_sync.doctor.bucket_checks import ago
 from vllm_delta_sync.doctor.doctor import examine
 from vllm_delta_sync.doctor.findings import CheckResult
 from vllm_delta_sync.engine import WORKER_EXTENSION
-from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.names import PLUGIN_NAME
 from vllm_delta_sync.errors import AccessError, ConflictError, StoreError, UsageError
 from vllm_delta_sync.format.documents import tag_key
 from vllm_delta_sync.format.manifest import Head
@@ -674,7 +674,7 @@ def test_a_plain_vllm_has_no_plugin() -> None:
         assert word in found["plugin"].remedy
     assert [finding.verdict for finding in found.values()][2:] == ["skipped"] * 5
     # What is said to be set is what is read.
-    assert all(word in NOT_LOADED for word in (WORKER_EXTENSION, patches.PLUGIN_NAME, environment_name("bucket")))
+    assert all(word in NOT_LOADED for word in (WORKER_EXTENSION, PLUGIN_NAME, environment_name("bucket")))
 
 
 def test_nothing_but_the_unknown_run_is_wrong_with_that_status() -> None:

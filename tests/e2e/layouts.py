@@ -76,7 +76,6 @@ async def said(client: Any) -> list[list[dict[str, Any]]]:
 async def follow(root: Path, family: str, flags: dict[str, Any]) -> None:
     from trainer_side import Publisher
     from vllm_delta_sync.engine.compat.features import check_layout
-    from vllm_delta_sync.engine.core.engine_core import missing_names
     from vllm_delta_sync.engine.core.ports import ServerEnginePort
     from vllm_delta_sync.engine.follow.receiver import Receiver
     from vllm_delta_sync.settings import load_settings
@@ -85,7 +84,7 @@ async def follow(root: Path, family: str, flags: dict[str, Any]) -> None:
     base = save_checkpoint(model, root / "base")
     steps = train_steps(model, lr=3e-5)
     client = make_engines(base, flags)
-    check_layout(client.vllm_config, missing=missing_names())
+    check_layout(client.vllm_config)
     settings = load_settings({"bucket": str(root / "run")})
     port = ServerEnginePort(client, asyncio.get_running_loop(), settings)
     receiver = Receiver(port, settings)

@@ -783,12 +783,12 @@ class FaultyPort(ModulePort):
         expired, self.expired, self.paused = self.expired, False, False
         return expired
 
-    def label(self, version: int | None) -> None:
+    def label(self, version: int | None, run: str | None) -> None:
         if self.fails(1 / 3):
             raise EngineError("the label failed")
         self.labelled = version
 
-    def label_paused(self, version: int | None) -> None:
+    def label_paused(self, version: int | None, run: str | None) -> None:
         self.watchdog()
         if not self.paused:
             raise EngineError("the pause expired before its label")

@@ -357,7 +357,7 @@ def test_phases_of_a_pause_are_reported_in_milliseconds(monkeypatch: pytest.Monk
     times = iter([10.0, 10.25, 10.75, 11.75])
     monkeypatch.setattr(transaction, "time", SimpleNamespace(monotonic=lambda: next(times)))
     port = ModulePort()
-    moving = Transaction(port, Revert(0), 1)
+    moving = Transaction(port, Revert(0), 1, "run")
     moving.commit()
     assert moving.resume() == {"wait": 250.0, "commit": 500.0, "resume": 1000.0, "pause": 1750.0}
     assert port.log == ["pause", "revert", "label 0", "resume"]

@@ -18,9 +18,9 @@ import torch
 
 from tests.support.modules import ModulePort
 from tests.support.world import World
+from vllm_delta_sync.engine.compat.caches import WeightCaches
 from vllm_delta_sync.engine.compat.cpu_experts import plain_experts
 from vllm_delta_sync.engine.compat.features import check_layout
-from vllm_delta_sync.engine.core import ports
 from vllm_delta_sync.engine.core.engine_core import PauseWatchdog
 from vllm_delta_sync.engine.core.ports import ServerEnginePort
 from vllm_delta_sync.engine.follow.receiver import Receiver
@@ -39,6 +39,7 @@ class PauseState(Enum):
 class Scheduler:
     def __init__(self) -> None:
         self.pause_state = PauseState.UNPAUSED
+        self.max_num_encoder_input_tokens = 0
 
     def set_pause_state(self, state: PauseState) -> None:
         self.pause_state = state
@@ -48,7 +49,7 @@ class Core:
     """What a guard needs of an engine core, and the utilities that one has; its ranks are those of a ModulePort."""
 
     def __init__(self, port: ModulePort) -> None:
-        self.guard = PauseWatchdog(self)
+        self.guard = PauseWatchdog(self, WeightCaches(self, "keep"))
         self.scheduler = Scheduler()
         self.model_executor = self
         self.is_sleeping = False
@@ -86,8 +87,8 @@ class Core:
             "delta_sync_renew": self.guard.renew,
             "delta_sync_call_ranks": self.guard.call_ranks,
             "delta_sync_call_paused": self.guard.call_paused,
+            "delta_sync_label": self.guard.label,
             "delta_sync_label_paused": self.guard.label_paused,
-            "set_weight_version": self.set_weight_version,
         }
         return calls[name](*args)
 
@@ -99,14 +100,7 @@ class Client:
         self.cores = cores
         self.core_engines = [bytes([index]) for index in range(len(cores))]
         self.engine_core = self
-        self.renderer = self
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=RANKS))
-
-    async def clear_mm_cache_async(self) -> None: ...
-
-    async def set_weight_version_async(self, label: str) -> None:
-        for core in self.cores:
-            core.utility("set_weight_version", label)
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
         return self.cores[engine[0]].utility(method, *args)
@@ -119,7 +113,7 @@ class Site:
         self.world = World(root, ranks=RANKS)
         self.models = [self.world.models, self.world.fresh()]
         self.cores = [Core(ModulePort(*models)) for models in self.models]
-        settings = Settings(bucket=self.world.url)
+        settings = Settings(bucket=self.world.url, prefix_cache="keep")
         self.receiver = Receiver(ServerEnginePort(Client(self.cores), loop, settings), settings)
 
     def expect(self, version: int) -> None:
@@ -139,9 +133,6 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    # Both would load vLLM: what its engine core lacks, and how its loop is woken up when a lease runs out.
-    monkeypatch.setattr(ports, "missing_names", list)
-    monkeypatch.setattr(PauseWatchdog, "_watch", lambda guard, lease: None)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -244,7 +235,8 @@ class InStep(Core):
         super().pause_scheduler(mode, clear_cache)
         self.pending_pause = True
         self._idle_state_callbacks.append(lambda core: None)
-        return Future()
+        self.pending: Future[Any] = Future()
+        return self.pending
 
     def resume_scheduler(self) -> None:
         if self.pending_pause:
@@ -252,33 +244,14 @@ class InStep(Core):
         super().resume_scheduler()
 
 
-def test_pause_that_the_others_never_join_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PauseWatchdog, "_watch", lambda guard, lease: None)
+def test_pause_that_the_others_never_join_can_be_ended() -> None:
     core = InStep(ModulePort())
-    pending = core.guard.pause("keep", True, 60.0)
-    assert pending is not None
+    core.guard.pause("keep", "keep", 60.0)
+    assert core.pending is not None
     assert core.guard.resume() is False
     assert (core.pending_pause, core.scheduler.pause_state) == (False, PauseState.UNPAUSED)
     assert core._idle_state_callbacks == []
-    assert isinstance(pending.exception(0), RuntimeError)
-
-
-@pytest.mark.parametrize(
-    ("missing", "lacking"),
-    [
-        pytest.param([], ["set_weight_version_async"], id="no labels"),
-        pytest.param(["run_busy_loop"], ["pause_scheduler_async", "resume_scheduler_async"], id="no pauses"),
-    ],
-)
-def test_client_without_a_call_that_is_needed_is_refused(
-    missing: list[str], lacking: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ports, "missing_names", lambda: missing)
-    names = {"set_weight_version_async", "pause_scheduler_async", "resume_scheduler_async"} - set(lacking)
-    client = SimpleNamespace(engine_core=SimpleNamespace(**dict.fromkeys(names)))
-    loop: Any = None
-    with pytest.raises(EngineError, match=f"has no {', '.join(lacking)}: "):
-        ServerEnginePort(client, loop, Settings(bucket="/x"))
+    assert isinstance(core.pending.exception(0), RuntimeError)
 
 
 # Which layouts are followed
@@ -313,9 +286,6 @@ def config(moe: bool = False, **parallel: Any) -> Any:
         ),
         pytest.param(config(distributed_executor_backend="external_launcher"), {}, None, id="the only rank"),
         pytest.param(config(data_parallel_size=2), {"offline": True}, "data_parallel_size is 2", id="LLM object"),
-        pytest.param(
-            config(data_parallel_size=2), {"missing": ["run_busy_loop"]}, r"no run_busy_loop\)", id="no guard"
-        ),
         pytest.param(
             config(moe=True, data_parallel_size=2, local_engines_only=True),
             {},

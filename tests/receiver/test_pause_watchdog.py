@@ -4,7 +4,6 @@ engine that waits for a lost rank."""
 import multiprocessing
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllm_delta_sync.engine.core import engine_core, executors
+from vllm_delta_sync.engine.compat.caches import WeightCaches
+from vllm_delta_sync.engine.core import engine_core
 from vllm_delta_sync.engine.core.engine_core import PauseWatchdog, common_version, is_settled
 from vllm_delta_sync.engine.protocol import (
     Adapter,
@@ -31,6 +31,10 @@ from vllm_delta_sync.engine.protocol import (
 from vllm_delta_sync.errors import WeightsLostError
 
 LOST = -1
+
+
+def watchdog_of(engine: Any) -> PauseWatchdog:
+    return PauseWatchdog(engine, WeightCaches(engine, "keep"))
 
 
 def rank(version: int | None, *undo: int | None, intact: bool = True, confirmed: bool = True) -> RankState:
@@ -79,7 +83,7 @@ def test_an_engine_that_gets_no_answer_ends(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(engine_core, "call_executor", no_answer)
     monkeypatch.setattr(PauseWatchdog, "end", lambda watchdog, reason: ended.append(reason))
     with pytest.raises(TimeoutError):
-        PauseWatchdog(SimpleNamespace(model_executor=None)).call_ranks(b"")
+        watchdog_of(SimpleNamespace(model_executor=None)).call_ranks(b"")
     assert ended == ["a rank has not answered within 7 s: it hangs, or its node is lost"]
 
 
@@ -93,7 +97,7 @@ def test_an_engine_that_hangs_in_vllms_own_pause_ends(monkeypatch: pytest.Monkey
 
     engine = SimpleNamespace(
         model_executor=SimpleNamespace(is_sleeping=False),
-        scheduler=SimpleNamespace(pause_state=SimpleNamespace(name="UNPAUSED")),
+        scheduler=SimpleNamespace(pause_state=SimpleNamespace(name="UNPAUSED"), max_num_encoder_input_tokens=0),
         _idle_state_callbacks=[],
         input_queue=queue.Queue(),
         pause_scheduler=pause_scheduler,
@@ -102,7 +106,7 @@ def test_an_engine_that_hangs_in_vllms_own_pause_ends(monkeypatch: pytest.Monkey
     monkeypatch.setattr(engine_core, "STUCK_SECONDS", 0.05)
     monkeypatch.setattr(PauseWatchdog, "end", lambda watchdog, reason: ended.set())
     with pytest.raises(RuntimeError, match="ended"):
-        PauseWatchdog(engine).pause("keep", True, 0.05)
+        watchdog_of(engine).pause("keep", "keep", 0.05)
 
 
 class Engine:
@@ -114,7 +118,7 @@ class Engine:
         self.handled: list[str] = []
         self.label = "4;sql=2"
         self.model_executor = SimpleNamespace(is_sleeping=False, collective_rpc=self.answer)
-        self.scheduler = SimpleNamespace(set_pause_state=self.set_state)
+        self.scheduler = SimpleNamespace(set_pause_state=self.set_state, max_num_encoder_input_tokens=0, connector=None)
         self.set_state("UNPAUSED")
         self.input_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._idle_state_callbacks: list[Callable[[], None]] = []
@@ -143,6 +147,9 @@ class Engine:
         while self._idle_state_callbacks:
             self._idle_state_callbacks.pop()()
 
+    def add_request(self) -> None:
+        raise NotImplementedError
+
     def run_busy_loop(self) -> None:
         raise NotImplementedError
 
@@ -164,28 +171,25 @@ class Engine:
         return [{"call": args[1], "answer": encode_answer(state)} for state in self.held]
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, *held: RankState) -> Any:
+def installed(*held: RankState) -> Any:
     """An engine core with the watchdog in it, as vLLM's has it in a server."""
-    core = type("Core", (Engine,), {})
-    monkeypatch.setitem(sys.modules, engine_core.CORE_MODULE, SimpleNamespace(EngineCoreProc=core))  # type: ignore[arg-type]
-    monkeypatch.setattr(engine_core, "missing_names", list)
-    monkeypatch.setattr(executors, "install", lambda: None)
-    engine_core.install()
-    return core(*held)
+    engine = Engine(*held)
+    engine_core.install(engine)
+    return engine
 
 
 def test_what_belongs_into_a_pause_is_done_only_in_one() -> None:
     engine = Engine(rank(4))
-    watchdog = PauseWatchdog(engine)
+    watchdog = watchdog_of(engine)
     for paused in (False, True, False):
         if paused:
-            assert watchdog.pause("keep", False, 60.0) is None
+            assert watchdog.pause("keep", "keep", 60.0) == 0
         assert engine.state == ("PAUSED_ALL" if paused else "UNPAUSED")
         assert watchdog.renew(60.0) is paused
         assert (watchdog.call_paused(encode_request(Describe()), 1.0) is not None) is paused
-        assert watchdog.label_paused("5") is paused
-        assert engine.label == ("5" if paused else "4;sql=2")
-        assert watchdog.relabel_paused("sql", 7) is paused
+        assert watchdog.label_paused(None, 5, "run") is paused
+        assert engine.label == ("5;sql=2" if paused else "4;sql=2")
+        assert watchdog.label_paused("sql", 7, "run") is paused
         assert engine.label == ("5;sql=7" if paused else "4;sql=2")
         assert watchdog.resume() is False
         engine.label = "4;sql=2"
@@ -194,10 +198,10 @@ def test_what_belongs_into_a_pause_is_done_only_in_one() -> None:
 
 def test_pausing_again_gives_a_pause_more_time() -> None:
     engine = Engine(rank(4), busy=True)
-    watchdog = PauseWatchdog(engine)
-    first = watchdog.pause("keep", False, 0.0)
+    watchdog = watchdog_of(engine)
+    first = watchdog.pause("keep", "keep", 0.0)
     assert watchdog.call_paused(encode_request(Describe()), 1.0) is None
-    assert watchdog.pause("keep", False, 60.0) is first
+    assert watchdog.pause("keep", "keep", 60.0) is first
     assert watchdog.call_paused(encode_request(Describe()), 1.0) is not None
     watchdog.check_deadline()
     assert engine.state == "PAUSED_ALL"
@@ -206,11 +210,11 @@ def test_pausing_again_gives_a_pause_more_time() -> None:
 
 def test_a_pause_that_is_ended_early_fails_and_leaves_those_of_others() -> None:
     engine = Engine(busy=True)
-    watchdog = PauseWatchdog(engine)
+    watchdog = watchdog_of(engine)
     theirs = engine.pause_scheduler("wait", False)
-    ours = watchdog.pause("keep", False, 60.0)
+    ours = watchdog.pause("keep", "keep", 60.0)
     assert theirs is not None
-    assert ours is not None
+    assert isinstance(ours, Future)
     watchdog.resume()
     assert isinstance(ours.exception(0), RuntimeError)
     assert engine.state == "PAUSED_NEW"
@@ -227,7 +231,7 @@ def test_a_pause_that_fails_leaves_no_watchdog_behind(monkeypatch: pytest.Monkey
     engine, running = Engine(), set(threading.enumerate())
     monkeypatch.setattr(engine, "pause_scheduler", fail)
     with pytest.raises(RuntimeError, match="injected"):
-        PauseWatchdog(engine).pause("keep", False, 60.0)
+        watchdog_of(engine).pause("keep", "keep", 60.0)
     for thread in set(threading.enumerate()) - running:
         thread.join(10)
         assert not thread.is_alive()
@@ -237,8 +241,8 @@ def test_a_pause_that_fails_leaves_no_watchdog_behind(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("adapter", [None, Adapter("sql", 1, "/adapters/sql")], ids=["model", "adapter"])
 def test_a_lost_pause_ends_on_a_common_version_with_its_label(adapter: Adapter | None) -> None:
     engine = Engine(rank(5, 3), rank(3, 2))
-    watchdog = PauseWatchdog(engine)
-    watchdog.pause("keep", False, 0.0, b"" if adapter is None else msgspec.msgpack.encode(adapter))
+    watchdog = watchdog_of(engine)
+    watchdog.pause("keep", "keep", 0.0, b"" if adapter is None else msgspec.msgpack.encode(adapter))
     watchdog.check_deadline()
     assert engine.asked == [
         Describe(adapter=adapter), Revert(version=3, adapter=adapter), Describe(adapter=adapter)
@@ -251,9 +255,9 @@ def test_a_lost_pause_ends_on_a_common_version_with_its_label(adapter: Adapter |
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_call_that_was_put_off_has_the_outcome_of_what_it_began(fails: bool) -> None:
-    watchdog, begun = PauseWatchdog(Engine()), Future[int]()
+    watchdog, begun = watchdog_of(Engine()), Future[int]()
     assert watchdog.defer(lambda: begun) is None
-    watchdog.pause("keep", False, 60.0)
+    watchdog.pause("keep", "keep", 60.0)
     answer = watchdog.defer(lambda: begun)
     assert answer is not None
     watchdog.resume()
@@ -272,13 +276,13 @@ def test_an_engine_ends_with_its_workers(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(multiprocessing, "active_children", lambda: [worker])
     monkeypatch.setattr(os, "_exit", lambda status: ended.append(f"exit {status}"))
     engine = SimpleNamespace(_send_engine_dead=lambda: ended.append("clients notified"))
-    PauseWatchdog(engine).end("injected")
+    watchdog_of(engine).end("injected")
     assert ended == ["clients notified", "worker", "exit 1"]
 
 
-def test_pauses_of_other_callers_begin_after_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = installed(monkeypatch)
-    engine.delta_sync_pause("keep", False, 60.0)
+def test_pauses_of_other_callers_begin_after_ours() -> None:
+    engine = installed()
+    engine.delta_sync_pause("keep", "keep", 60.0)
     theirs = engine.pause_scheduler("wait", False)
     assert not theirs.done()
     assert engine.state == "PAUSED_ALL"
@@ -287,9 +291,9 @@ def test_pauses_of_other_callers_begin_after_ours(monkeypatch: pytest.MonkeyPatc
     assert engine.state == "PAUSED_NEW"
 
 
-def test_a_loop_that_is_woken_after_the_deadline_ends_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = installed(monkeypatch, rank(4))
-    engine.delta_sync_pause("keep", False, 0.0)
+def test_a_loop_that_is_woken_after_the_deadline_ends_the_pause() -> None:
+    engine = installed(rank(4))
+    engine.delta_sync_pause("keep", "keep", 0.0)
     engine._handle_client_request(SimpleNamespace(name="ADD"), None)
     assert engine.state == "PAUSED_ALL"
     engine._handle_client_request(SimpleNamespace(name="WAKEUP"), None)

@@ -133,9 +133,9 @@ def test_break_is_crossed_backwards_in_one_commit(chain: Chain, ranks: int) -> N
     served: list[int] = []
     original = server.port.label
 
-    def label(version: int | None) -> None:
+    def label(version: int | None, run: str | None) -> None:
         served.append(-1 if version is None else version)
-        original(version)
+        original(version, run)
 
     server.port.label = label  # type: ignore[method-assign]
     server.receiver.advance()

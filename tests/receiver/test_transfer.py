@@ -22,9 +22,11 @@ from vllm_delta_sync.engine.api.weight_transfer import OverdueError
 from vllm_delta_sync.engine.commit.transaction import DrainError
 from vllm_delta_sync.engine.compat import write_hooks
 from vllm_delta_sync.engine.core.ports import ServerEnginePort
+from vllm_delta_sync.engine.entrypoints import plugin
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
+from vllm_delta_sync.engine.names import TRANSFER_BACKEND
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError
 from vllm_delta_sync.settings import Settings
 
@@ -41,7 +43,7 @@ class Core:
         """Called when the client is collected."""
 
 
-def make_client(backend: str | None = weight_transfer.BACKEND) -> Any:
+def make_client(backend: str | None = TRANSFER_BACKEND) -> Any:
     """VLLM's own client, without an engine behind it."""
     client = object.__new__(AsyncLLM)
     chosen = None if backend is None else SimpleNamespace(backend=backend)
@@ -239,7 +241,7 @@ class Llm:
 
 
 def test_offline_calls_move_between_two_generate_calls(site: Site) -> None:
-    world, llm = site.world, Llm(weight_transfer.BACKEND)
+    world, llm = site.world, Llm(TRANSFER_BACKEND)
     sync = OfflineSync(world.receiver)
     weight_transfer.install_offline(llm, weight_transfer.TransferChecks(world.url, sync.status), sync.to)
     world.train(1)
@@ -260,9 +262,8 @@ def test_offline_calls_move_between_two_generate_calls(site: Site) -> None:
 
 
 def test_worker_refuses_what_nobody_forwarded() -> None:
-    weight_transfer.register()
-    weight_transfer.register()
-    config = SimpleNamespace(backend=weight_transfer.BACKEND)
+    plugin.register()
+    config = SimpleNamespace(backend=TRANSFER_BACKEND)
     vllm_config = SimpleNamespace(parallel_config=None, model_config=None)
     engine = WeightTransferEngineFactory.create_engine(config, vllm_config, None, None)  # type: ignore[arg-type]
     for name, call in {
@@ -292,7 +293,7 @@ class Worker:
         """Another door."""
 
 
-@pytest.mark.parametrize(("backend", "told"), [(weight_transfer.BACKEND, 0), ("nccl", 2)])
+@pytest.mark.parametrize(("backend", "told"), [(TRANSFER_BACKEND, 0), ("nccl", 2)])
 def test_calls_of_our_own_backend_are_nobody_elses_writing(backend: str, told: int) -> None:
     said: list[str] = []
     watched = SimpleNamespace(memory=WeightMemory(), note_external_write=said.append)
@@ -312,15 +313,6 @@ def test_each_attach_names_the_other() -> None:
         attach(make_client(), bucket="/x")
     with pytest.raises(EngineError, match=r"attach_async is for a vllm\.AsyncLLM, this is Llm; .* attach\(llm"):
         asyncio.run(attach_async(Llm(None), bucket="/x"))
-
-
-@pytest.mark.parametrize("allowed", ["", "delta_sync_too"])
-def test_async_engine_must_load_our_part(monkeypatch: pytest.MonkeyPatch, allowed: str) -> None:
-    from vllm_delta_sync.engine import attach_async
-
-    monkeypatch.setenv("VLLM_PLUGINS", allowed)
-    with pytest.raises(EngineError, match=r"VLLM_PLUGINS is .* does not name delta_sync"):
-        asyncio.run(attach_async(make_client(), bucket="/x"))
 
 
 class Waiting:

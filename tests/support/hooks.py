@@ -54,9 +54,9 @@ class HookedPort(ModulePort):
         super().pause()
         self.after("pause", {})
 
-    def label(self, version: int | None) -> None:
+    def label(self, version: int | None, run: str | None) -> None:
         self.on_label(version)
-        super().label(version)
+        super().label(version, run)
         self.after("label", {"version": version})
 
     def resume(self) -> bool:

@@ -150,11 +150,11 @@ class ModulePort:
         self.log.append("resume")
         return False
 
-    def label(self, version: int | None) -> None:
+    def label(self, version: int | None, run: str | None) -> None:
         self.log.append(f"label {version}")
 
-    def label_paused(self, version: int | None) -> None:
-        self.label(version)
+    def label_paused(self, version: int | None, run: str | None) -> None:
+        self.label(version, run)
 
     def end(self, reason: str) -> None:
         self.ended.append(reason)

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 VOCABULARY = 300
-_SIZES = {
+SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -53,7 +53,7 @@ def config_of(family: str) -> PretrainedConfig:
 
 
 def _without_head_dim() -> dict[str, Any]:
-    return {name: value for name, value in _SIZES.items() if name != "head_dim"}
+    return {name: value for name, value in SIZES.items() if name != "head_dim"}
 
 
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
@@ -75,24 +75,24 @@ _LATENT = {
 }
 _OPT = {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 256, "num_hidden_layers": 2}
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
-    "qwen3": lambda: Qwen3Config(**_SIZES, tie_word_embeddings=True),
-    "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
-    "llama_one_kv_head": lambda: LlamaConfig(**{**_SIZES, "num_key_value_heads": 1}, tie_word_embeddings=False),
+    "qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "llama_one_kv_head": lambda: LlamaConfig(**{**SIZES, "num_key_value_heads": 1}, tie_word_embeddings=False),
     "qwen2": lambda: Qwen2Config(**_without_head_dim(), tie_word_embeddings=True),
-    "mistral": lambda: MistralConfig(**_SIZES),
-    "gemma2": lambda: Gemma2Config(**_SIZES),
-    "gemma3": lambda: Gemma3TextConfig(**_SIZES),
+    "mistral": lambda: MistralConfig(**SIZES),
+    "gemma2": lambda: Gemma2Config(**SIZES),
+    "gemma3": lambda: Gemma3TextConfig(**SIZES),
     "phi3": lambda: Phi3Config(**_without_head_dim()),
     "opt": lambda: OPTConfig(vocab_size=VOCABULARY, num_attention_heads=4, max_position_embeddings=512, **_OPT),
     "gpt2": lambda: GPT2Config(vocab_size=VOCABULARY, n_embd=128, n_layer=2, n_head=4, n_positions=512),
     "deepseek_v2": lambda: DeepseekV2Config(**_LATENT, topk_method="greedy"),
     "deepseek_v3": lambda: DeepseekV3Config(**_LATENT, topk_method="noaux_tc"),
-    "gpt_oss": lambda: GptOssConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=64),
+    "gpt_oss": lambda: GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=64),
     "llama4": lambda: Llama4TextConfig(
-        **_SIZES, intermediate_size_mlp=256, num_local_experts=4, num_experts_per_tok=1, interleave_moe_layer_step=1
+        **SIZES, intermediate_size_mlp=256, num_local_experts=4, num_experts_per_tok=1, interleave_moe_layer_step=1
     ),
-    "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**_SIZES, **_EXPERTS, norm_topk_prob=True),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **_EXPERTS, norm_topk_prob=True),
 }
 
 

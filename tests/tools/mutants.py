@@ -92,6 +92,7 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "receiver/test_commit_faults.py",
         "receiver/test_ownership.py",
     ),
+    "vllm_delta_sync/engine/compat/caches.py": ("receiver/test_caches.py",),
     "vllm_delta_sync/engine/core/engine_core.py": (
         "receiver/test_pause_watchdog.py",
         "receiver/test_rank_calls.py",

@@ -22,6 +22,7 @@ REMEDIES = {
     "fork": TRUST,
     "format": VERIFY,
     "gate": "See why training left the bounds of the update gate; the next sound version is served.",
+    "held_blocks": "Requests wait for a KV connector or for input. If this stays, set prefix_cache to salt.",
     "incomplete": "The command printed what is left; correct that, and run it again.",
     "late": "See the lag and the last error of the server; then wait, or ask another server.",
     "limit": "The message names the limit. Raise it if the data are yours; otherwise find out who wrote them.",

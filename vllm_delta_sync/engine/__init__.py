@@ -8,13 +8,11 @@ arguments of ``vllm.AsyncLLM`` and call ``await attach_async(engine, bucket=URL)
 import os
 from typing import TYPE_CHECKING
 
+from vllm_delta_sync.engine.names import WORKER_EXTENSION
+
 if TYPE_CHECKING:
     from vllm_delta_sync.engine.api.embedded import AsyncSync, OfflineSync, attach, attach_async
     from vllm_delta_sync.engine.worker.rank_worker import WorkerExtension
-
-WORKER_EXTENSION = "vllm_delta_sync.engine.WorkerExtension"
-LOAD_FORMAT = "delta_sync"
-"""Name of ``DeltaSyncLoader``: ``--load-format delta_sync`` loads the weights from the bucket."""
 
 __all__ = ["WORKER_EXTENSION", "AsyncSync", "OfflineSync", "WorkerExtension", "attach", "attach_async"]
 
@@ -24,9 +22,13 @@ def __getattr__(name: str) -> object:
         # vLLM resolves the name in each worker before it builds the worker and loads the model: the one moment to
         # decide how the CPU keeps its weights.
         from vllm_delta_sync.engine.compat import cpu_experts, features, load_hook, patches
+        from vllm_delta_sync.engine.core import executors
         from vllm_delta_sync.engine.worker.rank_worker import WorkerExtension, watch_for_controller
 
         features.check_front_end(os.environ)
+        executors.install()
+        patches.initialize_amx()
+        patches.sleep_between_polls()
         patches.keep_plain_cpu_weights()
         patches.keep_plain_cpu_int8()
         cpu_experts.keep_plain_cpu_experts()

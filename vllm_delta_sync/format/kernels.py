@@ -10,12 +10,33 @@ has all bits of the width set. tests/codec/test_kernels.py compares each functio
 import numba
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite.binding import ffi  # type: ignore[import-untyped]
 from numba import carray, types
 from numba.extending import intrinsic
 
 from vllm_delta_sync.redaction import guarded_logger
 
 logger = guarded_logger(__name__)
+
+
+def _let_modules_be_scanned(library):
+    """Let llvmlite's handle of its library have no attribute with the name of a special one.
+
+    Cause: the handle answers any name, ``__dict__`` included, with a C function; on the CPU vLLM calls ``vars()`` on
+    what the modules of a process hold. Symptom: an ``LLM`` that is made after a ``Publisher``, in one process, ends
+    with AttributeError '_lib_fn_wrapper' object has no attribute 'get'. Remove when: llvmlite does this.
+    """
+    original = library.__getattr__
+
+    def look_up(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return original(self, name)
+
+    library.__getattr__ = look_up
+
+
+_let_modules_be_scanned(type(ffi.lib))
 
 # GOLDEN, BITS and FINAL are the increment and the multipliers of splitmix64 (Steele, Lea, Flood 2014; Stafford's
 # mix 13), PREMIX is the multiplier of degski's hash64, LANE is xxHash64's second prime. docs/FORMAT.md fixes them.

@@ -6,16 +6,13 @@ which must not be blocked. The setting ``pause_mode`` says what happens to reque
 """
 
 import asyncio
-import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_delta_sync.engine import WORKER_EXTENSION
 from vllm_delta_sync.engine.api import weight_transfer
 from vllm_delta_sync.engine.api.adapters import check_lora, make_adapter
-from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.features import check_engine
 from vllm_delta_sync.engine.compat.lora import lora_request
 from vllm_delta_sync.engine.core.engine_core import missing_names
@@ -104,7 +101,7 @@ def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | Non
             "await attach_async(engine, bucket=URL)"
         )
     settings = _settings(bucket, trusted_keys)
-    check_engine(llm.llm_engine.vllm_config, WORKER_EXTENSION, offline=True)
+    check_engine(llm.llm_engine.vllm_config, settings.prefix_cache, offline=True, missing=missing_names())
     adapter = _make_adapter(settings, llm.llm_engine.vllm_config)
     sync = OfflineSync(Receiver(OfflineEnginePort(llm, settings, adapter), settings), adapter)
     weight_transfer.install_offline(llm, weight_transfer.TransferChecks(settings.bucket, sync.status), sync.to)
@@ -284,19 +281,8 @@ async def attach_async(engine: Any, bucket: str, trusted_keys: str | Sequence[st
         )
     if getattr(engine, ATTACHED, None) is not None:
         raise EngineError("this engine is attached already; close() what attach_async returned before")
-    _check_plugin()
     settings = _settings(bucket, trusted_keys)
-    check_engine(engine.vllm_config, WORKER_EXTENSION, missing=missing_names())
+    check_engine(engine.vllm_config, settings.prefix_cache, missing=missing_names())
     sync = AsyncSync(engine, settings)
     setattr(engine, ATTACHED, sync)
     return sync
-
-
-def _check_plugin() -> None:
-    """Raise unless the engine core's process loads our plugin, which the environment decides."""
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and patches.PLUGIN_NAME not in allowed.split(","):
-        raise EngineError(
-            f"VLLM_PLUGINS is {allowed!r} and does not name {patches.PLUGIN_NAME}, so the engine cannot be paused "
-            "safely; add it, or unset the variable, before the engine is made"
-        )

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_delta_sync.engine.api.access import answer_error
 from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.names import TRANSFER_BACKEND
 from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, UsageError, WeightsLostError
 from vllm_delta_sync.format.limits import MAX_VERSION
@@ -24,9 +25,6 @@ from vllm_delta_sync.redaction import public_url
 if TYPE_CHECKING:
     from vllm_delta_sync.engine.api.api_servers import Serving
 
-BACKEND = patches.TRANSFER_BACKEND
-BACKEND_MODULE = "vllm_delta_sync.engine.entrypoints.transfer_backend"
-"""vLLM's workers import it by this name."""
 PUBLISH_STEP_SECONDS = 0.1
 """Seconds between polls for a version that is not published yet."""
 LONGEST_WAIT_SECONDS = 3600.0
@@ -60,14 +58,6 @@ class UpdateInfo(BaseModel):
     timeout_s: Annotated[float | None, Field(ge=0, le=LONGEST_WAIT_SECONDS)] = None
 
 
-def register() -> None:
-    """Register the backend with vLLM, once per process, because vLLM raises if it is repeated."""
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, BACKEND_MODULE, "BucketTransferEngine")
-
-
 class TransferChecks:
     """Checks the arguments of the calls.
 
@@ -98,14 +88,14 @@ class TransferChecks:
 
     def draft(self) -> None:
         """Raises TransferError: a run has no draft model for speculative decoding."""
-        raise TransferError(f"backend {BACKEND} updates the served model only; call start_weight_update")
+        raise TransferError(f"backend {TRANSFER_BACKEND} updates the served model only; call start_weight_update")
 
     def update(self, update_info: Any) -> UpdateInfo:
         """Parse ``update_info``. Raises TransferError."""
         if isinstance(update_info, list):
             raise TransferError(
-                f"update_info is a list of {len(update_info)}, one for each rank; backend {BACKEND} takes one document "
-                'for all of them, {"version": n} or {}'
+                f"update_info is a list of {len(update_info)}, one for each rank; backend {TRANSFER_BACKEND} takes one "
+                'document for all of them, {"version": n} or {}'
             )
         return _parsed(UpdateInfo, "update_info", update_info)
 
@@ -134,9 +124,9 @@ class TransferChecks:
         # Following may have served a newer version since the update.
         if label is not None and label not in (str(served["version"]), str(self._reached)):
             raise TransferError(
-                f"weight_version is {label[:80]!r}, and version {served['version']} is served: backend {BACKEND} "
-                "labels outputs with the run's versions, from which spans are derived; omit it, or give the "
-                "published version"
+                f"weight_version is {label[:80]!r}, and version {served['version']} is served: backend "
+                f"{TRANSFER_BACKEND} labels outputs with the run's versions, from which spans are derived; omit it, or "
+                "give the published version"
             )
 
 
@@ -157,7 +147,7 @@ def _replacements(
     }
     if backend is None:
         return {"update_weight_version": calls["update_weight_version"]}
-    return calls if backend == BACKEND else {}
+    return calls if backend == TRANSFER_BACKEND else {}
 
 
 def install_async(
@@ -262,4 +252,4 @@ def _parsed(model: type[Document], name: str, value: Any) -> Document:
         problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = ".".join([name, *(str(part)[:40] for part in problem["loc"])])
         known = ", ".join(model.model_fields)
-        raise TransferError(f"{field}: {problem['msg']}; backend {BACKEND} knows {known}") from error
+        raise TransferError(f"{field}: {problem['msg']}; backend {TRANSFER_BACKEND} knows {known}") from error

@@ -40,10 +40,10 @@ class EnginePort(Protocol):
     def resume(self) -> bool:
         """Continue generation; harmless if it runs. True if the pause had expired and the engine resumed itself."""
 
-    def label(self, version: int | None) -> None:
-        """Set the version label of outputs from now on; None if the weights are no known version."""
+    def label(self, version: int | None, run: str | None) -> None:
+        """Set the version label of outputs from now on; None if the weights are no known version of a run."""
 
-    def label_paused(self, version: int | None) -> None:
+    def label_paused(self, version: int | None, run: str | None) -> None:
         """Do ``label``, only during our pause. Raises EngineError if it expired: the weights may have changed."""
 
     def end(self, reason: str) -> None:
@@ -58,26 +58,26 @@ class LabelKeepingPort:
 
     def __init__(self, port: EnginePort) -> None:
         self._port = port
-        self._pending_label: list[int | None] = []
+        self._pending_label: list[tuple[int | None, str | None]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._port, name)
 
-    def label(self, version: int | None) -> None:
+    def label(self, version: int | None, run: str | None) -> None:
         """See EnginePort."""
-        self._pending_label = [version]
-        self._port.label(version)
+        self._pending_label = [(version, run)]
+        self._port.label(version, run)
         self._pending_label = []
 
-    def label_paused(self, version: int | None) -> None:
+    def label_paused(self, version: int | None, run: str | None) -> None:
         """See EnginePort."""
-        self._port.label_paused(version)
+        self._port.label_paused(version, run)
         self._pending_label = []
 
     def set_pending_label(self) -> None:
         """Retry the label that could not be set before, if there is one. Raises EngineError: it still fails."""
-        for version in self._pending_label:
-            self.label(version)
+        for version, run in self._pending_label:
+            self.label(version, run)
 
 
 class FingerprintMismatchError(FingerprintError):
@@ -101,6 +101,7 @@ class Transaction:
 
     Args:
         request: ``Commit``: the version is staged on every rank. ``Revert``: every rank's undo log reaches it.
+        run: run id of both versions.
         matches: whether what the ranks measured in a commit is what the version declares.
         label: the label of outputs afterwards, if it is not the version.
         on_paused: called once the engine is paused.
@@ -111,6 +112,7 @@ class Transaction:
         port: EnginePort,
         request: Commit | Revert,
         current: int | None,
+        run: str,
         *,
         matches: Callable[[list[Committed]], bool] = lambda answers: True,
         label: int | Literal["target"] | None = "target",
@@ -120,6 +122,7 @@ class Transaction:
         self._request = request
         self._target = request.version
         self._current = current
+        self._run = run
         self._matches = matches
         self._label = self._target if label == "target" else label
         self._on_paused = on_paused
@@ -142,7 +145,7 @@ class Transaction:
                 raise FingerprintMismatchError(
                     f"version {self._target} did not change the weights as declared, so it was taken back"
                 )
-            self._port.label_paused(self._label)
+            self._port.label_paused(self._label, self._run)
         except BaseException as error:  # an interrupt, even a second one, must not leave the engine paused
             with postpone_interrupts():
                 reached_target = self._converge(error)
@@ -223,7 +226,7 @@ class Transaction:
                 reason = f"{reason}; then {later.message}"
             # The target of a revert was served before, so its weights are proven; the target of a commit is not.
             if isinstance(self._request, Revert) and _all_at(self._describe_with_retries(), self._target):
-                self._port.label(self._label)
+                self._port.label(self._label, self._run)
                 self._resume(reason)
                 return True
         raise self._lost(reason) from error
@@ -235,7 +238,7 @@ class Transaction:
             ranks = self._describe()
         if not _all_at(ranks, self._current):
             raise WeightsLostError(describe_ranks(ranks))
-        self._port.label(self._current)
+        self._port.label(self._current, self._run)
 
     def _resume(self, reason: str) -> bool:
         """Resume generation. True if the engine may have resumed itself before."""

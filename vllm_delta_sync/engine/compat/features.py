@@ -9,11 +9,13 @@ that proof assumes is checked: every rank can be called, all can be paused toget
 weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.compat.caches import check_caches
+from vllm_delta_sync.engine.names import WORKER_EXTENSION
 from vllm_delta_sync.errors import EngineError
 
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
@@ -28,24 +30,32 @@ FLAGS_WITHOUT_PLUGINS = ("--grpc",)
 """Flags of ``vllm serve`` that start a server which loads no endpoint plugins."""
 
 
-def check_engine(vllm_config: Any, extension: str, *, offline: bool = False, missing: list[str] | None = None) -> None:
+def check_engine(vllm_config: Any, prefix_cache: str, *, offline: bool = False, missing: Sequence[str] = ()) -> None:
     """Refuse an engine without our worker extension, or with unsupported options; warn of an untested vLLM.
 
     Args:
         vllm_config: of the engine, as its client has it.
-        extension: the worker extension that vLLM must have been launched with.
+        prefix_cache: the setting.
         offline: whether the engine is an ``LLM`` object and not a server.
-        missing: what ``missing_names`` of ``core/engine_core.py`` found missing in vLLM's engine core.
+        missing: what ``missing_names`` of ``core/engine_core.py`` found missing in vLLM.
 
     Raises:
         EngineError: names the flag, its value and the remedy.
     """
     patches.warn_untested()
     found = vllm_config.parallel_config.worker_extension_cls
-    if found != extension:
-        raise EngineError(f"worker_extension_cls is {found!r}; launch vLLM with --worker-extension-cls {extension}")
+    if found != WORKER_EXTENSION:
+        raise EngineError(
+            f"worker_extension_cls is {found!r}; launch vLLM with --worker-extension-cls {WORKER_EXTENSION}"
+        )
+    if missing:
+        raise EngineError(
+            f"{' '.join(patches.distribution_version())} has no {', '.join(missing)}: its engine cannot be paused "
+            "safely; use a vLLM release that was tested"
+        )
     check_features(vllm_config)
-    check_layout(vllm_config, offline=offline, missing=missing)
+    check_caches(vllm_config, prefix_cache)
+    check_layout(vllm_config, offline=offline)
 
 
 def check_features(vllm_config: Any) -> None:
@@ -104,7 +114,7 @@ def _same_folder(first: str, second: str) -> bool:
     return first == second or (Path(first).exists() and Path(second).exists() and Path(first).samefile(second))
 
 
-def check_layout(vllm_config: Any, *, offline: bool = False, missing: list[str] | None = None) -> None:
+def check_layout(vllm_config: Any, *, offline: bool = False) -> None:
     """Refuse layouts that cannot be kept consistent; arguments and errors as ``check_engine``."""
     parallel = vllm_config.parallel_config
     engines = parallel.data_parallel_size
@@ -126,11 +136,6 @@ def check_layout(vllm_config: Any, *, offline: bool = False, missing: list[str] 
         raise EngineError(
             f"data_parallel_size is {engines}: an LLM object reaches one engine only; make one LLM for each, or use a "
             "server"
-        )
-    if missing:
-        raise EngineError(
-            f"--data-parallel-size is {engines}, and this vLLM's engine core is not as expected (no "
-            f"{', '.join(missing)}): its engines cannot be paused together; use 1, or a vLLM release that was tested"
         )
     if not vllm_config.model_config.is_moe:
         return

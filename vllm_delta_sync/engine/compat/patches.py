@@ -3,9 +3,11 @@
 Other places that use vLLM's internals have their own files; where they replace something, they state the same three:
 
 =====================================  ===============================================================================
-``core/engine_core.py``                adds methods to the engine core; wraps its pause, loop and end; the scheduler's
+``entrypoints/plugin.py``              entries in two registries; wraps a method of engine cores, in every process
+``core/engine_core.py``                adds methods to an engine core; wraps its pause, loop and end; the scheduler's
                                        pause state, and callbacks that wait for an idle engine; the multiprocessing
                                        executor's queues
+``compat/caches.py``                   an engine core's caches: their keys, and what drops them
 ``core/executors.py``                  wraps the loop of a worker; the sockets of queues to other nodes
 ``compat/load_hook.py``                records what is done to weights after loading
 ``compat/cpu_experts.py``              makes the CPU's experts compute from plain weights
@@ -19,10 +21,9 @@ Other places that use vLLM's internals have their own files; where they replace 
 ``observe/spans.py``                   wraps ``generate`` of the client and two OpenAI routes, and changes the
                                        text of the last chunk that they stream
 ``observe/metrics.py``                 its ``/metrics`` shows what ``prometheus_client`` has registered
-``entrypoints/plugin.py``              the endpoint plugin's two methods
+``entrypoints/endpoint.py``            the endpoint plugin's two methods
 ``worker/rank_worker.py``              attributes of the worker that the extension reads
-``core/ports.py``                      the server's client: utility calls of every engine core, and its processes;
-                                       methods of an ``LLM`` object
+``core/ports.py``                      utility calls of a server's engine cores, and its processes; those of an ``LLM``
 ``compat/features.py``                 fields of the configuration that are refused, or say how ranks hold weights
 =====================================  ===============================================================================
 
@@ -31,17 +32,15 @@ docs/support.md lists the tested releases and how they were tested.
 """
 
 import importlib.metadata
-import sys
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 from vllm_delta_sync.engine.logger import logger
+from vllm_delta_sync.engine.names import PLUGIN_NAME
 from vllm_delta_sync.errors import EngineError
 
 TESTED_VERSIONS = ("0.32", "0.33")
-PLUGIN_NAME = "delta_sync"
-TRANSFER_BACKEND = "delta_bucket"
-"""Name of our backend of vLLM's weight transfer API."""
 PLUGIN_GROUPS = (
     "vllm.general_plugins",
     "vllm.endpoint_plugins",
@@ -67,31 +66,6 @@ def initialize_amx() -> None:
 
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
-
-
-def hide_numba_from_kernel_scan() -> None:
-    """Let vLLM initialize a worker in a process that has loaded numba already.
-
-    Cause: on the CPU vLLM scans the globals of every loaded module and calls ``vars()`` on what it finds; llvmlite's
-    library handle answers any attribute, ``__dict__`` included, with a C function. Symptom: AttributeError
-    '_lib_fn_wrapper' object has no attribute 'get' when an ``LLM`` is made after a ``Publisher`` in one process.
-    Remove when: the scan skips objects without a real instance dictionary.
-    """
-    from vllm.triton_utils import dispatcher
-
-    original = getattr(dispatcher, "_rebind_kernels", None)
-    if original is None or hasattr(original, "delta_sync"):
-        return
-
-    def rebind(kernels: Any) -> None:
-        hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("llvmlite.")}
-        try:
-            original(kernels)
-        finally:
-            sys.modules.update(hidden)
-
-    rebind.delta_sync = True  # type: ignore[attr-defined]
-    dispatcher._rebind_kernels = rebind
 
 
 def sleep_between_polls() -> None:
@@ -229,6 +203,8 @@ def wrap_method(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     """Replace a bound method on one instance by ``wrapper(original, *args, **kwargs)``."""
     original = getattr(owner, name)
 
+    # vLLM converts the arguments of remote calls to what the signature says.
+    @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 

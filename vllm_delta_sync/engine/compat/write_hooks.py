@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
+from vllm_delta_sync.engine.names import TRANSFER_BACKEND
 
 TRANSFER_METHODS = ("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update")
 """Methods of vLLM's weight transfer API. If the backend is ours, workers refuse these, and nothing is written."""
@@ -65,7 +66,7 @@ def watch_writes(worker: Any, model: Any, listener: WriteListener) -> None:
         if hasattr(owner, name):
             patches.wrap_method(owner, name, wrapper)
 
-    ours = patches.transfer_backend(getattr(worker, "vllm_config", None)) == patches.TRANSFER_BACKEND
+    ours = patches.transfer_backend(getattr(worker, "vllm_config", None)) == TRANSFER_BACKEND
     for name in WRITE_METHODS:
         if not (ours and name in TRANSFER_METHODS):
             wrap(worker, name, partial(write, name))

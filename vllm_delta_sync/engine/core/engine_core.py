@@ -4,34 +4,37 @@ The controller runs in the API server, and the pause in the engine core, which i
 dies or hangs between pause and resume would leave generation paused forever. Therefore each pause has a deadline.
 After it the watchdog brings the ranks to one version, on the thread that runs the engine core's loop, and resumes.
 Other callers' pauses (vLLM's /pause, /sleep) are kept apart: what was paused before stays paused, and calls that arrive
-meanwhile run after our pause. ``install`` adds all this to vLLM's engine core.
+meanwhile run after our pause. What an engine computed from older weights is dropped, or gets another key, within each
+pause (``WeightCaches``). ``install`` adds all this to one engine core of vLLM's.
 """
 
+import importlib
 import inspect
 import itertools
 import multiprocessing
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import msgspec
 
 from vllm_delta_sync.engine import protocol
-from vllm_delta_sync.engine.compat.patches import relabel, wrap_method
+from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.compat.caches import WeightCaches
+from vllm_delta_sync.engine.compat.patches import wrap_method
 from vllm_delta_sync.engine.core import executors
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, RankState
-from vllm_delta_sync.errors import EngineError, WeightsLostError
+from vllm_delta_sync.errors import EngineError, SettingsError, WeightsLostError
+from vllm_delta_sync.settings import Settings, client_settings
 
 STEP_TIMEOUT_S = 300
 """vLLM's default of VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, for a release that has no such variable."""
-CORE_MODULE = "vllm.v1.engine.core"
 RANK_CALL_SECONDS = 60.0
 """Bound on each call to the ranks while the watchdog ends a lost pause."""
 STUCK_SECONDS = 60.0
@@ -52,7 +55,8 @@ class TimedPause:
         before: the scheduler's pause state before it.
         waiting: idle callbacks of other callers' pauses that were incomplete when ours began.
         deferred: calls of other callers to make after it.
-        pending: completes when the loop is idle; None if it was idle at once.
+        pending: vLLM's future, completes when the loop is idle; None if it was idle at once.
+        outcome: what ``PauseWatchdog.pause`` returns.
         failure: why the ranks can no longer be called.
         adapter: whose weights are changed in it; None for the model's own.
     """
@@ -62,6 +66,7 @@ class TimedPause:
     waiting: list[Callable[..., Any]]
     deferred: list[Callable[[], None]] = field(default_factory=list)
     pending: "Future[Any] | None" = None
+    outcome: "Future[int] | int" = 0
     callback: Callable[..., Any] | None = None
     failure: str | None = None
     adapter: protocol.Adapter | None = None
@@ -71,26 +76,33 @@ class TimedPause:
 class PauseWatchdog:
     """The watchdog of one EngineCoreProc. All methods run on the thread of its loop, except ``_watch`` and ``end``."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, caches: WeightCaches) -> None:
         self._engine = engine
+        self._caches = caches
         self._active: TimedPause | None = None
         self._expired = False
 
-    def pause(self, mode: str, clear_cache: bool, limit_s: float, adapter: bytes = b"") -> "Future[Any] | None":
+    def pause(self, mode: str, prefix_cache: str, limit_s: float, adapter: bytes = b"") -> "Future[int] | int":
         """Pause as ``pause_scheduler`` does, for at most ``limit_s`` seconds. During a pause of ours: renew it.
 
         Args:
+            prefix_cache: the setting.
             adapter: whose weights are to be changed, encoded; empty for the model's own.
 
+        Returns:
+            see ``WeightCaches.drop``: if it is not 0, no weights may be changed in this pause.
+
         Raises:
-            RuntimeError: the engine sleeps, so its weights are not in memory.
+            RuntimeError: the engine sleeps, so its weights are not in memory; or a cache could not be dropped.
+            EngineError: the setting came too late for this engine.
         """
         if self._active is not None:
             self.renew(limit_s)
-            return self._active.pending
+            return self._active.outcome
         engine = self._engine
         if engine.model_executor.is_sleeping:
             raise RuntimeError("the engine sleeps and holds no weights to patch; wake it up first")
+        self._caches.use(prefix_cache)
         before = engine.scheduler.pause_state
         keeps = before.name == "PAUSED_ALL"
         waiting = list(engine._idle_state_callbacks)
@@ -98,21 +110,41 @@ class PauseWatchdog:
         changed = msgspec.msgpack.decode(adapter, type=protocol.Adapter) if adapter else None
         paused = TimedPause(time.monotonic() + limit_s, before, waiting, adapter=changed)
         self._expired = False
-        # First: vLLM's pause calls every rank, and waits forever for one that is gone.
-        threading.Thread(target=self._watch, args=(paused,), name="delta-sync-watchdog", daemon=True).start()
+        if hasattr(engine, "input_queue"):
+            # First: vLLM's pause calls every rank, and waits forever for one that is gone. An engine without a queue
+            # runs in its controller's own process, which cannot be lost separately.
+            threading.Thread(target=self._watch, args=(paused,), name="delta-sync-watchdog", daemon=True).start()
         try:
-            # If another caller holds requests back, our mode must not let them run.
-            paused.pending = engine.pause_scheduler("keep" if keeps and mode == "wait" else mode, clear_cache)
+            # If another caller holds requests back, our mode must not let them run. vLLM would drop caches of inputs
+            # too, which its front end believes to be there.
+            paused.pending = engine.pause_scheduler("keep" if keeps and mode == "wait" else mode, False)
             if keeps:
                 engine.scheduler.set_pause_state(before)
-            if paused.pending is not None:
+            if paused.pending is None:
+                paused.outcome = self._caches.drop()
+            else:
                 paused.callback = engine._idle_state_callbacks[-1]
+                paused.outcome = self._drop_after(paused.pending)
         except BaseException:  # after any failure, an interrupt included, restore other callers' pauses
             paused.ended.set()
             self._restore(paused)
             raise
         self._active = paused
-        return paused.pending
+        return paused.outcome
+
+    def _drop_after(self, pending: "Future[Any]") -> "Future[int]":
+        """Drop caches once the loop is idle; on its thread, where vLLM completes ``pending``."""
+        outcome: Future[int] = Future()
+
+        def complete(done: "Future[Any]") -> None:
+            try:
+                done.result()
+                outcome.set_result(self._caches.drop())
+            except Exception as error:  # noqa: BLE001  the future passes it to the controller
+                outcome.set_exception(error)
+
+        pending.add_done_callback(complete)
+        return outcome
 
     def renew(self, limit_s: float) -> bool:
         """Move the deadline to ``limit_s`` seconds from now if that is later. False if no pause is on."""
@@ -137,25 +169,29 @@ class PauseWatchdog:
         """As ``call_ranks``, only before the deadline of a pause of ours; None if that has passed."""
         if self._active is None or time.monotonic() >= self._active.deadline:
             return None
+        decoded = protocol.decode_request(request)
+        if isinstance(decoded, protocol.Commit | protocol.Revert):
+            self._caches.begin_change(_name_of(decoded.adapter))
         try:
             return call_executor(self._engine.model_executor, request, timeout_s)
         except Exception as error:  # a rank's late answer would be taken for the answer to the next call
-            operation = protocol.decode_request(request).operation
-            self._active.failure = f"{operation} has no outcome: {type(error).__name__}: {error}"
+            self._active.failure = f"{decoded.operation} has no outcome: {type(error).__name__}: {error}"
             raise
 
-    def label_paused(self, label: str) -> bool:
-        """Set vLLM's weight version, only during a pause of ours. False if there is none."""
-        if self._active is None:
-            return False
-        self._engine.set_weight_version(label)
-        return True
+    def label(self, adapter: str | None, version: int | None, run: str | None, prefix_cache: str) -> None:
+        """Label outputs with a version from now on, and what is computed; see ``WeightCaches.name_weights``.
 
-    def relabel_paused(self, adapter: str | None, version: int | None) -> bool:
-        """As ``label_paused``, for engines with adapters: set the part of one of them, or (None) of the model's own."""
+        Args:
+            prefix_cache: the setting.
+        """
+        self._caches.use(prefix_cache)
+        self._caches.name_weights(adapter, version, run)
+
+    def label_paused(self, adapter: str | None, version: int | None, run: str | None) -> bool:
+        """As ``label``, only during a pause of ours. False if there is none."""
         if self._active is None:
             return False
-        self._engine.set_weight_version(relabel(self._engine.get_weight_version(), adapter, version))
+        self._caches.name_weights(adapter, version, run)
         return True
 
     def resume(self) -> bool:
@@ -232,6 +268,8 @@ class PauseWatchdog:
     def _ask(self, request: RankRequest[A]) -> list[A | RankFailure]:
         if self._active is not None and self._active.adapter is not None:
             request = msgspec.structs.replace(request, adapter=self._active.adapter)
+        if isinstance(request, protocol.Revert):
+            self._caches.begin_change(_name_of(request.adapter))
         payload = protocol.encode_request(request)
         answers = call_executor(self._engine.model_executor, payload, RANK_CALL_SECONDS)
         return protocol.decode_answers(request, answers)
@@ -252,8 +290,9 @@ class PauseWatchdog:
             current = self._ask(protocol.Describe())
             if not is_settled(current, version):
                 raise WeightsLostError(f"ranks should have reverted to version {version}, but they report {current}")
-        adapter = None if self._active is None or self._active.adapter is None else self._active.adapter.name
-        self._engine.set_weight_version(relabel(self._engine.get_weight_version(), adapter, version))
+        adapter = None if self._active is None else self._active.adapter
+        # Which run's version it is, only the controller knew.
+        self._caches.name_weights(_name_of(adapter), version, run=None)
         held = [rank.version for rank in found if isinstance(rank, RankState)]
         action = "kept" if was_settled else "reverted"
         return f"ranks held {held}, {action}, generation goes on with version {version}"
@@ -337,127 +376,109 @@ def _copy_outcome(done: "Future[Any]", future: "Future[Any]") -> None:
         future.set_result(done.result())
 
 
-def _watchdog_of(engine: Any) -> PauseWatchdog:
-    watchdog: PauseWatchdog | None = getattr(engine, "delta_sync_watchdog", None)
-    if watchdog is None:
-        watchdog = engine.delta_sync_watchdog = PauseWatchdog(engine)
-    return watchdog
+def _name_of(adapter: protocol.Adapter | None) -> str | None:
+    return None if adapter is None else adapter.name
 
 
-WATCHDOG_CALLS = (
-    PauseWatchdog.pause,
-    PauseWatchdog.renew,
-    PauseWatchdog.resume,
-    PauseWatchdog.call_ranks,
-    PauseWatchdog.call_paused,
-    PauseWatchdog.label_paused,
-    PauseWatchdog.relabel_paused,
-    PauseWatchdog.end,
-)
-"""What a controller may call in the engine core, as ``delta_sync_pause`` and so on."""
-
-
-def _on_watchdog(method: Callable[..., Any]) -> Callable[..., Any]:
-    # vLLM compares the arguments of a call with the signature, which ``wraps`` keeps.
-    @wraps(method)
-    def call(self: Any, *args: Any) -> Any:
-        return method(_watchdog_of(self), *args)
-
-    return call
+NEEDED = {
+    "vllm.v1.engine": ("EngineCoreRequestType.WAKEUP",),
+    "vllm.v1.engine.core": (
+        "EngineCore._initialize_kv_caches",
+        "EngineCore._idle_state_callbacks",
+        "EngineCore.add_request",
+        "EngineCore.request_block_hasher",
+        "EngineCore.reset_encoder_cache",
+        "EngineCore.scheduler",
+        "EngineCoreProc.pause_scheduler",
+        "EngineCoreProc.resume_scheduler",
+        "EngineCoreProc.set_weight_version",
+        "EngineCoreProc.get_weight_version",
+        "EngineCoreProc.run_busy_loop",
+        "EngineCoreProc.input_queue",
+        "EngineCoreProc._handle_client_request",
+        "EngineCoreProc._send_engine_dead",
+    ),
+    "vllm.v1.engine.core_client": ("AsyncMPClient._call_utility_async", "MPClient.core_engines"),
+    "vllm.v1.core.sched.scheduler": ("Scheduler.hash_block_size", "Scheduler.reset_prefix_cache"),
+    "vllm.v1.core.kv_cache_manager": ("KVCacheManager.get_computed_blocks", "KVCacheManager.coordinator"),
+    "vllm.v1.core.kv_cache_coordinator": ("KVCacheCoordinator.cache_blocks",),
+    "vllm.v1.request": ("Request.block_hashes", "Request.cache_salt", "Request.update_block_hashes"),
+}
+"""Module of vLLM → what this package cannot do without: methods, and attributes that a constructor sets."""
 
 
 @cache
-def missing_names() -> list[str]:
-    """Return the names that the watchdog needs of vLLM's engine core and client, and that are missing. Imports vLLM."""
-    from vllm.v1 import engine
-    from vllm.v1.engine import core, core_client
+def missing_names() -> tuple[str, ...]:
+    """Return which names of ``NEEDED`` the installed vLLM lacks. Imports vLLM."""
+    missing = []
+    for path, names in NEEDED.items():
+        try:
+            module = importlib.import_module(path)
+        except ImportError:
+            missing.append(path)
+            continue
+        for owner, _, name in (each.partition(".") for each in names):
+            cls = getattr(module, owner, None)
+            set_by_constructor = inspect.unwrap(cls.__init__).__code__.co_names if inspect.isclass(cls) else ()
+            if not hasattr(cls, name) and name not in set_by_constructor:
+                missing.append(f"{owner}.{name}")
+    return tuple(missing)
 
-    process = getattr(core, "EngineCoreProc", None)
-    methods = ["pause_scheduler", "resume_scheduler", "set_weight_version", "get_weight_version", "run_busy_loop"]
-    methods += ["_handle_client_request", "_send_engine_dead"]
-    missing = [name for name in methods if not hasattr(process, name)]
-    if not hasattr(getattr(engine, "EngineCoreRequestType", None), "WAKEUP"):
-        missing.append("EngineCoreRequestType.WAKEUP")
-    if not hasattr(getattr(core_client, "AsyncMPClient", None), "_call_utility_async"):
-        missing.append("AsyncMPClient._call_utility_async")
-    # These are set on instances, so look for them in the constructors.
-    for module, owner, names in (
-        (core, "EngineCore", ["_idle_state_callbacks", "scheduler"]),
-        (core, "EngineCoreProc", ["input_queue"]),
-        (core_client, "MPClient", ["core_engines"]),
+
+def install(engine: Any) -> None:
+    """Equip one engine core, on the instance, before it has a scheduler. See ``plugin.register``."""
+    patches.sleep_between_polls()
+    try:
+        prefix_cache = client_settings().prefix_cache
+    except SettingsError:
+        prefix_cache = Settings.model_fields["prefix_cache"].default  # reported where the settings are used
+    caches = WeightCaches(engine, prefix_cache)
+    watchdog = PauseWatchdog(engine, caches)
+    # vLLM calls utility methods by name and converts the arguments to what their signatures say.
+    for method in (
+        watchdog.pause,
+        watchdog.renew,
+        watchdog.resume,
+        watchdog.call_ranks,
+        watchdog.call_paused,
+        watchdog.label,
+        watchdog.label_paused,
+        watchdog.end,
     ):
-        constructor = inspect.unwrap(getattr(getattr(module, owner, None), "__init__", missing_names))
-        missing += [name for name in names if name not in constructor.__code__.co_names]
-    return missing
+        setattr(engine, f"delta_sync_{method.__name__}", method)
 
+    def add_request(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        caches.equip()
+        del engine.add_request
+        return original(*args, **kwargs)
 
-def install() -> None:
-    """Add the watchdog to vLLM's engine core. Called in every process; does nothing where there is no engine.
+    def defer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        future = watchdog.defer(lambda: original(*args, **kwargs))
+        return original(*args, **kwargs) if future is None else future
 
-    An engine inside the caller's own process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) gets none: its controller cannot be
-    lost separately.
-    """
-    executors.install()
-    core = sys.modules.get(CORE_MODULE)
-    if core is None or hasattr(getattr(core, "EngineCoreProc", None), "delta_sync_pause"):
-        return
-    missing = missing_names()
-    if missing:
-        logger.warning(
-            "this vLLM's engine core is not as expected (no %s): a controller that is lost in the middle of a commit "
-            "leaves generation paused",
-            ", ".join(missing),
-        )
-        return
-    process = core.EngineCoreProc
-    for method in WATCHDOG_CALLS:
-        setattr(process, f"delta_sync_{method.__name__}", _on_watchdog(method))
-    process._handle_client_request = _check_on_wakeup(process._handle_client_request)
-    # Engines that run in step have their own loop and their own way to resume.
-    for cls in (process, getattr(core, "DPEngineCoreProc", process)):
-        for name, wrap in OVERRIDABLE.items():
-            if name in vars(cls) or (cls is process and hasattr(cls, name)):
-                setattr(cls, name, wrap(getattr(cls, name)))
-
-
-def _defer_while_paused(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        future = _watchdog_of(self).defer(lambda: original(self, *args, **kwargs))
-        return original(self, *args, **kwargs) if future is None else future
-
-    return call
-
-
-def _check_on_wakeup(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def handle(self: Any, request_type: Any, request: Any) -> Any:
+    def check_on_wakeup(original: Callable[..., Any], request_type: Any, request: Any) -> Any:
         if request_type.name == "WAKEUP":
-            _watchdog_of(self).check_deadline()
-        return original(self, request_type, request)
+            watchdog.check_deadline()
+        return original(request_type, request)
 
-    return handle
-
-
-def _end_with_others(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def run(self: Any) -> Any:
-        watchdog = _watchdog_of(self)
+    def run_busy_loop(original: Callable[..., Any]) -> Any:
         watchdog.end_with_parent()
-        executors.end_with_other_nodes(getattr(self, "model_executor", None), watchdog.end)
-        return original(self)
+        executors.end_with_other_nodes(getattr(engine, "model_executor", None), watchdog.end)
+        return original()
 
-    return run
-
-
-OVERRIDABLE = {
-    # vLLM's /pause since 0.33: it calls pause_scheduler and makes the engine reject new requests. Without this it would
-    # reject them during our pause and accept them after it, because the end of our pause resumes the scheduler.
-    "pause_generation": _defer_while_paused,
-    "pause_scheduler": _defer_while_paused,
-    "resume_scheduler": _defer_while_paused,
-    "run_busy_loop": _end_with_others,
-}
+    wrap_method(engine, "add_request", add_request)
+    for name, wrapper in (
+        ("pause_scheduler", defer),
+        ("resume_scheduler", defer),
+        # vLLM's /pause since 0.33: it calls pause_scheduler and makes the engine reject new requests. Without this it
+        # would reject them during our pause and accept them after it, because its end resumes the scheduler.
+        ("pause_generation", defer),
+        ("_handle_client_request", check_on_wakeup),
+        ("run_busy_loop", run_busy_loop),
+    ):
+        # An engine in its controller's own process lacks the last ones.
+        if hasattr(engine, name):
+            wrap_method(engine, name, wrapper)
 
 
 def fail_when_engine_died(client: Any) -> None:

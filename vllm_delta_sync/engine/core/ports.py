@@ -1,15 +1,17 @@
 """``ServerEnginePort`` and ``OfflineEnginePort``: the ``EnginePort`` of a server's client and of an ``LLM`` object.
 
-A server's client may have several engine cores: with data parallelism each has its own scheduler and ranks. Engines of
-a dense model are independent; those of a mixture of experts run in step and wait for each other in every forward pass,
-in pauses and when they resume. Therefore every call goes to all engines at once, and waits for all answers even if one
-fails: the caller must not continue while another engine is still at work. Answers list the ranks of all engines, in
-the order of data parallel ranks.
+Both call methods that ``engine_core.install`` has added to vLLM's engine core. A server's client may have several
+engine cores: with data parallelism each has its own scheduler and ranks. Engines of a dense model are independent;
+those of a mixture of experts run in step and wait for each other in every forward pass, in pauses and when they resume.
+Therefore every call goes to all engines at once, and waits for all answers even if one fails: the caller must not
+continue while another engine is still at work. Answers list the ranks of all engines, in the order of data parallel
+ranks.
 """
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -17,8 +19,6 @@ import msgspec
 
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit.transaction import DrainError
-from vllm_delta_sync.engine.compat.patches import relabel, version_label
-from vllm_delta_sync.engine.core.engine_core import RANK_METHOD, check_numbers, missing_names, next_number
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, decode_answers, encode_request
 from vllm_delta_sync.errors import BusyError, EngineError, WeightsLostError
@@ -29,19 +29,39 @@ CALL_TIMEOUT_S = 120.0
 ANSWER_SECONDS = 5.0
 """Extra time for an answer, on top of the time that the engine gives its ranks."""
 END_SECONDS = 10.0
+HELD_TRIES = 5
+HELD_SECONDS = 0.1
+"""How often a pause is tried while requests hold blocks that cannot be dropped, and the time to the second try, which
+doubles each time. In between generation continues, so that transfers of a KV connector can end."""
 R = TypeVar("R")
+
+
+class HeldBlocksError(BusyError):
+    """With ``prefix_cache`` reset: requests hold cached blocks that cannot be computed again now."""
+
+    kind = "held_blocks"
+
+
+def _try_while_held(pause: Callable[[], int], resume: Callable[[], Any]) -> None:
+    """Pause, and try again for a while if requests hold blocks. Raises HeldBlocksError; the pause must still end."""
+    for attempt in range(HELD_TRIES):
+        held = pause()
+        if not held:
+            return
+        if attempt + 1 < HELD_TRIES:
+            resume()
+            time.sleep(HELD_SECONDS * 2**attempt)
+    raise HeldBlocksError(
+        f"keys and values of requests that wait for a KV connector or for more input cannot be dropped ({held} such "
+        "requests); the version is tried again later. With prefix_cache salt nothing is dropped"
+    )
 
 
 class ServerEnginePort:
     """The ``EnginePort`` to all engine cores of a vLLM server.
 
     The receiver's thread calls it; coroutines run in the server's event loop. Each receiver of an engine has a port of
-    its own: ``adapter`` says whose weights it changes, and ``turns`` lets one of them at a time pause the engine. If
-    this vLLM's engine core is not as expected (``missing_names``), this class makes vLLM's own calls instead, to a
-    single engine: ``check_layout`` refuses several.
-
-    Raises:
-        EngineError: this vLLM lacks one of those calls.
+    its own: ``adapter`` says whose weights it changes, and ``turns`` lets one of them at a time pause the engine.
     """
 
     def __init__(
@@ -57,15 +77,9 @@ class ServerEnginePort:
         self._turns = turns
         self._has_turn = False
         self._core = client.engine_core
-        fallback = ["pause_scheduler_async", "resume_scheduler_async"] if missing_names() else []
-        if lacking := [name for name in ["set_weight_version_async", *fallback] if not hasattr(self._core, name)]:
-            raise EngineError(
-                f"this vLLM's client has no {', '.join(lacking)}: its engine cannot be paused, resumed or labelled; "
-                "use a release that was tested"
-            )
         self._loop = loop
         self._pause_mode = settings.pause_mode
-        self._reset_prefix_cache = settings.prefix_cache == "reset"
+        self._prefix_cache = settings.prefix_cache
         self._pause_seconds = settings.pause_seconds
         self._drain_seconds = settings.wait_seconds
 
@@ -92,18 +106,22 @@ class ServerEnginePort:
 
         Raises:
             DrainError: they took too long. The caller must still end the pause, by ``resume``.
+            HeldBlocksError: caches cannot be dropped now; likewise.
             BusyError: the engine is paused for another run's commit, which does not end.
         """
         if self._turns is not None and not self._has_turn:
             if not self._turns.acquire(timeout=self._pause_seconds + ANSWER_SECONDS):
                 raise BusyError("the engine is paused for a version of another run; this one is tried again later")
             self._has_turn = True
+        _try_while_held(self._pause_once, lambda: self._run(self._call_engines("delta_sync_resume")))
+
+    def _pause_once(self) -> int:
+        """Pause all engines; returns how many requests hold blocks that cannot be dropped."""
         pausing = self.pause_engines(self._pause_seconds)
         if self._pause_mode != "wait":
-            self._run(pausing)
-            return
+            return self._run(pausing)
         try:
-            self._run(pausing, self._drain_seconds)
+            return self._run(pausing, self._drain_seconds)
         except EngineError as error:
             if not isinstance(error.__cause__, TimeoutError):
                 raise
@@ -115,35 +133,18 @@ class ServerEnginePort:
     def resume(self) -> bool:
         if self._turns is not None and not self._has_turn:
             return False  # the pause, if there is one, is another run's
-        expired = False
-        if missing_names():
-            self._run(self._core.resume_scheduler_async())
-        else:
-            expired = any(self._run(self._call_engines("delta_sync_resume")))
+        expired = any(self._run(self._call_engines("delta_sync_resume")))
         if self._turns is not None:
             self._has_turn = False
             self._turns.release()
         return expired
 
-    def label(self, version: int | None) -> None:
-        if self._turns is None:
-            self._run(self._core.set_weight_version_async(version_label(version)))
-            return
-        with self._turns:
-            before = self._run(self._core.get_weight_version_async())
-            self._run(self._core.set_weight_version_async(relabel(before, self._adapter_name, version)))
+    def label(self, version: int | None, run: str | None) -> None:
+        self._run(self._call_engines("delta_sync_label", self._adapter_name, version, run, self._prefix_cache))
 
-    def label_paused(self, version: int | None) -> None:
+    def label_paused(self, version: int | None, run: str | None) -> None:
         """See EnginePort. Weights that a watchdog has reverted keep their label."""
-        if missing_names():
-            self.label(version)
-            return
-        labelling = (
-            self._call_engines("delta_sync_label_paused", version_label(version))
-            if self._turns is None
-            else self._call_engines("delta_sync_relabel_paused", self._adapter_name, version)
-        )
-        if not all(self._run(labelling)):
+        if not all(self._run(self._call_engines("delta_sync_label_paused", self._adapter_name, version, run))):
             raise EngineError(f"the pause expired before its outputs were labelled with version {version}")
 
     def end(self, reason: str) -> None:
@@ -170,7 +171,7 @@ class ServerEnginePort:
             future.cancel()
             raise EngineError(f"the engine did not answer within {timeout:.0f} s") from error
         except Exception as error:  # vLLM reports a worker's failure as a bare exception
-            raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
+            raise _engine_error(error) from error
 
     async def _call_engines(
         self, method: str, *args: Any, per_engine: list[tuple[Any, ...]] | None = None
@@ -201,11 +202,6 @@ class ServerEnginePort:
         return await self._call_engines(method, per_engine=[(payload, *args) for payload in payloads])
 
     async def _call(self, request: RankRequest[A]) -> list[A | RankFailure]:
-        if missing_names():
-            # Without a timeout: the next call would receive a late answer.
-            number = next_number()
-            answers = await self._client.collective_rpc(RANK_METHOD, args=(encode_request(request), number))
-            return decode_answers(request, check_numbers(answers, number))
         return _decode_all(request, await self._call_ranks("delta_sync_call_ranks", request))
 
     async def _call_paused(self, request: RankRequest[A]) -> list[A | RankFailure] | None:
@@ -215,8 +211,6 @@ class ServerEnginePort:
             an answer per rank; None if the pause of any engine had expired, and it did nothing. An engine whose
             watchdog has already reached the version of a ``Revert`` counts as done.
         """
-        if missing_names():
-            return await self._call(request)
         several = len(self._engines) > 1
         # Check first, so that no engine begins a commit that another one can no longer do within its pause.
         if several and isinstance(request, protocol.Commit) and not await self._renew(self._pause_seconds):
@@ -232,31 +226,30 @@ class ServerEnginePort:
                     outcomes[engine] = [protocol.encode_answer(protocol.Done())] * len(ranks)
         return None if None in outcomes else _decode_all(request, outcomes)
 
-    async def pause_engines(self, limit_s: float) -> None:
+    async def pause_engines(self, limit_s: float) -> int:
         """Pause every engine core for at most ``limit_s`` seconds, not counting the wait for requests in flight.
 
         Cause: ``pause_generation`` ends with a fixed 20 ms sleep for the order of outputs, which weights do not need.
         Symptom: every pause is 20 ms longer. Remove when: the sleep is gone.
 
+        Returns:
+            number of requests of all engines that hold blocks which cannot be dropped now, see ``WeightCaches.drop``.
+
         Raises:
             EngineError: an engine sleeps; none was paused.
         """
-        mode, clear_cache = self._pause_mode, self._reset_prefix_cache
-        if clear_cache:
-            await self._client.renderer.clear_mm_cache_async()
-        if missing_names():
-            await self._core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
-            return
         # If one engine refused, engines that run in step with it would wait for it.
         if len(self._engines) > 1 and any(await self._call_engines("is_sleeping")):
             raise EngineError("the engine sleeps and holds no weights to patch; wake it up first (POST /wake_up)")
         changed = [] if self._adapter is None else [msgspec.msgpack.encode(self._adapter)]
-        request = asyncio.ensure_future(self._call_engines("delta_sync_pause", mode, clear_cache, limit_s, *changed))
+        request = asyncio.ensure_future(
+            self._call_engines("delta_sync_pause", self._pause_mode, self._prefix_cache, limit_s, *changed)
+        )
         try:
             # Mode ``wait`` lasts until the slowest engine has finished its requests in flight, so renew meanwhile.
             while not (await asyncio.wait({request}, timeout=limit_s / 3))[0]:
                 await self._renew(limit_s)
-            await request
+            return sum(await request)
         finally:
             request.cancel()
 
@@ -291,50 +284,83 @@ def _decode_all(request: RankRequest[A], per_engine: list[list[bytes]]) -> list[
     return decode_answers(request, [payload for payloads in per_engine for payload in payloads])
 
 
+def _engine_error(error: Exception) -> EngineError:
+    """Return vLLM's error, or the remedy where its engine core does not know our methods."""
+    if "has no attribute 'delta_sync_" in str(error):
+        return EngineError(
+            "the engine core was started without our plugin, so it cannot be paused safely: name delta_sync in "
+            "VLLM_PLUGINS, or unset it, before the engine is made; on all nodes, if there are several"
+        )
+    return EngineError(f"the engine failed: {type(error).__name__}: {error}")
+
+
 @contextmanager
 def _engine_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # vLLM reports a worker's failure as a bare exception
-        raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
+        raise _engine_error(error) from error
 
 
 class OfflineEnginePort:
-    """The ``EnginePort`` to an ``LLM`` object, used between two ``generate`` calls, where no pause is needed."""
+    """The ``EnginePort`` to an ``LLM`` object, used between two ``generate`` calls, when nothing runs."""
 
     def __init__(self, llm: Any, settings: Settings, adapter: protocol.Adapter | None = None) -> None:
         self._llm = llm
         self._adapter = adapter
-        self._reset_prefix_cache = settings.prefix_cache == "reset"
+        self._prefix_cache = settings.prefix_cache
+        self._pause_seconds = settings.pause_seconds
 
     def call(self, request: RankRequest[A]) -> list[A | RankFailure]:
-        number = next_number()
         if self._adapter is not None:
             request = msgspec.structs.replace(request, adapter=self._adapter)
-        with _engine_errors():
-            answers = self._llm.collective_rpc(RANK_METHOD, args=(encode_request(request), number))
-        return decode_answers(request, check_numbers(answers, number))
+        payload = encode_request(request)
+        if not protocol.OPERATIONS[request.operation].paused:
+            return decode_answers(request, self._call_engine("delta_sync_call_ranks", payload))
+        try:
+            answers = self._call_engine("delta_sync_call_paused", payload, self._pause_seconds)
+        except EngineError as error:
+            raise WeightsLostError(f"{request.operation} has no outcome: {error.message}") from error
+        if answers is None:
+            raise EngineError(f"the pause expired before {request.operation}, so it was not done on every rank")
+        return decode_answers(request, answers)
 
     def pause(self) -> None:
-        """Check that nothing runs. Raises EngineError if requests are unfinished."""
+        """See EnginePort.
+
+        Raises:
+            EngineError: requests are unfinished. HeldBlocksError: caches cannot be dropped now.
+        """
         if self._llm.llm_engine.has_unfinished_requests():
             raise EngineError("requests are unfinished; call sync.to() between two generate() calls")
+        changed = [] if self._adapter is None else [msgspec.msgpack.encode(self._adapter)]
+        _try_while_held(
+            lambda: self._call_engine("delta_sync_pause", "keep", self._prefix_cache, self._pause_seconds, *changed),
+            self.resume,
+        )
 
     def resume(self) -> bool:
-        """Drop the prefix cache of the old weights, if the setting says so."""
-        with _engine_errors():
-            if self._reset_prefix_cache:
-                self._llm.reset_prefix_cache()
-        return False
+        return bool(self._call_engine("delta_sync_resume"))
 
-    def label(self, version: int | None) -> None:
-        engine, name = self._llm.llm_engine, None if self._adapter is None else self._adapter.name
-        with _engine_errors():
-            engine.set_weight_version(relabel(engine.get_weight_version(), name, version))
+    def label(self, version: int | None, run: str | None) -> None:
+        self._call_engine("delta_sync_label", self._adapter_name, version, run, self._prefix_cache)
 
-    def label_paused(self, version: int | None) -> None:
-        """See EnginePort; nothing runs, so nothing expires."""
-        self.label(version)
+    def label_paused(self, version: int | None, run: str | None) -> None:
+        """See EnginePort."""
+        if not self._call_engine("delta_sync_label_paused", self._adapter_name, version, run):
+            raise EngineError(f"the pause expired before its outputs were labelled with version {version}")
 
     def end(self, reason: str) -> None:
         """Do nothing: an ``LLM`` belongs to its caller, who gets the error and must make another one."""
+
+    @property
+    def _adapter_name(self) -> str | None:
+        return None if self._adapter is None else self._adapter.name
+
+    def _call_engine(self, method: str, *args: Any) -> Any:
+        """Call a utility method of the engine core, in its own process or in this one."""
+        client = self._llm.llm_engine.engine_core
+        with _engine_errors():
+            if hasattr(client, "call_utility"):
+                return client.call_utility(method, *args)
+            return getattr(client.engine_core, method)(*args)

@@ -7,14 +7,14 @@ from functools import cached_property
 from typing import Any
 
 from vllm.distributed import get_world_group
-from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
+from vllm.model_executor.model_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.engine import LOAD_FORMAT
 from vllm_delta_sync.engine.follow.standing_orders import apply_order, peek_order
 from vllm_delta_sync.engine.logger import logger
+from vllm_delta_sync.engine.names import LOAD_FORMAT
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.engine.staging.reconstruct import drain_tensors, newest_good_manifest, rebuild
 from vllm_delta_sync.errors import (
@@ -43,14 +43,6 @@ class LoadedVersion:
     url: str
     version: int
     fingerprints: tuple[str, ...]
-
-
-def register() -> None:
-    """Register the load format with vLLM, once per process."""
-    from vllm.model_executor import model_loader
-
-    if model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get(LOAD_FORMAT) is not DeltaSyncLoader:
-        register_model_loader(LOAD_FORMAT)(DeltaSyncLoader)
 
 
 def from_rank_0(value: Any) -> Any:

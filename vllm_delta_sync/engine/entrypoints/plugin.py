@@ -1,117 +1,152 @@
-"""``register`` is vLLM's general plugin (every process), ``EndpointPlugin`` its endpoint plugin (API server)."""
+"""``register`` is vLLM's general plugin (every process), ``endpoint_plugin`` makes its endpoint plugin (API server).
 
-import asyncio
-import threading
-from argparse import Namespace
+vLLM calls ``register`` in every process of every server of an environment in which this package is installed, whether
+it follows a run or not. Therefore this module imports nothing of ours but names, changes nothing in vLLM until that
+is asked for, and lets no failure end the process. What it leaves in vLLM: two entries in registries, which import our
+code when they are chosen, and one wrapped method, which looks for our worker extension in the configuration and
+otherwise calls the original.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from types import ModuleType
 from typing import Any
 
-from vllm_delta_sync import admin_token
-from vllm_delta_sync.engine import WORKER_EXTENSION
-from vllm_delta_sync.engine.compat import patches
-from vllm_delta_sync.engine.logger import logger, set_format
-from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.redaction import public_url
+from vllm_delta_sync.engine.names import LOAD_FORMAT, TRANSFER_BACKEND, WORKER_EXTENSION
+
+ENV_PREFIX = "DELTA_SYNC_"
+LOGGER = "vllm.delta_sync"
 
 
 def register() -> None:
-    """Register the general plugin. vLLM calls this in every process, possibly more than once."""
-    from vllm_delta_sync.engine.api import weight_transfer
-    from vllm_delta_sync.engine.core import engine_core
-    from vllm_delta_sync.engine.entrypoints import load_format
+    """Prepare a process of vLLM's. vLLM calls this in every process, possibly more than once."""
+    for prepare in (_apply_settings, lambda: AfterImport.watch(CHANGES)):
+        try:
+            prepare()
+        except Exception as error:  # noqa: BLE001  whatever it is, this process may have nothing to do with us
+            logging.getLogger(LOGGER).warning("vllm-delta-sync is installed and cannot prepare this process: %s", error)
 
-    set_format()
+
+def _apply_settings() -> None:
+    """Where a setting of ours is set: choose the form of log lines, and keep the admin token from child processes."""
+    if not any(name.startswith(ENV_PREFIX) for name in os.environ):
+        return
+    from vllm_delta_sync import admin_token
+    from vllm_delta_sync.engine.logger import set_format
+
     # In the API server this runs before the engine's processes start, so they do not inherit the token.
     admin_token.hide()
-    patches.initialize_amx()
-    patches.hide_numba_from_kernel_scan()
-    patches.sleep_between_polls()
-    load_format.register()
-    weight_transfer.register()
-    engine_core.install()
+    set_format()
 
 
-class EndpointPlugin:
-    """Adds the routes under ``/delta_sync``, and starts the receiver."""
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Changes modules when they are imported, or at once if they have been; imports none.
 
-    name = patches.PLUGIN_NAME
-    required_tasks = ("generate",)
+    A plugin is called before vLLM has imported what it needs in that process, and a forked process calls none.
 
-    def attach_router(self, app: Any) -> None:
-        """Add the routes; vLLM calls it while it builds the application."""
-        from vllm_delta_sync.engine.api import routes
+    Args:
+        changes: name of a module → what is done to it, once.
+    """
 
-        routes.attach(app)
+    def __init__(self, changes: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._changes = changes
+        self._finding: set[str] = set()
 
-    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Check the configuration and start to follow. An error ends the server after one log line."""
-        from vllm_delta_sync.engine.entrypoints.serve_command import warn_shared_flags
+    @classmethod
+    def watch(cls, changes: dict[str, Callable[[ModuleType], None]]) -> None:
+        """Change these modules of this process. A second call does nothing."""
+        if any(isinstance(finder, cls) for finder in sys.meta_path):
+            return
+        finder = cls(dict(changes))
+        sys.meta_path.insert(0, finder)
+        for name in changes:
+            if name in sys.modules:
+                finder.change(sys.modules[name])
 
-        set_format()  # here too, for a process that loaded its plugins before the server's settings were set
-        warn_shared_flags(args)
+    def change(self, module: ModuleType) -> None:
+        """Do what is to be done to a module, if it is still to be done."""
+        change = self._changes.pop(module.__name__, None)
         try:
-            await self._begin(engine_client, state)
-        except DeltaSyncError as error:
-            # vLLM would print a traceback that hides this line.
-            logger.critical("%s: %s; the server exits", error.kind, error.message)
-            raise SystemExit(error.exit_code) from None
+            if change is not None:
+                change(module)
+        except Exception as error:  # noqa: BLE001  a vLLM that lacks a name must still import its module
+            logging.getLogger(LOGGER).debug("%s is not as expected: %s", module.__name__, error)
 
-    async def _begin(self, engine_client: Any, state: Any) -> None:
-        from vllm_delta_sync.engine.api import weight_transfer
-        from vllm_delta_sync.engine.api.adapters import announce, check_lora, make_adapter
-        from vllm_delta_sync.engine.api.api_servers import LeaderElection, find_api_server_group
-        from vllm_delta_sync.engine.api.live_page import LivePage
-        from vllm_delta_sync.engine.compat.features import check_engine
-        from vllm_delta_sync.engine.core.engine_core import fail_when_engine_died, missing_names
-        from vllm_delta_sync.engine.core.ports import ServerEnginePort
-        from vllm_delta_sync.engine.follow.service import ReceiverService
-        from vllm_delta_sync.engine.observe import spans
-        from vllm_delta_sync.settings import Settings, load_settings
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Let Python find a module that is to be changed, and change it once it has been executed."""
+        if fullname not in self._changes or fullname in self._finding:
+            return None
+        self._finding.add(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._finding.discard(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
 
-        settings = load_settings()
-        check_engine(engine_client.vllm_config, WORKER_EXTENSION, missing=missing_names())
-        others = settings.adapters()
-        names = [*([] if settings.lora_name is None else [settings.lora_name]), *others]
-        models, loop = getattr(state, "openai_serving_models", None), asyncio.get_running_loop()
-        check_lora(engine_client.vllm_config, names, models)
-        turns = threading.RLock() if names else None
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self.change(module)
 
-        def follow(chosen: Settings, exports_metrics: bool = True) -> ReceiverService:
-            adapter = None if chosen.lora_name is None else make_adapter(chosen.lora_name)
-            port = ServerEnginePort(engine_client, loop, chosen, adapter, turns)
-            service = ReceiverService(port, chosen, exports_metrics)
-            if adapter is not None:
-                announce(models, adapter, service.receiver.board, loop)
-            return service
-
-        controller = LeaderElection(lambda: follow(settings), find_api_server_group(engine_client))
-        state.delta_sync = controller
-        state.delta_sync_adapters = {name: follow(chosen, exports_metrics=False) for name, chosen in others.items()}
-        state.delta_sync_pages = {None: LivePage(settings), **{name: LivePage(own) for name, own in others.items()}}
-        state.delta_sync_token = settings.admin_token()
-        state.delta_sync_min_version_seconds = settings.min_version_seconds
-        if settings.admin_token_file is not None and admin_token.readable_by_others(settings.admin_token_file):
-            logger.warning("admin_token_file can be read by other users; run chmod 600 on it")
-        fail_when_engine_died(engine_client)
-        weight_transfer.install_on_server(engine_client, controller, settings.bucket)
-
-        def source(name: str | None = None) -> spans.SpanSource:
-            followed = controller if name is None else state.delta_sync_adapters[name]
-            return spans.SpanSource(lambda: followed.receiver.served_run, lambda: followed.receiver.inexact)
-
-        own = source()
-        sources = {name: source(name) for name in others}
-        if settings.lora_name is None:
-            spans.install(engine_client, state, own, sources)
-        else:
-            # The model's own weights are of no run.
-            none = spans.SpanSource(lambda: None)
-            spans.install(engine_client, state, none, {**sources, settings.lora_name: own})
-        await controller.start()
-        for service in state.delta_sync_adapters.values():
-            service.start()
-        logger.info("following %s (policy %s)", public_url(settings.bucket), settings.policy)
+        # A loader belongs to one module.
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
-def endpoint_plugin() -> EndpointPlugin:
+def _add_load_format(model_loader: Any) -> None:
+    def load(load_config: Any) -> Any:
+        from vllm_delta_sync.engine.entrypoints.load_format import DeltaSyncLoader
+
+        return DeltaSyncLoader(load_config)
+
+    model_loader._LOAD_FORMAT_TO_MODEL_LOADER[LOAD_FORMAT] = load
+
+
+def _add_transfer_backend(factory: Any) -> None:
+    if TRANSFER_BACKEND not in factory.WeightTransferEngineFactory._registry:
+        factory.WeightTransferEngineFactory.register_engine(
+            TRANSFER_BACKEND, "vllm_delta_sync.engine.entrypoints.transfer_backend", "BucketTransferEngine"
+        )
+
+
+def _wrap_engine_core(core: Any) -> None:
+    """Equip engine cores whose workers have our extension, before they serve anything.
+
+    Cause: a controller that is lost in the middle of a commit must not leave generation paused, and caches inside the
+    engine core must not outlive the weights that they were computed from; vLLM has no plugin for its engine core.
+    Symptom: it cannot be paused safely, and is refused. Remove when: vLLM has one.
+    """
+    original = core.EngineCore._initialize_kv_caches
+
+    @wraps(original)
+    def initialize(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION:
+            from vllm_delta_sync.engine.core import engine_core
+
+            engine_core.install(self)
+        return original(self, vllm_config, *args, **kwargs)
+
+    core.EngineCore._initialize_kv_caches = initialize
+
+
+CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    "vllm.model_executor.model_loader": _add_load_format,
+    "vllm.distributed.weight_transfer.factory": _add_transfer_backend,
+    "vllm.v1.engine.core": _wrap_engine_core,
+}
+
+
+def endpoint_plugin() -> Any:
     """Return the factory that vLLM calls in the API server, if VLLM_PLUGINS names ``delta_sync``."""
+    from vllm_delta_sync.engine.entrypoints.endpoint import EndpointPlugin
+
     return EndpointPlugin()

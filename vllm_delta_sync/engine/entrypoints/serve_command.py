@@ -9,10 +9,10 @@ from typing import NoReturn
 
 from vllm_delta_sync import admin_token
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.engine import LOAD_FORMAT, WORKER_EXTENSION
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.features import FLAGS_WITHOUT_PLUGINS, check_front_end
 from vllm_delta_sync.engine.logger import logger
+from vllm_delta_sync.engine.names import LOAD_FORMAT, WORKER_EXTENSION
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.errors import EngineError, StoreError, UsageError
 from vllm_delta_sync.redaction import public_url

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from vllm_delta_sync.engine.api.weight_transfer import BACKEND
+from vllm_delta_sync.engine.names import TRANSFER_BACKEND
 from vllm_delta_sync.errors import EngineError
 
 
@@ -40,8 +40,8 @@ class BucketTransferEngine(WeightTransferEngine[dict[str, Any], dict[str, Any]])
 
 def _refuse(method: str) -> NoReturn:
     raise EngineError(
-        f"{method} reached a worker, and the weight transfer backend {BACKEND} is served by the receiver, which "
-        "updates all ranks together: on a server name delta_sync in VLLM_PLUGINS and set DELTA_SYNC_BUCKET "
+        f"{method} reached a worker, and the weight transfer backend {TRANSFER_BACKEND} is served by the receiver, "
+        "which updates all ranks together: on a server name delta_sync in VLLM_PLUGINS and set DELTA_SYNC_BUCKET "
         "(delta-sync serve does both), otherwise call attach(llm, bucket) or attach_async(engine, bucket) first; "
         "nothing was changed"
     )

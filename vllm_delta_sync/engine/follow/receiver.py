@@ -443,7 +443,7 @@ class Receiver:
             "waiting_for_run", run=run.info.run, served=None, head=None, goal=None, undo=[], invalidated=False
         )
         if known:
-            self.port.label(None)
+            self.port.label(None, None)
 
     def _newest_allowed(self) -> int | None:
         """Return the newest version that may be served while none is served yet; None allows any."""
@@ -490,7 +490,7 @@ class Receiver:
 
         position = session.identifier.identify(may_serve)
         if position is not None and session.history.is_followed_run(position) and may_serve(position):
-            self.port.label(position.version)
+            self.port.label(position.version, position.run.info.run)
             session.updater.mark_served(position.manifest)
         return position
 
@@ -508,7 +508,7 @@ class Receiver:
             )
             self._updater.invalidate(changed)
             raise changed
-        self.port.label(served.version)
+        self.port.label(served.version, served.run)
         self._updater.mark_served(served)
 
     def _move_to(self, position: WeightPosition | None, target: int, until: Callable[[], bool] = lambda: False) -> None:

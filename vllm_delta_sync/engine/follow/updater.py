@@ -99,7 +99,7 @@ class WeightUpdater:
         self._board.set(served=None, undo=[], invalidated=True)
         self._board.report_error(error, "refused")
         try:
-            self._port.label(None)
+            self._port.label(None, None)
         except EngineError as unset:
             logger.warning(
                 "outputs still carry the old version label; each poll tries again to clear it: %s", unset.message
@@ -111,7 +111,7 @@ class WeightUpdater:
         timings = self._ranks.repair(target).ms
         # Outputs must not carry the version's label before the weights are verified.
         transaction = Transaction(
-            self._port, Commit(target.version), None, matches=self._ranks.matches_declared, label=None
+            self._port, Commit(target.version), None, target.run, matches=self._ranks.matches_declared, label=None
         )
         transaction.commit()
         timings = timings | transaction.resume()
@@ -121,7 +121,7 @@ class WeightUpdater:
             if self._failed_repairs >= MAX_REPAIRS:
                 self.repair_target = None
             raise mismatch_error(target, outcome["mismatched"])
-        self._port.label(target.version)
+        self._port.label(target.version, target.run)
         self.repair_target = None
         self._board.set(served=target, invalidated=False)
         self._confirm()
@@ -237,6 +237,7 @@ class WeightUpdater:
             self._port,
             Commit(target.version),
             self._served_version,
+            target.run,
             matches=self._ranks.matches_declared,
             on_paused=self._show_paused,
         )
@@ -334,7 +335,9 @@ class WeightUpdater:
                 "merged into one commit, or that exceeded undo_bytes"
             )
         self._board.enter(self._pause_state)
-        transaction = Transaction(self._port, Revert(version), self._served_version, on_paused=self._show_paused)
+        transaction = Transaction(
+            self._port, Revert(version), self._served_version, target.run, on_paused=self._show_paused
+        )
         try:
             transaction.commit()
         except FingerprintError as error:

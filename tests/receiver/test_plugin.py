@@ -1,0 +1,126 @@
+"""vLLM calls our general plugin in every process of an environment: what it leaves there, and what it must not do.
+
+``tests/e2e/test_installed.py`` compares the processes of real servers.
+"""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from tests.support.snapshot import differences
+from vllm_delta_sync.engine.entrypoints.plugin import AfterImport
+
+CHANGED = [
+    "vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory._registry",
+    "vllm.model_executor.model_loader._LOAD_FORMAT_TO_MODEL_LOADER",
+    "vllm.v1.engine.core.EngineCore._initialize_kv_caches",
+]
+LIGHT = {
+    "vllm_delta_sync",
+    "vllm_delta_sync.engine",
+    "vllm_delta_sync.engine.entrypoints",
+    "vllm_delta_sync.engine.entrypoints.plugin",
+    "vllm_delta_sync.engine.names",
+    "vllm_delta_sync.errors",
+    "vllm_delta_sync.redaction",
+}
+REGISTER = """
+from vllm_delta_sync.engine.entrypoints import plugin
+plugin.register()
+plugin.register()
+"""
+IMPORT = """
+import vllm.model_executor.model_loader, vllm.v1.engine.core, vllm.distributed.weight_transfer.factory
+"""
+TELL = """
+import json, sys
+from tests.support.snapshot import snapshot
+print("SEEN", json.dumps(snapshot()))
+"""
+# As a release of vLLM that has not got them yet, or any more.
+LACKING = """
+import importlib.abc, sys
+class Lacking(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in ("vllm.distributed.weight_transfer", "vllm.distributed.weight_transfer.factory"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Lacking())
+"""
+
+
+# What vLLM's own method does is not reached here: that it is called, and that nothing of ours is loaded for it.
+ENGINE_OF_ANOTHER = """
+from types import SimpleNamespace
+from vllm.v1.engine.core import EngineCore
+config = SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=""))
+try:
+    EngineCore._initialize_kv_caches(SimpleNamespace(), config)
+except AttributeError as error:
+    assert "model_executor" in str(error), error
+else:
+    raise SystemExit("vLLM's method was not called")
+assert "vllm_delta_sync.engine.core.engine_core" not in sys.modules
+"""
+
+
+def run(*code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", "".join(code)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def seen(*code: str) -> list[dict[str, Any]]:
+    """What a process held each time that it was asked to tell."""
+    lines = [line for line in run(*code).splitlines() if line.startswith("SEEN ")]
+    return [json.loads(line.removeprefix("SEEN ")) for line in lines]
+
+
+def test_all_that_changes_is_one_method_and_two_entries() -> None:
+    """A process that is forked from one whose plugins are loaded loads none, so the order must not matter."""
+    plain, ours = seen(IMPORT, TELL, REGISTER, TELL, ENGINE_OF_ANOTHER)
+    [before] = seen(REGISTER, IMPORT, TELL)
+    for changed in (ours, before):
+        assert differences(plain["attributes"], changed["attributes"]) == CHANGED
+        assert changed["threads"] == plain["threads"]
+        assert set(changed["ours"]) == LIGHT
+    assert ours["environment"] == plain["environment"]
+    assert before["environment"] == plain["environment"]
+
+
+def test_nothing_is_imported() -> None:
+    before = "import sys, logging, json, importlib.abc, importlib.util\nbefore = set(sys.modules)"
+    said = run(before, REGISTER, "print('LOADED', *sorted(set(sys.modules) - before))")
+    assert {name for name in said.split() if "." not in name} - set(sys.stdlib_module_names) == {
+        "LOADED",
+        "vllm_delta_sync",
+    }
+
+
+def test_a_vllm_that_lacks_modules_is_left_alone() -> None:
+    """The plugin raises nothing, and what this vLLM does have is changed all the same."""
+    said = run(
+        LACKING,
+        REGISTER,
+        """
+import vllm.model_executor.model_loader as loaders
+from vllm_delta_sync.engine.names import LOAD_FORMAT
+print("entry", LOAD_FORMAT in loaders._LOAD_FORMAT_TO_MODEL_LOADER)
+try:
+    import vllm.distributed.weight_transfer
+except ModuleNotFoundError:
+    print("lacking")
+""",
+    )
+    assert said.split() == ["entry", "True", "lacking"]
+
+
+def test_a_module_that_lacks_a_name_is_imported_all_the_same() -> None:
+    def change(module: Any) -> None:
+        module.no_such_name.attribute = 1
+
+    finder = AfterImport({"vllm.somewhere": change})
+    finder.change(SimpleNamespace(__name__="vllm.somewhere"))  # type: ignore[arg-type]

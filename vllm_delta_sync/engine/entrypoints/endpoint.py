@@ -1,0 +1,94 @@
+"""``EndpointPlugin`` is vLLM's endpoint plugin: it adds the routes to an API server, and starts the receiver."""
+
+import asyncio
+import threading
+from argparse import Namespace
+from typing import Any
+
+from vllm_delta_sync import admin_token
+from vllm_delta_sync.engine.logger import logger, set_format
+from vllm_delta_sync.engine.names import PLUGIN_NAME
+from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.redaction import public_url
+
+
+class EndpointPlugin:
+    """Adds the routes under ``/delta_sync``, and starts the receiver."""
+
+    name = PLUGIN_NAME
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """Add the routes; vLLM calls it while it builds the application."""
+        from vllm_delta_sync.engine.api import routes
+
+        routes.attach(app)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Check the configuration and start to follow. An error ends the server after one log line."""
+        from vllm_delta_sync.engine.entrypoints.serve_command import warn_shared_flags
+
+        set_format()  # here too, for a process that loaded its plugins before the server's settings were set
+        warn_shared_flags(args)
+        try:
+            await self._begin(engine_client, state)
+        except DeltaSyncError as error:
+            # vLLM would print a traceback that hides this line.
+            logger.critical("%s: %s; the server exits", error.kind, error.message)
+            raise SystemExit(error.exit_code) from None
+
+    async def _begin(self, engine_client: Any, state: Any) -> None:
+        from vllm_delta_sync.engine.api import weight_transfer
+        from vllm_delta_sync.engine.api.adapters import announce, check_lora, make_adapter
+        from vllm_delta_sync.engine.api.api_servers import LeaderElection, find_api_server_group
+        from vllm_delta_sync.engine.api.live_page import LivePage
+        from vllm_delta_sync.engine.compat.features import check_engine
+        from vllm_delta_sync.engine.core.engine_core import fail_when_engine_died, missing_names
+        from vllm_delta_sync.engine.core.ports import ServerEnginePort
+        from vllm_delta_sync.engine.follow.service import ReceiverService
+        from vllm_delta_sync.engine.observe import spans
+        from vllm_delta_sync.settings import Settings, load_settings
+
+        settings = load_settings()
+        check_engine(engine_client.vllm_config, settings.prefix_cache, missing=missing_names())
+        others = settings.adapters()
+        names = [*([] if settings.lora_name is None else [settings.lora_name]), *others]
+        models, loop = getattr(state, "openai_serving_models", None), asyncio.get_running_loop()
+        check_lora(engine_client.vllm_config, names, models)
+        turns = threading.RLock() if names else None
+
+        def follow(chosen: Settings, exports_metrics: bool = True) -> ReceiverService:
+            adapter = None if chosen.lora_name is None else make_adapter(chosen.lora_name)
+            port = ServerEnginePort(engine_client, loop, chosen, adapter, turns)
+            service = ReceiverService(port, chosen, exports_metrics)
+            if adapter is not None:
+                announce(models, adapter, service.receiver.board, loop)
+            return service
+
+        controller = LeaderElection(lambda: follow(settings), find_api_server_group(engine_client))
+        state.delta_sync = controller
+        state.delta_sync_adapters = {name: follow(chosen, exports_metrics=False) for name, chosen in others.items()}
+        state.delta_sync_pages = {None: LivePage(settings), **{name: LivePage(own) for name, own in others.items()}}
+        state.delta_sync_token = settings.admin_token()
+        state.delta_sync_min_version_seconds = settings.min_version_seconds
+        if settings.admin_token_file is not None and admin_token.readable_by_others(settings.admin_token_file):
+            logger.warning("admin_token_file can be read by other users; run chmod 600 on it")
+        fail_when_engine_died(engine_client)
+        weight_transfer.install_on_server(engine_client, controller, settings.bucket)
+
+        def source(name: str | None = None) -> spans.SpanSource:
+            followed = controller if name is None else state.delta_sync_adapters[name]
+            return spans.SpanSource(lambda: followed.receiver.served_run, lambda: followed.receiver.inexact)
+
+        own = source()
+        sources = {name: source(name) for name in others}
+        if settings.lora_name is None:
+            spans.install(engine_client, state, own, sources)
+        else:
+            # The model's own weights are of no run.
+            none = spans.SpanSource(lambda: None)
+            spans.install(engine_client, state, none, {**sources, settings.lora_name: own})
+        await controller.start()
+        for service in state.delta_sync_adapters.values():
+            service.start()
+        logger.info("following %s (policy %s)", public_url(settings.bucket), settings.policy)

@@ -1,0 +1,10 @@
+"""Names under which vLLM knows this package. Imports nothing: vLLM's plugin loads it in every process."""
+
+PLUGIN_NAME = "delta_sync"
+"""Name of the entry points, for ``VLLM_PLUGINS``."""
+WORKER_EXTENSION = "vllm_delta_sync.engine.WorkerExtension"
+"""For ``--worker-extension-cls``."""
+LOAD_FORMAT = "delta_sync"
+"""Name of ``DeltaSyncLoader``: ``--load-format delta_sync`` loads the weights from the bucket."""
+TRANSFER_BACKEND = "delta_bucket"
+"""Name of our backend of vLLM's weight transfer API."""
