@@ -2,7 +2,7 @@
 
 One engine, attached to again and again with other settings, which is cheaper than a server each. Writes what it saw to
 ``seen.json``: for some pause modes and prefix cache settings what became of requests at a commit, and with ``some``
-also ``doors`` and ``drain``.
+also ``doors``, ``drain`` and ``held``.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from tests.support.tiny import VOCABULARY, make_model, save_checkpoint, train_steps
 
 FAMILY = "llama"
-SOME = [("keep", "reset"), ("wait", "keep"), ("abort", "reset")]
+SOME = [("keep", "reset"), ("wait", "keep"), ("abort", "reset"), ("keep", "salt")]
 OTHERS = [("keep", "keep"), ("wait", "reset"), ("abort", "keep")]
 """Pause mode and what becomes of the prefix cache."""
 BLOCK = 32
@@ -80,16 +80,31 @@ class Trial:
         self.publisher.flush()
         return self.version
 
-    async def ask(self, tokens: list[int], length: int, started: asyncio.Event | None = None) -> dict[str, Any]:
-        """What a request comes to: tokens, their log probabilities, how it ended, its spans, and what was cached."""
+    async def ask(
+        self, tokens: list[int], length: int, started: asyncio.Event | None = None, more: asyncio.Event | None = None
+    ) -> dict[str, Any]:
+        """What a request comes to: tokens, their log probabilities, how it ended, its spans, and what was cached.
+
+        Args:
+            more: the request asks for as much again after this event, and holds its blocks until then.
+        """
         from vllm import SamplingParams
+        from vllm.engine.protocol import StreamingInput
+        from vllm.inputs.engine import tokens_input
+
+        async def parts() -> AsyncIterator[Any]:
+            assert more is not None
+            for _ in range(2):
+                yield StreamingInput(tokens_input(tokens))
+                await more.wait()
 
         self.requests += 1
         params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logprobs=1)
         last: Any = None
-        async for output in self.engine.generate({"prompt_token_ids": tokens}, params, f"request-{self.requests}"):
+        prompt = {"prompt_token_ids": tokens} if more is None else parts()
+        async for output in self.engine.generate(prompt, params, f"request-{self.requests}"):
             last = output
-            if started is not None and len(output.outputs[0].token_ids) >= STARTED:
+            if started is not None and len(output.outputs[0].token_ids) >= min(STARTED, length):
                 started.set()
         completion = last.outputs[0]
         chosen = list(completion.token_ids)
@@ -155,10 +170,19 @@ async def pause(trial: Trial, mode: str, cache: str) -> dict[str, Any]:
     if mode == "keep":
         # What the second half of the first answer is if all of it is computed with the weights served now.
         cut = answers[0]["spans"][-1][1]
-        await trial.engine.reset_prefix_cache()
+        if cache != "salt":
+            await trial.engine.reset_prefix_cache()
         seen["cut"] = cut
         seen["rest"] = await trial.ask(first + answers[0]["tokens"][:cut], TOKENS - cut)
     seen["verdict"] = (await sync.verify())["verdict"]
+    if cache == "salt":
+        # Back to a version whose blocks are still there, as are those of the version after it.
+        await sync.to(before)
+        seen["back"] = await trial.ask(first, SHORT)
+        seen["back again"] = await trial.ask(first, SHORT)
+        await trial.engine.reset_prefix_cache()
+        seen["back fresh"] = await trial.ask(first, SHORT)
+        await sync.to(version)
     await sync.close()
     return seen
 
@@ -187,6 +211,34 @@ async def drain(trial: Trial) -> dict[str, Any]:
         "answer": answer,
         "reached": reached,
     }
+
+
+async def held(trial: Trial, cache: str) -> dict[str, Any]:
+    """A commit while one request waits for more input, with its blocks, and another one runs."""
+    sync = await trial.attach(policy="manual", prefix_cache=cache)
+    await sync.to()
+    version = trial.publish()
+    more, waits, runs = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    waiting = asyncio.create_task(trial.ask(random_tokens(11), SHORT, waits, more))
+    running = asyncio.create_task(trial.ask(random_tokens(12), TOKENS, runs))
+    await asyncio.gather(waits.wait(), runs.wait())
+    before = preemptions()
+    error = await refused(sync.to(version))
+    status = sync.status()
+    seen = {"version": version, "error": error, "status": status, "preempted": preemptions() - before}
+    more.set()
+    seen["answers"] = [len((await task)["tokens"]) for task in (waiting, running)]
+    seen["reached"] = (await sync.to(version))["served"]["version"]
+    await sync.close()
+    return seen
+
+
+def preemptions() -> float:
+    """How often running requests of this process's engines had to give their blocks back."""
+    from prometheus_client import REGISTRY
+
+    name = "vllm:num_preemptions_total"
+    return sum(sample.value for metric in REGISTRY.collect() for sample in metric.samples if sample.name == name)
 
 
 async def doors(trial: Trial) -> dict[str, Any]:
@@ -273,6 +325,7 @@ async def trials(root: Path, what: str) -> dict[str, Any]:
     try:
         if what == "some":
             seen |= {"doors": await doors(trial), "drain": await drain(trial)}
+            seen["held"] = {cache: await held(trial, cache) for cache in ("reset", "salt")}
         for mode, cache in SOME if what == "some" else OTHERS:
             seen[f"{mode}, {cache}"] = await pause(trial, mode, cache)
     finally:

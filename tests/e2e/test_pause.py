@@ -61,6 +61,23 @@ def test_keep_leaves_running_requests_on_keys_of_the_old_weights(seen: dict[str,
     assert abs(rest["logprobs"][0] - answer["logprobs"][seen["cut"]]) > NEAR
 
 
+@pytest.mark.parametrize(("mode", "cache"), [("keep", "salt")])
+def test_salt_leaves_running_requests_on_their_keys_which_no_other_finds(seen: dict[str, Any]) -> None:
+    answer, rest = seen["flying"][0], seen["rest"]
+    assert abs(rest["logprobs"][0] - answer["logprobs"][seen["cut"]]) > NEAR
+    # It starts with all that the running request has said until the commit; only a later request's blocks are found.
+    assert rest["cached"] == CACHED
+
+
+@pytest.mark.parametrize(("mode", "cache"), [("keep", "salt")])
+def test_after_a_rollback_no_block_of_another_commit_is_found(seen: dict[str, Any]) -> None:
+    back, again, fresh = seen["back"], seen["back again"], seen["back fresh"]
+    assert [back["spans"], fresh["spans"]] == [[[str(seen["before"]), 0, SHORT]]] * 2
+    assert (back["cached"], again["cached"], fresh["cached"]) == (0, CACHED, 0)
+    assert back["tokens"] == fresh["tokens"]
+    assert back["logprobs"] == fresh["logprobs"] != seen["fresh"]["logprobs"]
+
+
 @cases()
 def test_later_requests_meet_old_keys_only_where_they_are_kept(seen: dict[str, Any], mode: str, cache: str) -> None:
     again, fresh = seen["again"], seen["fresh"]
@@ -116,3 +133,21 @@ def test_wait_has_a_bound_and_gives_up_the_commit(attached: dict[str, Any]) -> N
     assert (answer["ended"], len(answer["tokens"])) == ("length", TOKENS)
     assert answer["spans"] == [[str(seen["before"]), 0, TOKENS]]
     assert seen["reached"] == seen["version"]
+
+
+def test_a_request_that_waits_with_its_blocks_costs_no_other_its_own(attached: dict[str, Any]) -> None:
+    """It cannot compute them again before more of its input has come, so nothing can be dropped until then."""
+    seen = attached["held"]["reset"]
+    assert seen["error"].startswith("HeldBlocksError: keys and values of requests that wait")
+    assert (seen["status"]["state"], seen["status"]["lag"]) == ("idle", 1)
+    assert seen["preempted"] == 0
+    assert seen["answers"] == [2 * SHORT, TOKENS]
+    assert seen["reached"] == seen["version"]
+
+
+def test_with_salt_a_request_that_waits_delays_no_commit(attached: dict[str, Any]) -> None:
+    seen = attached["held"]["salt"]
+    assert seen["error"] == ""
+    assert seen["status"]["served"]["version"] == seen["version"]
+    assert seen["preempted"] == 0
+    assert seen["answers"] == [2 * SHORT, TOKENS]

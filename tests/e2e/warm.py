@@ -242,6 +242,7 @@ def _import_all() -> None:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     type(current_platform).simple_compile_backend = backend
+    _let_llvmlite_be_scanned()
     registry: Any = sys.modules.get("vllm.model_executor.models.registry")
     if hasattr(registry, "_run_in_subprocess"):
         # What vLLM asks a class of models when it first meets it, it asks in a process that imports everything anew, to
@@ -250,6 +251,21 @@ def _import_all() -> None:
     queues: Any = sys.modules.get("vllm.distributed.device_communicators.shm_broadcast")
     if hasattr(queues, "SpinCondition"):
         queues.SpinCondition.__init__ = _sleeping(queues.SpinCondition.__init__)
+
+
+def _let_llvmlite_be_scanned() -> None:
+    """Do what ``format/kernels.py`` does where it imports numba, for processes that do not import that."""
+    from llvmlite.binding import ffi  # type: ignore[import-untyped, unused-ignore]
+
+    library: Any = type(ffi.lib)
+    original = library.__getattr__
+
+    def look_up(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return original(self, name)
+
+    library.__getattr__ = look_up
 
 
 def _sleeping(original: Callable[..., None]) -> Callable[..., None]:

@@ -1,0 +1,298 @@
+"""What an ``LLM`` answers from its caches after a version: run as ``python -m tests.e2e.caches FOLDER PART``.
+
+Writes what it saw to ``seen.json``. Parts:
+
+- ``images``: a model that sees; versions change its vision tower and projector only, and the image stays the same.
+- ``connector``: a KV connector that keeps blocks by vLLM's hash, with keys salted by version, and then with a reset.
+- ``refused``: connectors whose keys lack the version.
+- ``unplugged``: an engine whose process has not loaded our plugin, because VLLM_PLUGINS names others only.
+- ``draining``: images that are asked for while a commit waits for requests in flight.
+"""
+
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.tiny import make_model, save_checkpoint, train_steps
+from tests.support.tiny_vision import SIDE, is_vision, make_vision_model, save_vision_model
+
+OPTIONS: dict[str, Any] = {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 4}
+BLOCK = 32
+PROMPT = [3 + place % 40 for place in range(150)]
+CACHED = len(PROMPT) // BLOCK * BLOCK
+SHORT, LONG = 8, 230
+EXAMPLE_KV = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 24},
+}
+
+
+def images(root: Path) -> dict[str, Any]:
+    """With each setting: before and after a version, and after a rollback to the version before."""
+    from PIL import Image
+
+    from trainer_side import Publisher
+
+    model = make_vision_model(seed=5)
+    folders = [save_vision_model(model, root / "v0")]
+    picture = Image.effect_mandelbrot((SIDE, SIDE), (-2.0, -1.5, 1.0, 1.5), 20).convert("RGB")
+    prompt = {"prompt": "the quick brown fox", "multi_modal_data": {"image": picture}}
+    seen: dict[str, Any] = {}
+    with Publisher(model, bucket=str(root / "run"), base=folders[0]) as publisher:
+        llm = make_llm(folders[0])
+        seen["v0"] = ask(llm, prompt)
+        for setting in ("reset", "salt"):
+            before = len(folders) - 1
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if is_vision(name):
+                        parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            folders.append(save_vision_model(model, root / f"v{before + 1}"))
+            publisher.publish(step=before + 1, wait=True)
+            publisher.flush()
+            sync = attached(llm, root, setting)
+            seen[f"{setting}, before"] = ask(llm, prompt)
+            sync.to(before + 1)
+            seen[f"{setting}, after"] = ask(llm, prompt)
+            seen[f"{setting}, status"] = [sync.status()["served"]["version"], sync.verify()["verdict"]]
+            sync.to(before)
+            seen[f"{setting}, back"] = ask(llm, prompt)
+            sync.to(before + 1)
+    seen["fresh"] = [ask(make_llm(folder), prompt) for folder in folders]
+    return seen
+
+
+def connector(root: Path) -> dict[str, Any]:
+    """With each setting, on an engine of its own: one prompt before and after a version, and after a rollback."""
+    model = make_model("llama", seed=5)
+    base = save_checkpoint(model, root / "v0")
+    use_host_memory()
+    prompt = {"prompt_token_ids": PROMPT}
+    url, last = publish_one(model, base, root)
+    # First: an engine with a connector leaves it to all later ones of its process.
+    seen: dict[str, Any] = {"fresh": [ask(make_llm(folder, block_size=BLOCK), prompt) for folder in (base, last)]}
+    for setting in ("salt", "reset"):
+        # The engine's process has to know before it keeps its first block.
+        os.environ["DELTA_SYNC_PREFIX_CACHE"] = setting
+        llm = make_llm(base, block_size=BLOCK, kv_transfer_config=OFFLOADING)
+        sync = attached(llm, root, setting, url)
+        sync.to(0)
+        seen[setting] = {"first": ask(llm, prompt)}
+
+        def from_connector(llm: Any = llm) -> Any:
+            # What the connector keeps stays; whatever is found then comes from there.
+            llm.reset_prefix_cache()
+            return ask(llm, prompt)
+
+        seen[setting]["again"] = from_connector()
+        sync.to(1)
+        seen[setting]["after"] = from_connector()
+        seen[setting]["after again"] = from_connector()
+        sync.to(0)
+        seen[setting]["back"] = from_connector()
+    return seen
+
+
+def refused(root: Path) -> dict[str, Any]:
+    """What ``attach`` says to engines with other connectors, and what they would have answered."""
+    base = save_checkpoint(make_model("llama", seed=5), root / "v0")
+    stored = {"kv_connector_extra_config": {"shared_storage_path": str(root / "stored")}}
+    seen = {}
+    for setting in ("reset", "salt", "keep"):
+        os.environ["DELTA_SYNC_PREFIX_CACHE"] = setting
+        try:
+            attached(make_llm(base, kv_transfer_config={**EXAMPLE_KV, **stored}), root, setting)
+            seen[setting] = "attached"
+        except Exception as error:  # noqa: BLE001  whatever it is, it is compared by its text
+            seen[setting] = f"{type(error).__name__}: {error}"
+    return seen
+
+
+def unplugged(root: Path) -> dict[str, Any]:
+    """What ``attach`` says, and that the engine goes on."""
+    model = make_model("llama", seed=5)
+    base = save_checkpoint(model, root / "v0")
+    url, _ = publish_one(model, base, root)
+    llm = make_llm(base)
+    try:
+        said = str(attached(llm, root, "reset", url).to(1))
+    except Exception as error:  # noqa: BLE001  whatever it is, it is compared by its text
+        said = f"{type(error).__name__}: {error}"
+    return {"said": said, "answer": ask(llm, {"prompt_token_ids": PROMPT})}
+
+
+def draining(root: Path) -> dict[str, Any]:
+    """Six images, each asked for once while a commit waits and again after it: what each request came to."""
+    from PIL import Image
+
+    from trainer_side import Publisher
+
+    model = make_vision_model(seed=5)
+    base = save_vision_model(model, root / "v0")
+    pictures = [Image.effect_noise((SIDE, SIDE), 20.0 + number).convert("RGB") for number in range(6)]
+    prompts = [{"prompt": "the quick brown fox", "multi_modal_data": {"image": picture}} for picture in pictures]
+    url = str(root / "run")
+
+    async def run() -> dict[str, Any]:
+        engine = make_async_llm(base)
+        sync = await attached_async(engine, root, url, pause_mode="wait")
+        with Publisher(model, bucket=url, base=base) as publisher:
+            for parameter in model.language_model.parameters():
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.05)
+            publisher.publish(step=1, wait=True)
+        running = asyncio.Event()
+        long = asyncio.create_task(ask_async(engine, prompts[0], LONG, running))
+        await running.wait()
+        moving = asyncio.create_task(sync.to(1))
+        while sync.status()["state"] != "draining":
+            await asyncio.sleep(0.002)
+        meanwhile = [asyncio.create_task(ask_async(engine, prompt)) for prompt in prompts]
+        await moving
+        seen = {"long": await long, "meanwhile": [await task for task in meanwhile]}
+        seen["again"] = [await ask_async(engine, prompt) for prompt in prompts]
+        seen["served"] = sync.status()["served"]["version"]
+        await sync.close()
+        engine.shutdown()
+        return seen
+
+    return asyncio.run(run())
+
+
+def publish_one(model: Any, base: Path, root: Path) -> tuple[str, Path]:
+    """A run with one version after the base: its URL, and that version's checkpoint."""
+    from trainer_side import Publisher
+
+    url = str(root / "run")
+    with Publisher(model, bucket=url, base=base) as publisher:
+        next(train_steps(model, lr=3e-3))
+        publisher.publish(step=1, wait=True)
+    return url, save_checkpoint(model, root / "v1")
+
+
+def make_llm(folder: Path, **options: Any) -> Any:
+    from vllm import LLM
+
+    from vllm_delta_sync.engine import WORKER_EXTENSION
+
+    return LLM(str(folder), worker_extension_cls=WORKER_EXTENSION, **OPTIONS, **options)
+
+
+def attached(llm: Any, root: Path, prefix_cache: str, url: str | None = None) -> Any:
+    from vllm_delta_sync.engine import attach
+
+    os.environ["DELTA_SYNC_PREFIX_CACHE"] = prefix_cache
+    return attach(llm, bucket=url or str(root / "run"))
+
+
+def make_async_llm(folder: Path, **options: Any) -> Any:
+    from vllm import AsyncEngineArgs, AsyncLLMEngine
+
+    from vllm_delta_sync.engine import WORKER_EXTENSION
+
+    arguments = AsyncEngineArgs(str(folder), worker_extension_cls=WORKER_EXTENSION, **OPTIONS, **options)
+    return AsyncLLMEngine.from_engine_args(arguments)
+
+
+async def attached_async(engine: Any, root: Path, url: str, **settings: str) -> Any:
+    from vllm_delta_sync.engine import attach_async
+
+    settings |= {"policy": "manual", "state_dir": str(root / "state")}
+    os.environ.update({f"DELTA_SYNC_{name.upper()}": value for name, value in settings.items()})
+    return await attach_async(engine, bucket=url)
+
+
+async def ask_async(
+    engine: Any, prompt: Any, length: int = SHORT, started: asyncio.Event | None = None
+) -> dict[str, Any]:
+    """The same as ``ask``, or what the request failed with."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=length, logprobs=1, ignore_eos=True)
+    last: Any = None
+    try:
+        async for output in engine.generate(prompt, params, os.urandom(8).hex()):
+            last = output
+            if started is not None:
+                started.set()
+    except Exception as error:  # noqa: BLE001  whatever it is, it is what the caller gets
+        return {"failed": f"{type(error).__name__}: {error}"}
+    return _answer(last)
+
+
+def ask(llm: Any, prompt: Any) -> dict[str, Any]:
+    """Greedy tokens, their log probabilities, and how many tokens of the prompt were found in a cache."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=SHORT, logprobs=1, ignore_eos=True)
+    return _answer(llm.generate([prompt], params, use_tqdm=False)[0])
+
+
+def _answer(output: Any) -> dict[str, Any]:
+    tokens = list(output.outputs[0].token_ids)
+    chosen = [entry[token].logprob for token, entry in zip(tokens, output.outputs[0].logprobs, strict=True)]
+    return {"tokens": tokens, "logprobs": chosen, "cached": output.num_cached_tokens}
+
+
+def use_host_memory() -> None:
+    """Let vLLM's OffloadingConnector run on a CPU: all of it is real but what copies between a GPU and host memory."""
+    from vllm.v1.kv_offload.base import TransferResult
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+    class HostWorker:
+        def __init__(self, kv_caches: Any) -> None:
+            self._caches = [cache.tensor for cache in kv_caches.tensors]
+            self._stored: dict[int, list[torch.Tensor]] = {}
+            self._done: list[TransferResult] = []
+
+        def submit_store(self, job: int, source: Any, target: Any) -> bool:
+            for block, chunk in zip(source.block_ids, target.block_ids, strict=True):
+                self._stored[int(chunk)] = [cache[int(block)].clone() for cache in self._caches]
+            return self._end(job)
+
+        def submit_load(self, job: int, source: Any, target: Any) -> bool:
+            for chunk, block in zip(source.block_ids, target.block_ids, strict=True):
+                for cache, kept in zip(self._caches, self._stored[int(chunk)], strict=True):
+                    cache[int(block)].copy_(kept)
+            return self._end(job)
+
+        def _end(self, job: int) -> bool:
+            fields = {field.name for field in dataclasses.fields(TransferResult)}
+            self._done.append(TransferResult(job_id=job, success=True, **dict.fromkeys(fields - {"job_id", "success"})))
+            return True
+
+        def get_finished(self) -> list[TransferResult]:
+            done, self._done = self._done, []
+            return done
+
+        def wait(self, job_ids: set[int]) -> None:
+            """Each copy has ended when it was submitted."""
+
+        def shutdown(self) -> None:
+            self._stored.clear()
+
+    class HostSpec(CPUOffloadingSpec):  # type: ignore[misc, unused-ignore]
+        def get_worker(self, kv_caches: Any) -> Any:
+            return HostWorker(kv_caches)
+
+    OffloadingSpecFactory._registry["CPUOffloadingSpec"] = lambda: HostSpec
+
+
+PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    part.__name__: part for part in (images, connector, refused, unplugged, draining)
+}
+
+if __name__ == "__main__":
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    torch.set_num_threads(1)
+    root = Path(sys.argv[1])
+    (root / "seen.json").write_text(json.dumps(PARTS[sys.argv[2]](root)))

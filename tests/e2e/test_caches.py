@@ -1,0 +1,75 @@
+"""No answer comes from what older weights have computed: images, and keys and values that a KV connector keeps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import warm
+from tests.e2e.caches import CACHED, SHORT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("offline"), pytest.mark.slow]
+
+
+def see(root: Path, part: str, plugins: str = "delta_sync") -> dict[str, Any]:
+    """Run tests/e2e/caches.py in a process of its own and read what it saw."""
+    done = warm.run("tests.e2e.caches", str(root), part, seconds=600, environment={"VLLM_PLUGINS": plugins})
+    assert done.status == 0, done.said[-4000:]
+    seen: dict[str, Any] = json.loads((root / "seen.json").read_text())
+    return seen
+
+
+def test_an_image_is_answered_from_the_version_served(tmp_path: Path) -> None:
+    seen = see(tmp_path, "images")
+    fresh = seen["fresh"]
+    assert seen["v0"] == fresh[0]
+    for before, setting in enumerate(("reset", "salt")):
+        assert seen[f"{setting}, status"] == [before + 1, True]
+        assert seen[f"{setting}, before"] == fresh[before]
+        assert seen[f"{setting}, after"] == fresh[before + 1]
+        assert seen[f"{setting}, back"] == fresh[before]
+    assert fresh[0] != fresh[1] != fresh[2], "the versions do not differ enough to tell"
+
+
+@pytest.mark.parametrize("setting", ["salt", "reset"])
+def test_a_connector_gives_back_only_what_the_version_served_has_computed(
+    setting: str, connector: dict[str, Any]
+) -> None:
+    seen, (old, new) = connector[setting], connector["fresh"]
+    assert old["tokens"] != new["tokens"], "the versions do not differ enough to tell"
+    assert seen["first"] == old
+    assert seen["after"] == new
+    assert seen["back"] == old
+    # It is used all the same.
+    for again, right in (("again", old), ("after again", new)):
+        assert seen[again] == {**right, "cached": CACHED}
+
+
+@pytest.fixture(scope="module")
+def connector(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return see(tmp_path_factory.mktemp("connector"), "connector")
+
+
+def test_a_connector_without_versions_is_refused(tmp_path: Path) -> None:
+    for said in see(tmp_path, "refused").values():
+        assert said.startswith("EngineError: --kv-transfer-config has connector 'ExampleConnector': keys and values")
+        assert said.endswith("use one of OffloadingConnector, SimpleCPUOffloadConnector, or leave it out")
+
+
+@pytest.mark.parametrize("plugins", ["", "delta_sync_too"])
+def test_an_engine_without_our_plugin_is_refused(tmp_path: Path, plugins: str) -> None:
+    """Caches inside the engine core could not be dropped, and a lost pause would not end."""
+    seen = see(tmp_path, "unplugged", plugins)
+    assert seen["said"].startswith("EngineError: the engine core was started without our plugin")
+    assert "name delta_sync in VLLM_PLUGINS, or unset it" in seen["said"]
+    assert len(seen["answer"]["tokens"]) == SHORT
+
+
+def test_images_asked_for_during_a_drain_are_answered(tmp_path: Path) -> None:
+    """vLLM's front end and engine each remember which images the engine has, and must go on to agree."""
+    seen = see(tmp_path, "draining")
+    assert seen["served"] == 1
+    for once, again in zip(seen["meanwhile"], seen["again"], strict=True):
+        assert len(once["tokens"]) == SHORT
+        assert again["tokens"] == once["tokens"]
