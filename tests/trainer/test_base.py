@@ -84,6 +84,16 @@ def test_base_with_both_names_of_a_tied_weight(url: str, tmp_path: Path) -> None
     assert_holds(open_run(url), 1, snapshot(model.state_dict()))
 
 
+def test_an_untied_head_that_the_base_lacks_is_refused_with_a_way_out(url: str, tmp_path: Path) -> None:
+    """tests/e2e/test_tied_heads.py goes that way."""
+    saved(qwen3(tied=True), tmp_path / "base")
+    with pytest.raises(TensorMismatchError) as caught:
+        Publisher(qwen3(tied=False), url, base=tmp_path / "base")
+    message = caught.value.message
+    assert "tensor 'lm_head.weight' of the model is not among the" in message
+    assert "leave base= out, and start servers with --load-format delta_sync" in message
+
+
 def base_refusals(base: Path) -> dict[str, tuple[Any, Path, type[Exception], str]]:
     weight = torch.randn(4, 2)
     save_file({"w": weight, "n": torch.zeros(3, dtype=torch.int64)}, base / "model.safetensors")

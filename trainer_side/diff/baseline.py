@@ -33,8 +33,14 @@ def new_run_tensors(
         checkpoint = None
     else:
         checkpoint = Checkpoint(base)
-        where = f"base {str(checkpoint.path)!r}; give the checkpoint that the model was loaded from, or none"
-        names = target_names(live, checkpoint.specs, where)
+        try:
+            names = target_names(live, checkpoint.specs, f"base {str(checkpoint.path)!r}")
+        except TensorMismatchError as error:
+            raise TensorMismatchError(
+                f"{error.message}; give base= the checkpoint that the model was loaded from. If the model has tensors "
+                "of its own, such as an untied output head, leave base= out, and start servers with --load-format "
+                "delta_sync"
+            ) from error
         table = TensorTable(checkpoint.specs.values())
     if not len(table):
         raise ModelError("the model yields no tensor, and there is no base: nothing can be published")
