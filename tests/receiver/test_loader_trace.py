@@ -116,6 +116,22 @@ def test_what_is_no_plain_copy_is_refused(load: Load, loaded: TensorTable, reaso
         trace_routes(Toy(load), loaded)
 
 
+def asserted(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    """As vLLM's loaders do, without a message; pytest would add one to an ``assert``."""
+    parameter = model.weight
+    if parameter.shape != tensor.shape:
+        raise AssertionError
+    parameter.data.copy_(tensor)
+
+
+def test_a_tensor_that_does_not_fit_is_named_with_both_shapes() -> None:
+    with pytest.raises(ModelError) as caught:
+        trace_routes(Toy(asserted), table((5, 6)))
+    message = caught.value.message
+    assert "tensor 't0' cannot be routed: the model's loader raised AssertionError: " in message
+    assert "its shape is (5, 6) in the run, and (4, 6) in weight; if the run is of another model" in message
+
+
 def test_tied_parameters_share_one_destination() -> None:
     model = Toy(copied)
     model.head = nn.Linear(6, 4, bias=False)
