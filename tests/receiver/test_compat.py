@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from packaging.version import Version
+from safetensors.torch import save_file
 
-from vllm_delta_sync.engine.compat import cpu_experts, features, patches, write_hooks
+from vllm_delta_sync.engine.compat import cpu_experts, features, patches, tied_head, write_hooks
 from vllm_delta_sync.engine.core import engine_core
 from vllm_delta_sync.engine.entrypoints import endpoint
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 
 ENGINE = Path(patches.__file__).parents[1]
 
@@ -67,6 +70,7 @@ BREAKS = {
     "REFUSALS": "an option that cannot be followed is not refused",
     "HTTP": "the server has no /delta_sync routes and follows nothing",
     "ADAPTERS": "LoRA adapters cannot be taken over from a run",
+    "HEADS": "a head that is tied because it equals the embedding is not followed once it differs",
     "DERIVED": "what vLLM computes from weights after loading goes stale",
 }
 
@@ -164,6 +168,11 @@ entrypoints/load_format.py | LOADS
 compat/load_hook.py | DERIVED
     vllm.model_executor.model_loader: base_loader.process_weights_after_loading(model, model_config, target_device)
         only
+compat/tied_head.py | HEADS
+    vllm.config: ModelConfig.word_embeddings_untied_by_checkpoint; ModelConfig.hf_config; ModelConfig.runner;
+        ModelConfig.maybe_untie_word_embeddings
+    vllm.transformers_utils.config: checkpoint_has_lm_head(model)
+    vllm.model_executor.layers.vocab_parallel_embedding: ParallelLMHead; VocabParallelEmbedding
 compat/cpu_experts.py | CPU
     vllm.platforms: current_platform.is_cpu
     vllm.model_executor.layers.fused_moe.oracle.unquantized: backend_to_kernel_cls; UnquantizedMoeBackend.CPU
@@ -411,3 +420,14 @@ def test_the_current_configuration_is_left_set_only_where_none_is(monkeypatch: p
     assert current.get_current_vllm_config() is one
     patches.keep_current_config(other)
     assert current.get_current_vllm_config() is one
+
+
+@pytest.mark.parametrize(
+    "name", ["lm_head.weight", "model.language_model.lm_head.weight", "lm_head.bias", "head.weight"]
+)
+def test_a_checkpoint_has_a_head_if_vllm_says_so(tmp_path: Path, name: str) -> None:
+    from vllm.transformers_utils.config import checkpoint_has_lm_head
+
+    save_file({name: torch.zeros(2), "model.embed_tokens.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    table = TensorTable(TensorSpec(each, "F32", (2,)) for each in ("model.embed_tokens.weight", name))
+    assert tied_head.has_own_head(table) is checkpoint_has_lm_head(str(tmp_path))

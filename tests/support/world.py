@@ -30,10 +30,11 @@ class World:
         ranks: int = 1,
         url: str | None = None,
         notice: str | None = None,
+        tensors: dict[str, torch.Tensor] | None = None,
     ) -> None:
         self.url = url or str(root / "run")
         self.with_base = with_base
-        self.tensors = checkpoint_tensors()
+        self.tensors = checkpoint_tensors() if tensors is None else tensors
         base = save_base(root / "base", self.tensors) if with_base else None
         # No folded ranges: how many versions a commit takes must not be a matter of time.
         self.publisher = Publisher(self.pairs, self.url, base, codec=codec, notice=notice, fold=False)  # type: ignore[arg-type]

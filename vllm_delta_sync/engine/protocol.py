@@ -150,6 +150,7 @@ class Identified(RankAnswer, frozen=True):
         measured: per tensor id, per route: its fingerprint.
         claimed: the version that the weights should be; None if unknown.
         unloaded, derived: names of tensors that the loader leaves out, and that reload units compute weights from.
+        duplicates: see ``RouteMap``.
     """
 
     regions: list[list[Region]]
@@ -157,6 +158,7 @@ class Identified(RankAnswer, frozen=True):
     claimed: ClaimedVersion | None
     unloaded: list[str]
     derived: list[str]
+    duplicates: dict[int, int]
     ms: dict[str, float]
 
 
@@ -231,7 +233,7 @@ class SetVersion(RankRequest[Done], frozen=True):
 
     Attributes:
         version: the version of the weights; None means no version of the run followed.
-        fingerprints, loaded: per tensor id.
+        fingerprints, loaded: per tensor id; see ``RouteMap``.
         groups: per rank, per tensor id, per route.
         claimed: if ``version`` is None: what the weights are instead, for a later ``Identify``.
     """

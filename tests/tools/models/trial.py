@@ -10,6 +10,7 @@ from tests.tools.models import checkpoints, vllm_side, without_transformers
 from tests.tools.models.checkpoints import VERSIONS, NotBuildableError, Tensors
 from tests.tools.models.reachable import differences, reachable
 from trainer_side import Publisher
+from vllm_delta_sync.engine.compat.tied_head import TiedHead
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.protocol import A, Identified, RankFailure, RankRequest
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
@@ -53,9 +54,9 @@ class WrongError(Exception):
 class _Port(ModulePort):
     """Keeps what ``identify`` answered, which the receiver's status has in part only."""
 
-    def __init__(self, model: Any, folder: Path) -> None:
+    def __init__(self, model: Any, config: Any, folder: Path) -> None:
         super().__init__()
-        self.ranks = [RankWorker(model, 0, str(folder))]
+        self.ranks = [RankWorker(model, 0, str(folder), tie_rule=TiedHead(config.model_config))]
         self.proof: Identified | None = None
 
     def call_rank(self, rank: RankWorker, request: RankRequest[A]) -> A | RankFailure:
@@ -118,7 +119,7 @@ def _follow(row: Row, model: Any, config: Any, versions: list[Tensors], root: Pa
     """
     live = dict(versions[0])
     fresh = [vllm_side.fresh_model(config, root / "v0")]
-    port = _Port(model, root / "v0")
+    port = _Port(model, config, root / "v0")
     receiver = Receiver(port, Settings(bucket=str(root / "run")))
     with Publisher(lambda: live.items(), str(root / "run"), base=root / "v0", codec="packed", fold=False) as publisher:
         receiver.advance()

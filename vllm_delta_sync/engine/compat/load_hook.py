@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from vllm_delta_sync.engine.compat.tied_head import kept_untied
 from vllm_delta_sync.engine.model.load_record import record_load
 
 
@@ -42,7 +43,8 @@ def watch_loading() -> None:
 
     def process(model: Any, model_config: Any, target_device: torch.device) -> None:
         def step(target: Any, paths: Iterable[str] | None) -> None:
-            original(target if paths is None else _ModuleSubset(target, paths), model_config, target_device)
+            with kept_untied(model_config):
+                original(target if paths is None else _ModuleSubset(target, paths), model_config, target_device)
 
         record_load(model, step, is_runtime_state)
 

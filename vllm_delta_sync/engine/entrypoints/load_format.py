@@ -12,6 +12,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, open_run
+from vllm_delta_sync.engine.compat import tied_head
 from vllm_delta_sync.engine.follow.standing_orders import apply_order, peek_order
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.names import LOAD_FORMAT
@@ -86,17 +87,8 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         """Create the model as vLLM does, with the run's own output head if it has one."""
-        self._untie(model_config)
+        tied_head.decide_by(self.run.table, model_config)
         return super().create_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-
-    def _untie(self, model_config: Any) -> None:
-        # If config.json says tied and the checkpoint has a head anyway, vLLM creates a separate head. It looks for the
-        # head in the model folder, which has no weights here. vLLM ties both again if they turn out equal.
-        own_head = any(spec.name.endswith("lm_head.weight") for spec in self.run.table)
-        if own_head and getattr(model_config.hf_config, "tie_word_embeddings", False):
-            model_config.hf_config.tie_word_embeddings = False
-            model_config.hf_config.get_text_config().tie_word_embeddings = False
-            model_config.word_embeddings_untied_by_checkpoint = True
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Rebuild the version, pass every tensor to the model's ``load_weights``, and store a ``LoadedVersion`` on it.

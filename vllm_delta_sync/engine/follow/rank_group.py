@@ -26,17 +26,22 @@ class GatheredWeights:
     Attributes:
         fingerprints: per tensor id; None where no rank loads the tensor.
         conflicting: tensor ids of which ranks hold copies that differ.
+        duplicates: ids of tensors that are hashed where their owners lie; see ``RouteMap``.
         claimed: the version that all ranks claim to hold, or None.
         answers: per rank, for status.
     """
 
     fingerprints: list[Fingerprint | None]
     conflicting: set[int]
+    duplicates: set[int]
     claimed: ClaimedVersion | None
     answers: list[Identified]
 
     def mismatches(self, expected: list[Fingerprint]) -> list[int]:
-        """Return ids of tensors with other fingerprints than expected. Tensors that no rank loads count as equal."""
+        """Return ids of tensors with other fingerprints than expected.
+
+        Tensors that no rank loads count as equal: a fresh load leaves them out too. Others are duplicates.
+        """
         return [
             tensor
             for tensor, (found, right) in enumerate(zip(self.fingerprints, expected, strict=True))
@@ -82,6 +87,7 @@ class RankGroup:
         self._seconds = stage_seconds
         self.ownership: Ownership | None = None
         self.keys_sequence = 0
+        self._duplicates: set[int] = set()
         self._declared = Fingerprint()
 
     def gather(self, table: TensorTable, request: protocol.Identify) -> GatheredWeights:
@@ -91,6 +97,7 @@ class RankGroup:
             ModelError: a tensor cannot be routed, or is held in part.
         """
         self.ownership, held = _combine_ranks(table, self.run_operation(request))
+        self._duplicates = held.duplicates
         return held
 
     def set_baseline(
@@ -102,7 +109,8 @@ class RankGroup:
             position: the version of another run that they are instead; ranks claim it in the next ``gather``.
         """
         ownership = self._known_ownership()
-        loaded = [ownership.is_loaded(tensor) for tensor in range(len(fingerprints))]
+        # A rank of another pipeline stage knows nothing of a duplicate, and all must declare the same changes.
+        loaded = [ownership.is_loaded(i) and i not in self._duplicates for i in range(len(fingerprints))]
         claimed = None
         if position is not None:
             run = position.run
@@ -224,4 +232,5 @@ def _combine_ranks(table: TensorTable, answers: list[Identified]) -> tuple[Owner
         found.append(value if ownership.is_loaded(tensor) else None)
     claimed = answers[0].claimed
     common = claimed if all(answer.claimed == claimed for answer in answers) else None
-    return ownership, GatheredWeights(found, conflicting, common, answers)
+    duplicates = {tensor for answer in answers for tensor in answer.duplicates}
+    return ownership, GatheredWeights(found, conflicting, duplicates, common, answers)

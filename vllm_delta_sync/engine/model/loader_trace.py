@@ -90,6 +90,17 @@ class Trace:
     computed: list[Computed] = field(default_factory=list)
     kept: dict[tuple[str, str], frozenset[int]] = field(default_factory=dict)
 
+    @property
+    def loaded(self) -> set[int]:
+        """Ids of the tensors that the loader uses."""
+        computed = (found.tensors for found in self.computed)
+        return {copy.tensor for copy in self.copies}.union(*computed, *self.kept.values())
+
+    def tensors_in(self, target: int) -> set[int]:
+        """Return the ids of the tensors that are loaded to a target."""
+        computed = (found.tensors for found in self.computed if found.target == target)
+        return {copy.tensor for copy in self.copies if copy.target == target}.union(*computed)
+
 
 class _LoadRecorder(TorchDispatchMode):
     """Tracks checkpoint tensors through all operations. The replica's memory is meta, so nothing is computed."""

@@ -124,7 +124,7 @@ def route_changes(version: int, changes: Changes, routes: RouteMap, before: list
         after[tensor] += change
     for full in changes.full:
         _check_full(full, routes, after, changes)
-    dense = [_route_dense(full, routes) for full in changes.full if routes.routes[full.id]]
+    dense = [_route_dense(full, routes) for full in changes.full if routes.routes_to_write(full.id)]
     sparse = [patch for group in changes.sparse for patch in _route_sparse(group, routes)]
     in_full = {full.id for full in changes.full}
     # Use the declared changes, not the decoded ones: a rank may have dropped elements that it does not hold.
@@ -208,6 +208,8 @@ def _route_sparse(group: Sparse, routes: RouteMap) -> list[SparsePatch]:
     for tensor, positions, data in group.tensors():
         words = premix[cursor : cursor + positions.size]
         cursor += positions.size
+        if tensor in routes.duplicates:
+            continue
         for route, holders in zip(routes.routes[tensor], routes.groups[tensor], strict=True):
             mapped, inside = route.map(positions)
             extent = routes.destinations[route.destination].flat.numel()

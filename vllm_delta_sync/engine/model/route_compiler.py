@@ -27,6 +27,7 @@ from vllm_delta_sync.engine.model.reload_units import (
     live_tensors,
 )
 from vllm_delta_sync.engine.model.route_map import Destination, Route, RouteMap
+from vllm_delta_sync.engine.model.tied_tensors import TieRule, fill_untied_heads, find_duplicates
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorTable
@@ -39,16 +40,19 @@ def trace_routes(
     table: TensorTable,
     load_time_bits: LoadTimeReader | None = None,
     memory: WeightMemory | None = None,
+    tie_rule: TieRule | None = None,
 ) -> RouteMap:
     """Trace and prove the routes of a run's tensors in a model. Writes no weight.
 
     Args:
         load_time_bits: returns the bits of tensors that the loader computes with; if None, such a model is refused.
         memory: guards the weights; None means ``WeightMemory.for_model(model)``.
+        tie_rule: when a fresh load ties the output head; None means that it does not depend on the tensors.
 
     Raises:
         ModelError: a tensor is computed and ``load_time_bits`` is None, or reloading does not give what the model
-            holds; a parameter is covered in part, or the loader fails. The message names the tensor and the reason.
+            holds; a parameter is covered in part, or the loader fails; a fresh load would use a tensor that this model
+            leaves out, and no other tensor stands for it. The message names the tensor and the reason.
         DeltaSyncError: what ``load_time_bits`` raises.
     """
     memory = WeightMemory.for_model(model) if memory is None else memory
@@ -74,12 +78,25 @@ def trace_routes(
         skeleton = record.skeleton
     # A wrapper that was set on the instance would lead to the model itself.
     skeleton.__dict__.pop("load_weights", None)
-    trace = trace_loader(replicate(skeleton, MetaLeaf(skeleton)), table)
+    live = live_tensors(model, record)
+
+    def make_replica() -> Any:
+        made = replicate(skeleton, MetaLeaf(skeleton))
+        if tie_rule is not None:
+            tie_rule.match(made, live)
+        return made
+
+    replica = make_replica()
+    trace = trace_loader(replica, table)
     if not trace.copies and not trace.computed:
         raise ModelError(
             f"this model loads none of the {len(table)} tensors of the run, such as {table[0].name!r}: the run is of "
             "another model; check the setting bucket, or start vLLM from the checkpoint that the run refers to"
         )
+    duplicates: dict[int, int] = {}
+    if tie_rule is not None:
+        skeleton = fill_untied_heads(trace, tie_rule, skeleton)
+        duplicates = find_duplicates(trace, tie_rule, make_replica)
     compiler = _Compiler(model, trace, record, memory)
     scopes = compiler.scopes()
     if scopes and load_time_bits is None:
@@ -92,6 +109,8 @@ def trace_routes(
         tensor_paths = frozenset(_split_name(name) for target in trace.targets for name in target.names)
         replay = LoaderReplay(model, skeleton, table, record, tensor_paths, memory)
         routes.reload_units = ReloadUnits.build(routes, replay, scopes, load_time_bits)
+    if tie_rule is not None:
+        routes.add_duplicates(duplicates, tie_rule.remedy)
     return routes
 
 

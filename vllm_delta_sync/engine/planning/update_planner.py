@@ -232,6 +232,8 @@ class UpdatePlanner:
 
     def _may_serve(self, manifest: Manifest) -> bool:
         """Return whether a commit may end at a version, which then generates."""
+        if manifest.digest in self.feedback.unservable:
+            return False
         allowed = self._quarantined or manifest.quarantine is None
         exact = not self._exact or manifest.held_back is None
         return (allowed and exact) or manifest.version == self.requested_version
@@ -331,7 +333,10 @@ class UpdatePlanner:
         return None
 
     def _raise_cause(self, position: WeightPosition | None, target: int, error: DeltaSyncError) -> NoReturn:
-        """Raise the error of the next version, which says more than that there is no path."""
+        """Raise the error of the target or of the next version, which says more than that there is no path."""
+        unservable = self.feedback.unservable
+        if unservable and (digest := self._own.manifest(target).digest) in unservable:
+            raise unservable[digest]
         if position is None or not self._history.is_followed_run(position):
             raise next(iter(self.feedback.bad.values()), error)
         blocked = [position.version, *self._own.reach(position.version, target)][-1] + 1

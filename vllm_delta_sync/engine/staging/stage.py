@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import numpy as np
 import torch
 
 from vllm_delta_sync.client import Run
@@ -10,6 +11,7 @@ from vllm_delta_sync.engine.model.patch import DensePatch, StagedPatch, region_v
 from vllm_delta_sync.engine.model.regions import split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, Route, RouteMap
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
+from vllm_delta_sync.engine.staging.duplicate_check import check_duplicates
 from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
 from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, read_steps
 from vllm_delta_sync.engine.staging.reconstruct import restore_version
@@ -43,13 +45,16 @@ def stage_update(
 
     Raises:
         ChainError: the target is of another run. FingerprintError: the current weights are not those it was made
-        against. Also what ``read_steps``, ``route_changes``, ``stage_anchor`` and ``stage_rebuilt`` raise.
+        against. TiedTensorError: a duplicate would differ from its owner. Also what ``read_steps``, ``route_changes``,
+        ``stage_anchor`` and ``stage_rebuilt`` raise.
     """
     target = plan.target
     if target.run != run.info.run:
         raise ChainError(f"version {target.version} is of run {target.run}, this rank follows {run.info.run}")
     if plan.steps:
-        changes = read_steps(plan.steps, fingerprints, routes, timer, LiveBaseReader(routes, weights_stamp))
+        held = LiveBaseReader(routes, weights_stamp)
+        changes = read_steps(plan.steps, fingerprints, routes, timer, held)
+        check_duplicates(target.version, changes, routes, held)
         patch = route_changes(target.version, changes, routes, fingerprints)
     elif plan.rebuild:
         # A rebuild reads and decodes piece by piece, so all of its time counts as ``fetch``.
@@ -80,9 +85,11 @@ def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], Buffe
 
     Raises:
         FormatError: a tensor is missing or carried twice. FingerprintError: a tensor is not as declared.
-        NotFoundError, DigestError, TensorMismatchError: an object is missing or damaged.
+        TiedTensorError: a duplicate differs from its owner. NotFoundError, DigestError, TensorMismatchError: an object
+        is missing or damaged.
     """
     found: dict[int, Fingerprint] = {}
+    owners: dict[int, Fingerprint] = {}
     dense: list[DensePatch] = []
     declared = document.tensor_fingerprints or {}
     for ref in document.objects:
@@ -97,9 +104,16 @@ def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], Buffe
                     f"says {declared.get(name)}"
                 )
             dense += _dense_patches(tensor, bits, routes)
+            # Both need not be in one shard: the owner is hashed under the duplicate's name instead.
+            for duplicate, owner in routes.duplicates.items():
+                if owner == tensor:
+                    owners[duplicate] = fingerprint_tensor(routes.table[duplicate].name, bits)
     absent = next((spec.name for tensor, spec in enumerate(routes.table) if tensor not in found), None)
     if absent is not None:
         raise FormatError(f"anchor of version {document.version} lacks tensor {absent!r}")
+    for duplicate, fingerprint in owners.items():
+        if found[duplicate] != fingerprint:
+            raise routes.tie_error(document.version, duplicate)
     fingerprints = [found[tensor] for tensor in range(len(routes.table))]
     return StagedPatch(document.version, [], Fingerprint(), dense, fingerprints)
 
@@ -111,16 +125,21 @@ def stage_rebuilt(run: Run, target: Manifest, folder: str, routes: RouteMap) -> 
         folder: model folder that vLLM was started with; see ``restore_version``.
 
     Raises:
-        DeltaSyncError: as ``restore_version``.
+        TiedTensorError: a duplicate differs from its owner. DeltaSyncError: as ``restore_version``.
     """
     state = restore_version(run, target, folder)
+    for duplicate, owner in routes.duplicates.items():
+        if not np.array_equal(state.bits[duplicate], state.bits[owner]):
+            raise routes.tie_error(target.version, duplicate)
     dense = [patch for tensor, bits in enumerate(state.bits) for patch in _dense_patches(tensor, bits, routes)]
     return StagedPatch(target.version, [], Fingerprint(), dense, state.fingerprints)
 
 
 def _dense_patches(tensor: int, bits: Bits, routes: RouteMap) -> Iterable[DensePatch]:
     parts = [
-        part for route in routes.routes[tensor] if (part := _exchange_if_different(bits, route, routes)) is not None
+        part
+        for route in routes.routes_to_write(tensor)
+        if (part := _exchange_if_different(bits, route, routes)) is not None
     ]
     return [DensePatch(parts)] if parts else []
 

@@ -23,6 +23,7 @@ from vllm_delta_sync.engine.commit import apply
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
 from vllm_delta_sync.engine.compat import patches, write_hooks
+from vllm_delta_sync.engine.compat.tied_head import TiedHead
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model import device_patch, host_patch
 from vllm_delta_sync.engine.model.load_record import load_record_of
@@ -30,6 +31,7 @@ from vllm_delta_sync.engine.model.loader_trace import LoadableModel
 from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.model.route_map import RouteMap
+from vllm_delta_sync.engine.model.tied_tensors import TieRule
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.loaded_bits import LoadTimeBits
@@ -75,8 +77,13 @@ class WorkerExtension:
             return self._delta_sync_adapter(adapter)
         if self.delta_sync_receiver is None:
             model = self.get_model()  # type: ignore[attr-defined]
-            folder = self.model_config.model  # type: ignore[attr-defined]
-            self.delta_sync_receiver = RankWorker(model, self.rank, folder)  # type: ignore[attr-defined]
+            config = self.model_config  # type: ignore[attr-defined]
+            self.delta_sync_receiver = RankWorker(
+                model,
+                self.rank,  # type: ignore[attr-defined]
+                config.model,
+                tie_rule=TiedHead(config),
+            )
             write_hooks.watch_writes(self, model, self.delta_sync_receiver)
             record = load_record_of(model)
             if record is not None and record.changed:
@@ -159,6 +166,7 @@ class RankWorker:
     Attributes:
         index: position of this rank among the ranks that one call reaches.
         folder: what vLLM loaded the model from.
+        tie_rule: see ``trace_routes``.
         routes: None until traced.
         fingerprints: per tensor id of the run: fingerprint of the whole tensor, over all ranks, at ``version``.
         version: the version of the weights; None if unknown, or if they are no version of the run followed.
@@ -171,11 +179,17 @@ class RankWorker:
     """
 
     def __init__(
-        self, model: LoadableModel, index: int = 0, folder: str = "", memory: WeightMemory | None = None
+        self,
+        model: LoadableModel,
+        index: int = 0,
+        folder: str = "",
+        memory: WeightMemory | None = None,
+        tie_rule: TieRule | None = None,
     ) -> None:
         self.model = model
         self.index = index
         self.folder = folder
+        self.tie_rule = tie_rule
         self.run: Run | None = None
         self.routes: RouteMap | None = None
         self.fingerprints: list[Fingerprint] = []
@@ -243,7 +257,7 @@ class RankWorker:
         self.prepare(run)
         claimed = self._claimed_version()
         load_time_bits = LoadTimeBits(self.model, self.folder, run, runs, self.routes)
-        routes = trace_routes(self.model, run.table, load_time_bits, self.memory)
+        routes = trace_routes(self.model, run.table, load_time_bits, self.memory, self.tie_rule)
         # Tracing calls the model's loader, which counts as an external write. Reset here; later ones count.
         self.external_writer = None
         traced = time.perf_counter()
@@ -263,6 +277,7 @@ class RankWorker:
             measured=measured,
             claimed=claimed,
             unloaded=routes.unloaded,
+            duplicates=routes.duplicates,
             derived=[run.table[tensor].name for tensor in reloaded],
             ms={"trace": 1e3 * (traced - began), "scan": 1e3 * (time.perf_counter() - traced)},
         )

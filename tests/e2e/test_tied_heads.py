@@ -1,0 +1,194 @@
+"""vLLM ties an output head or not, depending on the checkpoint: an engine says what a fresh engine says that loads the
+version, or it keeps the old version and names the way out, which works.
+
+Each case runs in a process of its own, as ``python -m tests.e2e.test_tied_heads FOLDER CASE OPTIONS``.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e import warm
+from tests.e2e.fresh import fresh_vllm, generate
+from tests.e2e.servers import delta_sync_serve, serving
+from tests.receiver.test_tied_heads import EMBEDDING, HEAD, WEIGHTS, write
+from tests.support.tiny import make_model, save_checkpoint
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+class Site:
+    """A checkpoint whose config.json ties the head and which has none, a run that has one, and engines that follow."""
+
+    def __init__(self, root: Path, options: dict[str, Any], both_in_base: bool) -> None:
+        from trainer_side import Publisher
+
+        self.root, self.options, self.url = root, options, str(root / "run")
+        self.tied = save_checkpoint(make_model("qwen3", seed=5), root / "tied")
+        self.live = load_file(self.tied / WEIGHTS)
+        self.live[HEAD] = self.live[EMBEDDING].clone()
+        self.both = write(root / "both", self.tied, self.live)
+        self.publisher = Publisher(lambda: self.live.items(), self.url, self.both if both_in_base else None)
+
+    def publish(self, step: int, *changed: str) -> Path:
+        """Change these tensors in the same way, enough for other tokens; a checkpoint of the version."""
+        for name in changed:
+            generator = torch.Generator().manual_seed(step)
+            noise = 0.02 * torch.randn(self.live[name].shape, generator=generator)
+            self.live[name] = (self.live[name].float() + noise).bfloat16()
+        self.publisher.publish(step=step, wait=True)
+        self.publisher.flush()
+        return write(self.root / f"v{step}", self.tied, self.live)
+
+    def engine(self, folder: Path, load_format: str = "auto") -> Any:
+        from vllm import LLM
+
+        from vllm_delta_sync.engine import WORKER_EXTENSION
+
+        return LLM(
+            str(folder),
+            load_format=load_format,
+            worker_extension_cls=WORKER_EXTENSION,
+            max_model_len=256,
+            max_num_seqs=16,
+            **self.options,
+        )
+
+
+def look(llm: Any, sync: Any, act: Callable[[], object]) -> dict[str, Any]:
+    """Do something, and what an engine is and says then."""
+    from vllm_delta_sync.errors import DeltaSyncError
+
+    try:
+        act()
+        raised = ""
+    except DeltaSyncError as error:
+        raised = f"{error.kind}: {error.message}"
+    status = sync.status()
+    return {
+        "raised": raised,
+        "state": status["state"],
+        "served": status["served"]["version"],
+        "verdict": sync.verify()["verdict"],
+        "outputs": generate(llm),
+    }
+
+
+def left_out(site: Site) -> dict[str, Any]:
+    """Two engines over a folder without a head: one loads the folder, the other the bucket. Then the head changes, the
+    embedding does, and both do until they are equal."""
+    from vllm_delta_sync.engine import attach
+
+    plain, own = site.engine(site.tied), site.engine(site.tied, "delta_sync")
+    found: dict[str, Any] = {"plain": [], "own": [], "fresh": []}
+    syncs = {"plain": (plain, attach(plain, site.url)), "own": (own, attach(own, site.url))}
+    folders = [site.tied]
+    for step, changed in enumerate(((), (HEAD,), (EMBEDDING,), ())):
+        if step == 3:
+            site.live[HEAD] = site.live[EMBEDDING].clone()
+        if step:
+            folders.append(site.publish(step, *changed))
+        for name, (llm, sync) in syncs.items():
+            found[name].append(look(llm, sync, sync.to))
+    found["own"].append(look(own, syncs["own"][1], lambda: syncs["own"][1].rollback(1)))
+    found["fresh"] = [generate(site.engine(folder)) for folder in folders]
+    return found
+
+
+def both_in_base(site: Site) -> dict[str, Any]:
+    """The base has both, with equal bits, and vLLM loads it by itself."""
+    from vllm_delta_sync.engine import attach
+
+    llm = site.engine(site.both)
+    sync = attach(llm, site.url)
+    found = {"own": [look(llm, sync, sync.to)]}
+    folders = [site.both]
+    for step, changed in enumerate(((HEAD,), (EMBEDDING,), (HEAD, EMBEDDING)), start=1):
+        folders.append(site.publish(step, *changed))
+        found["own"].append(look(llm, sync, sync.to))
+    found["own"].append(look(llm, sync, lambda: sync.rollback(1)))
+    return {**found, "fresh": [generate(site.engine(folder)) for folder in folders]}
+
+
+def main(root: Path, case: str, options: dict[str, Any]) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    site = Site(root, options, both_in_base=case == "both_in_base")
+    os.environ["DELTA_SYNC_BUCKET"] = site.url
+    found = {"left_out": left_out, "both_in_base": both_in_base}[case](site)
+    (root / "seen.json").write_text(json.dumps(found))
+
+
+def see(root: Path, case: str, options: dict[str, Any]) -> dict[str, Any]:
+    ranks = "0|1" if len(options) > 1 or "tensor_parallel_size" in options else "0"
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": ranks, "VLLM_PLUGINS": "delta_sync"}
+    arguments = [str(root), case, json.dumps(options)]
+    done = warm.run("tests.e2e.test_tied_heads", *arguments, seconds=900, environment=environment)
+    assert done.status == 0, done.said[-4000:]
+    found: dict[str, Any] = json.loads((root / "seen.json").read_text())
+    return found
+
+
+def expect_followed(seen: dict[str, Any]) -> None:
+    """Every version, and version 1 again."""
+    assert [(step["served"], step["raised"]) for step in seen["own"]] == [(i, "") for i in (0, 1, 2, 3, 1)]
+    for step in seen["own"]:
+        assert step["outputs"] == seen["fresh"][step["served"]], step["served"]
+        assert step["verdict"] is True
+    assert all(first != second for first, second in zip(seen["fresh"], seen["fresh"][1:], strict=False))
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"enforce_eager": True},
+    "tensor": {"tensor_parallel_size": 2, "enforce_eager": True},
+    "pipeline": {"pipeline_parallel_size": 2, "compilation_config": {"mode": 2, "backend": "eager"}},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_head_that_the_model_folder_lacks(tmp_path: Path, layout: str) -> None:
+    seen = see(tmp_path, "left_out", LAYOUTS[layout])
+    assert [step["served"] for step in seen["plain"]] == [0, 0, 0, 3]
+    assert [step["state"] for step in seen["plain"]] == ["idle"] * 4
+    for version, step in enumerate(seen["plain"]):
+        assert step["outputs"] == seen["fresh"][step["served"]]
+        assert step["verdict"] is True
+        if step["served"] != version:
+            assert step["raised"].startswith(f"tied: version {version} has other values for tensor {HEAD!r}")
+            assert "start vLLM with --load-format delta_sync" in step["raised"]
+    expect_followed(seen)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_head_that_equals_the_embedding_in_the_base(tmp_path: Path, layout: str) -> None:
+    expect_followed(see(tmp_path, "both_in_base", LAYOUTS[layout]))
+
+
+def test_a_server_keeps_the_version_that_it_can_serve(tmp_path: Path) -> None:
+    """As an offline engine does; another server with the load format that the message names follows."""
+    site = Site(tmp_path, {}, both_in_base=False)
+    command = delta_sync_serve(site.tied, "--bucket", site.url, "--poll-seconds", "0.2")
+    with serving(site.tied, tmp_path / "log", command, {}) as server:
+        server.wait_served(0)
+        v1 = site.publish(1, HEAD)
+        status = server.wait_error("tied", timeout=60)
+        assert (status["state"], status["served"]["version"]) == ("idle", 0)
+        assert "--load-format delta_sync" in status["last_error"]["message"]
+        assert server.spans() == [{"index": 0, "version": 0, "start": 0, "end": 5}]
+        assert server.post("/delta_sync/verify").json()["verdict"] is True
+    with serving(site.tied, tmp_path / "log", [*command, "--load-format", "delta_sync"], {}) as server:
+        server.wait_served(1)
+        outputs = server.outputs()
+    site.publisher.close()
+    (fresh,) = fresh_vllm(tmp_path, [v1])
+    assert outputs == fresh["outputs"]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
