@@ -29,7 +29,7 @@ STATUS_FIELDS = {
     "ranks": "one entry per rank, once the weights have been scanned",
     "ranks[].rank": "its number",
     "ranks[].tensors": "number of tensors of the run",
-    "ranks[].unloaded": "names of the run's tensors that the model does not load, such as a tied head",
+    "ranks[].unloaded": "names of the run's tensors that the model does not load: a tied head, a vision tower",
     "ranks[].derived": (
         "names of those that the model reads only through derived tensors, see [routes](design/routes.md)"
     ),

@@ -164,7 +164,7 @@ def test_run_made_again_in_the_same_place(world: World, tmp_path: Path) -> None:
     world.expect_exact()
 
 
-def test_tied_head_is_listed_as_not_loaded(tmp_path: Path) -> None:
+def test_what_a_loader_leaves_out_is_listed(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.publisher.close()
     world.tensors["head.weight"] = world.tensors["embedding.weight"].clone()
