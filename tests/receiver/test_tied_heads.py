@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from tests.tools.models import vllm_side
 from tests.tools.models.reachable import differences
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.engine.compat.tied_head import TiedHead
+from vllm_delta_sync.engine.compat.tied_head import TiedHead, kept_untied
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.staging.reconstruct import drain_tensors
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
@@ -398,6 +399,18 @@ def test_a_head_is_what_a_fresh_load_makes_of_it(seen: dict[str, Any], case: str
 def test_another_vocabulary_is_named_with_both_shapes(seen: dict[str, Any]) -> None:
     assert f"tensor {EMBEDDING!r} cannot be routed" in seen["other_vocabulary"]
     assert "its shape is (310, 128) in the run, and (300, 128) in" in seen["other_vocabulary"]
+
+
+@pytest.mark.parametrize(("runner", "inside"), [("generate", False), ("draft", True)])
+def test_only_the_served_model_is_kept_untied(runner: str, inside: bool) -> None:
+    """The draft of speculative decoding is of no run, and saves the memory as ever."""
+    config = SimpleNamespace(word_embeddings_untied_by_checkpoint=True, runner=runner)
+    with kept_untied(config):
+        assert config.word_embeddings_untied_by_checkpoint is inside
+    assert config.word_embeddings_untied_by_checkpoint is True
+    other = SimpleNamespace(runner=runner)
+    with kept_untied(other):
+        assert vars(other) == {"runner": runner}
 
 
 def main(root: Path) -> None:
