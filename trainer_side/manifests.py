@@ -5,7 +5,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -31,6 +30,7 @@ from vllm_delta_sync.format.manifest import (
 )
 from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
 from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.process_folders import ProcessFolder
 from vllm_delta_sync.tensors.bits import Bits
 
 SHARD_BYTES = 1024**3
@@ -78,7 +78,7 @@ class Shards:
         self._count = 0
         # After an interrupt, files may be removed while they are uploaded: the threads end with the process.
         try:
-            self._folder = TemporaryDirectory(prefix="delta-sync-", ignore_cleanup_errors=True)
+            self._folder = ProcessFolder()
         except OSError as error:
             raise StoreError(
                 f"no temporary folder can be made: {error}; free space there, or set TMPDIR to another folder"
@@ -86,7 +86,7 @@ class Shards:
 
     def add(self, table: TensorTable, tensors: Iterable[tuple[str, Bits]]) -> ObjectRef:
         """Write one file and begin to store it; ``tensors`` as in ``write_anchor``."""
-        path = Path(self._folder.name) / f"{self._count}.safetensors"
+        path = self._folder.path / f"{self._count}.safetensors"
         self._count += 1
         write_anchor(path, table, tensors)
         with path.open("rb") as file:

@@ -6,7 +6,6 @@ These are configuration, tokenizer and the like, from the base or a transformers
 import copy
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from trainer_side.model.module import unwrap
 from vllm_delta_sync.errors import StoreError, UsageError
 from vllm_delta_sync.format.limits import MAX_RUN_FILE_BYTES, MAX_RUN_FILES, MAX_RUN_FILES_BYTES
 from vllm_delta_sync.format.manifest import FILE_NAME
+from vllm_delta_sync.process_folders import ProcessFolder
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.checkpoint import (
     ADAPTER_CONFIG_NAME,
@@ -52,11 +52,11 @@ def collect_files(model: object, files: str | Path | None, base: ResolvedBase | 
     for path in _files_in(files) if files is not None else ():
         kept[path.name] = _content(path, _check(budget, path))
     pretrained = _pretrained(model)
-    with tempfile.TemporaryDirectory(prefix="delta-sync-") as folder:
+    with ProcessFolder() as folder:
         found = {} if base is None or not base.path.is_dir() else model_files(base.path)
         if CONFIG_NAME not in found and pretrained is not None:
-            _write_configuration(pretrained, folder)
-            found |= model_files(Path(folder))
+            _write_configuration(pretrained, str(folder.path))
+            found |= model_files(folder.path)
         # First the files that every server needs.
         for name in sorted(found, key=lambda name: (not name.startswith(("config.", "generation", "tokenizer")), name)):
             if budget.has(name):
@@ -78,11 +78,11 @@ def tokenizer_folder(processing_class: Any) -> Iterator[Path | None]:
     if not hasattr(processing_class, "save_pretrained"):
         yield None
         return
-    with tempfile.TemporaryDirectory(prefix="delta-sync-") as folder:
+    with ProcessFolder() as folder:
         found: dict[str, Path] = {}
         try:
-            processing_class.save_pretrained(folder)
-            found = model_files(Path(folder))
+            processing_class.save_pretrained(str(folder.path))
+            found = model_files(folder.path)
         except Exception as error:  # noqa: BLE001  another library's code, and training continues without a tokenizer
             logger.warning("the run does not keep the Trainer's tokenizer, as it cannot be saved: %s", error)
         budget = _SizeBudget()
@@ -92,7 +92,7 @@ def tokenizer_folder(processing_class: Any) -> Iterator[Path | None]:
                 logger.warning("the run does not keep the Trainer's file %r: %s", name, reason)
                 path.unlink()
                 del found[name]
-        yield Path(folder) if found else None
+        yield folder.path if found else None
 
 
 class _SizeBudget:

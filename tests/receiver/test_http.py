@@ -384,7 +384,7 @@ def test_follower_admits_by_what_the_leader_serves(tmp_path: Path) -> None:
     """Of several API servers, one that does not lead; and while nobody does."""
 
     async def exchange() -> None:
-        leads, follows = (ApiServerGroup(Path(folder), "launch", index, 2) for index in range(2))
+        leads, follows = (ApiServerGroup(Path(folder), index, 2) for index in range(2))
         follower = FollowerClient(follows)
         app = FastAPI()
         routes.attach(app)

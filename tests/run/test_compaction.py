@@ -475,12 +475,12 @@ def test_scratch_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> N
         folders.append(Path(owner.stdout.readline().strip()))
     owners[0].kill()
     owners[0].wait()
-    (tmp_path / "delta-sync-scratch-new").mkdir()
+    (tmp_path / "new").mkdir()
     assert all((folder / "left").exists() for folder in folders)
     with scratch_folder(tmp_path, "a test", 0) as mine:
-        assert {mine, folders[1], tmp_path / "delta-sync-scratch-new"} == set(tmp_path.iterdir())
+        assert {mine.parent, folders[1].parent, tmp_path / "new"} == set(tmp_path.iterdir())
     owners[1].communicate(timeout=300)
-    assert list(tmp_path.iterdir()) == [tmp_path / "delta-sync-scratch-new"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "new"]
 
 
 # When they are due

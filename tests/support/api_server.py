@@ -1,6 +1,6 @@
 """One of several API servers, without the HTTP.
 
-Run as ``python -m tests.support.api_server BASE RUN FOLDER LAUNCH INDEX COUNT``.
+Run as ``python -m tests.support.api_server BASE RUN FOLDER INDEX COUNT``.
 
 Each has an engine of its own, of torch modules. Reads requests from standard input, one a line, and answers each with a
 line: ``{"action": "status"}`` or what ReceiverService.request takes, as JSON.
@@ -42,5 +42,5 @@ async def answer(controller: LeaderElection, action: str, argument: Any = None) 
 
 
 if __name__ == "__main__":
-    base, url, folder, launch, index, count = sys.argv[1:]
-    asyncio.run(serve(base, url, ApiServerGroup(Path(folder), launch, int(index), int(count))))
+    base, url, folder, index, count = sys.argv[1:]
+    asyncio.run(serve(base, url, ApiServerGroup(Path(folder), int(index), int(count))))

@@ -6,8 +6,6 @@ publish the base with the adapter merged instead, give the PEFT model itself to 
 """
 
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ import torch
 from trainer_side.model.module import unwrap
 from trainer_side.publisher import Publisher
 from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.process_folders import ProcessFolder
 from vllm_delta_sync.tensors.checkpoint import ADAPTER_CONFIG_NAME
 
 __all__ = ["adapter_publisher"]
@@ -56,15 +55,15 @@ def adapter_publisher(model: Any, bucket: Any, *, adapter: str = "default", **op
         found = get_peft_model_state_dict(peft_model, adapter_name=adapter, save_embedding_layers=False)
         return list(found.items())
 
-    with tempfile.TemporaryDirectory(prefix="delta-sync-") as folder:
+    with ProcessFolder() as folder:
         was_training, config.inference_mode = config.inference_mode, True
         try:
-            config.save_pretrained(folder)
+            config.save_pretrained(str(folder.path))
         finally:
             config.inference_mode = was_training
-        publisher = Publisher(tensors, bucket, files=folder, **options)
+        publisher = Publisher(tensors, bucket, files=folder.path, **options)
         try:
-            _check_same(publisher, (Path(folder) / ADAPTER_CONFIG_NAME).read_bytes())
+            _check_same(publisher, (folder.path / ADAPTER_CONFIG_NAME).read_bytes())
         except BaseException:  # including interrupts: the caller gets no publisher to close
             publisher.close()
             raise

@@ -8,7 +8,6 @@ import re
 import secrets
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -33,6 +32,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.limits import MAX_JSON_BYTES
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, RUN_KEY, VERSIONS_PREFIX
+from vllm_delta_sync.process_folders import ProcessFolder
 from vllm_delta_sync.run.documents import RunDocuments, read_info
 from vllm_delta_sync.run.objects import file_digest
 from vllm_delta_sync.settings import MIN_BYTES_PER_SECOND
@@ -251,15 +251,15 @@ class BucketProbe:
                 return CheckResult("throughput", "skipped", "there is no object to read")
             size = min(largest.bytes, self._size, MOST_READ_BYTES)
             return _speeds(size, {"down": _timed(lambda: self._bucket.get_range(largest.key, 0, size))})
-        with tempfile.TemporaryDirectory(prefix="delta-sync-doctor-") as folder:
-            source, copy = Path(folder, "up"), Path(folder, "down")
+        with ProcessFolder() as folder:
+            source, copy = folder.path / "up", folder.path / "down"
             try:
                 with source.open("wb") as file:
                     for start in range(0, self._size, CHUNK_BYTES):
                         file.write(os.urandom(min(CHUNK_BYTES, self._size - start)))
             except OSError as error:
                 raise StoreError(
-                    f"no room for {self._size} bytes in {folder}: {error.strerror}; set TMPDIR, or lower --bytes"
+                    f"no room for {self._size} bytes in {folder.path}: {error.strerror}; set TMPDIR, or lower --bytes"
                 ) from error
             digest = file_digest(source)
             up = _timed(lambda: self._put("large", source))

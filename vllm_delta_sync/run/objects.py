@@ -3,14 +3,12 @@
 ``summarize_changes`` says what they change.
 """
 
-import fcntl
 import hashlib
-import os
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from vllm_delta_sync.format.limits import check_limit
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.process_folders import ProcessFolder, remove_abandoned
 from vllm_delta_sync.run.checks import (
     check_carried_once,
     decode_objects,
@@ -41,8 +40,6 @@ from vllm_delta_sync.tensors.changes import Changes
 
 MAPPED_BYTES = 64 * 1024 * 1024
 """Objects above this size are mapped, not read into memory, where that is possible (``read_object``)."""
-SCRATCH_PREFIX = "delta-sync-scratch-"
-LOCK_NAME = "lock"
 
 
 def needs_base_bits(document: Manifest | MergedDelta) -> bool:
@@ -184,41 +181,22 @@ def scratch_folder(parent: str | Path | None, purpose: str, needed: int) -> Iter
     """
     directory = Path(tempfile.gettempdir() if parent is None else parent)
     remedy = "set TMPDIR to a folder" if parent is None else "name another folder"
-    with ExitStack() as stack:
-        try:
-            _remove_abandoned(directory)
-            free = shutil.disk_usage(directory).free
-            if free < needed:
-                raise StoreError(
-                    f"{purpose} needs {needed:,} bytes of scratch space in {str(directory)!r}, {free:,} are free; free "
-                    f"space there, or {remedy} with enough"
-                )
-            folder = tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=directory, ignore_cleanup_errors=True)
-            path = Path(stack.enter_context(folder))
-            lock = stack.enter_context((path / "new").open("wb"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            # Renamed only after locking: a process that sees this name and gets the lock knows that the owner ended.
-            os.rename(path / "new", path / LOCK_NAME)
-        except OSError as error:
+    try:
+        remove_abandoned(directory)
+        free = shutil.disk_usage(directory).free
+        if free < needed:
             raise StoreError(
-                f"a scratch folder in {str(directory)!r} cannot be made: {error.strerror}; {remedy} that this user can "
-                "write to"
-            ) from error
-        yield path
-
-
-def _remove_abandoned(directory: Path) -> None:
-    """Remove scratch folders of this user whose processes ended without removing them."""
-    for path in directory.glob(f"{SCRATCH_PREFIX}*"):
-        try:
-            if path.is_symlink() or path.lstat().st_uid != os.geteuid():
-                continue
-            with (path / LOCK_NAME).open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-        except OSError:
-            # It is in use, has no lock yet, or another process is removing it.
-            continue
+                f"{purpose} needs {needed:,} bytes of scratch space in {str(directory)!r}, {free:,} are free; free "
+                f"space there, or {remedy} with enough"
+            )
+        folder = ProcessFolder(directory)
+    except OSError as error:
+        raise StoreError(
+            f"a scratch folder in {str(directory)!r} cannot be made: {error.strerror}; {remedy} that this user can "
+            "write to"
+        ) from error
+    with folder:
+        yield folder.path
 
 
 def fetch_object_file(bucket: Bucket, ref: ObjectRef, folder: Path, limit: int) -> Path:

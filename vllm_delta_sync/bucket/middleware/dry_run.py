@@ -1,13 +1,13 @@
 """``DryRunBucket``: reads another bucket and redirects all writes to a temporary directory."""
 
 import heapq
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, conflict_error, exists
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.errors import NotFoundError
+from vllm_delta_sync.process_folders import ProcessFolder
 
 
 class DryRunBucket(Bucket):
@@ -15,8 +15,8 @@ class DryRunBucket(Bucket):
 
     def __init__(self, inner: Bucket) -> None:
         self._inner = inner
-        self._folder = tempfile.TemporaryDirectory(prefix="delta-sync-", ignore_cleanup_errors=True)
-        self._overlay = LocalBucket(self._folder.name)
+        self._folder = ProcessFolder()
+        self._overlay = LocalBucket(str(self._folder.path))
         self._deleted: set[str] = set()
         self.url = inner.url
 
@@ -50,7 +50,7 @@ class DryRunBucket(Bucket):
         self._deleted.add(key)
 
     def close(self) -> None:
-        self._folder.cleanup()
+        self._folder.close()
 
     def _bucket_of(self, key: str) -> Bucket:
         if key in self._deleted:

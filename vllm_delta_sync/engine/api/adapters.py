@@ -4,29 +4,34 @@ vLLM's API server knows an adapter once the first version of its run is served, 
 """
 
 import asyncio
-import atexit
-import shutil
-import tempfile
 from contextlib import suppress
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.engine.compat.lora import lora_request
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.protocol import Adapter
 from vllm_delta_sync.errors import EngineError, SettingsError
+from vllm_delta_sync.process_folders import ProcessFolder
 
 FIRST_NUMBER = 1 << 30
 """vLLM counts its own adapters from 1; ours are above, at a number that follows from the name."""
 
 
 def make_adapter(name: str) -> Adapter:
-    """Return an adapter with a new folder for its files, which is removed when this process ends."""
-    folder = tempfile.mkdtemp(prefix="delta-sync-lora-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    """Return an adapter with a new folder for its files, which does not outlive this process.
+
+    Raises:
+        EngineError: the folder cannot be made.
+    """
+    try:
+        folder = ProcessFolder()
+    except OSError as error:
+        raise EngineError(
+            f"a folder for the files of adapter {name!r} cannot be made: {error}; set TMPDIR to another folder"
+        ) from error
     number = FIRST_NUMBER + int.from_bytes(sha256(name.encode()).digest()[:4], "little") % FIRST_NUMBER
-    return Adapter(name, number, str(Path(folder) / "adapter"))
+    return Adapter(name, number, str(folder.path))
 
 
 def check_lora(vllm_config: Any, names: list[str], models: Any = None) -> None:

@@ -13,7 +13,6 @@ import fcntl
 import json
 import multiprocessing
 import os
-import stat
 import tempfile
 import threading
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.errors import BusyError, DeltaSyncError, EngineError, error_kinds
+from vllm_delta_sync.process_folders import PREFIX, hold_folder, remove_abandoned
 
 LONGEST_SOCKET_PATH = 100
 """Longest address of a local socket in bytes, with a margin."""
@@ -44,23 +44,21 @@ class ApiServerGroup:
     """The API servers that one process started.
 
     Attributes:
-        folder: where they meet. launch: the prefix of their files there. index: of this server. count: of all servers.
+        folder: where they meet. index: of this server. count: of all servers.
     """
 
     folder: Path
-    launch: str
     index: int
     count: int
 
     @property
     def socket(self) -> Path:
         """Where the leader listens."""
-        return self.folder / f"{self.launch}.sock"
+        return self.folder / "leader.sock"
 
     def open_lock(self) -> int:
         """Return a file descriptor to lock; closing it releases the lock."""
-        path = self.folder / f"{self.launch}.lock"
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return os.open(self.folder / "leader.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def find_api_server_group(client: Any) -> ApiServerGroup | None:
@@ -78,13 +76,18 @@ def find_api_server_group(client: Any) -> ApiServerGroup | None:
             f"--api-server-count is {count}, and this process has no parent that started the others, so two receivers "
             "would conflict; use 1"
         )
-    folder = _private_folder(Path(tempfile.gettempdir()) / f"delta-sync-{os.getuid()}")
-    _remove_stale(folder)
-    found = ApiServerGroup(
-        folder, f"{parent.pid}-{_start_time(parent.pid)}", int(client.engine_core.client_index), count
-    )
+    folder = Path(tempfile.gettempdir()) / f"{PREFIX}{os.geteuid()}-{_name_process(parent.pid)}"
+    found = ApiServerGroup(folder, int(client.engine_core.client_index), count)
     if len(str(found.socket)) > LONGEST_SOCKET_PATH:
         raise EngineError(f"{str(found.socket)!r} is too long for a socket's address; set TMPDIR to a shorter one")
+    try:
+        remove_abandoned(folder.parent)
+        # The descriptor stays open until this process ends.
+        hold_folder(folder)
+    except OSError as error:
+        raise EngineError(
+            f"the folder where API servers meet cannot be used: {error}; or set TMPDIR to another folder"
+        ) from error
     return found
 
 
@@ -97,32 +100,15 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
-def _private_folder(path: Path) -> Path:
-    path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise EngineError(
-            f"{str(path)!r}, where API servers meet, is not a folder that only this user can enter; remove it, or set "
-            "TMPDIR to another folder"
-        )
-    return path
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove files of servers whose parent has ended."""
-    for path in folder.iterdir():
-        pid, _, started = path.stem.partition("-")
-        if pid.isdecimal() and _start_time(int(pid)) != started:
-            path.unlink(missing_ok=True)
-
-
-def _start_time(pid: int) -> str:
-    """Start time of a process in the kernel's units, which tells apart processes with the same id."""
+def _name_process(pid: int) -> str:
+    """Return a name for a process that no other one has that uses the same file system: containers share it."""
     try:
-        # The name, in parentheses, may contain spaces and parentheses.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        # The name in the second field, in parentheses, may contain spaces and parentheses. The start time, in the
+        # kernel's units, tells apart processes with the same id.
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return f"{os.stat('/proc/self/ns/pid').st_ino}-{pid}-{started}"
     except OSError:
-        return "gone" if Path("/proc/self").exists() else "unknown"
+        return f"unknown-{pid}"
 
 
 class StatusView(Protocol):

@@ -21,6 +21,7 @@ from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import EngineError, ModelError, WeightsLostError
 from vllm_delta_sync.format.safetensors_file import write_container
 from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.process_folders import hold_folder, remove_abandoned
 from vllm_delta_sync.tensors.checkpoint import ADAPTER_CONFIG_NAME
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of
 
@@ -70,6 +71,8 @@ class AdapterWorker(RankWorker):
         self._config = b""
         self._loaded: bytes | None = None
         self._loaded_before: bytes | None = None
+        # The folder that is kept, and the descriptor that keeps it: on another node, this process is its owner.
+        self._kept: tuple[Path, int] | None = None
 
     def prepare(self, run: Run) -> None:
         """Check that vLLM can take the run's adapter, and make room for its tensors.
@@ -123,13 +126,24 @@ class AdapterWorker(RankWorker):
         }
         folder = Path(self._adapter.folder)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._keep(folder.parent)
+            folder.mkdir(mode=0o700, exist_ok=True)
             _write(folder / ADAPTER_CONFIG_NAME, config)
             _write(folder / WEIGHTS_NAME, write_container(arrays, {"format": "pt"}))
         except OSError as error:
             raise EngineError(f"the files of adapter {self._adapter.name!r} cannot be written: {error}") from error
         lora.load(self._worker, self._adapter)
         self._loaded = config
+
+    def _keep(self, folder: Path) -> None:
+        """Make the folder of the adapter's files where there is none, and keep it from being removed as abandoned."""
+        kept = self._kept
+        if kept is not None and kept[0] == folder and folder.exists():
+            return
+        remove_abandoned(folder.parent)
+        self._kept = folder, hold_folder(folder)
+        if kept is not None:
+            os.close(kept[1])
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -3,11 +3,9 @@
 With trusted keys, documents without a valid signature are not restored.
 """
 
-import tempfile
 from collections.abc import Callable
 from copy import copy
 from functools import partial
-from pathlib import Path
 
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.conditional_put import has_content
@@ -30,6 +28,7 @@ from vllm_delta_sync.format.manifest import (
 )
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.maintenance.keys import check_signer, newest_file
+from vllm_delta_sync.process_folders import ProcessFolder
 from vllm_delta_sync.run.checks import check_follows, object_limit
 from vllm_delta_sync.run.documents import RunDocuments, read_info, read_table
 from vllm_delta_sync.run.objects import fetch_object_file
@@ -97,8 +96,8 @@ class Mirror:
         return None
 
     def _object(self, ref: ObjectRef) -> str:
-        with tempfile.TemporaryDirectory(prefix="delta-sync-", ignore_cleanup_errors=True) as folder:
-            path = fetch_object_file(self._bucket, ref, Path(folder), object_limit(self._run.table))
+        with ProcessFolder() as folder:
+            path = fetch_object_file(self._bucket, ref, folder.path, object_limit(self._run.table))
             self._run.bucket.put(ref.key, path)
         return ref.key
 

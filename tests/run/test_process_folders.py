@@ -1,0 +1,309 @@
+"""A temporary folder stays while a process uses it, and is removed after that, however the process ends."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from vllm_delta_sync.process_folders import PREFIX, ProcessFolder, hold_folder, remove_abandoned
+
+SECONDS = 120
+OWNERS = {
+    "temporary": """
+from vllm_delta_sync.process_folders import ProcessFolder
+folder = ProcessFolder().path
+""",
+    "adapter": """
+from pathlib import Path
+from vllm_delta_sync.engine.api.adapters import make_adapter
+folder = Path(make_adapter("math").folder)
+""",
+    # One of two API servers; this process stands for the one that starts both.
+    "API servers": """
+import multiprocessing, os
+from types import SimpleNamespace
+from vllm_delta_sync.engine.api.api_servers import find_api_server_group
+multiprocessing.parent_process = lambda: SimpleNamespace(pid=os.getpid())
+client = SimpleNamespace(engine_core=SimpleNamespace(client_index=0, client_count=2))
+group = find_api_server_group(client)
+folder = group.folder
+os.close(group.open_lock())
+""",
+}
+"""What makes a folder, in a process of its own."""
+REPORT = """
+import json, os, sys
+(folder / "left").write_bytes(b"x")
+print(json.dumps({"folder": str(folder), "pid": os.getpid()}), flush=True)
+"""
+WAIT = "sys.stdin.read()\n"
+NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
+"""Another container, as far as ids of processes and of users go."""
+
+
+class Owner:
+    """A process that made a folder and lives on, until it is killed."""
+
+    def __init__(self, root: Path, program: str, prefix: Sequence[str] = ()) -> None:
+        self._process = subprocess.Popen(
+            [*prefix, sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(root)},
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        said = json.loads(self._process.stdout.readline())
+        self.folder, self.said = Path(said["folder"]), said
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the folder is as it was made."""
+        return (self.folder / "left").exists()
+
+    def kill(self) -> None:
+        """It, and all that it started in its session."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(SECONDS)
+
+    def end(self) -> None:
+        """As a program ends that has nothing left to do."""
+        self._process.communicate(timeout=SECONDS)
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder with a short path: that of a socket."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def owners() -> Iterator[list[Owner]]:
+    found: list[Owner] = []
+    yield found
+    for owner in found:
+        owner.kill()
+
+
+def test_a_folder_is_removed_with_its_block_and_with_its_process(tmp_path: Path, owners: list[Owner]) -> None:
+    with ProcessFolder(tmp_path) as mine:
+        assert not list(mine.path.iterdir())
+        assert {path.stat().st_mode & 0o777 for path in (mine.path, mine.path.parent)} == {0o700}
+        (mine.path / "file").touch()
+    assert not list(tmp_path.iterdir())
+    for kind in ("temporary", "adapter"):
+        owner = Owner(tmp_path, OWNERS[kind] + REPORT + WAIT)
+        owners.append(owner)
+        assert owner.is_there
+        owner.end()
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", OWNERS)
+def test_what_a_killed_process_left_is_removed_and_what_others_use_is_not(
+    short: Path, owners: list[Owner], kind: str
+) -> None:
+    program = OWNERS[kind] + REPORT + WAIT
+    owners += [Owner(short, program) for _ in range(2)]
+    killed, alive = owners
+    assert killed.folder != alive.folder
+    killed.kill()
+    assert killed.is_there
+    owners.append(Owner(short, program))
+    assert [owner.is_there for owner in owners] == [False, True, True]
+    assert len(list(short.iterdir())) == 2
+    for owner in owners:
+        owner.kill()
+    remove_abandoned(short)
+    assert not list(short.iterdir())
+
+
+@pytest.mark.parametrize("kind", OWNERS)
+def test_a_process_of_another_container_counts_as_running(short: Path, owners: list[Owner], kind: str) -> None:
+    """Its id is that of another process here, or of no process."""
+    if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], check=False).returncode != 0:
+        pytest.skip("this machine makes no namespace for processes")
+    program = OWNERS[kind] + REPORT + WAIT
+    inside = Owner(short, program, NAMESPACE)
+    owners.append(inside)
+    assert inside.said["pid"] < 10
+    owners.append(Owner(short, program))
+    assert [owner.is_there for owner in owners] == [True, True]
+    # And the other way round.
+    owners.append(Owner(short, program, NAMESPACE))
+    assert len({owner.folder for owner in owners}) == 3
+    assert [owner.is_there for owner in owners] == [True, True, True]
+    inside.kill()
+    owners.append(Owner(short, program))
+    assert [owner.is_there for owner in owners] == [False, True, True, True]
+
+
+FORKED = """
+child = os.fork()
+if not child:
+    if {ends}:
+        sys.exit()
+    time.sleep(600)
+if {ends}:
+    os.waitpid(child, 0)
+print(json.dumps(child), flush=True)
+"""
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_forked_child_does_not_remove_the_folder_and_may_outlive_its_parent(
+    tmp_path: Path, owners: list[Owner], ends: bool
+) -> None:
+    program = OWNERS["temporary"] + REPORT + "import time\n" + FORKED.format(ends=ends) + WAIT
+    owner = Owner(tmp_path, program)
+    owners.append(owner)
+    assert owner._process.stdout is not None
+    child = json.loads(owner._process.stdout.readline())
+    assert owner.is_there
+    os.kill(owner._process.pid, signal.SIGKILL)
+    owner._process.wait(SECONDS)
+    remove_abandoned(tmp_path)
+    assert owner.is_there == (not ends)
+    if not ends:
+        os.kill(child, signal.SIGKILL)
+        while owner.is_there:
+            remove_abandoned(tmp_path)
+
+
+def test_a_second_process_keeps_the_folder_of_a_first(tmp_path: Path, owners: list[Owner]) -> None:
+    """As a worker does that writes into the folder of an API server, or of one on another node."""
+    owner = Owner(tmp_path, OWNERS["temporary"] + REPORT + WAIT)
+    owners.append(owner)
+    lock = hold_folder(owner.folder.parent)
+    owner.kill()
+    remove_abandoned(tmp_path)
+    assert owner.is_there
+    elsewhere = tmp_path / "other node" / owner.folder.parent.name
+    other = hold_folder(elsewhere)
+    assert elsewhere.stat().st_mode & 0o777 == 0o700
+    remove_abandoned(elsewhere.parent)
+    assert elsewhere.exists()
+    for descriptor in (lock, other):
+        os.close(descriptor)
+    for directory in (tmp_path, elsewhere.parent):
+        remove_abandoned(directory)
+    assert [path.name for path in tmp_path.iterdir()] == ["other node"]
+    assert not list(elsewhere.parent.iterdir())
+
+
+def test_nothing_else_is_removed(tmp_path: Path) -> None:
+    """Looking at a folder of its own does not cost a process the lock."""
+    mine = ProcessFolder(tmp_path)
+    for _ in range(3):
+        remove_abandoned(tmp_path)
+    outside = tmp_path / "outside"
+    for folder in (outside, tmp_path / "other-prefix"):
+        folder.mkdir()
+        (folder / "lock").touch()
+    (tmp_path / f"{PREFIX}link").symlink_to(outside)
+    (tmp_path / f"{PREFIX}file").touch()
+    (tmp_path / f"{PREFIX}without-lock").mkdir()
+    linked = tmp_path / f"{PREFIX}linked-lock"
+    linked.mkdir()
+    (linked / "lock").symlink_to(outside / "lock")
+    held = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"from vllm_delta_sync.process_folders import *; remove_abandoned(Path({str(tmp_path)!r}))",
+        ],
+        check=False,
+    )
+    assert held.returncode == 0
+    names = {"link", "file", "without-lock", "linked-lock", mine.path.parent.name.removeprefix(PREFIX)}
+    expected = {f"{PREFIX}{name}" for name in names} | {"outside", "other-prefix"}
+    assert {path.name for path in tmp_path.iterdir()} == expected
+    assert (outside / "lock").exists()
+    mine.close()
+    assert not mine.path.exists()
+
+
+def test_without_locks_folders_work_and_none_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some cluster file systems are mounted without."""
+
+    def unsupported(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with ProcessFolder(tmp_path) as first, ProcessFolder(tmp_path) as second:
+        (first.path / "file").touch()
+        remove_abandoned(tmp_path)
+        assert (first.path / "file").exists()
+        assert second.path.exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_removed_yet_is_removed_later(tmp_path: Path) -> None:
+    folder = ProcessFolder(tmp_path)
+    (folder.path / "inside").mkdir()
+    fixed = ["chattr", "+i", str(folder.path / "inside")]
+    if shutil.which("chattr") is None or subprocess.run(fixed, capture_output=True, check=False).returncode != 0:
+        pytest.skip("this machine makes no folder that cannot be removed")
+    folder.close()
+    assert (folder.path / "inside").exists()
+    subprocess.run(["chattr", "-i", str(folder.path / "inside")], check=True)
+    remove_abandoned(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_of_another_user_are_not_removed(tmp_path: Path) -> None:
+    theirs = tmp_path / f"{PREFIX}theirs"
+    theirs.mkdir(mode=0o700)
+    (theirs / "lock").touch()
+    if os.geteuid() != 0:
+        pytest.skip("takes root, to give a folder to another user")
+    os.chown(theirs, 12345, 12345)
+    remove_abandoned(tmp_path)
+    assert (theirs / "lock").exists()
+    with pytest.raises(PermissionError, match="is not a folder that only this user can enter"):
+        hold_folder(theirs)
+
+
+def test_a_shared_folder_must_be_private(tmp_path: Path) -> None:
+    for name, make in (("open", lambda path: path.mkdir(mode=0o755)), ("link", lambda path: path.symlink_to(tmp_path))):
+        path = tmp_path / f"{PREFIX}{name}"
+        make(path)
+        with pytest.raises(PermissionError, match="is not a folder that only this user can enter"):
+            hold_folder(path)
+
+
+RACER = """
+import os, sys
+from pathlib import Path
+from vllm_delta_sync.process_folders import PREFIX, hold_folder, remove_abandoned
+shared, mine = Path(sys.argv[1]) / f"{PREFIX}shared", sys.argv[2]
+for turn in range(int(sys.argv[3])):
+    lock = hold_folder(shared)
+    (shared / mine).write_text(str(turn))
+    remove_abandoned(shared.parent)
+    if (shared / mine).read_text() != str(turn):
+        raise SystemExit("lost")
+    os.close(lock)
+    remove_abandoned(shared.parent)
+"""
+
+
+def test_no_process_loses_a_folder_that_others_try_to_remove(tmp_path: Path) -> None:
+    """Each process makes, uses and releases the same folder, and removes it whenever that is allowed."""
+    racers = [subprocess.Popen([sys.executable, "-c", RACER, str(tmp_path), str(one), "1000"]) for one in range(4)]
+    assert [racer.wait(SECONDS) for racer in racers] == [0] * 4
+    remove_abandoned(tmp_path)
+    assert not list(tmp_path.iterdir())
