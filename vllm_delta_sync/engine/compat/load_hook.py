@@ -23,9 +23,10 @@ class _ModuleSubset:
 
 
 def is_runtime_state(name: str) -> bool:
-    """Return whether vLLM fills a tensor of that name from requests or adapters: KV caches and LoRA layers."""
-    attribute = name.partition("[")[0].rpartition(".")[2]
-    return attribute == "kv_cache" or "lora" in attribute
+    """Return whether vLLM fills a tensor of that name from requests or adapters: KV caches, LoRA layers, and adapters
+    that its manager, an attribute of the model, holds in host memory."""
+    attributes = name.partition("[")[0].split(".")
+    return attributes[-1] == "kv_cache" or "lora" in attributes[-1] or attributes[0] == "lora_manager"
 
 
 def watch_loading() -> None:
