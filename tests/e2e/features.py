@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.e2e.fresh import MAX_TOKENS, PROMPTS, worker_model
+from tests.support.adapters import lose_adapter_memory
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 
 FAMILY = "qwen3"
@@ -150,6 +151,8 @@ def sleep(llm: Any, sync: Any, level: int) -> str:
         with torch.no_grad():
             for parameter in worker_model(llm).parameters():
                 parameter.zero_()
+            if llm.llm_engine.vllm_config.lora_config is not None:
+                lose_adapter_memory(worker_model(llm))
     llm.collective_rpc("wake_up")
     if level == 2:
         try:

@@ -43,6 +43,9 @@ def run(root: Path, options: dict[str, Any]) -> warm.Ended:
             {"compilation_config": {"mode": 3, "backend": "eager"}}, id="compiled-eager", marks=pytest.mark.slow
         ),
         pytest.param({**EAGER, "enable_lora": True, "max_lora_rank": 8}, id="lora", marks=pytest.mark.slow),
+        pytest.param(
+            {**EAGER, "enable_lora": True, "max_lora_rank": 8, "sleep": 2}, id="lora-sleep-2", marks=pytest.mark.slow
+        ),
         pytest.param({**EAGER, "speculative_config": DRAFT_MODEL}, id="draft-model", marks=pytest.mark.slow),
         pytest.param({**EAGER, "sleep": 1}, id="sleep-1", marks=pytest.mark.slow),
         pytest.param({**EAGER, "kv_cache_dtype": "fp8"}, id="kv-cache-fp8", marks=pytest.mark.slow),

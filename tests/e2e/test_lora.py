@@ -5,6 +5,7 @@ A run of a PEFT model that is merged into its base serves what ``merge_and_unloa
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,16 @@ def test_adapters_are_those_of_the_trainer_after_every_version(tmp_path: Path, r
     assert seen["failed"]["kind"] == "engine"
     assert "vLLM did not load adapter 'math': RuntimeError: out of slots" in seen["failed"]["message"]
     assert (seen["after failure"], seen["put back"], seen["tried again"]) == (VERSIONS, True, True)
+    damaged, untouched = seen["damaged"]
+    assert (damaged["verdict"], untouched["verdict"], seen["unserved"], seen["repaired"]) == (False, True, None, True)
+    assert damaged["mismatched"] == [
+        f"base_model.model.model.layers.1.mlp.down_proj.lora_{side}.weight" for side in "AB"
+    ]
+    for slept in seen["slept"]:
+        assert len(slept["asleep"]) == 2
+        assert all("wake it up" in message for message in slept["asleep"]), slept["asleep"]
+        assert slept["stayed"], "awake, an adapter says something else than before"
+        assert (slept["plain"], slept["wrong"], slept["verdicts"]) == (True, [], [True, True])
     words = {
         "other shape": "'shape' is of another base: tensor",
         "other depth": "'depth' is of another base: it changes 'model.layers.2.",
@@ -113,6 +124,9 @@ class Adapter:
     def status(self, server: Server) -> dict[str, Any]:
         status: dict[str, Any] = server.get("/delta_sync/status", params={"adapter": self.name}).json()
         return status
+
+    def asleep(self, server: Server) -> bool:
+        return "the engine is asleep; wake it up (POST /wake_up)" in self.status(server)["ready"]["reasons"]
 
     def order(self, server: Server, action: str, body: Any = None) -> dict[str, Any]:
         answer = server.post(f"/delta_sync/{action}", body, params={"adapter": self.name})
@@ -175,6 +189,27 @@ def test_a_server_follows_two_adapters_beside_its_base(tmp_path: Path) -> None:
         math.order(server, "release")
         math.wait_served(server)
         assert ask(server, "math")[0] == math.fresh(server)
+
+        # vLLM's own routes do not touch it.
+        other = str(save_adapter(code.model, tmp_path / "other"))
+        for path, body in (
+            ("/v1/load_lora_adapter", {"lora_name": "math", "lora_path": other, "load_inplace": True}),
+            ("/v1/unload_lora_adapter", {"lora_name": "math"}),
+        ):
+            answer = server.post(path, body)
+            assert (answer.status_code, "adapter 'math' follows a run" in answer.text) == (409, True)
+        assert ask(server, "math")[0] == math.fresh(server)
+
+        # All sleep together, and go on together.
+        assert server.post("/sleep?level=1").status_code == 200
+        for adapter in (math, code):
+            adapter.publish()
+            eventually(partial(adapter.asleep, server), f"{adapter.name} is asleep")
+            assert adapter.status(server)["served"]["version"] == adapter.version - 1
+        assert server.post("/wake_up").status_code == 200
+        for adapter in (math, code):
+            adapter.wait_served(server)
+            assert ask(server, adapter.name)[0] == adapter.fresh(server)
 
         # A related adapter, by deltas.
         math.publisher.close()

@@ -187,10 +187,23 @@ compat/lora.py | ADAPTERS
     vllm.lora.utils: parse_fine_tuned_lora_name(name, weights_mapper) only
     vllm.v1.worker.gpu_worker: Worker.add_lora(self, lora_request) only; Worker.remove_lora(self, lora_id) only;
         Worker.list_loras
-    vllm.lora.worker_manager: WorkerLoRAManager.create_lora_manager
-    vllm.lora.model_manager: LoRAModelManager.modules; LoRAModelManager.packed_modules_mapping
-    vllm.v1.worker.lora_model_runner_mixin: LoRAModelRunnerMixin.load_lora_model
+    vllm.lora.worker_manager: WorkerLoRAManager.create_lora_manager; WorkerLoRAManager.remove_all_adapters
+    vllm.lora.model_manager: LoRAModelManager.modules; LoRAModelManager.packed_modules_mapping;
+        LoRAModelManager.list_adapters(self) only
+    vllm.v1.worker.lora_model_runner_mixin: LoRAModelRunnerMixin.load_lora_model; LoRAModelRunnerMixin.reset_lora_state
+compat/loaded_adapters.py | ADAPTERS
+    vllm.lora.worker_manager: WorkerLoRAManager._load_adapter(self, lora_request) only
+    vllm.lora.model_manager: LoRAModelManager.lora_index_to_id; LoRAModelManager._registered_adapters;
+        LoRAModelManager._active_adapters; AdapterLRUCache(capacity, deactivate_fn);
+        LRUCacheLoRAModelManager.add_adapter(self, lora) only;
+        LRUCacheLoRAModelManager.activate_adapter(self, lora_id) only
+    vllm.lora.lora_model: LoRAModel.loras
+    vllm.lora.lora_weights: LoRALayerWeights.lora_a; LoRALayerWeights.lora_b; LoRALayerWeights.scaling
+compat/load_hook.py | a base is refused after an adapter was loaded
+    vllm.lora.model_manager: LoRAModelManager.model
 api/adapters.py | ADAPTERS
+    vllm.entrypoints.openai.models.serving: OpenAIServingModels.load_lora_adapter(request);
+        OpenAIServingModels.unload_lora_adapter(request)
     vllm.entrypoints.openai.models.serving: OpenAIServingModels.lora_requests; OpenAIServingModels.is_base_model(self,
         model_name) only; OpenAIServingModels.static_lora_modules; OpenAIServingModels.engine_client
 compat/write_hooks.py | DOORS

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,8 @@ from vllm_delta_sync.engine.model.device_patch import DevicePatch
 from vllm_delta_sync.engine.model.patch import SparsePatch
 from vllm_delta_sync.engine.model.route_map import Destination
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
-from vllm_delta_sync.engine.protocol import Identify, Outcome, Poll, Progress, RankFailure, Scan
-from vllm_delta_sync.engine.worker.rank_worker import RankWorker
+from vllm_delta_sync.engine.protocol import Adapter, Identify, Outcome, Poll, Progress, RankFailure, Scan
+from vllm_delta_sync.engine.worker.rank_worker import RankWorker, WorkerExtension
 from vllm_delta_sync.errors import BusyError, FingerprintError
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint
@@ -338,6 +339,9 @@ def test_what_is_committed_is_confirmed_once_all_ranks_have_it(tmp_path: Path, m
     assert during == ["confirm", "confirm"]
 
 
+ADAPTER, OTHER_ADAPTER = (Adapter(name, number, "/nowhere") for number, name in enumerate(("math", "code"), 1))
+
+
 class Worker:
     """vLLM's worker, as far as its weights are concerned: ``sleep`` takes them away, ``reload_weights`` writes them."""
 
@@ -402,7 +406,7 @@ def test_what_moves_weights_waits_for_a_read_and_then_keeps_others_out(
     world = World(tmp_path)
     world.receiver.advance()
     rank, worker = world.port.ranks[0], Worker(world.model)
-    write_hooks.watch_writes(worker, world.model, rank)
+    write_hooks.watch_writes(worker, world.model, rank.memory)
     slow = SlowRead(worker, monkeypatch)
     rank.answer(Scan(list(range(len(world.tensors)))))
     assert slow.begun.wait(WAIT)
@@ -438,7 +442,7 @@ def test_a_rank_that_fell_asleep_reads_nothing(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.follow_each(1)
     rank, worker = world.port.ranks[0], Worker(world.model)
-    write_hooks.watch_writes(worker, world.model, rank)
+    write_hooks.watch_writes(worker, world.model, rank.memory)
     worker.sleep()
     assert rank.routes is not None
     for read in (rank.routes.fingerprint_routes, rank.routes.measure):
@@ -449,6 +453,38 @@ def test_a_rank_that_fell_asleep_reads_nothing(tmp_path: Path) -> None:
     worker.wake_up()
     world.receiver.check_served()
     assert world.receiver.verify()["verdict"]
+
+
+class ExtendedWorker(WorkerExtension, Worker):
+    """With the extension, and what that reads of vLLM's worker."""
+
+    rank, vllm_config = 0, None
+    model_config = SimpleNamespace(model="")
+
+    def get_model(self) -> FusedModel:
+        return self.model
+
+
+@pytest.mark.parametrize("order", [[None, ADAPTER], [ADAPTER, None], [ADAPTER, OTHER_ADAPTER]])
+def test_all_that_a_worker_follows_sleeps_and_is_written_together(order: list[Adapter | None]) -> None:
+    """Whichever is asked for first: the base's run, or that of an adapter, without a base that follows."""
+    worker = ExtendedWorker(FusedModel())
+    ranks = [worker._delta_sync_rank(adapter) for adapter in order]
+    assert ranks == [worker._delta_sync_rank(adapter) for adapter in order]
+    worker.sleep()
+    assert [rank.describe().asleep for rank in ranks] == [True, True]
+    for rank in ranks:
+        with pytest.raises(BusyError, match="wake_up"):
+            rank.identify(Identify("nowhere"))
+    worker.wake_up(["kv_cache"])
+    assert [rank.describe().asleep for rank in ranks] == [True, True]
+    worker.wake_up(["weights"])
+    assert [(rank.describe().asleep, rank.describe().external_writer) for rank in ranks] == [(False, "wake_up")] * 2
+    worker.reload_weights()
+    assert [rank.describe().external_writer for rank in ranks] == ["reload_weights", "reload_weights"]
+    # Each call was wrapped once.
+    assert len({rank.describe().external_writes for rank in ranks}) == 1
+    assert ranks[0].describe().external_writes == 5
 
 
 @pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), torch.nn.Module(), torch.nn.Linear(2, 2, device="meta")])

@@ -296,9 +296,10 @@ class Worker:
 @pytest.mark.parametrize(("backend", "told"), [(TRANSFER_BACKEND, 0), ("nccl", 2)])
 def test_calls_of_our_own_backend_are_nobody_elses_writing(backend: str, told: int) -> None:
     said: list[str] = []
-    watched = SimpleNamespace(memory=WeightMemory(), note_external_write=said.append)
+    memory = WeightMemory()
+    memory.listeners.append(SimpleNamespace(note_external_write=said.append, leave_device=lambda: None))
     worker = Worker(backend)
-    write_hooks.watch_writes(worker, SimpleNamespace(), watched)
+    write_hooks.watch_writes(worker, SimpleNamespace(), memory)
     with pytest.raises(Reached):
         worker.update_weights({})
     assert said == ["update_weights"] * told

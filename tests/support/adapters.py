@@ -28,6 +28,19 @@ def randomize(model: nn.Module, seed: int) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) / 8)
 
 
+def lose_adapter_memory(model: Any) -> None:
+    """Clear what belongs to adapters in the memory of vLLM's model, as its allocator leaves it after sleep at level 2.
+
+    A CPU's worker keeps its memory while it sleeps.
+    """
+    manager = model.lora_manager
+    for holder in [*manager.modules.values(), *manager.punica_wrapper_mapping.values()]:
+        for value in vars(holder).values():
+            for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(tensor, torch.Tensor):
+                    tensor.zero_()
+
+
 def save_adapter(model: PeftModel, folder: Path) -> Path:
     """Write the adapter as PEFT does."""
     model.save_pretrained(folder)

@@ -95,7 +95,7 @@ def main() -> None:
         world.use(world.port)
         world.receiver.advance()
         rank = world.port.ranks[0]
-        write_hooks.watch_writes(worker, world.model, rank)
+        write_hooks.watch_writes(worker, world.model, rank.memory)
         world.train(1)
         staged = stage_request(world)
         everything = list(range(len(world.tensors)))

@@ -289,7 +289,7 @@ class Trial:
 
     def sleep(self) -> str:
         rank, worker = self.port.ranks[0], SleepingWorker(self.model)
-        write_hooks.watch_writes(worker, self.model, rank)
+        write_hooks.watch_writes(worker, self.model, rank.memory)
         outcome = scan(rank, meanwhile=worker.sleep)
         assert rank.describe().asleep
         worker.wake_up()

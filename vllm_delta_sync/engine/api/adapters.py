@@ -1,4 +1,5 @@
-"""LoRA adapters that a server follows, each with a run of its own: ``make_adapter``, ``check_lora``, ``announce``.
+"""LoRA adapters that a server follows, each with a run of its own: ``make_adapter``, ``check_lora``, ``announce``,
+``reserve_names``.
 
 vLLM's API server knows an adapter once the first version of its run is served, and no longer than that.
 """
@@ -6,8 +7,12 @@ vLLM's API server knows an adapter once the first version of its run is served, 
 import asyncio
 from contextlib import suppress
 from hashlib import sha256
+from http import HTTPStatus
 from typing import Any
 
+from fastapi import HTTPException
+
+from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.lora import lora_request
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.protocol import Adapter
@@ -62,15 +67,37 @@ def check_lora(vllm_config: Any, names: list[str], models: Any = None) -> None:
 
 def announce(models: Any, adapter: Adapter, board: StatusBoard, loop: asyncio.AbstractEventLoop) -> None:
     """Let vLLM's API server accept requests for an adapter while a version of it is served."""
+    request = lora_request(adapter)
 
     def update() -> None:
         if board.served is None:
             models.lora_requests.pop(adapter.name, None)
-        elif adapter.name not in models.lora_requests:
-            models.lora_requests[adapter.name] = lora_request(adapter)
+        elif models.lora_requests.get(adapter.name) is not request:
+            models.lora_requests[adapter.name] = request
 
     def changed() -> None:
         with suppress(RuntimeError):  # the loop is closed: this process is ending
             loop.call_soon_threadsafe(update)
 
     board.watch(changed)
+
+
+def reserve_names(models: Any, names: list[str]) -> None:
+    """Refuse requests to vLLM's API server that would load something else as an adapter that is followed, or unload it.
+
+    Cause: vLLM's routes /v1/load_lora_adapter (with ``load_inplace``) and /v1/unload_lora_adapter take any name.
+    Symptom: requests for the name are answered by another adapter, from then on for each step, or not at all, while the
+    status shows the version of the run. Remove when: vLLM lets a plugin reserve names.
+    """
+
+    async def check(original: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if request.lora_name in names:
+            raise HTTPException(
+                HTTPStatus.CONFLICT,
+                f"adapter {request.lora_name!r} follows a run, which alone changes it: publish a version, call "
+                "/delta_sync/target or /delta_sync/rollback, or load the other adapter under another name",
+            )
+        return await original(request, *args, **kwargs)
+
+    for method in ("load_lora_adapter", "unload_lora_adapter"):
+        patches.wrap_method(models, method, check)

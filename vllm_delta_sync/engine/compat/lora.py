@@ -1,4 +1,4 @@
-"""What vLLM's LoRA is asked: does an adapter fit the model, load it in place, forget it.
+"""What vLLM's LoRA is asked: does an adapter fit the model, load it in place, forget it, which adapters it holds.
 
 All of this runs in a worker process. ``load`` and ``remove`` are vLLM's own calls on its worker; ``check_adapter``
 finds beforehand what vLLM would find during a commit, or would not find: it copies tensors of too small a shape into
@@ -6,11 +6,20 @@ its buffers, and leaves out modules that the model lacks.
 """
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from vllm_delta_sync.engine.protocol import Adapter
 from vllm_delta_sync.errors import EngineError, ModelError
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
+
+BASE_SUFFIX = ".base_layer.weight"
+"""Ends the names of tensors of the base that PEFT saves with an adapter, and that vLLM leaves out."""
+NEEDED_NAMES = (
+    *("modules", "packed_modules_mapping", "lora_index_to_id", "list_adapters", "add_adapter", "activate_adapter"),
+    *("_registered_adapters", "_active_adapters"),
+)
+"""Of vLLM's manager of adapters, to compare what it holds."""
 
 
 def lora_request(adapter: Adapter, in_place: bool = False) -> Any:
@@ -35,6 +44,54 @@ def remove(worker: Any, adapter: Adapter) -> None:
     worker.remove_lora(adapter.number)
 
 
+def forget_all(worker: Any) -> None:
+    """Let vLLM forget all adapters, also those that no run follows. It loads each again when a request asks for it.
+
+    Cause: sleep at level 2 discards the device memory of everything that belongs to adapters, and waking up restores
+    none of it: the buffers of layers, the map of tokens to adapters, and, where ranks share a head, the order of its
+    logits.
+    Symptom: requests for an adapter are answered by the base alone, or by wrong logits. Remove when: ``wake_up`` does
+    this, as vLLM does after it has replaced weights.
+    """
+    runner = getattr(worker, "model_runner", None)
+    manager = getattr(runner, "lora_manager", None)
+    if manager is None:
+        return
+    reset = getattr(runner, "reset_lora_state", manager.remove_all_adapters)
+    reset()
+
+
+def manager_of(worker: Any) -> Any:
+    """Return vLLM's manager of a worker's adapters and their layers; None without --enable-lora."""
+    return getattr(getattr(getattr(worker, "model_runner", None), "lora_manager", None), "_adapter_manager", None)
+
+
+def held_adapter(worker: Any, adapter: Adapter) -> Any:
+    """Return what vLLM holds of an adapter, another object each time that it was loaded; None if it holds nothing."""
+    manager = manager_of(worker)
+    while manager is not None:
+        try:
+            return manager.list_adapters().get(adapter.number)
+        except (RuntimeError, KeyError):
+            continue  # vLLM loaded or dropped an adapter while the list was copied beside generation
+    return None
+
+
+def tensors_of_modules(worker: Any, table: TensorTable, modules: Collection[str]) -> set[int]:
+    """Return the ids of the tensors that belong to these layers of vLLM's; all ids if no tensor belongs to one."""
+    manager = manager_of(worker)
+    found: dict[str, set[int]] = {name: set() for name in modules}
+    for tensor, spec in enumerate(table):
+        if spec.name.endswith(BASE_SUFFIX):
+            continue
+        module, _ = _parse_name(manager, spec.name)
+        before, experts, _ = module.partition(".experts")
+        name = before + experts if experts else _find_module(manager, module)[0]
+        if name in found:
+            found[name].add(tensor)
+    return set().union(*found.values()) if all(found.values()) else set(range(len(table)))
+
+
 def check_adapter(worker: Any, name: str, table: TensorTable, config: bytes) -> None:
     """Raise ModelError unless a worker's model takes an adapter.
 
@@ -43,15 +100,22 @@ def check_adapter(worker: Any, name: str, table: TensorTable, config: bytes) -> 
     """
     from vllm.lora.peft_helper import PEFTHelper
 
-    manager = getattr(getattr(getattr(worker, "model_runner", None), "lora_manager", None), "_adapter_manager", None)
+    manager = manager_of(worker)
     if manager is None:
         raise ModelError(f"adapter {name!r} cannot be served: start vLLM with --enable-lora")
+    missing = [needed for needed in NEEDED_NAMES if not hasattr(manager, needed)]
+    missing += [] if hasattr(worker.model_runner.lora_manager, "_load_adapter") else ["_load_adapter"]
+    if missing:
+        raise ModelError(
+            f"adapter {name!r} cannot be served: this vLLM's managers of adapters have no {', '.join(missing)}, so "
+            "what they hold cannot be verified; use a release that was tested"
+        )
     try:
         helper = PEFTHelper.from_dict(json.loads(config))
     except (ValueError, TypeError) as error:
         raise ModelError(f"adapter {name!r}: its adapter_config.json is not one of LoRA ({error})") from error
     largest = manager.lora_config.max_lora_rank
-    found = [spec for spec in table if not spec.name.endswith(".base_layer.weight")]
+    found = [spec for spec in table if not spec.name.endswith(BASE_SUFFIX)]
     rank = max([helper.r, *helper.rank_pattern.values(), *(_rank_of(spec) for spec in found)])
     if rank > largest:
         raise ModelError(
@@ -73,24 +137,22 @@ def _rank_of(spec: TensorSpec) -> int:
 
 def _check_tensor(worker: Any, manager: Any, adapter: str, spec: TensorSpec) -> None:
     """Raise ModelError unless the model has the module that a tensor belongs to, with its size."""
-    from vllm.lora.utils import parse_fine_tuned_lora_name
-
-    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     try:
-        module, is_a = parse_fine_tuned_lora_name(spec.name, None if mapper is None else mapper.get_rename_mapper())
+        module, is_a = _parse_name(manager, spec.name)
     except ValueError as error:
         raise ModelError(f"adapter {adapter!r}: tensor {spec.name!r} is not one of LoRA on a linear layer") from error
     if ".experts" in module:
         # Held in other shapes, with many names for one module; vLLM checks these itself.
         return
-    layer, part = _find_module(manager, module)
-    if layer is None:
+    name, part = _find_module(manager, module)
+    if name is None:
         if worker.vllm_config.parallel_config.pipeline_parallel_size > 1:
             return  # another rank may have it
         raise ModelError(
             f"adapter {adapter!r} is of another base: it changes {module!r}, a module that this model lacks or that "
             "vLLM adapts nothing in; serve the base that it was trained on"
         )
+    layer = manager.modules[name]
     expected = _input_size(layer) if is_a else _output_size(layer, part)
     size = spec.shape[-1] if is_a else spec.shape[0]
     if expected is not None and (len(spec.shape) != 2 or size != expected):
@@ -100,28 +162,41 @@ def _check_tensor(worker: Any, manager: Any, adapter: str, spec: TensorSpec) -> 
         )
 
 
-def _find_module(manager: Any, module: str) -> tuple[Any, int | None]:
-    """Return vLLM's layer of a module, and which part of it the module is; (None, None) if there is none."""
-    layer = manager.modules.get(module)
-    if layer is not None:
-        return layer, None
+def _parse_name(manager: Any, name: str) -> tuple[str, bool]:
+    """Return vLLM's name of the module that a tensor belongs to, and whether it is A. Raises ValueError."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    module, is_a = parse_fine_tuned_lora_name(name, None if mapper is None else mapper.get_rename_mapper())
+    return str(module), bool(is_a)
+
+
+def _find_module(manager: Any, module: str) -> tuple[str | None, int | None]:
+    """Return the name of vLLM's layer of a module, and which part of it the module is; (None, None) if none."""
+    if module in manager.modules:
+        return module, None
     parent, _, leaf = module.rpartition(".")
     for packed, parts in manager.packed_modules_mapping.items():
-        layer = manager.modules.get(f"{parent}.{packed}" if parent else packed)
-        if leaf in parts and layer is not None:
-            return layer, parts.index(leaf)
+        name = f"{parent}.{packed}" if parent else packed
+        if leaf in parts and name in manager.modules:
+            return name, parts.index(leaf)
     return None, None
 
 
 def _input_size(layer: Any) -> int | None:
-    """Return the inputs of a whole linear layer; None for other layers. Row parallel layers keep both sizes."""
-    size = getattr(layer.base_layer, "input_size", None)
+    """Return the inputs of a whole linear layer or embedding; None for other layers. Row parallel layers keep both
+    sizes."""
+    base = layer.base_layer
+    # An embedding's input_size is that of its vectors.
+    size = getattr(base, "org_vocab_size" if hasattr(base, "embedding_dim") else "input_size", None)
     return None if size is None else int(size)
 
 
 def _output_size(layer: Any, part: int | None) -> int | None:
-    """Return the outputs of a whole linear layer, or of one part of it; None for other layers."""
+    """Return the outputs of a whole linear layer or embedding, or of one part of a layer; None for other layers."""
     base = layer.base_layer
+    if hasattr(base, "embedding_dim"):
+        return int(base.embedding_dim)
     if part is None:
         size = getattr(base, "output_size", None)
         return None if size is None else int(size)

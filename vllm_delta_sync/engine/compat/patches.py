@@ -14,9 +14,10 @@ Other places that use vLLM's internals have their own files; where they replace 
 ``compat/cpu_experts.py``              makes the CPU's experts compute from plain weights
 ``compat/write_hooks.py``              wraps methods of the worker that write weights
 ``compat/lora.py``                     the worker's LoRA calls, and its manager of adapters and their layers
+``compat/loaded_adapters.py``          wraps that manager's filling of slots; runs it and its loader beside the model
 ``api/weight_transfer.py``             a weight transfer backend, and the client's calls for it
 ``entrypoints/transfer_backend.py``    the workers' side of that backend
-``api/adapters.py``                    the API server's table of adapters
+``api/adapters.py``                    the API server's table of adapters; wraps its calls that load and unload them
 ``api/embedded.py``                    methods of an ``AsyncLLM`` object
 ``entrypoints/load_format.py``         a load format
 ``observe/spans.py``                   wraps ``generate`` of the client and two OpenAI routes, and changes the

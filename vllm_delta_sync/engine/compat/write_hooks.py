@@ -1,15 +1,15 @@
 """``watch_writes`` notices vLLM's calls that write or move weights, and keeps them apart from reads beside generation.
 
 A commit hashes only what it changes, so it would not notice a weight that was changed elsewhere. Therefore every such
-call makes the receiver rescan all weights before the next version. Code that writes into parameters directly is found
-by the scrubbing rescan (setting ``rescan_bytes``) and by ``verify``.
+call makes each receiver of the worker, also those of LoRA adapters, rescan all weights before the next version. Code
+that writes into parameters directly is found by the scrubbing rescan (setting ``rescan_bytes``) and by ``verify``.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.compat import lora, patches
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.names import TRANSFER_BACKEND
 
@@ -20,45 +20,46 @@ WRITE_METHODS = ("load_model", "reload_weights", "reset_weights", *TRANSFER_METH
 WAKE = "wake_up"
 
 
-class WriteListener(Protocol):
-    """Receives notifications; see RankWorker."""
-
-    memory: WeightMemory
-
-    def note_external_write(self, writer: str) -> None: ...
-
-    def leave_device(self) -> None: ...
-
-
-def watch_writes(worker: Any, model: Any, listener: WriteListener) -> None:
-    """Wrap these methods of one worker and its model, on the instances.
+def watch_writes(worker: Any, model: Any, memory: WeightMemory) -> None:
+    """Wrap these methods of one worker and its model, on the instances, for all listeners of its memory.
 
     Cause: vLLM has no hook for written or unmapped weights. Symptom: a patch is committed on top of other weights, so
     that the result is no version; or a kernel of the background thread reads memory that ``sleep`` has unmapped, which
     ends the process. Remove when: vLLM notifies extensions of weight updates and of sleep.
     """
-    memory = listener.memory
+    loses_weights = False
+
+    def note_write(name: str) -> None:
+        for listener in memory.listeners:
+            listener.note_external_write(name)
 
     def write(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with memory.exclusive():
-            listener.note_external_write(name)
+            note_write(name)
             try:
                 return original(*args, **kwargs)
             finally:
-                listener.note_external_write(name)
+                note_write(name)
 
-    def sleep(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def sleep(original: Callable[..., Any], level: int = 1) -> Any:
+        nonlocal loses_weights
         with memory.exclusive():
             memory.asleep = True
-            listener.leave_device()
-            return original(*args, **kwargs)
+            loses_weights = level > 1
+            for listener in memory.listeners:
+                listener.leave_device()
+            return original(level)
 
     def wake(original: Callable[..., Any], tags: list[str] | None = None) -> Any:
+        nonlocal loses_weights
         with memory.exclusive():
             result = original(tags)
             if tags is None or "weights" in tags:
                 # Only now: until then the weights are not in place, and level 2 brings back other weights.
-                listener.note_external_write(WAKE)
+                if loses_weights:
+                    lora.forget_all(worker)
+                    loses_weights = False
+                note_write(WAKE)
                 memory.asleep = False
             return result
 

@@ -39,7 +39,7 @@ class EndpointPlugin:
 
     async def _begin(self, engine_client: Any, state: Any) -> None:
         from vllm_delta_sync.engine.api import weight_transfer
-        from vllm_delta_sync.engine.api.adapters import announce, check_lora, make_adapter
+        from vllm_delta_sync.engine.api.adapters import announce, check_lora, make_adapter, reserve_names
         from vllm_delta_sync.engine.api.api_servers import LeaderElection, find_api_server_group
         from vllm_delta_sync.engine.api.live_page import LivePage
         from vllm_delta_sync.engine.compat.features import check_engine
@@ -55,7 +55,10 @@ class EndpointPlugin:
         names = [*([] if settings.lora_name is None else [settings.lora_name]), *others]
         models, loop = getattr(state, "openai_serving_models", None), asyncio.get_running_loop()
         check_lora(engine_client.vllm_config, names, models)
-        turns = threading.RLock() if names else None
+        turns = None
+        if names:
+            turns = threading.RLock()
+            reserve_names(models, names)
 
         def follow(chosen: Settings, exports_metrics: bool = True) -> ReceiverService:
             adapter = None if chosen.lora_name is None else make_adapter(chosen.lora_name)

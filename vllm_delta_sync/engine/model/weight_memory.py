@@ -1,11 +1,13 @@
-"""``WeightMemory`` decides which thread may access a rank's weights when, and sets the thread up for the access.
+"""``WeightMemory`` decides which thread may access a worker's weights when, and sets the thread up for the access.
 
-A rank has two threads. The worker's main thread generates, commits, and runs vLLM's own calls that move or write
-weights (sleep, wake up, reload). The background thread reads weights beside generation, to hash them or to decode
-against them. On a device, each thread has its own current device, current stream and grad modes; kernels of two streams
-are not ordered; and a kernel that reads memory which ``/sleep`` has unmapped ends the process. Therefore:
+A worker has one main thread, which generates, commits, and runs vLLM's own calls that move or write weights (sleep,
+wake up, reload). Each run that the worker follows, that of the model or of a LoRA adapter, has a background thread,
+which reads weights beside generation, to hash them or to decode against them. All of them share one ``WeightMemory``,
+because one sleep takes the memory of all. On a device, each thread has its own current device, current stream and grad
+modes; kernels of two streams are not ordered; and a kernel that reads memory which ``/sleep`` has unmapped ends the
+process. Therefore:
 
-- The background thread runs on the weights' device, in inference mode, on a separate stream.
+- A background thread runs on the weights' device, in inference mode, on a separate stream.
 - It reads weights in short pieces under a lock. Calls that move or write weights hold the lock until the device has
   finished them, and nothing is read while the engine sleeps. Such a call comes before the reader's next piece: because
   a lock alone may return to the thread that just released it, a reader first passes a gate that the call holds.
@@ -17,7 +19,7 @@ On a CPU only the lock and inference mode remain.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,8 +28,16 @@ from vllm_delta_sync.engine.model.model_replica import is_plain, walk_tensors
 from vllm_delta_sync.errors import BusyError
 
 
+class WriteListener(Protocol):
+    """Holds versions in this memory, and learns of what else happens to it; see ``RankWorker``."""
+
+    def note_external_write(self, writer: str) -> None: ...
+
+    def leave_device(self) -> None: ...
+
+
 class WeightMemory:
-    """Guards the memory of one rank's weights.
+    """Guards the memory of one worker's weights, those of LoRA adapters included.
 
     Args:
         accelerator: the device of the weights; None means host memory.
@@ -35,10 +45,12 @@ class WeightMemory:
     Attributes:
         accelerator: see above.
         asleep: whether the engine sleeps and its weights are not in memory. Written under ``exclusive``.
+        listeners: everything followed in this worker; each hears of every sleep, wake-up and write from outside.
     """
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
         self.asleep = False
+        self.listeners: list[WriteListener] = []
         self.accelerator = accelerator
         # Reentrant, because a call that moves weights may make another one.
         self._lock = threading.RLock()

@@ -2,7 +2,9 @@
 
 Every rank holds the whole adapter in host memory, in the form of its checkpoint. Versions are staged, committed,
 measured and reverted there as those of a model are. Within the same pause the copy is written to a folder in PEFT's
-form, and vLLM loads it from there in place of the adapter of the same name.
+form, and vLLM loads it from there in place of the adapter of the same name. So there are three more copies: the files,
+which vLLM may read again; what vLLM holds in host memory; and what it computes with. A right host copy proves nothing
+about them, so an adapter is measured by all four.
 """
 
 import os
@@ -10,22 +12,29 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 from torch import nn
 
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.engine import protocol
-from vllm_delta_sync.engine.compat import lora
+from vllm_delta_sync.engine.compat import loaded_adapters, lora
+from vllm_delta_sync.engine.logger import logger
+from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
-from vllm_delta_sync.errors import EngineError, ModelError, WeightsLostError
-from vllm_delta_sync.format.safetensors_file import write_container
+from vllm_delta_sync.errors import DataError, EngineError, ModelError, WeightsLostError
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.safetensors_file import read_anchor, write_container
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.process_folders import hold_folder, remove_abandoned
 from vllm_delta_sync.tensors.checkpoint import ADAPTER_CONFIG_NAME
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of
 
 WEIGHTS_NAME = "adapter_model.safetensors"
+RELOAD = "add_lora"
+"""Names, in messages, a load of the adapter that this package did not make: vLLM's name of the call."""
 BLANK = 0xFF
 """Bytes before the first version: no version begins with weights that are all NaN."""
 
@@ -58,19 +67,24 @@ class AdapterWorker(RankWorker):
     """One adapter on one rank.
 
     Args:
-        worker: vLLM's worker. index: as ``RankWorker``.
+        worker: vLLM's worker. index, memory: as ``RankWorker``; ``memory`` is that of the worker, where vLLM computes.
+
+    Attributes:
+        adapter: its name, number and folder, as of the last call.
     """
 
-    def __init__(self, worker: Any, adapter: protocol.Adapter, index: int) -> None:
+    def __init__(self, worker: Any, adapter: protocol.Adapter, index: int, memory: WeightMemory) -> None:
         self._weights = AdapterWeights(TensorTable([]))
-        super().__init__(self._weights, index, memory=WeightMemory())
+        super().__init__(self._weights, index, memory=memory)
         self._worker = worker
-        self._adapter = adapter
+        self.adapter = adapter
         # adapter_config.json of the run followed, of what vLLM has loaded (None: nothing), and of what it had loaded
         # when the run was identified.
         self._config = b""
         self._loaded: bytes | None = None
         self._loaded_before: bytes | None = None
+        # What vLLM held when last asked: a new object each time that it loads the adapter, for any reason.
+        self._held: Any = None
         # The folder that is kept, and the descriptor that keeps it: on another node, this process is its owner.
         self._kept: tuple[Path, int] | None = None
 
@@ -86,12 +100,81 @@ class AdapterWorker(RankWorker):
                 "trainer_side.integrations.peft, or leave out lora_name"
             )
         config = run.file(ADAPTER_CONFIG_NAME)
-        lora.check_adapter(self._worker, self._adapter.name, run.table, config)
+        lora.check_adapter(self._worker, self.adapter.name, run.table, config)
         self._loaded_before = self._loaded
         if self.run is None or self.run.table.digest != run.table.digest:
             self.model = self._weights = AdapterWeights(run.table)
             self._loaded_before = None
         self._config = config
+
+    def identify(self, request: protocol.Identify) -> protocol.Identified:
+        """As ``RankWorker``; a tensor that vLLM does not compute with gets fingerprint zero, which matches nothing."""
+        found = super().identify(request)
+        stale = self._stale_tensors(self._require_routes()[1])
+        measured = [_zeros(each) if tensor in stale else each for tensor, each in enumerate(found.measured)]
+        return msgspec.structs.replace(found, measured=measured)
+
+    def describe(self) -> protocol.RankState:
+        """As ``RankWorker``; notices that vLLM has loaded the adapter again, from its folder or from elsewhere."""
+        held = lora.held_adapter(self._worker, self.adapter)
+        if held is not self._held:
+            self._held = held
+            # One that vLLM has dropped changes no answer: it is loaded again, and then noticed.
+            if held is not None and self._loaded is not None:
+                self.note_external_write(RELOAD)
+        return super().describe()
+
+    def _rescan(self, routes: RouteMap, tensors: list[int]) -> protocol.Scanned:
+        """As ``RankWorker``. A rescan of all tensors also compares what vLLM computes with, as ``identify`` does.
+
+        A rescan of some tensors hashes the host copy only, because to compare them the whole adapter must be loaded
+        again.
+        """
+        found = super()._rescan(routes, tensors)
+        stale = self._stale_tensors(routes) if len(tensors) == len(routes.table) else set()
+        measured = {tensor: _zeros(each) if tensor in stale else each for tensor, each in found.measured.items()}
+        return msgspec.structs.replace(found, measured=measured)
+
+    def _stale_tensors(self, routes: RouteMap) -> set[int]:
+        """Return the ids of the tensors that differ from the host copy where vLLM computes with them, or would load
+        them from.
+
+        Raises:
+            BusyError, EngineError: see ``differing_modules``.
+        """
+        everything = set(range(len(routes.table)))
+        if self._loaded is None or self._loaded != self._config:
+            return everything
+        problem = self._folder_problem(routes.table)
+        if problem is not None:
+            logger.warning("adapter %r: %s in %r", self.adapter.name, problem, self.adapter.folder)
+            return everything
+        modules = loaded_adapters.differing_modules(self._worker, self.adapter, self.memory)
+        if not modules:
+            return set()
+        logger.warning(
+            "adapter %r: in %d layers, first %r, vLLM computes with something else than it was given",
+            self.adapter.name,
+            len(modules),
+            min(modules),
+        )
+        return lora.tensors_of_modules(self._worker, routes.table, modules)
+
+    def _folder_problem(self, table: TensorTable) -> str | None:
+        """Return what is wrong with the adapter's files; None if they hold the host copy."""
+        folder = Path(self.adapter.folder)
+        try:
+            if (folder / ADAPTER_CONFIG_NAME).read_bytes() != self._loaded:
+                return f"{ADAPTER_CONFIG_NAME} was changed"
+            container = read_anchor((folder / WEIGHTS_NAME).read_bytes(), table, WEIGHTS_NAME)
+            for spec, tensor in zip(table, self._weights.tensors(), strict=True):
+                if not np.array_equal(container.bits(spec.name), bits_of(tensor).reshape(-1)):
+                    return f"tensor {spec.name!r} is not the one that was written"
+        except OSError as error:
+            return f"a file cannot be read ({error})"
+        except DataError as error:
+            return f"the weights cannot be read ({error.message})"
+        return None
 
     def commit(self, version: int) -> protocol.Committed:
         """Apply the staged version, and let vLLM load it."""
@@ -111,29 +194,30 @@ class AdapterWorker(RankWorker):
             self._load(self._config if self.version is not None else self._loaded_before)
         except Exception as error:  # whatever it is, vLLM may hold something else than this copy
             self.intact = False
-            raise WeightsLostError(f"adapter {self._adapter.name!r} could not be put back: {error}") from error
+            raise WeightsLostError(f"adapter {self.adapter.name!r} could not be put back: {error}") from error
         return done
 
     def _load(self, config: bytes | None) -> None:
         """Let vLLM load the host copy with a configuration; None: let it forget the adapter."""
         self._loaded = None
         if config is None:
-            lora.remove(self._worker, self._adapter)
+            lora.remove(self._worker, self.adapter)
             return
         arrays = {
             spec.name: (spec.dtype, bits_of(tensor).reshape(spec.shape))
             for spec, tensor in zip(self._require_routes()[0].table, self._weights.tensors(), strict=True)
         }
-        folder = Path(self._adapter.folder)
+        folder = Path(self.adapter.folder)
         try:
             self._keep(folder.parent)
             folder.mkdir(mode=0o700, exist_ok=True)
             _write(folder / ADAPTER_CONFIG_NAME, config)
             _write(folder / WEIGHTS_NAME, write_container(arrays, {"format": "pt"}))
         except OSError as error:
-            raise EngineError(f"the files of adapter {self._adapter.name!r} cannot be written: {error}") from error
-        lora.load(self._worker, self._adapter)
-        self._loaded = config
+            raise EngineError(f"the files of adapter {self.adapter.name!r} cannot be written: {error}") from error
+        loaded_adapters.SlotChanges.watch(lora.manager_of(self._worker))
+        lora.load(self._worker, self.adapter)
+        self._loaded, self._held = config, lora.held_adapter(self._worker, self.adapter)
 
     def _keep(self, folder: Path) -> None:
         """Make the folder of the adapter's files where there is none, and keep it from being removed as abandoned."""
@@ -144,6 +228,10 @@ class AdapterWorker(RankWorker):
         self._kept = folder, hold_folder(folder)
         if kept is not None:
             os.close(kept[1])
+
+
+def _zeros(measured: list[Fingerprint]) -> list[Fingerprint]:
+    return [Fingerprint()] * len(measured)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run
@@ -49,6 +49,9 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
 
+if TYPE_CHECKING:
+    from vllm_delta_sync.engine.worker.adapter_worker import AdapterWorker
+
 CONTACT_SECONDS = 300.0
 """How long a worker waits for its controller before each warning that none has called."""
 contacted = threading.Event()
@@ -61,8 +64,9 @@ class WorkerExtension:
     object.
     """
 
+    delta_sync_memory: "WeightMemory | None" = None
     delta_sync_receiver: "RankWorker | None" = None
-    delta_sync_adapters: "dict[str, RankWorker] | None" = None
+    delta_sync_adapters: "dict[str, AdapterWorker] | None" = None
 
     def delta_sync_call(self, request: bytes, number: int) -> dict[str, Any]:
         """Return the call's number, and this rank's encoded answer to an encoded request."""
@@ -82,9 +86,9 @@ class WorkerExtension:
                 model,
                 self.rank,  # type: ignore[attr-defined]
                 config.model,
-                tie_rule=TiedHead(config),
+                self._delta_sync_memory(),
+                TiedHead(config),
             )
-            write_hooks.watch_writes(self, model, self.delta_sync_receiver)
             record = load_record_of(model)
             if record is not None and record.changed:
                 patches.keep_current_config(self.vllm_config)  # type: ignore[attr-defined]
@@ -95,9 +99,20 @@ class WorkerExtension:
 
         if self.delta_sync_adapters is None:
             self.delta_sync_adapters = {}
-        if adapter.name not in self.delta_sync_adapters:
-            self.delta_sync_adapters[adapter.name] = AdapterWorker(self, adapter, self.rank)  # type: ignore[attr-defined]
-        return self.delta_sync_adapters[adapter.name]
+        known = self.delta_sync_adapters.get(adapter.name)
+        if known is None:
+            known = AdapterWorker(self, adapter, self.rank, self._delta_sync_memory())  # type: ignore[attr-defined]
+            self.delta_sync_adapters[adapter.name] = known
+        known.adapter = adapter
+        return known
+
+    def _delta_sync_memory(self) -> WeightMemory:
+        """Return the guard of this worker's memory, which everything followed here shares."""
+        if self.delta_sync_memory is None:
+            model = self.get_model()  # type: ignore[attr-defined]
+            self.delta_sync_memory = WeightMemory.for_model(model)
+            write_hooks.watch_writes(self, model, self.delta_sync_memory)
+        return self.delta_sync_memory
 
 
 def watch_for_controller() -> None:
@@ -175,7 +190,7 @@ class RankWorker:
         external_writer: name of the last call from outside that wrote, or may have written, weights since the
             controller last checked them; None if there was none.
         external_writes: number of such calls.
-        memory: decides which thread may access the weights when.
+        memory: decides which thread may access the weights when; shared by everything followed in this worker.
     """
 
     def __init__(
@@ -199,6 +214,7 @@ class RankWorker:
         self.external_writer: str | None = None
         self.external_writes = 0
         self.memory = WeightMemory.for_model(model) if memory is None else memory
+        self.memory.listeners.append(self)
         self._claimed: protocol.ClaimedVersion | None = None
         self._runs = RunCache()
         self._staged: StagedPatch | None = None
