@@ -50,7 +50,7 @@ from benchmarks.serving.figures import (
     speed_while_staging,
 )
 from benchmarks.serving.load import STREAMING
-from benchmarks.serving.run import SIZES
+from benchmarks.serving.run import SIZES, Size
 
 BENCH = "serving"
 START_SECONDS = 240.0
@@ -78,12 +78,12 @@ QUICK = {"demo": Plan(2.5, 2)}
 
 
 @contextmanager
-def server(folder: Path, core: int) -> Iterator[str]:
+def server(folder: Path, core: int, *options: str) -> Iterator[str]:
     """A server with the run's base, which waits to be told; its URL."""
     port = free_port()
     command = [str(Path(sysconfig.get_path("scripts")) / "delta-sync"), "serve", str(folder / "base")]
     command += ["--bucket", str(folder / "run"), "--policy", "manual", "--port", str(port), *SERVE_ARGUMENTS]
-    command += ["--max-model-len", "256"]
+    command += ["--max-model-len", "256", *options]
     with Child("the server", command, folder / "server.log", server_environment(core)) as child:
         url = f"http://127.0.0.1:{port}"
         _wait_ready(url, child)
@@ -104,11 +104,15 @@ def _wait_ready(url: str, child: Child) -> None:
 
 
 @contextmanager
-def clients(url: str, size: str, folder: Path, others: Sequence[int]) -> Iterator[Path]:
-    """The streams, until the block ends; then what arrived lies in the file."""
-    shape, file = SIZES[size], folder / "arrivals.npy"
+def clients(url: str, shape: Size, folder: Path, others: Sequence[int], *prompts: int) -> Iterator[Path]:
+    """The streams, until the block ends; then what arrived lies in the file.
+
+    Args:
+        prompts: LENGTH and POOL of ``benchmarks.serving.load``.
+    """
+    file = folder / "arrivals.npy"
     command = ["taskset", "--cpu-list", ",".join(map(str, others)), sys.executable, "-m", "benchmarks.serving.load"]
-    command += [url, str(shape.streams), str(shape.tokens), str(file)]
+    command += [url, str(shape.streams), str(shape.tokens), str(file), *map(str, prompts)]
     with Child("the clients", command, folder / "clients.log") as child:
         deadline = time.monotonic() + START_SECONDS
         while STREAMING not in child.tail():
@@ -156,18 +160,23 @@ def _sleep_until(when: float) -> None:
     time.sleep(max(0.0, when - time.monotonic()))
 
 
-def measure(size: str, plan: Plan, folder: Path) -> list[Row]:
-    """Rows of one size."""
-    making = [sys.executable, "-m", "benchmarks.serving.run", size, str(plan.versions), str(folder)]
+def make_run(size: str, versions: int, folder: Path) -> None:
+    """Write a base and so many versions, in a process of its own."""
+    making = [sys.executable, "-m", "benchmarks.serving.run", size, str(versions), str(folder)]
     made = subprocess.run(making, check=False, capture_output=True, text=True)
     if made.returncode:
         raise SystemExit(f"the run could not be written:\n{made.stderr[-2000:]}")
+
+
+def measure(size: str, plan: Plan, folder: Path) -> list[Row]:
+    """Rows of one size."""
+    make_run(size, plan.versions, folder)
     core, others = cores()
     with (
         server(folder, core) as url,
         httpx.Client(base_url=url, timeout=PATIENCE_SECONDS, verify=False) as client,
     ):
-        with clients(url, size, folder, others) as file:
+        with clients(url, SIZES[size], folder, others) as file:
             _sleep_until(time.monotonic() + SETTLE_SECONDS)
             take(client, 1)
             _sleep_until(time.monotonic() + SETTLE_SECONDS)

@@ -1,8 +1,10 @@
-"""The clients of ``benchmarks.serving``: ``python -m benchmarks.serving.load URL STREAMS TOKENS FILE``.
+"""The clients of ``benchmarks.serving``: ``python -m benchmarks.serving.load URL STREAMS TOKENS FILE [LENGTH POOL]``.
 
-So many streams at a time, each one request after the other: greedy, of fixed length, whatever token comes. Prints
-``STREAMING`` when each stream has a token. Ends with a line on standard input, and then writes FILE: an array of
-(seconds by the monotonic clock, request, tokens) for each piece of an answer that arrived.
+So many streams at a time, each one request after the other: greedy, of fixed length, whatever token comes. Prompts have
+LENGTH tokens (default: 8) and differ, so that no answer comes from another's cache; with POOL, all streams take their
+prompts from a pool of so many, in one order. Prints ``STREAMING`` when each stream has a token. Ends with a line on
+standard input, and then writes FILE: an array of (seconds by the monotonic clock, request, tokens) for each piece of an
+answer that arrived.
 """
 
 import asyncio
@@ -10,6 +12,8 @@ import json
 import random
 import sys
 from array import array
+from collections.abc import Iterator
+from itertools import count, cycle, islice
 from pathlib import Path
 
 import aiohttp
@@ -86,21 +90,29 @@ def tokens_in(line: bytes) -> int:
     return sum(len(choice["token_ids"] or ()) for choice in json.loads(line[len(DATA) :])["choices"])
 
 
-async def stream(session: aiohttp.ClientSession, tokens: int, arrivals: Arrivals, seed: int) -> None:
-    """Requests without end. Prompts differ, so that no answer comes from another's cache."""
-    chance = random.Random(seed)
-    while True:
-        prompt = [chance.randrange(4, len(VOCABULARY)) for _ in range(PROMPT_TOKENS)]
+def prompts(length: int, pool: int, seed: int) -> Iterator[list[int]]:
+    """Prompts without end; of a pool, unless it is 0, the same ones for each seed."""
+    chance = random.Random(-1 if pool else seed)
+    made = ([chance.randrange(4, len(VOCABULARY)) for _ in range(length)] for _ in count())
+    return cycle(islice(made, pool)) if pool else made
+
+
+async def stream(session: aiohttp.ClientSession, asked: Iterator[list[int]], tokens: int, arrivals: Arrivals) -> None:
+    """Requests without end."""
+    for prompt in asked:
         await ask(session, prompt, tokens, arrivals)
 
 
-async def load(url: str, streams: int, tokens: int, arrivals: Arrivals) -> None:
+async def load(url: str, streams: int, tokens: int, arrivals: Arrivals, length: int, pool: int) -> None:
     """Keep the streams going until a line comes; the first that fails ends them all."""
     connector = aiohttp.TCPConnector(limit=0)
     patience = aiohttp.ClientTimeout(total=None, sock_read=120)
     async with aiohttp.ClientSession(url, connector=connector, timeout=patience) as session:
         arrivals.wait_for_first(streams)
-        running = [asyncio.create_task(stream(session, tokens, arrivals, seed)) for seed in range(streams)]
+        running = [
+            asyncio.create_task(stream(session, prompts(length, pool, seed), tokens, arrivals))
+            for seed in range(streams)
+        ]
         told = asyncio.create_task(asyncio.to_thread(sys.stdin.readline))
         begun = asyncio.create_task(arrivals.streaming.wait())
         done, _ = await asyncio.wait([begun, told, *running], return_when=asyncio.FIRST_COMPLETED)
@@ -114,11 +126,11 @@ async def load(url: str, streams: int, tokens: int, arrivals: Arrivals) -> None:
             raise SystemExit("a stream ended by itself")
 
 
-def main(url: str, streams: str, tokens: str, file: str) -> None:
+def main(url: str, streams: str, tokens: str, file: str, length: str = str(PROMPT_TOKENS), pool: str = "0") -> None:
     arrivals = Arrivals()
-    asyncio.run(load(url, int(streams), int(tokens), arrivals))
+    asyncio.run(load(url, int(streams), int(tokens), arrivals, int(length), int(pool)))
     arrivals.save(Path(file))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5])
+    main(*sys.argv[1:7])

@@ -18,7 +18,7 @@ from benchmarks.common.synthetic import Moved, learning_rate, move
 from trainer_side import Publisher
 
 SHARE = 0.01
-POSITIONS = 512
+POSITIONS = 1024
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,48 @@ def _zeros(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{path}.lora_B.weight", torch.zeros(rows, RANK)
 
 
+class Core:
+    """What is used of vLLM's engine core where no request is ever made, around one worker in this process."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.model_executor = SimpleNamespace(is_sleeping=False, collective_rpc=self._call)
+        self.scheduler = SimpleNamespace(
+            connector=None,
+            requests={},
+            running=[],
+            max_num_encoder_input_tokens=0,
+            reset_prefix_cache=lambda **_: True,
+            pause_state=None,
+            set_pause_state=self._set,
+        )
+        self.request_block_hasher = None
+        self._idle_state_callbacks: list[Any] = []
+        self._label = "default"
+        self.resume_scheduler()
+
+    def _set(self, state: Any) -> None:
+        self.scheduler.pause_state = state
+
+    def _call(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [getattr(self.worker, method)(*args)]
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> None:
+        self._set(SimpleNamespace(name="PAUSED_ALL"))
+
+    def resume_scheduler(self) -> None:
+        self._set(SimpleNamespace(name="UNPAUSED"))
+
+    def get_weight_version(self) -> str:
+        return self._label
+
+    def set_weight_version(self, label: str) -> None:
+        self._label = label
+
+    def add_request(self) -> None:
+        """None comes."""
+
+
 class Llm:
     """What ``attach`` uses of a ``vllm.LLM``, around one worker in this process."""
 
@@ -114,6 +156,7 @@ class Llm:
         from vllm.engine.arg_utils import EngineArgs
 
         from vllm_delta_sync.engine import WORKER_EXTENSION, WorkerExtension
+        from vllm_delta_sync.engine.core import engine_core
 
         config = EngineArgs(
             model=str(checkpoint),
@@ -135,19 +178,14 @@ class Llm:
         self.runner, self.model = self.worker.model_runner, self.worker.get_model()
         self.manager = self.runner.lora_manager._adapter_manager
         self._numbers = iter(range(1, 1000))
-        label = ["default"]
+        core = Core(self.worker)
+        engine_core.install(core)
         self.llm_engine = SimpleNamespace(
             vllm_config=config,
             has_unfinished_requests=lambda: False,
-            get_weight_version=lambda: label[0],
-            set_weight_version=lambda new: label.__setitem__(0, new),
+            get_weight_version=core.get_weight_version,
+            engine_core=SimpleNamespace(engine_core=core),
         )
-
-    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        return [getattr(self.worker, method)(*args)]
-
-    def reset_prefix_cache(self) -> None:
-        """There is none."""
 
     def request(self, folder: Path, number: int | None = None, **options: Any) -> Any:
         """For an adapter in a folder, under a number that no run has."""
