@@ -24,6 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_delta_sync.engine.compat import caches
 from vllm_delta_sync.engine.compat.caches import WeightCaches, check_caches
+from vllm_delta_sync.engine.compat.patches import version_label
 from vllm_delta_sync.errors import EngineError
 
 BLOCK = 4
@@ -135,7 +136,7 @@ class Engine:
     def commit(self, version: int | None, adapter: str | None = None, run: str = "run") -> None:
         self.caches.begin_change(adapter)
         self.weights[adapter] += 1
-        self.caches.name_weights(adapter, version, run)
+        self.caches.name_weights(adapter, version_label(version), run)
 
 
 PROMPT = list(range(4 * BLOCK + 1))

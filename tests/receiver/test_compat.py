@@ -153,6 +153,9 @@ observe/spans.py | SPANS
 observe/spans.py | SPANS
     vllm.entrypoints.openai.completion.protocol: CompletionStreamResponse.choices
     vllm.entrypoints.openai.chat_completion.protocol: ChatCompletionStreamResponse.choices
+compat/patches.py | vLLM shows labels that are no versions
+    vllm.v1.engine.async_llm: AsyncLLM.get_weight_version(self) only; AsyncLLM.output_processor
+    vllm.v1.engine.output_processor: OutputProcessor.process_outputs(weight_version)
 observe/metrics.py | /metrics shows nothing of ours
     vllm.v1.metrics.prometheus: get_prometheus_registry
 entrypoints/endpoint.py | HTTP

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from enum import Enum
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from tests.support.world import World
 from vllm_delta_sync.engine.compat.caches import WeightCaches
 from vllm_delta_sync.engine.compat.cpu_experts import plain_experts
 from vllm_delta_sync.engine.compat.features import check_layout
+from vllm_delta_sync.engine.compat.patches import plain_label
 from vllm_delta_sync.engine.core.engine_core import PauseWatchdog
 from vllm_delta_sync.engine.core.ports import ServerEnginePort
 from vllm_delta_sync.engine.follow.receiver import Receiver
@@ -119,7 +121,10 @@ class Site:
     def expect(self, version: int) -> None:
         """Every rank of every engine holds the version, is labelled with it, and generates."""
         assert self.receiver.served_version == version
-        assert [core.labels[-1] for core in self.cores] == [str(version)] * ENGINES
+        assert [plain_label(core.labels[-1]) for core in self.cores] == [str(version)] * ENGINES
+        for core in self.cores:
+            given = [label for label, _ in groupby(core.labels)]
+            assert len(set(given)) == len(given), "a label came twice"
         assert [core.scheduler.pause_state.name for core in self.cores] == ["UNPAUSED"] * ENGINES
         held = [rank.describe() for core in self.cores for rank in core.port.ranks]
         assert [rank.version for rank in held] == [version] * ENGINES * RANKS

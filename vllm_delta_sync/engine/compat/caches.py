@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_delta_sync.engine.compat.patches import relabel, wrap_method
+from vllm_delta_sync.engine.compat.patches import NO_VERSION, SERIAL, relabel, split_label, version_label, wrap_method
 from vllm_delta_sync.errors import EngineError
 
 RESET, SALT, KEEP = "reset", "salt", "keep"
@@ -167,7 +167,8 @@ class WeightCaches:
         self._equipped = False
         # Weights that are no known version share nothing with any other engine, or with this one in another life.
         self._unknown = f"unknown:{os.urandom(16).hex()}"
-        # Of the model's own weights (None), and of each adapter: run and version; and commits so far.
+        # Of the model's own weights (None), and of each adapter: label; run and version; and commits so far.
+        self._labels: dict[str | None, str] = {}
         self._versions: dict[str | None, str] = {}
         self._commits: dict[str | None, int] = {}
         # The current key by adapter; replaced as a whole, because the thread that receives requests reads it.
@@ -189,19 +190,29 @@ class WeightCaches:
         self._update_keys()
         self.equip()
 
-    def name_weights(self, adapter: str | None, version: int | None, run: str | None) -> None:
-        """Label outputs with the version that the weights are from now on; None: no known version.
+    def name_weights(self, adapter: str | None, label: str, run: str | None) -> None:
+        """Label outputs with the version that the weights are from now on.
 
         Args:
-            adapter: whose weights; None for the model's own. run: run id of the version.
+            adapter: whose weights; None for the model's own. label: a ``version_label``, of this commit alone. run: run
+                id of the version; None if it is not known.
         """
         engine = self._engine
-        engine.set_weight_version(relabel(engine.get_weight_version(), adapter, version))
+        engine.set_weight_version(relabel(engine.get_weight_version(), adapter, label))
+        self._labels[adapter] = label
+        version, _ = split_label(label)
         if version is None or run is None:
             self._versions.pop(adapter, None)
         else:
             self._versions[adapter] = f"{run}:{version}"
         self._change_keys()
+
+    def name_version(self, adapter: str | None, version: int | None) -> None:
+        """As ``name_weights``, where only the version is known. If it is the one named last, no other has run since."""
+        label = self._labels.get(adapter, NO_VERSION)
+        if split_label(label)[0] != version:
+            label = version_label(version, serial=any(SERIAL in each for each in self._labels.values()))
+        self.name_weights(adapter, label, run=None)
 
     def begin_change(self, adapter: str | None) -> None:
         """Give everything that is computed from now on another key: weights are about to change, or to change back."""

@@ -178,20 +178,20 @@ class PauseWatchdog:
             self._active.failure = f"{decoded.operation} has no outcome: {type(error).__name__}: {error}"
             raise
 
-    def label(self, adapter: str | None, version: int | None, run: str | None, prefix_cache: str) -> None:
-        """Label outputs with a version from now on, and what is computed; see ``WeightCaches.name_weights``.
+    def label(self, adapter: str | None, label: str, run: str | None, prefix_cache: str) -> None:
+        """Label outputs from now on, and what is computed; see ``WeightCaches.name_weights``.
 
         Args:
             prefix_cache: the setting.
         """
         self._caches.use(prefix_cache)
-        self._caches.name_weights(adapter, version, run)
+        self._caches.name_weights(adapter, label, run)
 
-    def label_paused(self, adapter: str | None, version: int | None, run: str | None) -> bool:
+    def label_paused(self, adapter: str | None, label: str, run: str | None) -> bool:
         """As ``label``, only during a pause of ours. False if there is none."""
         if self._active is None:
             return False
-        self._caches.name_weights(adapter, version, run)
+        self._caches.name_weights(adapter, label, run)
         return True
 
     def resume(self) -> bool:
@@ -292,7 +292,7 @@ class PauseWatchdog:
                 raise WeightsLostError(f"ranks should have reverted to version {version}, but they report {current}")
         adapter = None if self._active is None else self._active.adapter
         # Which run's version it is, only the controller knew.
-        self._caches.name_weights(_name_of(adapter), version, run=None)
+        self._caches.name_version(_name_of(adapter), version)
         held = [rank.version for rank in found if isinstance(rank, RankState)]
         action = "kept" if was_settled else "reverted"
         return f"ranks held {held}, {action}, generation goes on with version {version}"

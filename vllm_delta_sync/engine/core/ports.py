@@ -19,6 +19,7 @@ import msgspec
 
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit.transaction import DrainError
+from vllm_delta_sync.engine.compat.patches import version_label
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, decode_answers, encode_request
 from vllm_delta_sync.errors import BusyError, EngineError, WeightsLostError
@@ -140,11 +141,14 @@ class ServerEnginePort:
         return expired
 
     def label(self, version: int | None, run: str | None) -> None:
-        self._run(self._call_engines("delta_sync_label", self._adapter_name, version, run, self._prefix_cache))
+        label = version_label(version)
+        self._run(self._call_engines("delta_sync_label", self._adapter_name, label, run, self._prefix_cache))
 
     def label_paused(self, version: int | None, run: str | None) -> None:
         """See EnginePort. Weights that a watchdog has reverted keep their label."""
-        if not all(self._run(self._call_engines("delta_sync_label_paused", self._adapter_name, version, run))):
+        # One label for all engines: vLLM refuses to tell several.
+        label = version_label(version)
+        if not all(self._run(self._call_engines("delta_sync_label_paused", self._adapter_name, label, run))):
             raise EngineError(f"the pause expired before its outputs were labelled with version {version}")
 
     def end(self, reason: str) -> None:
@@ -343,11 +347,13 @@ class OfflineEnginePort:
         return bool(self._call_engine("delta_sync_resume"))
 
     def label(self, version: int | None, run: str | None) -> None:
-        self._call_engine("delta_sync_label", self._adapter_name, version, run, self._prefix_cache)
+        label = version_label(version, serial=False)
+        self._call_engine("delta_sync_label", self._adapter_name, label, run, self._prefix_cache)
 
     def label_paused(self, version: int | None, run: str | None) -> None:
         """See EnginePort."""
-        if not self._call_engine("delta_sync_label_paused", self._adapter_name, version, run):
+        label = version_label(version, serial=False)
+        if not self._call_engine("delta_sync_label_paused", self._adapter_name, label, run):
             raise EngineError(f"the pause expired before its outputs were labelled with version {version}")
 
     def end(self, reason: str) -> None:
