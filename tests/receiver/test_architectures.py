@@ -23,13 +23,17 @@ REPRESENTATIVES = {
     "GptOssForCausalLM": "experts stacked in the checkpoint",
     "DeepseekV2ForCausalLM": "weights computed after loading",
     "Mamba2ForCausalLM": "weights computed while loading",
+    "LlamaForCausalLM@pooling": "made an embedding model by vLLM, which drops the head",
+    "Qwen3ForSequenceClassification@pooling": "a classifier in float32, beside weights in bfloat16",
 }
 
 
 OTHERS = [
     "Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Gemma3ForCausalLM",
     "Phi3ForCausalLM", "OPTForCausalLM", "GPT2LMHeadModel", "DeepseekV3ForCausalLM", "JambaForCausalLM",
-    "AriaForConditionalGeneration",
+    "AriaForConditionalGeneration", "Qwen3Model@pooling", "LlamaForSequenceClassification@pooling", "BertModel@pooling",
+    "BertForSequenceClassification@pooling", "BertForTokenClassification@pooling", "ModernBertModel@pooling",
+    "RobertaForSequenceClassification@pooling", "Qwen2ForRewardModel@pooling", "GPT2ForSequenceClassification@pooling",
 ]  # fmt: skip
 
 
@@ -47,6 +51,13 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     done = subprocess.run(command, timeout=SECONDS, capture_output=True, text=True)
     assert found.exists(), done.stderr[-3000:]
     return {row["architecture"]: row for row in json.loads(found.read_text())}
+
+
+@pytest.mark.xdist_group("architectures")
+@pytest.mark.parametrize("family", [pytest.param("Qwen3ForCausalLM@reranker", marks=pytest.mark.slow)])
+def test_classifier_made_of_the_head_is_refused(rows: dict[str, dict[str, Any]], family: str) -> None:
+    assert rows[family]["outcome"] == "refused"
+    assert "tensor 'lm_head.weight' cannot be routed" in rows[family]["reason"]
 
 
 @pytest.mark.xdist_group("architectures")

@@ -75,7 +75,7 @@ BREAKS = {
 }
 
 
-CONSTRUCTORS = {"__init__", "_init_executor"}
+CONSTRUCTORS = {"__init__", "__post_init__", "_init_executor"}
 
 
 TABLE = """
@@ -161,6 +161,7 @@ observe/metrics.py | /metrics shows nothing of ours
 entrypoints/endpoint.py | HTTP
     vllm.plugins.endpoint_plugins.interface: EndpointPlugin.attach_router(self, app) only;
         EndpointPlugin.init_state(self, engine_client, state, args) only
+    vllm: tasks.SupportedTask; tasks.FRONTEND_TASKS
 entrypoints/load_format.py | LOADS
     vllm.model_executor.model_loader: DefaultModelLoader.track_weights_loading(model, loaded_weights)
     vllm.model_executor.model_loader.base_loader: BaseModelLoader.load_weights(self, model, model_config) only;
@@ -239,6 +240,8 @@ compat/features.py | REFUSALS
         ParallelConfig.local_engines_only; ParallelConfig.distributed_executor_backend
     vllm.distributed.device_communicators.base_device_communicator: DeviceCommunicatorBase.all_gatherv
     vllm.distributed.device_communicators.cpu_communicator: CpuCommunicator.all_gatherv
+compat/features.py | a commit mixes two versions in an answer of a pooling model
+    vllm.config: ModelConfig.runner_type
 compat/features.py | REFUSALS
     vllm.config: VllmConfig.speculative_config; SpeculativeConfig.method; SpeculativeConfig.draft_model_config;
         ModelConfig.model
@@ -388,7 +391,8 @@ def attributes(owner: Any) -> set[str]:
     names = set(dir(owner))
     for cls in getattr(owner, "__mro__", ()):
         names |= set(inspect.get_annotations(cls))
-        names |= set(getattr(cls, "__struct_fields__", ()))
+        fields = getattr(cls, "__struct_fields__", ())
+        names |= set(fields if isinstance(fields, tuple) else ())
         for constructor in CONSTRUCTORS & set(vars(cls)):
             code = getattr(inspect.unwrap(vars(cls)[constructor]), "__code__", None)
             names |= set(code.co_names) if code is not None else set()

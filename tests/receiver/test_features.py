@@ -18,15 +18,18 @@ from vllm_delta_sync.errors import DeltaSyncError, EngineError, UsageError
 ASK = """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
-from vllm_delta_sync.engine.compat.features import check_features
+from vllm_delta_sync.engine.compat.features import check_features, fit_pause_mode
 from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.settings import Settings
 
 answers = []
 for options in json.loads(sys.argv[2]):
+    settings = Settings(bucket="/run", pause_mode=options.pop("pause_mode", "keep"))
     config = EngineArgs(model=sys.argv[1], enforce_eager=True, max_model_len=64, **options).create_engine_config()
     try:
         check_features(config)
-        answers.append("")
+        fitted = fit_pause_mode(settings, config)
+        answers.append("" if fitted == settings else f"pause_mode becomes {fitted.pause_mode}")
     except DeltaSyncError as error:
         answers.append(error.message)
 print("ANSWERS", json.dumps(answers))
@@ -55,6 +58,10 @@ def test_options_are_followed_or_refused_by_name(tmp_path: Path) -> None:
         ({"load_format": "ipc_cache"}, "--load-format is 'ipc_cache'"),
         ({"cpu_offload_gb": 1.5}, "--cpu-offload-gb is 1.5"),
         ({"offload_group_size": 2}, "--offload-group-size is 2"),
+        ({"pause_mode": "abort"}, ""),
+        ({"runner": "pooling"}, "pause_mode becomes wait"),
+        ({"runner": "pooling", "pause_mode": "wait"}, ""),
+        ({"runner": "pooling", "pause_mode": "abort"}, "pause_mode is 'abort'"),
     ]
     done = subprocess.run(
         [sys.executable, "-c", ASK, base, json.dumps([options for options, _ in cases])],

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tests.support.modules import ModulePort
+from tests.support.tiny import make_tokenizer
 from tests.tools.models import checkpoints, vllm_side, without_transformers
 from tests.tools.models.checkpoints import VERSIONS, NotBuildableError, Tensors
 from tests.tools.models.reachable import differences, reachable
@@ -66,8 +67,21 @@ class _Port(ModulePort):
         return answer
 
 
+RERANKER = "Qwen3ForCausalLM@reranker"
+"""Its classifier is made by vLLM, from two rows of the head."""
+RERANKS = {
+    "architectures": ["Qwen3ForSequenceClassification"],
+    "classifier_from_token": ["the", "fox"],
+    "is_original_qwen3_reranker": True,
+}
+
+
 def attempt(architecture: str, root: Path) -> Row:
-    """Try one architecture in a folder that is empty; the process must be new, as vLLM keeps its state in globals."""
+    """Try one architecture in a folder that is empty; the process must be new, as vLLM keeps its state in globals.
+
+    Args:
+        architecture: its name; with ``@`` behind it, for vLLM's pooling runner.
+    """
     row = Row(architecture)
     try:
         versions, config, model = _built(row, root / "v0")
@@ -92,13 +106,17 @@ def attempt(architecture: str, root: Path) -> Row:
 
 def _built(row: Row, folder: Path) -> tuple[list[Tensors], Any, Any]:
     """Version 0, vLLM's configuration for it, and the model that serves it. Raises NotBuildableError."""
-    row.by_transformers = checkpoints.transformers_class(row.architecture) is not None
+    name, _, served = row.architecture.partition("@")
+    row.by_transformers = checkpoints.transformers_class(name) is not None
     if row.by_transformers:
-        tensors = checkpoints.write_base(row.architecture, folder)
-        config = vllm_side.worker_config(folder)
+        tensors = checkpoints.write_base(name, folder)
+        overrides = RERANKS if row.architecture == RERANKER else {}
+        if overrides:
+            make_tokenizer().save_pretrained(folder)
+        config = vllm_side.worker_config(folder, runner="pooling" if served else "auto", **overrides)
         model = vllm_side.worker_model(vllm_side.started_worker(config), config)
     else:
-        tensors = without_transformers.write_base(row.architecture, folder)
+        tensors = without_transformers.write_base(name, folder)
         config = vllm_side.worker_config(folder)
         try:
             model = vllm_side.fresh_model(config, folder)

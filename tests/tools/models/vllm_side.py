@@ -35,8 +35,8 @@ def prepare() -> None:
     registry._run_in_subprocess = lambda look: look()
 
 
-def worker_config(folder: Path, load_format: str = "auto") -> Any:
-    """vLLM's configuration for a checkpoint.
+def worker_config(folder: Path, load_format: str = "auto", runner: str = "auto", **overrides: Any) -> Any:
+    """vLLM's configuration for a checkpoint. ``overrides``: of the checkpoint's own configuration.
 
     Raises:
         NotBuildableError: vLLM does not take it.
@@ -46,7 +46,9 @@ def worker_config(folder: Path, load_format: str = "auto") -> Any:
     try:
         return EngineArgs(
             model=str(folder),
-            skip_tokenizer_init=True,
+            runner=runner,
+            hf_overrides=overrides,
+            skip_tokenizer_init=not overrides,
             enforce_eager=True,
             max_model_len=128,
             max_num_seqs=4,

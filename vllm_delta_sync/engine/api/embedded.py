@@ -14,7 +14,7 @@ from typing import Any
 from vllm_delta_sync.engine.api import weight_transfer
 from vllm_delta_sync.engine.api.adapters import check_lora, make_adapter
 from vllm_delta_sync.engine.compat import patches
-from vllm_delta_sync.engine.compat.features import check_engine
+from vllm_delta_sync.engine.compat.features import check_engine, fit_pause_mode
 from vllm_delta_sync.engine.compat.lora import lora_request
 from vllm_delta_sync.engine.core.engine_core import missing_names
 from vllm_delta_sync.engine.core.ports import OfflineEnginePort, ServerEnginePort
@@ -282,7 +282,7 @@ async def attach_async(engine: Any, bucket: str, trusted_keys: str | Sequence[st
         )
     if getattr(engine, ATTACHED, None) is not None:
         raise EngineError("this engine is attached already; close() what attach_async returned before")
-    settings = _settings(bucket, trusted_keys)
+    settings = fit_pause_mode(_settings(bucket, trusted_keys), engine.vllm_config)
     check_engine(engine.vllm_config, settings.prefix_cache, missing=missing_names())
     patches.hide_serials(engine)
     sync = AsyncSync(engine, settings)

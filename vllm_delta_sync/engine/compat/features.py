@@ -16,7 +16,8 @@ from typing import Any
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.caches import check_caches
 from vllm_delta_sync.engine.names import WORKER_EXTENSION
-from vllm_delta_sync.errors import EngineError
+from vllm_delta_sync.errors import EngineError, SettingsError
+from vllm_delta_sync.settings import Settings
 
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that draft from text."""
@@ -168,6 +169,24 @@ def cannot_exchange_tokens() -> bool:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     return bool(CpuCommunicator.all_gatherv is DeviceCommunicatorBase.all_gatherv)
+
+
+def fit_pause_mode(settings: Settings, vllm_config: Any) -> Settings:
+    """Return settings with a pause mode that the model's requests survive: a pooling model's finish before a commit.
+
+    Cause: of a long prompt, vLLM keeps what it pooled from the chunks so far, and not which weights made it. Symptom:
+    with ``keep``, an answer that is pooled from two versions, or from chunks that count twice, because a commit makes
+    running requests begin anew; with ``abort``, an AssertionError that ends the server. Remove when: vLLM drops the
+    chunks of a request that begins anew, and can abort one.
+
+    Raises:
+        SettingsError: the setting is abort.
+    """
+    if vllm_config.model_config.runner_type != "pooling":
+        return settings
+    if settings.pause_mode == "abort":
+        raise SettingsError("pause_mode is 'abort', and vLLM ends when requests of a pooling model are; set it to wait")
+    return settings.model_copy(update={"pause_mode": "wait"})
 
 
 def check_front_end(environment: Mapping[str, str]) -> None:

@@ -3,9 +3,10 @@
 import asyncio
 import threading
 from argparse import Namespace
-from typing import Any
+from typing import Any, get_args
 
 from vllm_delta_sync import admin_token
+from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.logger import logger, set_format
 from vllm_delta_sync.engine.names import PLUGIN_NAME
 from vllm_delta_sync.errors import DeltaSyncError
@@ -16,7 +17,14 @@ class EndpointPlugin:
     """Adds the routes under ``/delta_sync``, and starts the receiver."""
 
     name = PLUGIN_NAME
-    required_tasks = ("generate",)
+
+    @property
+    def required_tasks(self) -> tuple[str, ...]:
+        """All tasks of a server that has an engine; vLLM loads the plugin if the model supports any of them."""
+        from vllm import tasks
+
+        without_engine = getattr(tasks, "FRONTEND_TASKS", ("render",))
+        return tuple(task for task in get_args(tasks.SupportedTask) if task not in without_engine)
 
     def attach_router(self, app: Any) -> None:
         """Add the routes; vLLM calls it while it builds the application."""
@@ -42,14 +50,14 @@ class EndpointPlugin:
         from vllm_delta_sync.engine.api.adapters import announce, check_lora, make_adapter, reserve_names
         from vllm_delta_sync.engine.api.api_servers import LeaderElection, find_api_server_group
         from vllm_delta_sync.engine.api.live_page import LivePage
-        from vllm_delta_sync.engine.compat.features import check_engine
+        from vllm_delta_sync.engine.compat.features import check_engine, fit_pause_mode
         from vllm_delta_sync.engine.core.engine_core import fail_when_engine_died, missing_names
         from vllm_delta_sync.engine.core.ports import ServerEnginePort
         from vllm_delta_sync.engine.follow.service import ReceiverService
         from vllm_delta_sync.engine.observe import spans
         from vllm_delta_sync.settings import Settings, load_settings
 
-        settings = load_settings()
+        settings = fit_pause_mode(load_settings(), engine_client.vllm_config)
         check_engine(engine_client.vllm_config, settings.prefix_cache, missing=missing_names())
         others = settings.adapters()
         names = [*([] if settings.lora_name is None else [settings.lora_name]), *others]
@@ -91,6 +99,7 @@ class EndpointPlugin:
             # The model's own weights are of no run.
             none = spans.SpanSource(lambda: None)
             spans.install(engine_client, state, none, {**sources, settings.lora_name: own})
+        patches.hide_serials(engine_client)
         await controller.start()
         for service in state.delta_sync_adapters.values():
             service.start()
