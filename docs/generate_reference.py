@@ -39,9 +39,10 @@ from vllm_delta_sync import settings as config
 from vllm_delta_sync.engine import WORKER_EXTENSION
 from vllm_delta_sync.engine.api import access
 from vllm_delta_sync.engine.api import routes as http
-from vllm_delta_sync.engine.api.admission import LateError
+from vllm_delta_sync.engine.api.admission import SESSION_PATHS, VERSIONED_PATHS, LateError
 from vllm_delta_sync.engine.api.version_waiters import UnreachableError
 from vllm_delta_sync.engine.compat import patches
+from vllm_delta_sync.engine.observe.exact import HEADER, MIN_HEADER, VersionError
 from vllm_delta_sync.engine.observe.states import STATES
 
 ROOT = Path(__file__).parents[1]
@@ -245,18 +246,24 @@ def routes() -> Iterator[str]:
     yield fields(STATUS_FIELDS)
     yield "`POST /delta_sync/verify` answers with:"
     yield fields(VERIFY_FIELDS)
-    yield "### Completions"
+    yield "### Answers of the model"
     yield (
-        f"{' and '.join(code(path) for path in http.VERSIONED_PATHS)} carry the response header "
-        "`X-Delta-Sync-Version`, the version served when the request was admitted (no header before the weights "
-        "are identified). With the request header `X-Delta-Sync-Min-Version: N` they wait until version N or a later "
-        "one is "
-        "served, for at most `min_version_seconds` ([freshness.md](freshness.md)). Bodies, and the last chunk before "
-        "`[DONE]` of streams, have a member `delta_sync`, `{run, spans}`; a choice during which the weights changed "
-        "has several spans:"
+        "These routes of vLLM carry the response header `X-Delta-Sync-Version`, the version served when the request "
+        "was admitted (no header before the weights are identified):"
+    )
+    yield ", ".join(code(path) for path in VERSIONED_PATHS) + "."
+    yield (
+        "With the request header `X-Delta-Sync-Min-Version: N` they wait until version N or a later one is served, "
+        "for at most `min_version_seconds`. With `X-Delta-Sync-Version: N` the whole answer is of version N, or it is "
+        f"an error; not on {', '.join(code(path) for path in SESSION_PATHS)} ([freshness.md](freshness.md))."
+    )
+    yield (
+        "The bodies of `/v1/completions` and `/v1/chat/completions`, and the last chunk before `[DONE]` of their "
+        "streams, have a member `delta_sync`, `{run, spans}`; a choice during which the weights changed has several "
+        "spans:"
     )
     yield fields(SPAN_FIELDS)
-    yield "Beam search and `/v1/responses` have no spans."
+    yield "Beam search and other routes have no spans."
     yield "### Status codes"
     longest = f"A `timeout` is at most {http.LONGEST_WAIT_SECONDS:g} s."
     yield 'Errors of this plugin are `{"error": {"kind", "message"}}`. ' + longest
@@ -270,9 +277,10 @@ def routes() -> Iterator[str]:
             f"`{access.AdminRefused.kind}`: the client may not change state, or the request comes from a page of "
             f"another site",
         ),
-        ("400", "kind `usage`: `X-Delta-Sync-Min-Version` is not a version"),
+        ("400", f"kind `usage`: `{MIN_HEADER}` or `{HEADER}` is not a version, or not supported there"),
+        ("409", f"`{VersionError.kind}`: `{HEADER}` is not the version served, or a commit ended the request"),
         ("409", f"`{UnreachableError.kind}`: the version will not be served without an operator's action"),
-        ("503", f"`{LateError.kind}`: `X-Delta-Sync-Min-Version` is not served in time; retry after `Retry-After`"),
+        ("503", f"`{LateError.kind}`: `{MIN_HEADER}` is not served in time; retry after `Retry-After`"),
         ("503", "kind `busy`: too many clients wait; retry after `Retry-After`"),
         ("503", "`ready`: not ready"),
     ]

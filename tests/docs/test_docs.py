@@ -42,6 +42,8 @@ FOREIGN_FLAGS = {
     "--port",
     "--worker-extension-cls",
     "--weight-transfer-config",
+    "--kv-transfer-config",
+    "--ec-transfer-config",
     "--local-dir",
     "--no-deps",
     "--api-key",

@@ -10,12 +10,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.e2e.exacting import ASKED, Mover, race
 from tests.e2e.fresh import PROMPTS
 from tests.e2e.servers import PLAIN, Server, eventually
 from tests.e2e.world import World, ranks_bound
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("stores")]
 PATIENCE_SECONDS = 60.0
+RACE_SECONDS = 20
 FLAGS = ["--poll-seconds", "0.2", "--data-parallel-size", "2"]
 
 
@@ -101,6 +103,15 @@ def test_one_leads_and_the_others_pass_on(tmp_path: Path) -> None:
         assert refused.status_code == leader.post("/delta_sync/sync", json={"version": 9}).status_code == 404
         assert follower.post("/delta_sync/release").json()["state"] == "idle"
         eventually(lambda: served(leader) == 2, "released, it follows again")
+
+        # Each API server keeps its own clients to one version, on both engines, whichever of them moves.
+        asked = {
+            f"{name} of the {role}": (client, *ASKED[name])
+            for role, (client,) in each.by_role.items()
+            for name in ASKED
+        }
+        race(Mover(server, 1, 2), asked, RACE_SECONDS)
+        assert follower.post("/delta_sync/release").status_code == 200
 
         first_leader = next(one["pid"] for one in status["servers"] if one["role"] == "leader")
         os.kill(first_leader, signal.SIGKILL)

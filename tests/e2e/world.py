@@ -99,6 +99,7 @@ class Follower:
         *("--min-version-seconds", "3"),
         *("--max-lag", "5"),
         *("--undo-bytes", "12000000"),
+        "--enable-scale-out",
     )
 
     def __init__(self, root: Path) -> None:

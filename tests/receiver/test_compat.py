@@ -63,6 +63,7 @@ BREAKS = {
     "CALLS": "no rank can be asked anything",
     "LOADS": "--load-format delta_sync cannot start",
     "SPANS": "answers do not say which version made which token",
+    "EXACT": "requests for exactly one version are refused, or fail",
     "DOORS": "weights written from outside are not noticed before the next rescan",
     "OFFLINE": "attach() cannot drive an LLM object",
     "NATIVE": "vLLM's own weight transfer calls do not reach the controller",
@@ -156,6 +157,21 @@ observe/spans.py | SPANS
 compat/patches.py | vLLM shows labels that are no versions
     vllm.v1.engine.async_llm: AsyncLLM.get_weight_version(self) only; AsyncLLM.output_processor
     vllm.v1.engine.output_processor: OutputProcessor.process_outputs(weight_version)
+observe/exact.py | EXACT
+    vllm.v1.engine.async_llm: AsyncLLM.generate(lora_request); AsyncLLM.encode(lora_request); AsyncLLM.abort(request_id,
+        internal)
+    vllm.v1.engine.output_processor: OutputProcessor.add_request(self, request);
+        OutputProcessor.process_outputs(self, engine_core_outputs, weight_version); OutputProcessor.request_states;
+        RequestState.request_id
+    vllm.v1.engine: EngineCoreRequest.request_id; EngineCoreRequest.lora_request; EngineCoreOutput.request_id;
+        EngineCoreOutput.new_token_ids; EngineCoreOutput.pooling_output; EngineCoreOutput.finish_reason;
+        EngineCoreOutputs.weight_version
+    vllm.v1.engine.core_client: AsyncMPClient._call_utility_async(method, engine); AsyncMPClient.core_engines
+    vllm.v1.engine.core: EngineCoreProc.get_weight_version
+    vllm.exceptions: GenerationError(message); GenerationError.status_code
+    vllm.entrypoints.openai.responses.serving: OpenAIServingResponses.create_responses(self, request)
+    vllm.entrypoints.openai.responses.protocol: ResponsesRequest.background
+    vllm.config: VllmConfig.kv_transfer_config; VllmConfig.ec_transfer_config
 observe/metrics.py | /metrics shows nothing of ours
     vllm.v1.metrics.prometheus: get_prometheus_registry
 entrypoints/endpoint.py | HTTP

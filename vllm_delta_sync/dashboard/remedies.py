@@ -44,6 +44,7 @@ REMEDIES = {
     "unreachable": "An operator has to act first, as the message says.",
     "unsupported": "Upgrade vllm-delta-sync on the reader.",
     "usage": "Correct the request as the message says.",
+    "version": "Ask for the version that is served now, or ask another server.",
     "weights_lost": RESTART,
 }
 """By kind of error; one for each kind that exists."""

@@ -110,7 +110,7 @@ def _built(row: Row, folder: Path) -> tuple[list[Tensors], Any, Any]:
     row.by_transformers = checkpoints.transformers_class(name) is not None
     if row.by_transformers:
         tensors = checkpoints.write_base(name, folder)
-        overrides = RERANKS if row.architecture == RERANKER else {}
+        overrides: dict[str, Any] = RERANKS if row.architecture == RERANKER else {}
         if overrides:
             make_tokenizer().save_pretrained(folder)
         config = vllm_side.worker_config(folder, runner="pooling" if served else "auto", **overrides)

@@ -1,9 +1,10 @@
-"""``Admission`` holds back requests for completions until the minimum version that they ask for is served.
+"""``Admission`` serves the versions that requests ask for: at least one, by waiting, or exactly one, or an error.
 
 A waiting request has not reached vLLM yet: it uses no slot of the engine, and its body is not parsed.
 """
 
 import asyncio
+import json
 import re
 import time
 from collections import deque
@@ -11,22 +12,101 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_delta_sync.engine.api.access import CrowdedError, answer_error
+from vllm_delta_sync.engine.api.api_servers import Serving
 from vllm_delta_sync.engine.api.version_waiters import UnreachableError, VersionWaiters
 from vllm_delta_sync.engine.observe import metrics
+from vllm_delta_sync.engine.observe.exact import HEADER as VERSION_HEADER
+from vllm_delta_sync.engine.observe.exact import MIN_HEADER as MIN_VERSION_HEADER
+from vllm_delta_sync.engine.observe.exact import ExactRequest, ExactRequests, VersionError
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
 from vllm_delta_sync.format.limits import MAX_VERSION
 
-VERSION_HEADER = b"x-delta-sync-version"
-MIN_VERSION_HEADER = b"x-delta-sync-min-version"
-VERSIONED_PATHS = ("/v1/completions", "/v1/chat/completions")
+VERSIONED_PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/cohere/v2/chat",
+    "/inference/v1/generate",
+    "/generative_scoring",
+    "/v1/systemone",
+    "/v1/embeddings",
+    "/v2/embed",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/realtime",
+    "/invocations",
+)
+"""vLLM's routes that compute answers from the weights. They read both headers, and name the version in the answer."""
+SESSION_PATHS = ("/v1/realtime",)
+"""Those that are WebSockets: a session outlives commits, so it cannot ask for exactly one version."""
+OTHER_PATHS = (
+    "/tokenize",
+    "/detokenize",
+    "/v1/messages/count_tokens",
+    "/v1/completions/render",
+    "/v1/chat/completions/render",
+    "/v1/messages/render",
+    "/v1/responses/render",
+    "/cohere/v2/chat/render",
+    "/v1/completions/derender",
+    "/v1/chat/completions/derender",
+    "/v1/responses/{response_id}/cancel",
+    "/inference/v1/abort_requests",
+    "/abort_requests",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/adapters",
+    "/ping",
+    "/start_profile",
+    "/stop_profile",
+    "/reset_prefix_cache",
+    "/reset_mm_cache",
+    "/reset_encoder_cache",
+    "/collective_rpc",
+    "/sleep",
+    "/wake_up",
+    "/release_kv_cache_memory",
+    "/pause",
+    "/resume",
+    "/init_weight_transfer_engine",
+    "/shutdown_weight_transfer_engine",
+    "/start_weight_update",
+    "/start_draft_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/update_weight_version",
+    "/weight_checker",
+    "/scale_elastic_ep",
+    "/is_scaling_elastic_ep",
+    "/fault_tolerance/apply",
+)
+"""All other routes of vLLM's that are a POST or a WebSocket. They ignore the headers. On a route in neither list, which
+a later vLLM or another plugin may have, a request with one of them is refused."""
+OWN_PREFIX = "/delta_sync/"
 
 MAX_WAITING = 1024
 """Maximum number of waiting requests: all rollouts of a step come at once."""
 MAX_KEPT_BYTES = 64 * 1024
 """Maximum bytes read of a waiting request's body, in order to notice a disconnect."""
+HEADS = ("http.response.start", "websocket.accept", "websocket.http.response.start")
+"""Messages that carry the headers of an answer."""
+POLICY_VIOLATION, MAX_REASON = 1008, 120
+"""Code of a WebSocket that is closed instead of accepted, and the longest reason in characters."""
+NAMED_EVENT = b"event:"
+"""How the streams of /v1/responses and /v1/messages begin. vLLM ends them without an error, or with one of its own."""
 _VERSION = re.compile(rb"[0-9]{1,20}")
 
 
@@ -37,10 +117,11 @@ class LateError(CrowdedError):
 
 
 class Admission:
-    """ASGI middleware for generation routes: ``X-Delta-Sync-Min-Version`` and ``X-Delta-Sync-Version``.
+    """ASGI middleware for the routes in ``VERSIONED_PATHS``: both request headers, and the response header.
 
     Args:
-        state: the application's state, with ``delta_sync`` and ``delta_sync_min_version_seconds``, the longest wait.
+        state: the application's state, with ``delta_sync``, ``delta_sync_exact`` and, as the longest wait,
+            ``delta_sync_min_version_seconds``.
     """
 
     def __init__(self, app: ASGIApp, state: Any, waiters: VersionWaiters) -> None:
@@ -50,48 +131,111 @@ class Admission:
         self._waiting = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service = getattr(self._state, "delta_sync", None)
-        if scope["type"] != "http" or service is None or not scope["path"].endswith(VERSIONED_PATHS):
+        service: Serving | None = getattr(self._state, "delta_sync", None)
+        path = None if service is None else _route_of(scope)
+        if service is None or path is None:
             await self._app(scope, receive, send)
             return
-        asked = [value for name, value in scope["headers"] if name.lower() == MIN_VERSION_HEADER]
-        if not asked:
-            await self._app(scope, receive, _with_version_header(send, service.receiver.served_version))
+        wish = {
+            name: values
+            for name in (MIN_VERSION_HEADER, VERSION_HEADER)
+            if (values := [value for key, value in scope["headers"] if _is(key, name)])
+        }
+        if path not in VERSIONED_PATHS and not (wish and _may_compute(scope, path)):
+            await self._app(scope, receive, send)
             return
         buffer = RequestBuffer(receive)
         try:
-            admitted = await self._admit(asked, buffer)
+            served, exact = service.receiver.served_version, None
+            if wish:
+                served, exact = await self._admit(path, wish, buffer)
         except DeltaSyncError as error:
-            buffer.close()
-            await answer_error(error)(scope, receive, _with_version_header(send, service.receiver.served_version))
+            refusing = _with_version_header(send, service.receiver.served_version)
+            await buffer.refuse(scope, refusing, error)
             return
-        await self._app(scope, buffer.receive, _with_version_header(send, admitted))
+        if exact is None:
+            await self._app(scope, buffer.receive, _with_version_header(send, served))
+        else:
+            await self._answer_exactly(exact, scope, buffer.receive, send)
 
-    async def _admit(self, asked: list[bytes], buffer: "RequestBuffer") -> int:
-        """Return the version served when a request is admitted.
+    async def _admit(
+        self, path: str, wish: dict[str, list[bytes]], buffer: "RequestBuffer"
+    ) -> tuple[int, ExactRequest | None]:
+        """Return the version served when a request is admitted, and the request if it asks for exactly that one.
 
         Raises:
-            UsageError: the header is no version. UnreachableError: that version needs an operator's action.
+            UsageError: a header is no version, or the route or the server cannot do what it says.
+            UnreachableError: the version needs an operator's action. VersionError: another version is served.
             LateError, CrowdedError: it is not served in time, or too many requests wait.
         """
         began = time.monotonic()
         outcome = "late"
         try:
-            version = _parse_header(asked)
-            served = self._waiters.newest_served(version)
-            if served is None:
-                with self._waiting_slot():
-                    served = await self._wait(version, buffer)
+            versions = {name: _parse_header(name, values) for name, values in wish.items()}
+            minimum, version = versions.get(MIN_VERSION_HEADER), versions.get(VERSION_HEADER)
+            tracker: ExactRequests | None = getattr(self._state, "delta_sync_exact", None)
+            _check_wish(path, minimum, version, tracker)
+            served = 0
+            if minimum is not None:
+                found = self._waiters.newest_served(minimum)
+                if found is None:
+                    with self._waiting_slot():
+                        found = await self._wait(minimum, buffer)
+                served = found
+            exact = None
+            if version is not None and tracker is not None:
+                exact = await tracker.admit(version)
+                served = version
             outcome = "served"
-            return served
+            return served, exact
         except UsageError:
             outcome = "malformed"
             raise
         except UnreachableError:
             outcome = "unreachable"
             raise
+        except VersionError:
+            outcome = "version"
+            raise
         finally:
             metrics.observe_admission(outcome, time.monotonic() - began)
+
+    async def _answer_exactly(self, exact: ExactRequest, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let vLLM answer. If a commit falls inside the answer, it becomes an error, at the latest in the stream.
+
+        The head of the answer waits for the first part of the body, because routes that stream send it at once.
+        """
+        head: Message | None = None
+        began = ended = named = False
+        answering = _with_version_header(send, exact.version)
+
+        async def forward(message: Message) -> None:
+            nonlocal head, began, ended, named
+            if message["type"] == "http.response.start":
+                head = message
+                return
+            if exact.error is not None and (named or not began):
+                return  # it is answered below
+            if head is not None:
+                await answering(head)
+                head, began = None, True
+            named = named or message.get("body", b"").startswith(NAMED_EVENT)
+            ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        try:
+            with exact.current():
+                await self._app(scope, receive, forward)
+        except Exception:
+            if exact.error is None:
+                raise
+        if exact.error is not None and not began:
+            served = self._state.delta_sync.receiver.served_version
+            await answer_error(exact.error)(scope, receive, _with_version_header(send, served))
+        elif exact.error is not None and not ended:
+            await send({"type": "http.response.body", "body": _error_event(exact.error), "more_body": False})
+        if exact.error is not None:
+            metrics.count_interrupted()
 
     async def _wait(self, version: int, buffer: "RequestBuffer") -> int:
         timeout: float = self._state.delta_sync_min_version_seconds
@@ -141,7 +285,7 @@ class RequestBuffer:
             message = await asyncio.shield(self._coming)
             self._coming = None
             self._kept.append(message)
-            if message["type"] == "http.disconnect":
+            if message["type"].endswith(".disconnect"):
                 return
             taken += len(message.get("body", b""))
         await asyncio.Event().wait()
@@ -155,23 +299,81 @@ class RequestBuffer:
             return await coming
         return await self._receive()
 
-    def close(self) -> None:
-        """Drop the messages of a request that does not reach the application."""
+    async def refuse(self, scope: Scope, send: Send, error: DeltaSyncError) -> None:
+        """Answer with an error a request that does not reach the application; for a WebSocket, its handshake."""
+        if scope["type"] == "websocket":
+            message = await self.receive()
+            if message["type"] != "websocket.connect":
+                return  # the client has disconnected
+            if "websocket.http.response" not in scope.get("extensions", {}):
+                await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": error.message[:MAX_REASON]})
+                return
         if self._coming is not None:
             self._coming.cancel()
+        await answer_error(error)(scope, self._receive, send)
 
 
-def _parse_header(values: list[bytes]) -> int:
+def _is(key: bytes, name: str) -> bool:
+    return key.lower() == name.lower().encode()
+
+
+def _route_of(scope: Scope) -> str | None:
+    """Return the path of the route that answers a request, as vLLM registered it; None if there is none."""
+    if scope["type"] in ("http", "websocket"):
+        for route in scope["app"].routes:
+            if route.matches(scope)[0] is Match.FULL:
+                return getattr(route, "path", "")
+    return None
+
+
+def _may_compute(scope: Scope, path: str) -> bool:
+    """Return whether a route might compute an answer from the weights, because it is in no list."""
+    reads = scope["type"] == "http" and scope["method"] != "POST"
+    return not reads and path not in OTHER_PATHS and not path.startswith(OWN_PREFIX)
+
+
+def _check_wish(path: str, minimum: int | None, version: int | None, tracker: ExactRequests | None) -> None:
+    """Raise UsageError if the route or the server cannot do what a request's headers say."""
+    if path not in VERSIONED_PATHS:
+        given = MIN_VERSION_HEADER if version is None else VERSION_HEADER
+        raise UsageError(
+            f"{given} is not supported on {path}, a route that this release does not know; leave it out, or use "
+            "/v1/completions or /v1/chat/completions"
+        )
+    if version is None:
+        return
+    if path in SESSION_PATHS:
+        raise UsageError(
+            f"{VERSION_HEADER} is not supported on {path}: a session outlives commits; use {MIN_VERSION_HEADER}"
+        )
+    if minimum is not None and minimum > version:
+        raise UsageError(
+            f"{MIN_VERSION_HEADER} is {minimum} and {VERSION_HEADER} is {version}, which is older; leave one out"
+        )
+    if tracker is None or tracker.objection is not None:
+        objection = "and this server has no engine" if tracker is None else tracker.objection
+        raise UsageError(f"version {version} is asked for ({VERSION_HEADER}), {objection}")
+
+
+def _parse_header(name: str, values: list[bytes]) -> int:
     if len(values) != 1 or not _VERSION.fullmatch(values[0]) or int(values[0]) > MAX_VERSION:
         given = b", ".join(values)[:40].decode("latin-1")
-        raise UsageError(f"X-Delta-Sync-Min-Version is {given!r}; send one number from 0 to {MAX_VERSION}")
+        raise UsageError(f"{name} is {given!r}; send one number from 0 to {MAX_VERSION}")
     return int(values[0])
 
 
 def _with_version_header(send: Send, version: int | None) -> Send:
     async def send_with_version(message: Message) -> None:
-        if message["type"] == "http.response.start" and version is not None:
-            message["headers"] = [*message.get("headers", ()), (VERSION_HEADER, str(version).encode())]
+        if message["type"] in HEADS and version is not None:
+            header = VERSION_HEADER.lower().encode(), str(version).encode()
+            message["headers"] = [*message.get("headers", ()), header]
         await send(message)
 
     return send_with_version
+
+
+def _error_event(error: VersionError | UsageError) -> bytes:
+    """Return the end of a stream of named events that failed, in the form of both OpenAI's and Anthropic's."""
+    shown = {"type": error.kind, "code": 409, "message": error.message, "param": None}
+    event = {"type": "error", "code": error.kind, "message": error.message, "param": None, "error": shown}
+    return f"event: error\ndata: {json.dumps(event, separators=(',', ':'))}\n\n".encode()

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_delta_sync.dashboard.page import live_page, page_headers
 from vllm_delta_sync.engine.api.access import HEADERS, CrowdedError, GuardedRoute, JsonAnswer, refusal
-from vllm_delta_sync.engine.api.admission import VERSIONED_PATHS as VERSIONED_PATHS
 from vllm_delta_sync.engine.api.admission import Admission
 from vllm_delta_sync.engine.api.live_page import LivePage
 from vllm_delta_sync.engine.api.version_waiters import VersionWaiters

@@ -55,6 +55,7 @@ class EndpointPlugin:
         from vllm_delta_sync.engine.core.ports import ServerEnginePort
         from vllm_delta_sync.engine.follow.service import ReceiverService
         from vllm_delta_sync.engine.observe import spans
+        from vllm_delta_sync.engine.observe.exact import ExactRequests
         from vllm_delta_sync.settings import Settings, load_settings
 
         settings = fit_pause_mode(load_settings(), engine_client.vllm_config)
@@ -100,6 +101,10 @@ class EndpointPlugin:
             none = spans.SpanSource(lambda: None)
             spans.install(engine_client, state, none, {**sources, settings.lora_name: own})
         patches.hide_serials(engine_client)
+        exact = state.delta_sync_exact = ExactRequests(
+            engine_client, names, settings.lora_name is None, settings.prefix_cache
+        )
+        exact.install(state)
         await controller.start()
         for service in state.delta_sync_adapters.values():
             service.start()

@@ -21,13 +21,13 @@ BUCKETS = (
 )
 """Upper bounds in seconds: a pause takes milliseconds, an anchor over a slow link minutes."""
 PHASES = ("fetch", "verify", "decode", "route", "rescan", "turn", "wait", "commit", "resume")
-OUTCOMES = ("served", "late", "unreachable", "malformed")
+OUTCOMES = ("served", "late", "unreachable", "version", "malformed")
 MOVES = ("forward", "rollback", "repair")
 
 HISTOGRAMS = {
     "phase_seconds": "duration of each phase of an update on the slowest rank, as in timings_ms of the status",
     "pause_seconds": "upper bound of the time that generation stops for a commit: wait, commit and resume",
-    "admission_seconds": "how long requests with X-Delta-Sync-Min-Version were kept waiting",
+    "admission_seconds": "how long requests that ask for a version were kept waiting",
 }
 COUNTERS = {
     "commits_total": "commits: changes of the weights served",
@@ -35,6 +35,7 @@ COUNTERS = {
     "payload_bytes_total": "bytes of the objects that these versions are made of",
     "changed_elements_total": "elements that these versions changed",
     "failures_total": "attempts that failed, by the kind of last_error",
+    "interrupted_total": "requests for exactly one version that a commit ended",
 }
 GAUGES = {
     "served_version": "version served now; NaN until one is identified",
@@ -100,12 +101,18 @@ def observe_slot_wait(seconds: float) -> None:
 
 
 def observe_admission(outcome: str, seconds: float) -> None:
-    """Record a request with a minimum version.
+    """Record a request that asks for a version.
 
     Args:
-        outcome: ``served``, ``late``, ``unreachable`` or ``malformed``. seconds: how long it waited.
+        outcome: one of ``OUTCOMES``; ``version`` is another version than exactly the one asked for.
+        seconds: how long it waited.
     """
     _metric("admission_seconds", outcome).observe(seconds)
+
+
+def count_interrupted() -> None:
+    """Record a request for exactly one version that ended in an error after it was admitted."""
+    _metric("interrupted_total").inc()
 
 
 def count_move(move: str, ms: Mapping[str, float], versions: int = 0, payload_bytes: int = 0, changed: int = 0) -> None:

@@ -1,0 +1,150 @@
+"""Pooling models on a real vLLM: they follow their run, and no answer is pooled from two versions."""
+
+import itertools
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e import warm
+from tests.e2e.exacting import Mover, client_of
+from tests.e2e.pooling import BACK, VERSIONS
+from tests.e2e.servers import Server
+from tests.e2e.world import World
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("pooling")]
+LENGTH = 240
+FLAGS = (
+    *("--runner", "pooling", "--pooler-config", '{"task": "token_embed"}'),
+    # A prompt is pooled from eight chunks.
+    *("--enable-chunked-prefill", "--max-num-batched-tokens", "32"),
+    *("--poll-seconds", "0.2"),
+)
+PROMPTS = [[5 + (7 * place + number) % 200 for place in range(LENGTH)] for number in range(3)]
+EXACT, MINIMUM = "X-Delta-Sync-Version", "X-Delta-Sync-Min-Version"
+RACE_SECONDS, MOST_SECONDS = 10, 120
+Rows = list[list[float]]
+
+
+def test_attach_to_a_pooling_model(tmp_path: Path) -> None:
+    done = warm.run("tests.e2e.pooling", str(tmp_path), seconds=400)
+    assert done.status == 0, done.said[-4000:]
+    found = json.loads((tmp_path / "seen.json").read_text())
+    assert [step["served"] for step in found["seen"]] == list(range(VERSIONS + 1))
+    assert all(step["equal"] and step["verdict"] for step in found["seen"][1:])
+    embedded = [step["embedded"] for step in found["seen"]]
+    assert len({str(each) for each in embedded}) == len(embedded)
+    assert embedded[-1] == found["fresh"]
+    assert found["back"] == {"served": BACK, "embedded": embedded[BACK]}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("pooling"), rate=1e-3)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def server(world: World) -> Iterator[Server]:
+    with world.serve(*FLAGS) as server:
+        server.wait_served(0)
+        yield server
+
+
+def ask(client: Any, prompt: int, **headers: object) -> httpx.Response:
+    given = {name.replace("_", "-"): str(value) for name, value in headers.items()}
+    answer: httpx.Response = client.post("/pooling", json={"model": "tiny", "input": PROMPTS[prompt]}, headers=given)
+    return answer
+
+
+def rows(answer: httpx.Response) -> Rows:
+    assert answer.status_code == 200, answer.text
+    [found] = answer.json()["data"]
+    return [list(row) for row in found["data"]]
+
+
+def distance(left: Rows, right: Rows) -> float:
+    if len(left) != len(right):
+        return float("inf")
+    return max(abs(one - other) for rows in zip(left, right, strict=True) for one, other in zip(*rows, strict=True))
+
+
+def test_server_follows_and_says_so(world: World, server: Server) -> None:
+    with client_of(server) as client:
+        version = world.version
+        before = ask(client, 0)
+        assert (before.headers[EXACT], len(rows(before))) == (str(version), LENGTH)
+        late: list[httpx.Response] = []
+        waiting = threading.Thread(target=lambda: late.append(ask(client, 0, X_Delta_Sync_Min_Version=version + 1)))
+        waiting.start()
+        assert world.publish() == version + 1
+        waiting.join(120)
+        assert late[0].headers[EXACT] == str(version + 1)
+        assert rows(late[0]) != rows(before)
+        assert client.get("/delta_sync/ready").json()["ready"]
+        assert client.post("/delta_sync/verify").json()["verdict"] is True
+        assert rows(ask(client, 0, X_Delta_Sync_Version=version + 1)) == rows(late[0])
+        refused = ask(client, 0, X_Delta_Sync_Version=version)
+        assert (refused.status_code, refused.json()["error"]["kind"]) == (409, "version")
+
+
+def test_no_answer_is_pooled_from_two_versions(world: World, server: Server) -> None:
+    """With no header too: requests that have begun finish before a commit, whatever pause_mode is."""
+    while world.version < 2:
+        server.wait_served(world.publish())
+    mover = Mover(server, world.version - 1, world.version)
+    expected: dict[tuple[int, int], Rows] = {}
+    with client_of(server) as client:
+        for _ in range(2):
+            for prompt in range(len(PROMPTS)):
+                expected[mover.served, prompt] = rows(ask(client, prompt))
+            mover.move()
+    back, forward = mover.versions
+    far = min(distance(expected[back, prompt], expected[forward, prompt]) for prompt in range(len(PROMPTS)))
+    assert far > 1e-2, "the versions cannot be told apart"
+    seen: Counter[str] = Counter()
+    stop = threading.Event()
+
+    def of(version: int, prompt: int, answer: Rows) -> bool:
+        return distance(answer, expected[version, prompt]) < far / 4
+
+    def read(prompt: int, exactly: bool) -> None:
+        with client_of(server) as client:
+            for version in itertools.cycle(mover.versions):
+                if stop.is_set():
+                    return
+                answer = ask(client, prompt, **({"X_Delta_Sync_Version": version} if exactly else {}))
+                if exactly and answer.status_code == 409:
+                    assert answer.json()["error"]["kind"] == "version"
+                    seen["409"] += 1
+                elif exactly:
+                    seen["exact" if of(version, prompt, rows(answer)) else "wrong version"] += 1
+                else:
+                    either = any(of(each, prompt, rows(answer)) for each in mover.versions)
+                    seen["plain" if either else f"mixed: {len(rows(answer))} rows"] += 1
+
+    threads = [
+        threading.Thread(target=read, args=(prompt, exactly))
+        for prompt in range(len(PROMPTS))
+        for exactly in (False, True)
+    ]
+    for thread in threads:
+        thread.start()
+    began = time.monotonic()
+    try:
+        while time.monotonic() < began + RACE_SECONDS or not {"plain", "exact", "409"} <= set(seen):
+            assert time.monotonic() < began + MOST_SECONDS, seen
+            assert all(thread.is_alive() for thread in threads), "a client failed"
+            mover.move()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(120)
+    assert set(seen) == {"plain", "exact", "409"}, seen
