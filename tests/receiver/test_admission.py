@@ -55,6 +55,8 @@ def built(kind: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> FastA
     for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_ENABLE_COHERE_API"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("VLLM_PLUGINS", "delta_sync")
+    # Our endpoint plugin is wanted; the general one would patch vLLM for all tests of this process.
+    monkeypatch.setattr("vllm.plugins.plugins_loaded", True)
     monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", str(checkpoint))
     tasks, flags, fields = KINDS[kind]
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", str(checkpoint), *flags])

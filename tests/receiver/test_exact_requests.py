@@ -22,7 +22,6 @@ from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.observe.exact import ExactRequest, ExactRequests, VersionError
 from vllm_delta_sync.errors import EngineError, UsageError
 
-SQL = LoRARequest("sql", 1, "/nowhere")
 STREAM = SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False)
 WHOLE = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
 
@@ -405,20 +404,26 @@ def adapted(version: int | None, sql: int | None, code: int | None = None) -> st
 
 
 @pytest.mark.parametrize(
-    ("follows_model", "label", "lora", "fits"),
+    ("served", "name", "fits"),
     [
-        (True, adapted(2, 5), SQL, True),
-        (True, adapted(2, 5), None, False),
-        (True, adapted(5, 2), None, True),
-        (True, adapted(5, 2), SQL, False),
-        (True, adapted(5, 2), LoRARequest("own", 9, "/nowhere"), True),
-        (False, adapted(None, 5), SQL, True),
-        (False, adapted(None, 5), None, False),
-        (False, adapted(None, 5, 3), LoRARequest("code", 2, "/nowhere"), False),
+        ((2, 5, None), "sql", True),
+        ((2, 5, None), None, False),
+        ((5, 2, None), None, True),
+        ((5, 2, None), "sql", False),
+        ((5, 2, None), "own", True),
+        ((None, 5, None), "sql", True),
+        ((None, 5, None), None, False),
+        ((None, 5, 3), "code", False),
     ],
 )
-def test_version_is_that_of_the_model_asked_for(follows_model: bool, label: str, lora: Any, fits: bool) -> None:
+def test_version_is_that_of_the_model_asked_for(
+    served: tuple[int | None, int, int | None], name: str | None, fits: bool
+) -> None:
+    """Args: served: versions of the model, of sql, and of code. name: of the adapter asked for."""
+
     async def scenario() -> None:
+        label, follows_model = adapted(*served), served[0] is not None
+        lora = None if name is None else LoRARequest(name, 1, "/nowhere")
         client = Client(label, follows_model=follows_model, adapters=("sql", "code"))
         request = await client.exact.admit(5)
         with request.current():
@@ -440,11 +445,12 @@ def test_version_is_that_of_the_model_asked_for(follows_model: bool, label: str,
 
 
 @pytest.mark.parametrize(
-    ("lora", "changed", "fits"),
-    [(SQL, None, False), (SQL, "sql", False), (SQL, "code", True), (None, "sql", True), (None, None, False)],
+    ("name", "changed", "fits"),
+    [("sql", None, False), ("sql", "sql", False), ("sql", "code", True), (None, "sql", True), (None, None, False)],
 )
-def test_commits_of_other_adapters_do_not_matter(lora: Any, changed: str | None, fits: bool) -> None:
+def test_commits_of_other_adapters_do_not_matter(name: str | None, changed: str | None, fits: bool) -> None:
     async def scenario() -> None:
+        lora = None if name is None else LoRARequest(name, 1, "/nowhere")
         label = adapted(5, 5, 5)
         client = Client(label, adapters=("sql", "code"))
         request, reader = await begun(client, 5, "a", lora_request=lora)
@@ -459,17 +465,18 @@ def test_commits_of_other_adapters_do_not_matter(lora: Any, changed: str | None,
 
 
 @pytest.mark.parametrize(
-    ("labels", "words"),
+    ("served", "words"),
     [
-        ([patches.version_label(6)], "and 6 is served; ask for that one, roll this server back"),
-        ([patches.version_label(4)], "and 4 is served; ask for that one, send X-Delta-Sync-Min-Version: 5 too"),
-        ([patches.version_label(None)], "and none is served"),
-        ([adapted(6, 3)], "and 3 and 6 is served"),
-        ([patches.version_label(5), patches.version_label(6)], "a commit is under way; retry"),
+        ([(6, None)], "and 6 is served; ask for that one, roll this server back to 5"),
+        ([(4, None)], "and 4 is served; ask for that one, send X-Delta-Sync-Min-Version: 5 too"),
+        ([(None, None)], "and none is served"),
+        ([(6, 3)], "and 3 and 6 is served"),
+        ([(5, None), (6, None)], "a commit is under way; retry"),
     ],
 )
-def test_admission_asks_the_engines(labels: list[str], words: str) -> None:
-    client = Client(*labels, adapters=("sql",))
+def test_admission_asks_the_engines(served: list[tuple[int | None, int | None]], words: str) -> None:
+    """Args: served: by engine, versions of the model and of sql."""
+    client = Client(*(adapted(*versions) for versions in served), adapters=("sql",))
     with pytest.raises(VersionError, match=words):
         asyncio.run(client.exact.admit(5))
     with pytest.raises(EngineError, match="does not say which version it serves: the engine is dead"):
