@@ -130,6 +130,7 @@ def race(mover: Mover, asked: Mapping[str, tuple[httpx.Client, str, dict[str, An
         while time.monotonic() < began + seconds or not all(
             counted["answered"] and counted["interrupted"] for counted in seen.values()
         ):
+            assert problems == []
             assert time.monotonic() < began + MOST_SECONDS, seen
             assert all(thread.is_alive() for thread in threads), "a client failed"
             mover.move()
