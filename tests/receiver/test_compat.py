@@ -177,7 +177,7 @@ observe/metrics.py | /metrics shows nothing of ours
 entrypoints/endpoint.py | HTTP
     vllm.plugins.endpoint_plugins.interface: EndpointPlugin.attach_router(self, app) only;
         EndpointPlugin.init_state(self, engine_client, state, args) only
-    vllm: tasks.SupportedTask; tasks.FRONTEND_TASKS
+    vllm: tasks.SupportedTask
 entrypoints/load_format.py | LOADS
     vllm.model_executor.model_loader: DefaultModelLoader.track_weights_loading(model, loaded_weights)
     vllm.model_executor.model_loader.base_loader: BaseModelLoader.load_weights(self, model, model_config) only;
