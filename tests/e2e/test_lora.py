@@ -169,11 +169,11 @@ def test_a_server_follows_two_adapters_beside_its_base(tmp_path: Path) -> None:
         assert ask(server, "math")[0] == math.fresh(server)
         assert ask(server, "code")[0] == before
         for model, version in (("math", 1), ("code", 0), ("tiny", 0)):
-            body = {"model": model, "prompt": "fox", "max_tokens": 5, "ignore_eos": True}
-            exactly = server.post("/v1/completions", body, headers={"X-Delta-Sync-Version": str(version)})
+            asked = {"model": model, "prompt": "fox", "max_tokens": 5, "ignore_eos": True}
+            exactly = server.post("/v1/completions", asked, headers={"X-Delta-Sync-Version": str(version)})
             assert [span["version"] for span in exactly.json()["delta_sync"]["spans"]] == [version], exactly.text
-            other = server.post("/v1/completions", body, headers={"X-Delta-Sync-Version": str(1 - version)})
-            assert (other.status_code, other.json()["error"]["kind"]) == (409, "version")
+            elsewhere = server.post("/v1/completions", asked, headers={"X-Delta-Sync-Version": str(1 - version)})
+            assert (elsewhere.status_code, elsewhere.json()["error"]["kind"]) == (409, "version")
         server.wait_served(world.publish())
         said, spans = ask(server, "code")
         assert said == code.fresh(server) != before

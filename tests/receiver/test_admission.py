@@ -22,7 +22,7 @@ from tests.support.tiny import make_model, save_checkpoint
 from tests.support.web import Site, listening
 from vllm_delta_sync.engine.api import routes
 from vllm_delta_sync.engine.api.admission import OTHER_PATHS, OWN_PREFIX, SESSION_PATHS, VERSIONED_PATHS
-from vllm_delta_sync.engine.entrypoints import plugin
+from vllm_delta_sync.engine.entrypoints.endpoint import EndpointPlugin
 from vllm_delta_sync.engine.observe import exact
 from vllm_delta_sync.engine.observe.exact import ExactRequest
 
@@ -95,7 +95,7 @@ def test_no_path_is_in_both_lists() -> None:
 def test_every_task_but_that_of_a_server_without_an_engine_is_followed() -> None:
     from vllm.tasks import GENERATION_TASKS, POOLING_TASKS
 
-    assert set(plugin.EndpointPlugin().required_tasks) == {*GENERATION_TASKS, *POOLING_TASKS}
+    assert set(EndpointPlugin().required_tasks) == {*GENERATION_TASKS, *POOLING_TASKS}
 
 
 # On an application of our own

@@ -399,7 +399,7 @@ def test_pooling(changed: bool) -> None:
 def adapted(version: int | None, sql: int | None, code: int | None = None) -> str:
     label = patches.version_label(version)
     for name, held in (("sql", sql), ("code", code)):
-        label = patches.relabel(label, name, held)
+        label = patches.relabel(label, name, patches.version_label(held))
     return label
 
 
@@ -454,7 +454,7 @@ def test_commits_of_other_adapters_do_not_matter(name: str | None, changed: str 
         label = adapted(5, 5, 5)
         client = Client(label, adapters=("sql", "code"))
         request, reader = await begun(client, 5, "a", lora_request=lora)
-        client.step(patches.relabel(label, changed, 6), "a", last=True)
+        client.step(patches.relabel(label, changed, patches.version_label(6)), "a", last=True)
         await reader.ended()
         assert (request.error is None) is fits
 
@@ -540,15 +540,15 @@ def test_no_label_comes_twice_and_users_see_versions() -> None:
     assert len(set(labels)) == len(labels)
     assert set(map(patches.plain_label, labels)) == {"5"}
     assert patches.version_label(None) == "default"
-    label = patches.relabel(patches.relabel("default", "sql", 3), None, 7)
+    label = patches.relabel(patches.relabel("default", "sql", patches.version_label(3)), None, patches.version_label(7))
     assert patches.plain_label(label) == "7;sql=3"
     assert patches.split_label(label) == (7, {"sql": 3})
-    later = patches.relabel(label, "sql", 3)
+    later = patches.relabel(label, "sql", patches.version_label(3))
     assert later != label
     assert patches.label_of(later, None) == patches.label_of(label, None)
     assert patches.label_of(later, "sql") != patches.label_of(label, "sql")
-    assert patches.relabel(label, "sql", None) == label.partition(";")[0]
-    assert patches.relabel("7;sql=3", "sql", 4, serial=False) == "7;sql=4"
+    assert patches.relabel(label, "sql", patches.version_label(None)) == label.partition(";")[0]
+    assert patches.relabel("7;sql=3", "sql", patches.version_label(4, serial=False)) == "7;sql=4"
     assert patches.plain_label("7~1f;my~a=3~2e;b~c=4") == "7;my~a=3;b~c=4"
 
 
