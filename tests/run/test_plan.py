@@ -152,6 +152,17 @@ def test_bad_version_is_crossed_by_a_range_of_one(tree: Written, how: str) -> No
     expect(tree, find_steps(tree.run, 0, 4, avoid), 0, 4)
 
 
+def test_manifest_that_the_next_one_contradicts_hides_no_merged_delta(tree: Written) -> None:
+    """It is read on the way from the anchor, which leads nowhere."""
+    grow(tree, 9)
+    tree.folds()
+    tree.beside(2)
+    forge(tree, keys.version_key(4), tree.run.manifest(4), step=7)
+    found = plan_read(tree.run, tree.run.manifest(8), {keys.version_key(7)})
+    assert (found.root.key, spans(found.steps)) == (keys.version_key(0), [(0, 4), (4, 8)])
+    expect(tree, found.steps, 0, 8)
+
+
 def test_gap_is_crossed_by_a_step_back_and_a_merged_delta(tree: Written) -> None:
     """Collecting may keep just these, since they are the cheapest way on."""
     grow(tree, 9)

@@ -216,11 +216,13 @@ class ReadPlanner:
     def _read_ends(self, mismatch: Step) -> bool:
         """Read the manifests at both ends of a merged delta, to find out which of two documents that disagree is wrong.
 
+        Also reads the manifest after each, which tells whether it is itself the one that is wrong.
+
         Returns:
             Whether a manifest was read that was not known before.
         """
         known = len(self._manifests)
-        for version in (mismatch.low, mismatch.high):
+        for version in (mismatch.low, mismatch.low + 1, mismatch.high, mismatch.high + 1):
             try:
                 self.manifest(version)
             except DataError:
@@ -465,25 +467,20 @@ class ReadPlanner:
     def _first_contradiction(self, steps: list[Step], ends: tuple[int, int]) -> Step | None:
         """Return the first step, if any, that names other manifests than those at its ends or than adjacent steps.
 
-        Deltas are checked first, the newest first, because each is confirmed by the one after it.
+        The newest manifest speaks first, because each is confirmed by the one after it.
         """
         known = {version: self._manifests[version].digest for version in ends if version in self._manifests}
-        deltas = [step for step in steps if not isinstance(step.document, MergedDelta)]
-        for step in sorted(deltas, key=lambda step: -step.high):
-            if (mismatch := _contradicts(step, known)) is not None:
-                return mismatch
-        for version, manifest in self._manifests.items():
-            known.setdefault(version, manifest.digest)
-        folds = (step for step in steps if isinstance(step.document, MergedDelta))
-        return next((mismatch for step in folds if (mismatch := _contradicts(step, known)) is not None), None)
+        for version, manifest in sorted(self._manifests.items(), reverse=True):
+            if known.setdefault(version, manifest.digest) == manifest.digest and manifest.parent is not None:
+                known.setdefault(version - 1, manifest.parent)
+        steps = sorted(steps, key=lambda step: (isinstance(step.document, MergedDelta), -step.high))
+        return next((step for step in steps if _contradicts(step, known)), None)
 
 
-def _contradicts(step: Step, known: dict[int, str]) -> Step | None:
-    """Return the step if it contradicts ``known``, else None. Adds the manifests that it names to ``known``."""
-    for version, digest in ((step.high, step.high_digest), (step.low, step.low_digest)):
-        if digest is not None and known.setdefault(version, digest) != digest:
-            return step
-    return None
+def _contradicts(step: Step, known: dict[int, str]) -> bool:
+    """Return whether the step contradicts ``known``. Adds the manifests that it names to ``known``."""
+    named = (step.high, step.high_digest), (step.low, step.low_digest)
+    return any(digest is not None and known.setdefault(version, digest) != digest for version, digest in named)
 
 
 def _lineage(version: int, breaks: dict[int, int | None]) -> list[tuple[int, int]]:
