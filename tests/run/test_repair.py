@@ -295,6 +295,27 @@ def test_a_mirror_decides_between_head_and_manifest(whole: Whole) -> None:
         whole.bucket.put(keys.HEAD_KEY, b"{")
 
 
+@pytest.mark.parametrize("case", ["newest", "two", "tag"])
+def test_a_history_in_the_mirror_decides_where_nothing_here_does(case: str, whole: Whole) -> None:
+    """HEAD.json is lost, and so is or contradicts whatever else names the newest version."""
+    whole.bucket.delete(side.merged_delta_key(4, 8))
+    whole.tag("newest", 8)
+    mirror = whole.bucket.copy()
+    right = contents(whole)
+    seventh, eighth, tag = keys.version_key(7), keys.version_key(8), side.tag_key("newest")
+    sixth_digest, seventh_digest, eighth_digest = (item.digest.encode() for item in whole.writer.manifests[6:9])
+    damaged = {
+        "newest": {tag: b"{", eighth: right[eighth].replace(seventh_digest, b"0" * 64)},
+        "two": {tag: b"{", eighth: b"{", seventh: right[seventh].replace(sixth_digest, b"0" * 64)},
+        "tag": {tag: right[tag].replace(eighth_digest, b"0" * 64)},
+    }[case]
+    for key, data in {keys.HEAD_KEY: b"{", **damaged}.items():
+        whole.bucket.put(key, data)
+    assert verify_run(whole.run, findings=True).unreadable
+    assert repair(whole.run, mirror=mirror).lost == []
+    assert contents(whole) == right
+
+
 def test_a_dry_run_writes_nothing_and_says_the_same(whole: Whole) -> None:
     whole.beside(6)
     mirror = whole.bucket.copy()
@@ -376,11 +397,14 @@ def test_without_a_mirror_what_is_said_to_be_lost_is_what_cannot_be_read(seed: i
     hit = {damage.do(whole) for damage in damages}
     intact = {key for key, data in good.items() if contents(whole).get(key) == data}
     readable = whole.readable()
-    versions = verify_run(whole.run, findings=True).versions
+    before = verify_run(whole.run, findings=True)
+    versions = before.versions
     report = repair(whole.run)
     after = whole.readable()
     assert set(readable) <= set(after)
-    doubtful = {version for version in range(versions) if not _provable(version, intact)}
+    # A document that is contradicted itself proves nothing.
+    proofs = intact - {finding.key for finding in before.findings}
+    doubtful = {version for version in range(versions) if not _provable(version, proofs)}
     lost = {version for version in range(versions) if version not in after}
     said = set(report.unreadable) - doubtful
     assert lost - doubtful <= said
@@ -394,11 +418,9 @@ def test_without_a_mirror_what_is_said_to_be_lost_is_what_cannot_be_read(seed: i
     assert contents(whole) == held
 
 
-def _provable(version: int, intact: set[str]) -> bool:
-    """Whether what is left tells this manifest from one with other bytes: both of those that name each other."""
-    return {keys.version_key(version), keys.version_key(version + 1), keys.HEAD_KEY} <= intact | {
-        keys.version_key(version)
-    }
+def _provable(version: int, proofs: set[str]) -> bool:
+    """Whether what is left tells this manifest from one with other bytes."""
+    return {keys.version_key(version + 1), keys.HEAD_KEY} <= proofs
 
 
 # Runs from which retention has removed what it does not keep

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import rfc8785
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
@@ -327,41 +327,66 @@ def test_what_changes_would_make_of_weights_is_what_they_make(seed: int, share: 
         assert before[tensor] + change == fingerprint_tensor(TABLE[tensor].name, state.bits[tensor])
 
 
-def _is_named(key: str, documents: bytes) -> bool:
-    """Whether a document names an object, by its digest."""
-    return key.startswith("objects/") and key.removeprefix("objects/").partition(".")[0].encode() in documents
-
-
 @given(seed=SEEDS, damages=DAMAGES)
-def test_verify_names_something_true_of_any_damage(seed: int, damages: list[Damage]) -> None:
+# Two manifests contradict each other, and the one after them is lost.
+@example(seed=0, damages=[Damage(724, 1, 18), Damage(262143, 0, 0)])
+# The newest is lost, and only HEAD.json names the digest of the altered one before it.
+@example(seed=176, damages=[Damage(20, 1, 344), Damage(21, 0, 0)])
+# A merged delta leads across an altered manifest.
+@example(seed=186, damages=[Damage(16, 1, 358)])
+# A merged delta names another digest of a lost manifest than the next manifest does.
+@example(seed=186, damages=[Damage(16, 0, 0), Damage(2, 1, 303)])
+# Two merged deltas lead across lost manifests, and what was loaded in between cannot be reverted.
+@example(165, [Damage(616851, 2, 1489), Damage(152206, 1, 1157), Damage(21995, 0, 272), Damage(291549, 1, 269)])
+def test_what_is_contradicted_counts_as_absent_and_verify_lists_it(seed: int, damages: list[Damage]) -> None:
     whole = random_run(seed)
     assert verify_run(whole.run).replayed
     good = whole.bucket.copy()
     for damage in damages:
         damage.do(whole)
-    changed = {key for key in good.held if good.get(key) != whole.bucket.held.get(key, (b"", 0.0))[0]}
-    missing = {key for key in changed if key not in whole.bucket.held}
-    # What nothing binds in a run that is not signed, such as when a claim was made, may be anything.
-    changed -= {key for key in changed - missing if _means_the_same(key, good.get(key), whole.bucket.get(key))}
-    # Nothing leads to an object that only missing documents named.
-    lost = b"".join(good.get(key) for key in missing if not key.startswith("objects/"))
-    left = b"".join(data for key, (data, _) in whole.bucket.held.items() if not key.startswith("objects/"))
-    changed -= {key for key in changed - missing if _is_named(key, lost) and not _is_named(key, left)}
     report = all_of(whole)
     whole.bucket.url = FAR
     assert outline(all_of(whole)) == outline(report)
-    named = {finding.key for finding in report.findings} | {finding.document for finding in report.findings}
-    if changed - missing - {keys.HEAD_KEY}:
-        # Damage to a version that an anchor or a merged delta replaces is a note.
-        replaced = any("its own objects are damaged or missing" in note for note in report.notes)
-        assert replaced or named & changed or any(finding.key.startswith("versions/") for finding in report.findings)
-    if not changed:
-        assert not report.findings
-    for version in range(report.versions):
-        if not whole.is_readable(version):
-            assert version in report.unreadable or not _provable(whole, version)
+    changed = {key for key in good.held if good.get(key) != whole.bucket.held.get(key, (b"", 0.0))[0]}
+    assert changed or not report.findings
     if report.findings:
         first(whole)
+
+    # What a document that is present names by digest, and is missing or has other bytes, is listed. An anchor is read
+    # with its version's manifest only.
+    listed = {finding.key for finding in report.findings}
+    present = {key for key in good.held if key not in changed | listed and not key.startswith("objects/")}
+    present -= {key.replace("versions/", "anchors/") for key in changed}
+    named = b"".join(good.get(key) for key in present)
+    contradicted = {key for key in changed if sha256(good.get(key)).hexdigest().encode() in named}
+    assert contradicted <= listed | _replaced(whole, report)
+
+    # So is a changed document that nothing names by digest, unless it says the same or speaks of a manifest that is
+    # absent itself.
+    beside = {key for key in changed - listed if key in whole.bucket.held and key.split("/")[0] in BESIDE}
+    says_other = {key for key in beside if not _means_the_same(key, good.get(key), whole.bucket.get(key))}
+    assert not says_other or any(key.startswith("versions/") for key in listed)
+
+    # Only a changed document contradicts an intact manifest: the next manifest, or one that is no manifest.
+    lying = {key for key in changed if key in whole.bucket.held and not key.startswith("objects/")}
+    for finding in report.findings:
+        if finding.key.startswith("versions/") and finding.key not in changed and finding.key in good.held:
+            following = keys.version_key((finding.version or 0) + 1)
+            assert any(key == following or not key.startswith("versions/") for key in lying), finding
+
+    # Without what is listed, readers read just what is not said to be unreadable. Where nothing that is left names the
+    # digest of a changed manifest, the change cannot be told.
+    for finding in report.findings:
+        whole.bucket.delete(finding.key)
+    unproven = {version for version in range(whole.head + 1) if keys.version_key(version) in changed - contradicted}
+    assert set(whole.readable()) - unproven == set(range(report.versions)) - set(report.unreadable) - unproven
+
+
+def _replaced(whole: Whole, report: VerifyReport) -> set[str]:
+    """The objects of versions that a merged delta or an anchor replaces, which is a note."""
+    notes = [note for note in report.notes if "its own objects are damaged or missing" in note]
+    manifests = [item for item in whole.writer.manifests if any(f"version {item.version}:" in note for note in notes)]
+    return {ref.key for manifest in manifests for ref in manifest.objects}
 
 
 BESIDE: dict[str, type[side.Claim] | type[side.Tag] | type[side.Anchor] | type[side.MergedDelta]] = {
@@ -402,10 +427,3 @@ def test_each_bit_of_a_document_beside_the_chain_is_bound_or_is_of_no_consequenc
             # Of two that contradict each other, nobody knows which is right.
             assert key in named or any(other.startswith("versions/") for other in named)
         whole.bucket.put(key, good)
-
-
-def _provable(whole: Whole, version: int) -> bool:
-    """Whether anything that is left tells the bytes of a manifest from others: the next manifest, here."""
-    after = keys.version_key(version + 1)
-    right = whole.writer.manifests
-    return version + 1 < len(right) and whole.bucket.held.get(after, (b"", 0.0))[0] == right[version + 1].to_bytes()

@@ -1,7 +1,8 @@
 """``DocumentAudit`` reads the documents of a run, and finds those that are missing, damaged or rewritten.
 
 A manifest is bound by its digest: the next manifest names it, and so do HEAD.json, tags, anchors, merged deltas and
-claims. Manifests are read from the newest down, so that each is checked against one that was checked already.
+claims. A document that one of these contradicts counts as absent. Manifests are read from the newest down, so that each
+is checked against one that was checked already.
 """
 
 from collections.abc import Callable
@@ -164,9 +165,10 @@ class DocumentAudit:
             return {parent}
         return {*self._named.get(version, {}), *([] if parent is None else [parent])}
 
-    def only_head_names(self, version: int) -> bool:
-        """Return whether HEAD.json is the only document that names this version's digest."""
-        return set(self._named.get(version, {}).values()) <= {HEAD_KEY} and version + 1 not in self._parents
+    def namers(self, version: int) -> set[str]:
+        """Return the keys of documents that name a digest of this version's manifest, one for each digest."""
+        found = set(self._named.get(version, {}).values())
+        return found | {version_key(version + 1)} if version + 1 in self._parents else found
 
     def _add(self, rank: int, key: str, error: DeltaSyncError, version: int | None = None) -> None:
         self._found.append((rank, Finding(key, error, version)))
@@ -194,6 +196,8 @@ class DocumentAudit:
             self._add(_FIRST, HEAD_KEY, error)
             return None
         self._name(head.version, head.manifest, HEAD_KEY)
+        if head.parent is not None:
+            self._name(head.version - 1, head.parent, HEAD_KEY)
         return head
 
     def _name(self, version: int, digest: str, key: str) -> None:
@@ -297,19 +301,18 @@ class DocumentAudit:
                 check_follows(manifest, above)
             except ChainError as error:
                 wrong_epoch = above.parent == digest
-                if wrong_epoch or digest in named or above.version not in self.confirmed:
-                    # In each of these cases, the manifest above is the bad one.
-                    self._add(above.version, version_key(above.version), error, above.version)
-                    for known in (self.digests, self.fingerprints):
-                        known.pop(above.version, None)
-                    above = manifest if wrong_epoch else None
-                else:
+                if not wrong_epoch and digest not in named:
                     self._add(version, version_key(version), error, version)
                     return False
+                # The manifest above is the bad one: of an ended epoch, or against another document that names this one.
+                self._add(above.version, version_key(above.version), error, above.version)
+                for known in (self.digests, self.fingerprints):
+                    known.pop(above.version, None)
+                above = manifest if wrong_epoch else None
         if above is None and named and digest not in named:
             other, key = next(iter(named.items()))
             contradiction = ChainError(
-                f"{key} points at manifest {other} as version {version}, which has digest {digest}: one of them was "
+                f"{key} names manifest {other} as version {version}, which has digest {digest}: one of them was "
                 "rewritten"
             )
             self._add(version, version_key(version), contradiction, version)
@@ -330,12 +333,13 @@ class DocumentAudit:
             )
             self._add(_FIRST, HEAD_KEY, error, head.version)
         for key, version, digest, fingerprint in self._references:
+            # The next manifest names the digest of one that is missing or damaged.
+            following = self._parents[version + 1] if version + 1 in self.digests else digest
+            right = self.digests.get(version, following)
             if version > self.top:
                 self._add(_LAST, key, NotFoundError(f"{key} names version {version}, which does not exist"))
-            elif self.digests.get(version, digest) != digest:
-                error = ChainError(
-                    f"{key} names manifest {digest} as version {version}, which has digest {self.digests[version]}"
-                )
+            elif right != digest:
+                error = ChainError(f"{key} names manifest {digest} as version {version}, which has digest {right}")
                 self._add(_LAST, key, error, version)
             elif fingerprint is not None and self.fingerprints.get(version, fingerprint) != fingerprint:
                 error = FingerprintError(

@@ -88,9 +88,7 @@ class ReplayAudit:
     def _skip_lost_manifest(self, version: int) -> None:
         """Load a version whose manifest is lost from a merged delta that ends there, if there is one."""
         self.unreadable.add(version)
-        # A manifest that is well-formed and wrong stops readers: the next version names another manifest.
-        ends = self._ends.get(version, []) if version in self._documents.unreadable else []
-        for first in ends:
+        for first in self._ends.get(version, []):
             if first not in self.causes and self._move(first) and self._apply_merged_delta(first, version):
                 return
         self.causes[version] = "bad"
@@ -107,8 +105,10 @@ class ReplayAudit:
             lost = self._load_whole(manifest)
         if collected or lost:
             self._avoid.add(version_key(version))
-        # Any other version cannot be reached if the version before it was not.
-        if self.loaded != version and (version in self._ends or manifest.base_version != version - 1):
+        # A version that builds on the one before it can only be reached otherwise by a merged delta, or if that one's
+        # manifest is lost and a merged delta leads across it.
+        continues = manifest.base_version == version - 1 and version - 1 in self._documents.digests
+        if self.loaded != version and (version in self._ends or not continues):
             self._reach_otherwise(manifest)
         if version in self._anchors:
             self._check_anchor(manifest)

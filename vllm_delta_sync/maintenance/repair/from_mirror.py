@@ -75,7 +75,8 @@ class Mirror:
         elif isinstance(finding.error, GapError) and version is not None:
             attempts = [partial(self._standalone, key) for key in self._missing_standalone_keys(version)]
         elif version is not None:
-            attempts = [partial(self._manifest, version), *([partial(self._manifest, version - 1)] if version else [])]
+            # Of two that contradict each other, the older is reported, also where only the newer is damaged.
+            attempts = [partial(self._manifest, at) for at in (version, version + 1) if at <= self._audit.top]
         elif finding.key == HEAD_KEY:
             # Only HEAD.json names the newest manifest, which may be damaged although the audit did not report it.
             attempts = [partial(self._manifest, self._audit.top), self._same_head]
@@ -123,7 +124,7 @@ class Mirror:
             return None
         key, manifest = version_key(version), self._read_manifest(version)
         if manifest.to_bytes() == self._stored(key):
-            return self._head(manifest)
+            return self._contradicting(manifest)
         if manifest.digest not in self._audit.acceptable_digests(version) and not self._continues(manifest):
             return None
         self._run.bucket.put(key, manifest.to_bytes())
@@ -138,23 +139,45 @@ class Mirror:
         return manifest
 
     def _continues(self, manifest: Manifest) -> bool:
-        """Return whether a manifest is the newest although its proof here is damaged: at most HEAD.json here names the
-        version, the manifest follows the one before, and the mirror's HEAD.json names it, or the one before: readers
-        take the manifest after that as the newest."""
-        version = manifest.version
-        if not self._audit.only_head_names(version) or version - 1 not in self._audit.digests:
-            return False
-        check_follows(self._run.manifest(version - 1), manifest)
-        head = read_head(self._copy)
-        return (head.version, head.manifest) in ((version, manifest.digest), (version - 1, manifest.parent))
+        """Return whether a manifest continues the run although its proof here is damaged.
 
-    def _head(self, manifest: Manifest) -> str | None:
-        """Restore HEAD.json if it alone contradicts a manifest that both buckets have."""
-        if manifest.version in self._audit.digests or not self._audit.only_head_names(manifest.version):
+        At most HEAD.json here names the version, the manifest follows the one before it here, and in the mirror the
+        history leads from it to HEAD.json. HEAD.json may also name the version before, because readers take the
+        manifest after that as the newest.
+        """
+        if not manifest.version or not self._audit.namers(manifest.version) <= {HEAD_KEY}:
+            return False
+        check_follows(self._run.manifest(manifest.version - 1), manifest)
+        head = read_head(self._copy)
+        while manifest.version < head.version:
+            following = self._read_manifest(manifest.version + 1)
+            check_follows(manifest, following)
+            manifest = following
+        return (head.version, head.manifest) in (
+            (manifest.version, manifest.digest),
+            (manifest.version - 1, manifest.parent),
+        )
+
+    def _contradicting(self, manifest: Manifest) -> str | None:
+        """Restore a document that contradicts a manifest that both buckets have, unless the next manifest does too."""
+        version, namers = manifest.version, self._audit.namers(manifest.version)
+        if version in self._audit.digests or version_key(version + 1) in namers:
             return None
+        for key in sorted(namers - {HEAD_KEY}):
+            document = read_standalone(self._copy, key)
+            if document is None or document.to_bytes() == self._stored(key):
+                continue
+            if any(item[:2] == (version, manifest.digest) for item in named_versions(document)):
+                self._run.bucket.put(key, document.to_bytes())
+                return key
+        return self._head(manifest) if HEAD_KEY in namers else None
+
+    def _head(self, manifest: Manifest) -> str:
+        """Restore HEAD.json from the mirror if that names a manifest, or else write one that does."""
         try:
             head = read_head(self._copy)
-            fits = (head.version, head.manifest) == (manifest.version, manifest.digest)
+            named = (head.version, head.manifest), (head.version - 1, head.parent)
+            fits = (manifest.version, manifest.digest) in named
         except DataError:
             fits = False  # the mirror's HEAD.json is damaged, or its signature is not valid
         if not fits:
