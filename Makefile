@@ -9,6 +9,7 @@
 # BENCH_FLAGS  more arguments for every benchmark, such as --quick
 # TRL_FLAGS, THREE_FLAGS  more arguments for the examples, such as --steps 20 or --versions 20
 # PYTEST_FLAGS more arguments for pytest
+# FUZZ_FLAGS   more arguments for make fuzz, such as --minutes 60, --seed 7 or --only properties
 # GPU_FLAGS    more arguments for make test-gpu, such as --quick or --layers 32
 # WORKERS  that run the tests side by side (one more than cores, 8 at most: each takes some 3 GB)
 # SOAK_VERSIONS that make soak publishes
@@ -25,6 +26,7 @@ BENCH_FLAGS ?=
 TRL_FLAGS ?=
 THREE_FLAGS ?=
 PYTEST_FLAGS ?=
+FUZZ_FLAGS ?=
 GPU_FLAGS ?=
 SOAK_VERSIONS ?= 300
 CHECKS ?=
@@ -93,10 +95,10 @@ MEMORY := /dev/shm
 TEMPORARY = test -w $(MEMORY) && test "$$(df -Pk $(MEMORY) | awk 'NR == 2 { print $$4 }')" -gt 12000000 \
 	&& mktemp -d $(MEMORY)/make.XXXXXX || mktemp -d
 # Workers of pytest-xdist: more than cores where those are few, since many tests wait. Tests that share a server name the
-# same xdist_group and so run in one worker.
+# same xdist_group and so run in one worker. PYTHONHASHSEED gives sets the same order in each run; make fuzz changes it.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8)))
 PYTEST := $(BIN)/python -m pytest -o tmp_path_retention_policy=failed
-ALL = TMPDIR=$$($(TEMPORARY)); export TMPDIR; trap 'rm -rf "$$TMPDIR"' EXIT; \
+ALL = TMPDIR=$$($(TEMPORARY)); export TMPDIR PYTHONHASHSEED=0; trap 'rm -rf "$$TMPDIR"' EXIT; \
 	$(PYTEST) -n $(WORKERS) --dist loadgroup --max-worker-restart=0
 
 # Side by side, since each keeps one core busy: the checks, and what all workers need and each would make for itself.
@@ -155,8 +157,9 @@ support: $(STAMP) ## some tests with each release, in .venv-support/; writes doc
 	$(BIN)/python -m tests.tools.support_trl $(TRL_RELEASES) || status=$$?; \
 	exit "$$status"
 
-fuzz: $(STAMP) ## 100,000 damaged delta objects, read with checks of all bounds compiled in
-	$(BIN)/python -m tests.tools.fuzz
+# make test and make test-full try the same examples each time; what is new is tried here.
+fuzz: $(STAMP) ## look for failures at random for 20 minutes: damaged delta objects, new examples. Prints all seeds
+	$(BIN)/python -m tests.tools.fuzz $(FUZZ_FLAGS)
 
 soak: $(STAMP) ## a server under load, rolled back, held and killed while SOAK_VERSIONS come; writes soak-out/
 	$(BIN)/python -m tests.tools.soak --versions $(SOAK_VERSIONS)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.support.clouds import NOWHERE
+from tests.support.fixed_examples import fix_examples, seed_generators
 from tests.support.hub_buckets import hub as hub
 from tests.support.hub_buckets import hub_server as hub_server
 
@@ -22,10 +23,19 @@ from tests.support.hub_buckets import hub_server as hub_server
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
 # A change is judged by the same examples wherever its tests run. `make test` tries few, `make test-full` many
-# (--hypothesis-profile=full), and --hypothesis-profile=random looks for new ones.
-settings.register_profile("quick", derandomize=True, deadline=None, database=None, max_examples=25)
-settings.register_profile("full", derandomize=True, deadline=None, database=None, max_examples=200)
-settings.register_profile("random", deadline=None, max_examples=200)
+# (--hypothesis-profile=full); `make fuzz` looks for new ones, with a seed (--hypothesis-profile=random
+# --hypothesis-seed=SEED). A slow machine is no fault of a test.
+fix_examples()
+settings.register_profile(
+    "quick",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("full", settings.get_profile("quick"), max_examples=200)
+settings.register_profile("random", settings.get_profile("full"), derandomize=False)
 settings.load_profile("quick")
 
 
@@ -63,6 +73,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             # pytest-xdist 3.8 writes a group where pytest 9.2 does not read it. To go when xdist sets ``_id`` itself.
             identity: Any = item
             identity._id = type(identity._id).parse(f"{item.nodeid.removesuffix(f'@{own}')}@{group}")
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Modules draw when they are imported, too."""
+    seed_generators(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before any fixture, also of a module: it starts alike, whichever test comes first."""
+    seed_generators(asked_seed(item.config) or 0)
+
+
+def asked_seed(config: pytest.Config) -> int | None:
+    """The seed of a random campaign; None if each test has its own."""
+    asked = config.getoption("--hypothesis-seed")
+    return None if asked is None else int(asked)
+
+
+@pytest.fixture
+def campaign_seed(request: pytest.FixtureRequest) -> int | None:
+    """For tests that draw without Hypothesis. As ``asked_seed``."""
+    return asked_seed(request.config)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -307,6 +307,7 @@ KEYS = st.sampled_from(["a/x", "a/y", "a-x", "b/x/deep", "HEAD.json"])
 DATA = st.binary(max_size=40)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("all_of_them", [False, True], ids=["retrying", "all wrappers"])
 def test_a_store_that_breaks_off_at_random_is_still_a_dict(all_of_them: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -400,7 +400,6 @@ def test_experts_are_held_by_slices_of_the_stack_and_inside_each() -> None:
     assert found[1][1].rectangles == ((30, 60, 0, 8),)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_rectangles_are_what_a_view_covers(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple))

@@ -1,9 +1,7 @@
 """Killed at any moment, a publisher leaves a run that verifies, and an export a whole checkpoint or none."""
 
 import json
-import os
 import random
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,10 +33,8 @@ STEPS = 40
 
 
 @pytest.fixture
-def chance() -> random.Random:
-    seed = int(os.environ.get("CHAIN_SEED", secrets.randbits(32)))
-    print(f"CHAIN_SEED={seed}")
-    return random.Random(seed)
+def chance(campaign_seed: int | None) -> random.Random:
+    return random.Random(campaign_seed or 0)
 
 
 # Publishers

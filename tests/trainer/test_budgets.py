@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.publishers import FailAt, Hooked, assert_holds, expect_failure, nothing
@@ -490,7 +490,6 @@ BUDGETS = st.builds(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(STEPS, min_size=1, max_size=12), BUDGETS, st.sampled_from(["packed", "context", "raw"]))
 def test_nothing_is_lost(steps: list[tuple[str, Any, Any]], budget: Budget, codec: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.architectures import same_bits
@@ -130,7 +130,6 @@ STEPS = st.one_of(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(STEPS, min_size=1, max_size=14), st.sampled_from(["packed", "context", "raw"]))
 def test_verdicts_are_those_of_a_full_count(steps: list[tuple[str, Any, Any]], codec: Any) -> None:
     model = Model(tensors())

@@ -17,6 +17,7 @@ KEYS = st.sampled_from(["a/x", "a/y", "a-x", "a.x", "b/x/deep", "b/x/deeper", "H
 DATA = st.binary(max_size=40)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("place", sorted(STORES))
 def test_a_bucket_is_a_sorted_dict(place: str) -> None:
     class Machine(RuleBasedStateMachine):
