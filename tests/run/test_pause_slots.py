@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.turn_model import FleetRun, Stage
@@ -209,10 +209,12 @@ def test_who_is_asked_for_something_waits_no_longer(world: FleetRun) -> None:
     receivers=st.integers(2, 5),
     longest=st.sampled_from([0.2, 2.0, 9.0]),
 )
+@example(seed=16874223, slots=1, receivers=2, longest=9.0)
 def test_never_more_at_once_whatever_comes_between(seed: int, slots: int, receivers: int, longest: float) -> None:
     """Between any two calls to the store others run and time passes; answers are lost, and receivers die."""
     with tempfile.TemporaryDirectory() as folder:
         outcome = Stage(Path(folder), seed, slots, receivers, longest, PAUSE).play()
     assert outcome.errors == []
     assert outcome.most <= slots
-    assert outcome.pauses or outcome.died
+    # A claim that takes longer than its margin is given up, so in a store that is so slow none may be confirmed.
+    assert outcome.pauses or outcome.died or 4 * longest > MARGIN_SECONDS
