@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-SELECTED = "hypothesis and not slow and not e2e"
+SELECTED = "hypothesis and not e2e"
 ENDING_SECONDS = 20.0
 LINE_SECONDS = 60.0
 """How often progress is printed where no line can be overwritten."""
