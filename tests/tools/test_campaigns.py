@@ -92,6 +92,26 @@ def test_ctrl_c_ends_all_and_says_what_was_done(folder: Path, tmp_path: Path) ->
         os.kill(child, 0)
 
 
+@pytest.mark.slow
+def test_objects_come_first_and_each_round_has_another_seed(folder: Path) -> None:
+    """The loops that read objects are compiled anew, with checks of all bounds."""
+    (folder / "test_some.py").write_text(WRONG.replace("or number % 97", "or -number"))
+    done = subprocess.run(
+        [*FUZZ[:3], "--inputs", "300", "--seed", "5", "--rounds", "2", "--workers", "1", "--tests", str(folder)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    expected = [
+        "objects: seed 5",
+        "objects: 300 read or refused",
+        "properties: seed 5",
+        "properties: seed 5: 2 tests, 0",
+    ]
+    expected += ["properties: seed 6", "properties: seed 6: 2 tests, 0", "fuzz: done in"]
+    lines = done.stdout.splitlines()
+    assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected, done.stderr
+    assert done.returncode == 0
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
