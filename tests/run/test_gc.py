@@ -85,6 +85,15 @@ def check(grown: Grown, report: CollectionReport, wanted: set[int], policy: Rete
     leases=LEASES,
     later=st.integers(0, 8000),
 )
+# Version 1 replaces bits, and only a merged delta over it leads back.
+@example(
+    seed=0,
+    whole=False,
+    steps=[("full", 0), ("rebase", 0), ("repair", 1)],
+    policy=RetentionPolicy(keep_last=2, min_age=0.0),
+    leases=[(1, None, 1)],
+    later=0,
+)
 def test_whatever_is_kept_can_be_rebuilt(
     tmp_path: Path,
     seed: int,

@@ -117,6 +117,15 @@ def test_version_that_replaces_bits_cannot_be_taken_back(tree: Written) -> None:
     assert [step.end for step in plan_read(tree.run, tree.run.head()).steps] == [1, 2, 5]
 
 
+def test_version_that_replaces_bits_is_taken_back_by_a_merged_delta_over_it(tree: Written) -> None:
+    """Collecting counts on it: it replaced objects that were lost, and that are there again."""
+    tree.deltas("full", "packed")
+    tree.writer.fold(0, 1)
+    steps = find_steps(tree.run, 2, 0)
+    assert [step.key for step in steps] == [keys.version_key(2), side.merged_delta_key(0, 1)]
+    expect(tree, steps, 2, 0)
+
+
 def test_damaged_merged_delta_is_avoided(tree: Written) -> None:
     grow(tree, 17)
     tree.folds()

@@ -405,7 +405,11 @@ class ReadPlanner:
 
     def _reversed(self, step: Step) -> Step:
         if not step.reversible:
-            raise GapError(f"version {step.high} cannot be reverted to {step.low}: its delta replaced bits")
+            # A merged delta over that version alone may be. There is none for a version that builds on an older one.
+            merged = None if step.high in self._breaks else self._merged_delta(step.high - 1, step.high)
+            if merged is None or not merged.reversible:
+                raise GapError(f"version {step.high} cannot be reverted to {step.low}: its delta replaced bits")
+            step = Step(self._run, merged)
         return Step(step.run, step.document, backwards=True)
 
     def _merged_from(self, at: int, to: int) -> Step | None:
