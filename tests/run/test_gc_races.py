@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.collecting import HOUR, LARGE, POLICIES, STEPS, Crash, Grown, MemoryBucket, long_run, objects, play
@@ -251,6 +251,14 @@ def test_a_collection_whose_record_was_replaced_stops_before_the_next_removal(
     meanwhile=st.lists(STEPS, max_size=3),
     stalled=st.booleans(),
 )
+@example(
+    seed=2,
+    steps=[("full", 0), ("whole", 0), ("beside", 0)],
+    policies=(RetentionPolicy(keep_last=1, min_age=0.0), RetentionPolicy(keep_last=2, min_age=0.0)),
+    at=3,
+    meanwhile=[],
+    stalled=True,
+)
 def test_collectors_that_do_not_know_of_each_other(
     tmp_path: Path,
     seed: int,
@@ -260,7 +268,10 @@ def test_collectors_that_do_not_know_of_each_other(
     meanwhile: list[tuple[str, int]],
     stalled: bool,
 ) -> None:
-    """A second collection, and what happens before it, at a random moment of a first."""
+    """A second collection, and what happens before it, at a random moment of a first.
+
+    A removal that is under way cannot be called back, so the first stands still only after a change.
+    """
     grown = Grown(MemoryBucket(), tmp_path, seed)
     play(grown, steps)
     grown.memory.clock += 2 * HOUR
@@ -271,13 +282,16 @@ def test_collectors_that_do_not_know_of_each_other(
         nonlocal left
         left -= 1
         if left < 0:
-            grown.memory.before = lambda action, key: None
+            grown.memory.before = grown.memory.after = lambda action, key: None
             play(grown, [step for step in meanwhile if step[0] not in ("age", "tag", "milestone", "branch", "rebase")])
             grown.memory.clock += stalled * (CLAIM_SECONDS + 2)
             with suppress(ConflictError):
                 kept.append(set(collect(grown.run_, policies[1]).kept))
 
-    grown.memory.before = hook
+    if stalled:
+        grown.memory.after = hook
+    else:
+        grown.memory.before = hook
     with suppress(ConflictError):
         kept.append(set(collect(grown.run_, policies[0], monotonic=grown.seconds).kept))
     assert kept

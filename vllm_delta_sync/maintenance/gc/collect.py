@@ -7,9 +7,11 @@ only garbage that the next collection finds.
 
 Only one collection removes things at a time (``gc.lock``), because its announcement must stay valid until it ends: a
 tag set in the meantime relies on it. While a collection removes things, it checks that ``retention.json`` is still its
-own: every few seconds, or before each removal where the store lacks create-if-absent. One race remains: a writer may
+own: every few seconds, or before each removal where the store lacks create-if-absent. Two races remain. A writer may
 put an unlisted object again between the collection's last check of that object and its removal. Writers therefore put
-an object left by a crashed writer again, which makes it young, instead of relying on it.
+an object left by a crashed writer again, which makes it young, instead of relying on it. And a collection that stands
+still for longer than its claim (``CLAIM_SECONDS``), right between a check and a removal, still makes that removal: an
+object that a collection with another policy has meanwhile decided to keep. It stops before the next one.
 """
 
 import math
