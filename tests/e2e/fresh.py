@@ -37,7 +37,7 @@ def fresh_vllm(root: Path, checkpoints: list[Path]) -> list[dict[str, Any]]:
     return [results[str(checkpoint)] for checkpoint in checkpoints]
 
 
-def make_engine(checkpoint: str) -> Any:
+def make_engine(checkpoint: str, **options: Any) -> Any:
     from vllm import LLM
 
     from vllm_delta_sync.engine import WORKER_EXTENSION
@@ -48,12 +48,22 @@ def make_engine(checkpoint: str) -> Any:
         enforce_eager=True,
         max_model_len=256,
         max_num_seqs=16,
+        **options,
     )
 
 
 def worker_model(engine: Any) -> Any:
     """The runtime model of an engine that lives in this process."""
-    return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
+    return _worker(engine).get_model()
+
+
+def draft_model(engine: Any) -> Any:
+    """The model that drafts for an engine that lives in this process."""
+    return _worker(engine).model_runner.drafter.model
+
+
+def _worker(engine: Any) -> Any:
+    return engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
 def load_again(engine: Any, checkpoint: str) -> Any:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e import warm
-from tests.e2e.fresh import digests, generate, make_engine, worker_model
+from tests.e2e.fresh import digests, draft_model, generate, make_engine, worker_model
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -86,34 +86,35 @@ def own_head(root: Path) -> tuple[Path, Path]:
     return bare, exported
 
 
+def draft(root: Path) -> tuple[Path, Path]:
+    """A run beside another model of the same shapes, which is to draft for it."""
+    save_checkpoint(make_model("qwen3", seed=7), root / "draft")
+    return anchor(root)
+
+
 CASES: dict[str, Callable[[Path], tuple[Path, Path]]] = {
     "anchor": anchor,
     "reference": reference,
     "own_head": own_head,
+    "draft": draft,
 }
 
 
 def main(root: Path, case: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["DELTA_SYNC_BUCKET"] = str(root / "run")
-    from vllm import LLM
-
     from vllm_delta_sync import open_run
-    from vllm_delta_sync.engine import WORKER_EXTENSION
 
     folder, exported = CASES[case](root)
-    cold = LLM(
-        str(folder),
-        load_format="delta_sync",
-        worker_extension_cls=WORKER_EXTENSION,
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=16,
-    )
+    options: dict[str, Any] = {}
+    if case == "draft":
+        drafts = {"method": "draft_model", "model": str(root / "draft"), "num_speculative_tokens": 3}
+        options["speculative_config"] = drafts
+    cold = make_engine(str(folder), load_format="delta_sync", **options)
     loaded = worker_model(cold).delta_sync_loaded
     head = open_run(str(root / "run")).head()
     state = open_run(str(root / "run")).snapshot(base=folder if case == "reference" else None)
-    fresh = make_engine(str(exported))
+    fresh = make_engine(str(exported), **options)
     result = {
         "kind": open_run(str(root / "run")).manifest(0).kind,
         "folder": sorted(file.name for file in folder.iterdir()),
@@ -123,6 +124,8 @@ def main(root: Path, case: str) -> None:
         "cold": {"digests": digests(worker_model(cold)), "outputs": generate(cold)},
         "fresh": {"digests": digests(worker_model(fresh)), "outputs": generate(fresh)},
     }
+    if case == "draft":
+        result["drafts"] = [digests(draft_model(engine)) for engine in (cold, fresh)]
     (root / "seen.json").write_text(json.dumps(result))
 
 
@@ -132,6 +135,7 @@ def main(root: Path, case: str) -> None:
         ("anchor", "anchor", False),
         ("reference", "reference", True),
         ("own_head", "reference", False),
+        ("draft", "anchor", False),
     ],
 )
 def test_cold_start_is_a_fresh_load_of_the_head(tmp_path: Path, case: str, kind: str, has_weights: bool) -> None:
@@ -145,6 +149,11 @@ def test_cold_start_is_a_fresh_load_of_the_head(tmp_path: Path, case: str, kind:
     assert seen["fingerprints_equal"] is True
     assert seen["cold"]["digests"] == seen["fresh"]["digests"]
     assert seen["cold"]["outputs"] == seen["fresh"]["outputs"]
+    if case == "draft":
+        # The draft is no part of the run: it comes from its own folder.
+        of_cold, of_fresh = seen["drafts"]
+        assert of_cold == of_fresh
+        assert of_cold != seen["cold"]["digests"]
 
 
 if __name__ == "__main__":

@@ -179,10 +179,12 @@ entrypoints/endpoint.py | HTTP
         EndpointPlugin.init_state(self, engine_client, state, args) only
     vllm: tasks.SupportedTask
 entrypoints/load_format.py | LOADS
-    vllm.model_executor.model_loader: DefaultModelLoader.track_weights_loading(model, loaded_weights)
+    vllm.model_executor.model_loader: get_model_loader(load_config);
+        DefaultModelLoader.track_weights_loading(model, loaded_weights)
     vllm.model_executor.model_loader.base_loader: BaseModelLoader.load_weights(self, model, model_config) only;
-        BaseModelLoader.create_model(vllm_config, model_config, prefix); BaseModelLoader.download_model(self,
-        model_config) only
+        BaseModelLoader.create_model(vllm_config, model_config, prefix); BaseModelLoader.load_model(self, vllm_config,
+        model_config, prefix) only; BaseModelLoader.download_model(self, model_config) only
+    vllm.config: SpeculativeConfig.target_model_config
     vllm.distributed: get_world_group
     vllm.distributed.parallel_state: GroupCoordinator.broadcast_object; GroupCoordinator.rank_in_group
 compat/load_hook.py | DERIVED

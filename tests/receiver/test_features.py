@@ -17,12 +17,14 @@ from vllm_delta_sync.errors import DeltaSyncError, EngineError, UsageError
 # vLLM's configuration registers much in its process, so that is another one.
 ASK = """
 import json, sys
+from vllm.config.utils import replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm_delta_sync.engine.compat.features import check_features, fit_pause_mode
+from vllm_delta_sync.engine.entrypoints.load_format import is_in_run
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.settings import Settings
 
-answers = []
+answers, in_run = [], []
 for options in json.loads(sys.argv[2]):
     settings = Settings(bucket="/run", pause_mode=options.pop("pause_mode", "keep"))
     config = EngineArgs(model=sys.argv[1], enforce_eager=True, max_model_len=64, **options).create_engine_config()
@@ -32,7 +34,14 @@ for options in json.loads(sys.argv[2]):
         answers.append("" if fitted == settings else f"pause_mode becomes {fitted.pause_mode}")
     except DeltaSyncError as error:
         answers.append(error.message)
-print("ANSWERS", json.dumps(answers))
+    # Drafts are loaded with a configuration of their own, or with that of the served model; under a prefix or none.
+    found = [is_in_run(config, config.model_config, "")]
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    if draft is not None:
+        own = replace(config, model_config=draft, quant_config=None)
+        found += [is_in_run(own, draft, "draft_model"), is_in_run(own, draft, ""), is_in_run(config, draft, "")]
+    in_run.append(found)
+print("ANSWERS", json.dumps([answers, in_run]))
 """
 
 
@@ -72,8 +81,15 @@ def test_options_are_followed_or_refused_by_name(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     line = next(line for line in done.stdout.decode().splitlines() if line.startswith("ANSWERS "))
-    for (options, words), answer in zip(cases, json.loads(line.removeprefix("ANSWERS ")), strict=True):
+    answers, in_run = json.loads(line.removeprefix("ANSWERS "))
+    for (options, words), answer in zip(cases, answers, strict=True):
         assert words in answer if words else answer == "", options
+    # What --load-format delta_sync takes from the run: the served model, and never another one.
+    for (options, _), (served, *drafts_in_run) in zip(cases, in_run, strict=True):
+        speculative = options.get("speculative_config")
+        is_other = isinstance(speculative, dict) and speculative.get("model") == draft
+        assert served, options
+        assert not is_other or drafts_in_run == [False] * 3, options
 
 
 @pytest.mark.parametrize("value", ["1", "2", " 1"])

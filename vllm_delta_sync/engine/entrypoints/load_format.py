@@ -1,5 +1,6 @@
 """``DeltaSyncLoader`` is ``--load-format delta_sync``: it loads weights from the bucket; a model folder needs none."""
 
+import copy
 import gc
 import time
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from vllm.distributed import get_world_group
-from vllm.model_executor.model_loader import DefaultModelLoader
+from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from vllm_delta_sync.cache import ObjectCache
@@ -51,8 +52,22 @@ def from_rank_0(value: Any) -> Any:
     return get_world_group().broadcast_object(value)
 
 
+def is_in_run(vllm_config: Any, model_config: Any, prefix: str) -> bool:
+    """Return whether a model that vLLM loads has its weights in the run, which replaces the served model's folder.
+
+    vLLM also loads the drafts of speculative decoding with the load format of the served model. Heads that belong to
+    the served checkpoint have its folder; another model, which vLLM loads under a prefix, has a folder of its own.
+    """
+    # In a draft's configuration, ``model_config`` may be the draft's.
+    target = getattr(vllm_config.speculative_config, "target_model_config", None) or vllm_config.model_config
+    return not prefix and bool(model_config.model == target.model)
+
+
 class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
-    """Loads the version to serve of the run that ``DELTA_SYNC_BUCKET`` names, or else its newest good version."""
+    """Loads the version to serve of the run that ``DELTA_SYNC_BUCKET`` names, or else its newest good version.
+
+    A model that is not in the run, such as a draft, is loaded from its own folder.
+    """
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
@@ -84,6 +99,16 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
 
     def download_model(self, model_config: Any) -> None:
         """Do nothing: objects are read when needed."""
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+        """Load a model from the run, or one that is not in the run as ``--load-format auto`` would."""
+        if is_in_run(vllm_config, model_config, prefix):
+            return super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        logger.info("loading %s from its own folder: it is not the served model", model_config.model)
+        own_config = copy.copy(self.load_config)
+        own_config.load_format = "auto"
+        loader = get_model_loader(own_config)
+        return loader.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         """Create the model as vLLM does, with the run's own output head if it has one."""
