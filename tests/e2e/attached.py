@@ -10,6 +10,7 @@ import json
 import os
 import random
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ TOKENS = 360
 STARTED = 40
 """Output tokens after which a request counts as in flight."""
 SHORT = 8
+LEFT_OPEN = "from here on nothing is closed"
 
 
 class Trial:
@@ -328,15 +330,29 @@ async def trials(root: Path, what: str) -> dict[str, Any]:
             seen["held"] = {cache: await held(trial, cache) for cache in ("reset", "salt")}
         for mode, cache in SOME if what == "some" else OTHERS:
             seen[f"{mode}, {cache}"] = await pause(trial, mode, cache)
+        await leave_open(trial)
     finally:
         trial.publisher.close()
-        trial.engine.shutdown()
+        if what == "some":
+            trial.engine.shutdown()
     return seen
+
+
+async def leave_open(trial: Trial) -> None:
+    """Follow, in the middle of polls and commits, and end without ``close``: the engine, or only the event loop."""
+    sync = await trial.attach(poll_seconds="0.02")
+    print(LEFT_OPEN, flush=True)
+    for _ in range(3):
+        version = await asyncio.to_thread(trial.publish)
+    await sync.wait(version - 1, timeout=120)
 
 
 def main(root: Path, what: str) -> None:
     torch.set_num_threads(1)
-    (root / "seen.json").write_text(json.dumps(asyncio.run(trials(root, what))))
+    seen = asyncio.run(trials(root, what))
+    # Time for whatever follows without a loop to complain.
+    time.sleep(2)
+    (root / "seen.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,11 @@ from tests.e2e.world import Follower
 def shared_follower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Follower]:
     follower = Follower(tmp_path_factory.mktemp("follower"))
     yield follower
-    follower.close()
+    try:
+        # Here, because it needs a server that no test uses any more.
+        follower.expect_quiet_stop()
+    finally:
+        follower.close()
 
 
 @pytest.fixture
@@ -60,4 +64,4 @@ def look(root: Path, what: str) -> dict[str, Any]:
     done = warm.run("tests.e2e.attached", str(root), what, seconds=600)
     assert done.status == 0, done.said[-4000:]
     seen: dict[str, Any] = json.loads((root / "seen.json").read_text())
-    return seen
+    return seen | {"said": done.said}

@@ -20,6 +20,7 @@ import httpx
 from tests.e2e import warm
 from tests.e2e.fresh import MAX_TOKENS, PROMPTS
 from tests.e2e.warm import ENVIRONMENT, WarmProcess
+from vllm_delta_sync import engine
 
 START_SECONDS = 600.0
 PATIENCE_SECONDS = 600.0
@@ -203,6 +204,18 @@ class Load:
             assert int(response.headers["x-delta-sync-version"]) <= versions[0]
             crossed += len(spans) > 1
         assert crossed, f"no request of {len(self.answers)} was in flight across a commit"
+
+
+def complaints(log: str) -> list[str]:
+    """Lines of a log with a warning, an error or a traceback of ours. vLLM warns of processes that it ends itself."""
+    ours = {path.name for path in Path(engine.__file__).parent.rglob("*.py")}
+    of_levels = re.compile(r"(?:WARNING|ERROR|CRITICAL) .*?\[(\w+\.py):\d+\]")
+    words = ("vllm_delta_sync/", "Event loop is closed", "never awaited")
+    return [
+        line
+        for line in log.splitlines()
+        if any(word in line for word in words) or ((found := of_levels.search(line)) and found[1] in ours)
+    ]
 
 
 def eventually(reached: Callable[[], bool], what: str, seconds: float = 60) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.e2e import warm
-from tests.e2e.servers import Load, Server, eventually
+from tests.e2e.attached import LEFT_OPEN
+from tests.e2e.servers import Load, Server, complaints, eventually
 from tests.e2e.world import World
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("attached")]
@@ -194,3 +195,11 @@ def test_offline_engine_takes_native_calls(tmp_path: Path) -> None:
     assert all(step["verdict"] for step in seen["steps"])
     assert "version 9 is not published" in seen["unpublished"]
     assert "weight_version is 'mine'" in seen["label"]
+
+
+@pytest.mark.parametrize("end", ["attached", pytest.param("attached_again", marks=pytest.mark.slow)])
+def test_async_engine_or_event_loop_that_ends_first_is_no_trouble(request: pytest.FixtureRequest, end: str) -> None:
+    """Of two that follow without ``close``, one ends with its engine, the other with its event loop."""
+    said = request.getfixturevalue(end)["said"].partition(LEFT_OPEN)[2]
+    assert complaints(said) == []
+    assert "no longer following: the engine has stopped" in said

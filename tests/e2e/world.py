@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from tests.e2e import warm
-from tests.e2e.servers import Server, delta_sync_serve, free_port, serving
+from tests.e2e.servers import Server, complaints, delta_sync_serve, free_port, serving
 from tests.support.faults.inject import Faults
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 from trainer_side import Publisher
@@ -136,6 +137,30 @@ class Follower:
         self.server.wait_served(self.world.version)
         self.server.wait_idle()
         self.server.skip_log()
+
+    def expect_quiet_stop(self) -> None:
+        """End the server in the middle of polls and commits, as its supervisor does: it ends in order, and says no more
+        than that."""
+        self.reset()
+        stopped = threading.Event()
+
+        def publish() -> None:
+            while not stopped.is_set():
+                self.world.publish()
+
+        publishing = threading.Thread(target=publish)
+        publishing.start()
+        try:
+            self.server.wait_served(self.world.version + 2)
+            self.server.process.send_signal(signal.SIGTERM)
+            # Not its exit status: vLLM looks up who has its port, which fails if that is its ended engine.
+            self.server.process.wait(120)
+        finally:
+            stopped.set()
+            publishing.join()
+        said = self.server.logged()
+        assert complaints(said) == []
+        assert "no longer following: the engine has stopped" in said
 
     def close(self) -> None:
         self._stack.close()

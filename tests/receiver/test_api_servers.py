@@ -137,6 +137,20 @@ def test_one_leads_at_a_time_and_each_answers(world: World, processes: list[Proc
             wait_until(lambda: len(leader_of(alive).status()["servers"]) == len(alive))
 
 
+def test_one_that_is_being_stopped_does_not_lead(processes: list[Process]) -> None:
+    """All of a server's processes are stopped at once, and the leader may end first."""
+    leader = leader_of(processes)
+    stopping, other = (process for process in processes if process is not leader)
+    stopping.ask("stop")
+    leader.end()
+    wait_until(lambda: other.status().get("role") == "leader")
+    assert stopping.status().get("role") == "follower"
+    other.ask("stop")
+    other.end()
+    wait_until(lambda: "error" in stopping.status())
+    assert stopping.status()["error"]["kind"] == "busy"
+
+
 def client(index: int, count: int) -> Any:
     return SimpleNamespace(engine_core=SimpleNamespace(client_index=index, client_count=count))
 

@@ -102,7 +102,11 @@ class Client:
         self.cores = cores
         self.core_engines = [bytes([index]) for index in range(len(cores))]
         self.engine_core = self
+        self.renderer = self
+        self.errored = False
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=RANKS))
+
+    def shutdown(self, timeout: float | None = None) -> None: ...
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
         return self.cores[engine[0]].utility(method, *args)

@@ -340,6 +340,7 @@ def test_wait_for_requests_in_flight_is_bounded(caplog: pytest.LogCaptureFixture
         values = {
             "pause_engines": engines.pause,
             "_loop": loop,
+            "_stopping": threading.Event(),
             "_pause_mode": "wait",
             "_pause_seconds": 9,
             "_drain_seconds": 0.05,

@@ -3,12 +3,14 @@
 Run as ``python -m tests.support.api_server BASE RUN FOLDER INDEX COUNT``.
 
 Each has an engine of its own, of torch modules. Reads requests from standard input, one a line, and answers each with a
-line: ``{"action": "status"}`` or what ReceiverService.request takes, as JSON.
+line: ``{"action": "status"}``, ``{"action": "stop"}`` (vLLM begins to stop this server) or what ReceiverService.request
+takes, as JSON.
 """
 
 import asyncio
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,17 @@ async def serve(base: str, url: str, siblings: ApiServerGroup) -> None:
     model = FusedModel()
     model.load_weights(load_file(Path(base) / "model.safetensors").items())
     settings = Settings(bucket=url, poll_seconds=0.05)
-    controller = LeaderElection(lambda: ReceiverService(ModulePort(model), settings), siblings)
+    stopping = threading.Event()
+    controller = LeaderElection(lambda: ReceiverService(ModulePort(model), settings), siblings, stopping)
     await controller.start()
     print(json.dumps({"ready": siblings.index}), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
-        print(json.dumps(await answer(controller, **json.loads(line))), flush=True)
+        asked = json.loads(line)
+        if asked["action"] == "stop":
+            stopping.set()
+            print("{}", flush=True)
+        else:
+            print(json.dumps(await answer(controller, **asked)), flush=True)
 
 
 async def answer(controller: LeaderElection, action: str, argument: Any = None) -> Any:

@@ -147,11 +147,15 @@ class LeaderElection:
     Args:
         make: creates the receiver once this process leads.
         group: None if this process is the only API server.
+        stopping: set once this process is being stopped; it does not become the leader then.
     """
 
-    def __init__(self, make: Callable[[], ReceiverService], group: ApiServerGroup | None) -> None:
+    def __init__(
+        self, make: Callable[[], ReceiverService], group: ApiServerGroup | None, stopping: threading.Event
+    ) -> None:
         self._make = make
         self._group = group
+        self._stopping = stopping
         self._leader: LeaderServer | None = None
         self._follower: FollowerClient | None = None
         self._follow_task: asyncio.Task[None] | None = None
@@ -195,6 +199,9 @@ class LeaderElection:
     def _wait_for_lock(self, loop: asyncio.AbstractEventLoop) -> None:
         """Wait, in a thread, for the lock, which the leader's end releases."""
         fcntl.lockf(self._lock, fcntl.LOCK_EX)
+        if self._stopping.is_set():
+            os.close(self._lock)
+            return
         with suppress(RuntimeError):  # the loop is closed: this process is ending too
             asyncio.run_coroutine_threadsafe(self._take_over(), loop)
 

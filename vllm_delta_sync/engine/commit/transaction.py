@@ -28,6 +28,14 @@ TRIES = 3
 WAIT_S = 0.2
 
 
+class EngineStopped(BaseException):
+    """The engine was shut down on purpose, or the event loop that leads to it is closed.
+
+    Like asyncio.CancelledError it is no failure and no Exception: nothing retries or reports it, and the thread that
+    follows ends.
+    """
+
+
 class EnginePort(Protocol):
     """The engine, as the receiver uses it. Methods raise EngineError when the engine fails or does not answer."""
 

@@ -42,6 +42,8 @@ STUCK_SECONDS = 60.0
 FAILURE_SECONDS = 60.0
 """How long to wait for an answer after a rank reported a failure, which may belong to an earlier call. Calls are short:
 long operations run in the rank's background thread."""
+SHUTDOWN_BEGAN = "delta_sync_shutdown_began"
+"""Attribute of a client that has the event of ``watch_shutdown``."""
 RANK_METHOD = "delta_sync_call"
 """Method of ``WorkerExtension`` that receives calls."""
 
@@ -498,6 +500,26 @@ def fail_when_engine_died(client: Any) -> None:
             raise SystemExit(1)
 
     wrap_method(client, "shutdown", shutdown)
+
+
+def watch_shutdown(client: Any) -> threading.Event:
+    """Return an event that is set once a client begins to shut its engine down; the same event at each call.
+
+    Cause: vLLM ends the engine of a server that is asked to stop while other threads still call it. Symptom: a warning
+    or a traceback for each of these calls, at every normal stop. Remove when: vLLM notifies plugins before it stops.
+    """
+    began: threading.Event | None = getattr(client, SHUTDOWN_BEGAN, None)
+    if began is not None:
+        return began
+    event = threading.Event()
+    setattr(client, SHUTDOWN_BEGAN, event)
+
+    def shutdown(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        event.set()
+        return original(*args, **kwargs)
+
+    wrap_method(client, "shutdown", shutdown)
+    return event
 
 
 _numbers = itertools.count(time.time_ns())

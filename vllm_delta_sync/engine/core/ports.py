@@ -9,17 +9,20 @@ ranks.
 """
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
 
 from vllm_delta_sync.engine import protocol
-from vllm_delta_sync.engine.commit.transaction import DrainError
+from vllm_delta_sync.engine.commit.transaction import DrainError, EngineStopped
 from vllm_delta_sync.engine.compat.patches import version_label
+from vllm_delta_sync.engine.core.engine_core import watch_shutdown
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, decode_answers, encode_request
 from vllm_delta_sync.errors import BusyError, EngineError, WeightsLostError
@@ -34,6 +37,12 @@ HELD_TRIES = 5
 HELD_SECONDS = 0.1
 """How often a pause is tried while requests hold blocks that cannot be dropped, and the time to the second try, which
 doubles each time. In between generation continues, so that transfers of a KV connector can end."""
+LOOP_CHECK_SECONDS = 0.5
+"""Interval between checks, during a call, that the event loop still exists."""
+STOP_SECONDS = 1.0
+"""How long to wait, after the engine died or a call was cancelled, for the sign that the server is being stopped. A
+signal to all processes of a server reaches the engine first."""
+STOP_STEP_SECONDS = 0.01
 R = TypeVar("R")
 
 
@@ -63,6 +72,9 @@ class ServerEnginePort:
 
     The receiver's thread calls it; coroutines run in the server's event loop. Each receiver of an engine has a port of
     its own: ``adapter`` says whose weights it changes, and ``turns`` lets one of them at a time pause the engine.
+
+    Raises:
+        EngineStopped: by its methods, once the engine is shut down or the event loop is closed.
     """
 
     def __init__(
@@ -79,6 +91,7 @@ class ServerEnginePort:
         self._has_turn = False
         self._core = client.engine_core
         self._loop = loop
+        self._stopping = watch_shutdown(client)
         self._pause_mode = settings.pause_mode
         self._prefix_cache = settings.prefix_cache
         self._pause_seconds = settings.pause_seconds
@@ -110,6 +123,9 @@ class ServerEnginePort:
             HeldBlocksError: caches cannot be dropped now; likewise.
             BusyError: the engine is paused for another run's commit, which does not end.
         """
+        if self._stopping.is_set():
+            # Requests in flight may still be finishing.
+            raise EngineStopped
         if self._turns is not None and not self._has_turn:
             if not self._turns.acquire(timeout=self._pause_seconds + ANSWER_SECONDS):
                 raise BusyError("the engine is paused for a version of another run; this one is tried again later")
@@ -168,14 +184,40 @@ class ServerEnginePort:
         return list(self._core.core_engines)
 
     def _run(self, call: Coroutine[Any, Any, R], timeout: float = CALL_TIMEOUT_S) -> R:
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        """Run a coroutine in the event loop, and wait for its result.
+
+        Raises:
+            EngineError: it failed, or took too long. EngineStopped: it failed because of a stop.
+        """
+        deadline = time.monotonic() + timeout
         try:
-            return future.result(timeout)
-        except TimeoutError as error:
-            future.cancel()
-            raise EngineError(f"the engine did not answer within {timeout:.0f} s") from error
+            future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        except RuntimeError as error:  # the loop is closed
+            call.close()
+            raise EngineStopped from error
+        while not wait([future], min(LOOP_CHECK_SECONDS, max(0.0, deadline - time.monotonic()))).done:
+            if self._loop.is_closed():
+                if inspect.getcoroutinestate(call) == inspect.CORO_CREATED:
+                    # Python would warn that nothing has awaited it.
+                    call.close()
+                raise EngineStopped
+            if time.monotonic() >= deadline:
+                future.cancel()
+                raise EngineError(f"the engine did not answer within {timeout:.0f} s") from TimeoutError()
+        try:
+            return future.result()
         except Exception as error:  # vLLM reports a worker's failure as a bare exception
+            if self._is_stop(error):
+                raise EngineStopped from error
             raise _engine_error(error) from error
+
+    def _is_stop(self, error: Exception) -> bool:
+        """Return whether a call failed because the engine is shut down on purpose, or the event loop is ending."""
+        may_be_stop = isinstance(error, CancelledError) or self._client.errored
+        deadline = time.monotonic() + (STOP_SECONDS if may_be_stop else 0.0)
+        while not (stops := self._stopping.is_set() or self._loop.is_closed()) and time.monotonic() < deadline:
+            time.sleep(STOP_STEP_SECONDS)
+        return stops
 
     async def _call_engines(
         self, method: str, *args: Any, per_engine: list[tuple[Any, ...]] | None = None

@@ -51,7 +51,7 @@ class EndpointPlugin:
         from vllm_delta_sync.engine.api.api_servers import LeaderElection, find_api_server_group
         from vllm_delta_sync.engine.api.live_page import LivePage
         from vllm_delta_sync.engine.compat.features import check_engine, fit_pause_mode
-        from vllm_delta_sync.engine.core.engine_core import fail_when_engine_died, missing_names
+        from vllm_delta_sync.engine.core.engine_core import fail_when_engine_died, missing_names, watch_shutdown
         from vllm_delta_sync.engine.core.ports import ServerEnginePort
         from vllm_delta_sync.engine.follow.service import ReceiverService
         from vllm_delta_sync.engine.observe import spans
@@ -77,7 +77,8 @@ class EndpointPlugin:
                 announce(models, adapter, service.receiver.board, loop)
             return service
 
-        controller = LeaderElection(lambda: follow(settings), find_api_server_group(engine_client))
+        group, stopping = find_api_server_group(engine_client), watch_shutdown(engine_client)
+        controller = LeaderElection(lambda: follow(settings), group, stopping)
         state.delta_sync = controller
         state.delta_sync_adapters = {name: follow(chosen, exports_metrics=False) for name, chosen in others.items()}
         state.delta_sync_pages = {None: LivePage(settings), **{name: LivePage(own) for name, own in others.items()}}

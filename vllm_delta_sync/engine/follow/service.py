@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm_delta_sync.cache import ObjectCache
-from vllm_delta_sync.engine.commit.transaction import EnginePort
+from vllm_delta_sync.engine.commit.transaction import EnginePort, EngineStopped
 from vllm_delta_sync.engine.follow.heartbeat import Heartbeat
 from vllm_delta_sync.engine.follow.object_prefetch import ObjectPrefetch
 from vllm_delta_sync.engine.follow.receiver import Receiver
@@ -25,6 +25,7 @@ LONGEST_RETRY_SECONDS = 30.0
 LONGEST_REPAIR_SECONDS = 600.0
 NOTICE_WAIT_SECONDS = 0.5
 MIN_POLL_SECONDS = 0.02
+STOPPED = "following has stopped, so this request was not carried out"
 END_HEARTBEAT_SECONDS = 5.0
 """Longest delay of this process's exit for the last heartbeat."""
 
@@ -89,6 +90,9 @@ class ReceiverService:
     def stop(self) -> None:
         """Ask the threads to end. They are daemons and hold no unsaved state."""
         atexit.unregister(self._end_heartbeat)
+        self._stop_threads()
+
+    def _stop_threads(self) -> None:
         self._stop.set()
         self._wake.set()
         self._notify_heartbeat()
@@ -117,9 +121,21 @@ class ReceiverService:
         future: Future[Any] = Future()
         self._requests.put((action, argument, future))
         self._wake.set()
+        if self._stop.is_set():
+            self._refuse_requests()
         return future
 
     def _follow(self) -> None:
+        try:
+            self._follow_until_stop()
+        except EngineStopped:
+            logger.info("no longer following: the engine has stopped")
+            # The last heartbeat may take until the process exits.
+            self._stop_threads()
+        finally:
+            self._refuse_requests()
+
+    def _follow_until_stop(self) -> None:
         while not self._stop.is_set():
             polled = time.monotonic()
             self._serve_requests()
@@ -244,8 +260,21 @@ class ReceiverService:
                 continue
             try:
                 future.set_result(self._act(action, argument))
+            except EngineStopped:
+                future.set_exception(EngineError(STOPPED))
+                raise
             except Exception as error:  # noqa: BLE001  the caller gets it through the future
                 future.set_exception(error)
+
+    def _refuse_requests(self) -> None:
+        """Fail the requests that came too late."""
+        while True:
+            try:
+                *_, future = self._requests.get_nowait()
+            except queue.Empty:
+                return
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineError(STOPPED))
 
     def _act(self, action: str, argument: Any) -> Any:
         receiver = self.receiver

@@ -1,0 +1,225 @@
+"""A normal stop, of the engine or of the event loop that leads to it, ends what follows without a warning.
+
+Everything is real but vLLM: the service and its threads, its port, event loops, and ranks that are torch modules.
+"""
+
+import asyncio
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from tests.receiver.test_layouts import Client, Core
+from tests.support.modules import ModulePort
+from tests.support.services import WAIT, wait_until
+from tests.support.world import World
+from vllm_delta_sync import open_run
+from vllm_delta_sync.engine.core import ports
+from vllm_delta_sync.engine.core.engine_core import PauseWatchdog
+from vllm_delta_sync.engine.core.ports import ServerEnginePort
+from vllm_delta_sync.engine.follow.service import ReceiverService
+from vllm_delta_sync.engine.protocol import decode_request
+from vllm_delta_sync.errors import EngineError
+from vllm_delta_sync.fleet.heartbeats import read_heartbeats
+from vllm_delta_sync.settings import Settings
+
+LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop, uvloop.new_event_loop]
+
+
+class EngineDeadError(Exception):
+    """vLLM's error for calls to an engine that has ended."""
+
+
+class OneClient(Client):
+    """The client of one engine, which can be shut down; a call can be held up.
+
+    Attributes:
+        holds: name of the operation that gets no answer until ``go_on`` is set. held: set once one was made.
+        cancels: whether the next call is cancelled.
+    """
+
+    def __init__(self, core: Core) -> None:
+        super().__init__([core])
+        self.vllm_config.parallel_config.world_size = 1
+        self.errored = False
+        self.holds = ""
+        self.held = asyncio.Event()
+        self.cancels = False
+        self.go_on = asyncio.Event()
+
+    def die(self) -> None:
+        self.errored = True
+        self.go_on.set()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """With a timeout, requests in flight may finish until then."""
+        if timeout is None:
+            self.die()
+
+    async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
+        operation = decode_request(args[0]).operation if args and isinstance(args[0], bytes) else method
+        if operation == self.holds:
+            self.held.set()
+            await self.go_on.wait()
+        if self.cancels:
+            self.cancels = False
+            raise asyncio.CancelledError
+        if self.errored:
+            raise EngineDeadError("EngineCore encountered an issue")
+        return await super()._call_utility_async(method, *args, engine=engine)
+
+
+class Site:
+    """A service, in front of an engine that is reached through an event loop.
+
+    Attributes:
+        warned: what was logged as a warning or worse.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.world = World(root)
+        self.warned: list[str] = []
+        self.service: ReceiverService | None = None
+
+    def start(self) -> OneClient:
+        """In the event loop: follow."""
+        client = OneClient(Core(ModulePort(*self.world.models)))
+        settings = Settings(bucket=self.world.url, poll_seconds=0.01, receiver_id="server")
+        self.service = ReceiverService(ServerEnginePort(client, asyncio.get_running_loop(), settings), settings)
+        self.service.start()
+        return client
+
+    async def served(self, version: int) -> None:
+        assert self.service is not None
+        async with asyncio.timeout(WAIT):
+            while self.service.receiver.served_version != version:
+                await asyncio.sleep(0.005)
+
+    def expect_ended(self) -> None:
+        """All threads end, the fleet learns of it, requests are refused, and nobody is warned."""
+        service = self.service
+        assert service is not None
+        service.join(WAIT)
+        assert not any(thread.is_alive() for thread in service._threads)
+        with pytest.raises(EngineError, match="following has stopped"):
+            service.request("hold").result(WAIT)
+        (heartbeat,) = read_heartbeats(open_run(self.world.url)).stored
+        assert heartbeat.lease.state == "left"
+        gc.collect()
+        assert self.warned == []
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    # Both would load vLLM: what its engine core lacks, and how its loop is woken up when a lease runs out.
+    monkeypatch.setattr(ports, "missing_names", list)
+    monkeypatch.setattr(PauseWatchdog, "_watch", lambda guard, lease: None)
+    site = Site(tmp_path)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: site.warned.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.delta_sync")
+    logger.addHandler(handler)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        yield site
+    logger.removeHandler(handler)
+    assert site.service is not None
+    site.service.stop()
+    assert [str(each.message) for each in warned if issubclass(each.category, RuntimeWarning)] == []
+
+
+@pytest.mark.parametrize("new_loop", LOOPS, ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("moment", ["", "describe", "stage", "delta_sync_pause", "commit"])
+@pytest.mark.parametrize("end", ["loop", "engine", "engine dies first"])
+def test_a_normal_stop_ends_without_a_warning(
+    site: Site, new_loop: Callable[[], asyncio.AbstractEventLoop], moment: str, end: str
+) -> None:
+    async def main() -> None:
+        client = site.start()
+        await site.served(0)
+        if moment:
+            client.holds = moment
+            await asyncio.to_thread(site.world.train, 1)
+            await asyncio.wait_for(client.held.wait(), WAIT)
+        if end == "engine dies first":
+            # A signal to all processes of a server reaches the engine's before the API server reacts to it.
+            client.die()
+            await asyncio.sleep(0.1)
+        if end != "loop":
+            await asyncio.to_thread(client.shutdown)
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(main())
+    site.expect_ended()
+
+
+def test_a_loop_that_is_closed_before_it_begins_a_call(site: Site) -> None:
+    """The call is scheduled and never runs: its coroutine is closed."""
+    loop = asyncio.new_event_loop()
+
+    async def main() -> None:
+        site.start()
+        await site.served(0)
+
+    loop.run_until_complete(main())
+    # The service's next call waits for a loop that no longer runs.
+    wait_until(lambda: loop._ready)  # type: ignore[attr-defined]
+    loop.close()
+    site.expect_ended()
+
+
+def test_a_stop_lets_a_commit_end_and_begins_no_other(site: Site) -> None:
+    """vLLM may let requests in flight finish first; an engine that stays paused would not."""
+
+    async def main() -> None:
+        client = site.start()
+        await site.served(0)
+        client.holds = "commit"
+        await asyncio.to_thread(site.world.train, 1)
+        await asyncio.wait_for(client.held.wait(), WAIT)
+        await asyncio.to_thread(client.shutdown, timeout=30)
+        client.go_on.set()
+        await site.served(1)
+        assert client.cores[0].scheduler.pause_state.name == "UNPAUSED"
+        await asyncio.to_thread(site.world.train, 2)
+        assert site.service is not None
+        await asyncio.to_thread(site.service.join, WAIT)
+        assert site.service.receiver.served_version == 1
+        assert client.cores[0].scheduler.pause_state.name == "UNPAUSED"
+
+    asyncio.run(main())
+    site.expect_ended()
+
+
+def test_an_engine_that_dies_by_itself_is_reported(site: Site) -> None:
+    async def main() -> None:
+        client = site.start()
+        await site.served(0)
+        client.die()
+        async with asyncio.timeout(WAIT):
+            while not site.warned:
+                await asyncio.sleep(0.01)
+        assert "the engine failed: EngineDeadError" in site.warned[0]
+        assert site.service is not None
+        site.service.stop()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_call_is_no_stop(site: Site) -> None:
+    async def main() -> None:
+        client = site.start()
+        await site.served(0)
+        client.cancels = True
+        await asyncio.to_thread(site.world.train, 1)
+        await site.served(1)
+        assert site.service is not None
+        site.service.stop()
+
+    asyncio.run(main())
+    assert "the engine failed: CancelledError" in site.warned[0]
