@@ -264,6 +264,15 @@ class Settings(StoreOptions):
             "without the bucket.",
         ),
     ] = 1024**3
+    device_staging_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Memory of each rank's device for the changes of one version, which are uploaded before the "
+            "pause. At most half of the device's free memory is used. Changes that find no room pass through a buffer "
+            "of 32 MiB during the pause, which makes it longer. Does not apply on a CPU. 0: all changes do.",
+        ),
+    ] = 2 * 1024**3
     rescan_bytes: Annotated[
         int,
         Field(

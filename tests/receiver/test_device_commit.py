@@ -64,8 +64,8 @@ def test_any_batches_are_the_commit_in_host_memory(
     staged, routes = staged_on_device(patches, there, uploaded=False, device=device)
     assert staged.on_device is not None
     batches = staged.on_device.batches
-    device.free = int(2 * share * len(batches)) * device.workspace.nbytes
     device.workspace.free_idle_slabs()
+    device.free = int(2 * share * len(batches)) * device.workspace.nbytes
     staged.on_device.upload()
     assert sum(batch.uploaded is not None for batch in batches) == int(share * len(batches))
     assert max(batch.nbytes for batch in staged.on_device.batches) <= workspace
@@ -202,6 +202,80 @@ def test_the_memory_of_one_version_serves_the_next() -> None:
     sleeping = device_patch.DevicePatch(staged.sparse, routes, device.workspace)
     with pytest.raises(BusyError):
         sleeping.upload()
+
+
+@pytest.mark.parametrize("ceiling", [0, 1, 3])
+def test_versions_take_no_more_than_the_setting(ceiling: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is above it passes through the workspace in the pause, and the weights are the same."""
+    monkeypatch.setattr(accelerator, "WORKSPACE_BYTES", 1_024)
+    world = World(tmp_path)
+    device = SimulatedDevice()
+    on_device(world, device)
+    world.follow(device_staging_bytes=ceiling * 1_024 + 1_023)
+    world.receiver.advance()
+    uploaded: list[tuple[int, int]] = []
+    original = device_patch.DevicePatch.upload
+
+    def upload(patch: device_patch.DevicePatch) -> None:
+        original(patch)
+        uploaded.append((sum(batch.uploaded is not None for batch in patch.batches), len(patch.batches)))
+
+    monkeypatch.setattr(device_patch.DevicePatch, "upload", upload)
+    for step in range(1, 4):
+        world.train_and_follow(step)
+    assert [found for found, _ in uploaded] == [ceiling] * 3
+    assert min(wanted for _, wanted in uploaded) > 3
+    assert device.workspace.slabs == ceiling
+
+
+def test_a_large_version_gives_its_memory_back(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What versions of the usual size need is kept, so that they allocate nothing."""
+    monkeypatch.setattr(accelerator, "WORKSPACE_BYTES", 1_024)
+    world = World(tmp_path)
+    device = SimulatedDevice()
+    on_device(world, device)
+    world.receiver.advance()
+    for step in range(1, 4):
+        world.train_and_follow(step)
+    space = device.workspace
+    usual, free = space.slabs, device.free
+    assert usual > 3
+    for tensor in world.tensors.values():
+        tensor += torch.where(torch.rand(tensor.shape) < 0.6, 1e-3, 0.0)
+    held: list[int] = []
+    original = commits.apply_patch
+
+    def watched(patch: StagedPatch, routes: RouteMap, reverse: bool = False) -> Any:
+        held.append(space.slabs)
+        return original(patch, routes, reverse)
+
+    monkeypatch.setattr(commits, "apply_patch", watched)
+    world.train_and_follow(4)
+    assert held.pop() > 5 * usual
+    assert space.slabs == usual
+    # Each version allocates its sums.
+    assert 0 <= free - device.free < space.nbytes
+    # Versions of nearly the same size use that memory, which stays.
+    for step in range(5, 9):
+        world.train_and_follow(step)
+        assert space.slabs == held[-1]
+    assert usual <= min(held) <= max(held) <= usual + 2
+
+
+def test_memory_that_is_needed_again_and_again_is_kept() -> None:
+    """Two large versions in a row are usual; sizes that vary by less than half cause no allocations."""
+    space = SimulatedDevice(free=100 * accelerator.WORKSPACE_BYTES).workspace
+    held = []
+    for wanted in (4, 4, 20, 20, 4, 3, 12, 11, 4, 4, 4, 4, 0):
+        slabs = [space.take_slab() for _ in range(wanted)]
+        assert None not in slabs
+        space.record_version(wanted)
+        slabs.clear()
+        space.free_idle_slabs(keeps_usual=True)
+        held.append(space.slabs)
+    assert held == [4, 4, 4, 20, 20, 20, 20, 20, 20, 20, 4, 4, 4]
+    space.free_idle_slabs()
+    assert (space.slabs, space.accelerator.free_bytes()) == (0, 99 * accelerator.WORKSPACE_BYTES)
 
 
 def test_the_workspace_takes_what_memory_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

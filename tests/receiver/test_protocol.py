@@ -63,7 +63,7 @@ MESSAGES: list[tuple[RankRequest[Any], RankAnswer]] = [
     (Confirm(2**40), STATE),
     (ClearExternalWrite([1, 2]), Done()),
     (Poll(), Progress(True)),
-    (Identify("memory://run", "/cache", 5, "digest", ["key"], {"endpoint": None, "deadline": 1.5}), Done()),
+    (Identify("memory://run", "/cache", 5, "digest", ["key"], {"endpoint": None, "deadline": 1.5}, 9), Done()),
     (Stage(PLAN, None, [1, 2], 7), Done()),
     (Repair(b"manifest", 7), Done()),
     (Scan([1, 2]), Done()),

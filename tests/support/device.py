@@ -39,6 +39,10 @@ class SimulatedDevice(Accelerator):
         self.free -= nbytes
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def release(self, memory: list[torch.Tensor]) -> None:
+        self.free += sum(block.nbytes for block in memory)
+        memory.clear()
+
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 

@@ -293,6 +293,7 @@ class Identify(BackgroundRequest[Identified], frozen=True):
 
     Attributes:
         info, trusted, store: see ``RunCache``.
+        device_staging_bytes: see ``Accelerator.staging_bytes``.
     """
 
     url: str
@@ -301,6 +302,7 @@ class Identify(BackgroundRequest[Identified], frozen=True):
     info: str | None = None
     trusted: list[str] = []
     store: dict[str, Any] | None = None
+    device_staging_bytes: int | None = None
 
 
 class Stage(BackgroundRequest[Staged], frozen=True):

@@ -103,6 +103,7 @@ class WeightIdentifier:
             info=self._history.run.info.digest,
             trusted=sorted(self._history.keyring.trusted),
             store=self._settings.store().model_dump(),
+            device_staging_bytes=self._settings.device_staging_bytes,
         )
         table = self._history.run.table
         try:

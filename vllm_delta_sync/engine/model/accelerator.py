@@ -5,6 +5,7 @@ allocated in a pause, and running out of memory can only fail a staging, which c
 """
 
 import threading
+from collections import deque
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,13 +16,20 @@ from vllm_delta_sync.engine.model.undo_writes import undo_writes
 WORKSPACE_BYTES = 32 << 20
 """Size of each transfer buffer: about 1 ms over PCIe 5, and 2.3 M changed elements of bf16."""
 LEAST_WORKSPACE_BYTES = 1 << 20
+RECENT_VERSIONS = 4
+"""Versions that show how much memory versions usually take."""
 
 
 class Accelerator:
-    """A device that torch supports as an accelerator; every method acts for the calling thread."""
+    """A device that torch supports as an accelerator; every method acts for the calling thread.
+
+    Attributes:
+        staging_bytes: the most memory in which batches wait for their commit; None: half of what is free.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.staging_bytes: int | None = None
 
     def set_device(self) -> None:
         """Make it the thread's current device."""
@@ -59,14 +67,24 @@ class Accelerator:
         """Return (nbytes,) uint8 on the device. Raises torch.OutOfMemoryError."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def release(self, memory: list[torch.Tensor]) -> None:
+        """Empty a list of what ``allocate`` returned, and return its memory to the device."""
+        memory.clear()
+        # Until then torch keeps it for the stream that it was allocated on.
+        torch.accelerator.empty_cache()
+
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
         """Return (nbytes,) uint8 in host memory that the device copies by itself."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def free_idle_memory(self) -> None:
-        """Return to the device what the workspace keeps for the next version."""
+    def free_idle_memory(self, keeps_usual: bool = False) -> None:
+        """Return to the device what the workspace keeps for the next version.
+
+        Args:
+            keeps_usual: as ``Workspace.free_idle_slabs``.
+        """
         if "workspace" in vars(self):
-            self.workspace.free_idle_slabs()
+            self.workspace.free_idle_slabs(keeps_usual)
 
     @cached_property
     def workspace(self) -> "Workspace":
@@ -80,6 +98,7 @@ class Workspace:
     Attributes:
         nbytes: size of each buffer; where the device has little memory left, smaller than ``WORKSPACE_BYTES``.
         lock: held while the buffers are used: a staging uploads on the background thread, a commit on the main thread.
+        slabs: number of pieces of that size that this rank has for uploaded batches, in use or idle.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -96,8 +115,10 @@ class Workspace:
                 self.nbytes //= 2
         self.on_host = accelerator.allocate_pinned(self.nbytes)
         self._scratch: torch.Tensor | None = None
-        self._slabs = 0
+        self.slabs = 0
         self._idle_slabs: list[torch.Tensor] = []
+        self._slab_lock = threading.Lock()
+        self._recent: deque[int] = deque(maxlen=RECENT_VERSIONS)
 
     def scratch(self, nbytes: int) -> torch.Tensor:
         """Return (nbytes,) uint8 on the device, the same at each call. Raises torch.OutOfMemoryError."""
@@ -106,22 +127,43 @@ class Workspace:
         return self._scratch
 
     def take_slab(self) -> "Slab | None":
-        """Return memory for one uploaded batch; None once slabs hold half of their own and the free memory together."""
-        if not self._idle_slabs:
-            own = self._slabs * self.nbytes
-            if own + self.nbytes > (own + self.accelerator.free_bytes()) // 2:
-                return None
-            try:
-                self._idle_slabs.append(self.accelerator.allocate(self.nbytes))
-            except torch.OutOfMemoryError:
-                return None
-            self._slabs += 1
-        return Slab(self._idle_slabs)
+        """Return memory for one uploaded batch; None once slabs have ``staging_bytes``, or half of their own and the
+        free memory together."""
+        with self._slab_lock:
+            if not self._idle_slabs:
+                own, wanted = self.slabs * self.nbytes, (self.slabs + 1) * self.nbytes
+                limit = self.accelerator.staging_bytes
+                if limit is not None and wanted > limit:
+                    return None
+                if wanted > (own + self.accelerator.free_bytes()) // 2:
+                    return None
+                try:
+                    self._idle_slabs.append(self.accelerator.allocate(self.nbytes))
+                except torch.OutOfMemoryError:
+                    return None
+                self.slabs += 1
+            return Slab(self._idle_slabs)
 
-    def free_idle_slabs(self) -> None:
-        """Return slabs that hold nothing to the device."""
-        self._slabs -= len(self._idle_slabs)
-        self._idle_slabs.clear()
+    def record_version(self, slabs: int) -> None:
+        """Record how many slabs a version has taken."""
+        self._recent.append(slabs)
+
+    def free_idle_slabs(self, keeps_usual: bool = False) -> None:
+        """Return slabs that hold nothing to the device.
+
+        Args:
+            keeps_usual: keep what usual versions need, which is what two of the last ones have taken, unless there is
+                more than twice of that. So a large version gives its memory back, and sizes that vary a little cause
+                no allocations.
+        """
+        with self._slab_lock:
+            usual = sorted(self._recent)[-2:][0] if keeps_usual and self._recent else 0
+            surplus = min(len(self._idle_slabs), self.slabs - usual)
+            if surplus <= 0 or (keeps_usual and self.slabs <= 2 * usual):
+                return
+            freed = [self._idle_slabs.pop() for _ in range(surplus)]
+            self.slabs -= surplus
+            self.accelerator.release(freed)
 
     def upload(self, nbytes: int, target: torch.Tensor) -> None:
         """Copy the first bytes of the host buffer to (≥ nbytes,) uint8 on the device, and wait. Needs ``lock``."""

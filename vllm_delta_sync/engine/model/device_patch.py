@@ -1,9 +1,9 @@
 """``DevicePatch`` is the part of a patch whose weights lie on a device: uploaded beside generation, applied in a pause.
 
-It is cut into batches that fit the workspace. Beside generation, as many batches are uploaded as half of the device's
-free memory holds, since the engine took the rest for its cache; during the commit, the others pass through the
-workspace one by one. A commit launches one kernel per batch, whatever the number of destinations, reads the sums of
-hashes once, and allocates nothing.
+It is cut into batches that fit the workspace. Beside generation, as many batches are uploaded as the setting
+``device_staging_bytes`` and half of the device's free memory hold, since the engine took the rest for its cache; during
+the commit, the others pass through the workspace one by one. A commit launches one kernel per batch, whatever the
+number of destinations, reads the sums of hashes once, and allocates nothing.
 
 What a kernel does: a negative pattern x of a float stands in the monotone order at x ^ largest, which in two's
 complement equals smallest − x − 1; distances are added there, modulo 2^width. The hash is that of docs/FORMAT.md.
@@ -183,7 +183,7 @@ class DevicePatch:
             self._commit = module.commit_triton
 
     def upload(self) -> None:
-        """Upload batches while half of the device's free memory lasts; the others are uploaded during the commit.
+        """Upload batches as long as ``take_slab`` has memory; the others are uploaded during the commit.
 
         Raises:
             BusyError: the engine is asleep. What is free then is not ours: waking up needs it.
@@ -261,6 +261,7 @@ def stage_on_device(patch: StagedPatch, routes: RouteMap) -> None:
     patches = [sparse for sparse in patch.sparse if is_on_device(routes.destinations[sparse.destination], routes)]
     patch.on_device = DevicePatch(patches, routes, accelerator.workspace)
     patch.on_device.upload()
+    accelerator.workspace.record_version(sum(batch.uploaded is not None for batch in patch.on_device.batches))
 
 
 def is_on_device(destination: Destination, routes: RouteMap) -> bool:

@@ -266,6 +266,8 @@ class RankWorker:
         """Trace routes, and fingerprint every tensor through them."""
         began = time.perf_counter()
         self.memory.check_awake()
+        if self.memory.accelerator is not None:
+            self.memory.accelerator.staging_bytes = request.device_staging_bytes
         folder = request.cache_dir
         cache = None if folder is None else ObjectCache(Path(folder), request.cache_bytes)
         runs = RunCache(request.trusted, request.store, cache)
@@ -447,6 +449,8 @@ class RankWorker:
         revert within the same pause needs. Returns ``describe``."""
         self.confirmed = True
         self._undo_log.confirm()
+        if self.memory.accelerator is not None:
+            self.memory.accelerator.free_idle_memory(keeps_usual=True)
         if self.version is not None:
             self._claimed = None
         self._undo_log.trim(undo_bytes)
