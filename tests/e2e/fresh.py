@@ -68,10 +68,15 @@ def _worker(engine: Any) -> Any:
 
 def load_again(engine: Any, checkpoint: str) -> Any:
     """A new model object, loaded from a checkpoint by vLLM's default loader."""
+    return load_with(engine.llm_engine.vllm_config, checkpoint)
+
+
+def load_with(vllm_config: Any, checkpoint: str) -> Any:
+    """As ``load_again``, with the configuration of an engine, which stays as it is."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
 
-    config = deepcopy(engine.llm_engine.vllm_config)
+    config = deepcopy(vllm_config)
     config.compilation_config.static_forward_context.clear()
     config.model_config.model = checkpoint
     with set_current_vllm_config(config):

@@ -76,7 +76,11 @@ BREAKS = {
 }
 
 
-CONSTRUCTORS = {"__init__", "__post_init__", "_init_executor"}
+CONSTRUCTORS = {"__init__", "__post_init__", "_init_executor", "load_lora_model", "create_lora_manager"}
+
+
+MODEL_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+"""V1, which vLLM uses where there is no Triton, and V2; the table names both as MODEL_RUNNERS."""
 
 
 TABLE = """
@@ -120,6 +124,8 @@ compat/caches.py | STALE
         Scheduler.hash_block_size; Scheduler.max_num_encoder_input_tokens;
         Scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
     vllm.v1.engine.core: EngineCore.request_block_hasher; EngineCore.reset_encoder_cache(self) only
+    vllm.v1.worker.gpu_worker: Worker.reset_encoder_cache
+    MODEL_RUNNERS: GPUModelRunner.reset_encoder_cache
     vllm.v1.request: Request.cache_salt; Request.block_hashes; Request._block_hasher; Request.num_computed_tokens;
         Request.update_block_hashes(self) only; Request.lora_request; Request.kv_transfer_params
     vllm.distributed.kv_transfer.kv_connector.v1.multi_connector: MultiConnector._connectors
@@ -202,6 +208,7 @@ compat/cpu_experts.py | CPU
         CPUUnquantizedExperts.process_weights_after_loading(layer)
 worker/rank_worker.py | CALLS
     vllm.v1.worker.gpu_worker: Worker.get_model
+    MODEL_RUNNERS: GPUModelRunner.get_model
     vllm.v1.worker.worker_base: WorkerBase.rank; WorkerBase.model_config
 compat/lora.py | ADAPTERS
     vllm.lora.request: LoRARequest(lora_name, lora_int_id, lora_path, load_inplace)
@@ -212,7 +219,9 @@ compat/lora.py | ADAPTERS
     vllm.lora.worker_manager: WorkerLoRAManager.create_lora_manager; WorkerLoRAManager.remove_all_adapters
     vllm.lora.model_manager: LoRAModelManager.modules; LoRAModelManager.packed_modules_mapping;
         LoRAModelManager.list_adapters(self) only
-    vllm.v1.worker.lora_model_runner_mixin: LoRAModelRunnerMixin.load_lora_model; LoRAModelRunnerMixin.reset_lora_state
+    MODEL_RUNNERS: GPUModelRunner.load_lora_model; GPUModelRunner.lora_manager; GPUModelRunner.add_lora(self,
+        lora_request) only; GPUModelRunner.remove_lora(self, lora_id) only; GPUModelRunner.list_loras;
+        GPUModelRunner.reset_lora_state
 compat/loaded_adapters.py | ADAPTERS
     vllm.lora.worker_manager: WorkerLoRAManager._load_adapter(self, lora_request) only
     vllm.lora.model_manager: LoRAModelManager.lora_index_to_id; LoRAModelManager._registered_adapters;
@@ -230,7 +239,7 @@ api/adapters.py | ADAPTERS
         model_name) only; OpenAIServingModels.static_lora_modules; OpenAIServingModels.engine_client
 compat/write_hooks.py | DOORS
     vllm.v1.worker.gpu_worker: Worker.WRITERS; Worker.sleep(level); Worker.wake_up(self, tags) only
-    vllm.v1.worker.gpu_model_runner: GPUModelRunner.reload_weights
+    MODEL_RUNNERS: GPUModelRunner.reload_weights
 api/weight_transfer.py | NATIVE
     vllm.config: VllmConfig.weight_transfer_config; WeightTransferConfig.backend
     vllm.exceptions: GracefulHTTPError(message, http_status)
@@ -276,7 +285,8 @@ def touches_of(table: str) -> Iterator[Touch]:
         if not line.startswith(" "):
             ours, breaks = line.split(" | ")
             continue
-        module, names = line.strip().split(": ", 1)
+        named, names = line.strip().split(": ", 1)
+        modules = MODEL_RUNNERS if named == "MODEL_RUNNERS" else [named]
         for entry in names.replace("APPLY_PARAMETERS", ", ".join(cpu_experts.APPLY_PARAMETERS)).split("; "):
             found = re.fullmatch(r"([\w.]+)(?:\((.*)\))?( only)?(?: since ([\d.]+))?", entry)
             assert found is not None, entry
@@ -284,7 +294,8 @@ def touches_of(table: str) -> Iterator[Touch]:
             for name in write_hooks.WRITE_METHODS if last == "WRITERS" else [last]:
                 where = f"{owner}.{name}" if owner else name
                 takes = tuple(found[2].split(", ")) if found[2] else ()
-                yield Touch(ours, module, where, BREAKS.get(breaks, breaks), takes, bool(found[3]), found[4] or "0")
+                for module in modules:
+                    yield Touch(ours, module, where, BREAKS.get(breaks, breaks), takes, bool(found[3]), found[4] or "0")
 
 
 TOUCHES = list(touches_of(TABLE))
