@@ -24,7 +24,7 @@ from vllm_delta_sync.engine.compat import write_hooks
 from vllm_delta_sync.engine.model import route_map as engine_routes
 from vllm_delta_sync.engine.model.device_patch import DevicePatch
 from vllm_delta_sync.engine.model.patch import SparsePatch
-from vllm_delta_sync.engine.model.route_map import Destination
+from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.protocol import Adapter, Identify, Outcome, Poll, Progress, RankFailure, Scan
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker, WorkerExtension
@@ -85,15 +85,18 @@ def test_touch_while_weights_are_proven(tmp_path: Path, monkeypatch: pytest.Monk
     """Tensors are hashed one after another: what is written behind the hashing must not count as proven."""
     world = World(tmp_path)
     world.follow(rescan_bytes=0)
-    warm_up = commits.compile_kernels
+    hash_routes = RouteMap.fingerprint_routes
+    hashed: list[Any] = []
 
-    def after_hashing(elements: Any) -> None:
-        world.model.norm.data.view(torch.int16)[0] ^= 1
-        world.port.ranks[0].note_external_write("update_weights")
-        monkeypatch.setattr(commits, "compile_kernels", warm_up)
-        warm_up(elements)
+    def write_behind(routes: RouteMap, tensors: Any) -> Any:
+        found = hash_routes(routes, tensors)
+        if not hashed:
+            world.model.norm.data.view(torch.int16)[0] ^= 1
+            world.port.ranks[0].note_external_write("update_weights")
+        hashed.append(tensors)
+        return found
 
-    monkeypatch.setattr(commits, "compile_kernels", after_hashing)
+    monkeypatch.setattr(RouteMap, "fingerprint_routes", write_behind)
     world.receiver.advance()
     world.train(1)
     expect_found(world)

@@ -74,7 +74,7 @@ def main() -> None:
             seed += 1
     destination = Destination("weight", torch.bfloat16, torch.arange(50, dtype=torch.int16))
     empty, routes = staged_on_device([], [destination])
-    device_patch.compile_kernels({DTYPES["BF16"], DTYPES["U8"]}, routes)
+    device_patch.compile_kernels({DTYPES["BF16"], DTYPES["U8"]}, routes, wide=False)
     assert torch.equal(destination.flat, torch.arange(50, dtype=torch.int16))
     assert apply_patch(empty, routes) == {}
     print("equal")

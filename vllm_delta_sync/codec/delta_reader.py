@@ -4,12 +4,13 @@ Both open the same readers of blocks, which first read and check their directori
 ``LazyDelta`` decodes planes as the tensors are reached, from compressed bytes that stay in their memory map.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from vllm_delta_sync.codec import packed, raw
+from vllm_delta_sync.codec.context import coder
 from vllm_delta_sync.codec.context.coder import ContextBlock
 from vllm_delta_sync.codec.delta_object import (
     FINGERPRINTS,
@@ -28,6 +29,7 @@ from vllm_delta_sync.codec.zstd import COMPRESSIONS, Compression
 from vllm_delta_sync.errors import ChainError, FormatError, TensorMismatchError, UnsupportedError
 from vllm_delta_sync.format.canonical_json import check_format_version, load_canonical
 from vllm_delta_sync.format.codecs import BASE_CODECS, CODECS, RELATIVE_CODECS, Codec
+from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.safetensors_file import Buffer, Container, aligned
 from vllm_delta_sync.format.table import TensorTable
@@ -67,6 +69,14 @@ def decode(data: Buffer, table: TensorTable, context: DeltaContext, old: BaseLoo
         carried += [int(tensor) for reader in (*changed, *full) for tensor in reader.directory.ids]
     changes.fingerprints = _declared_fingerprints(container, table, known, carried, metadata["codec"], what)
     return changes
+
+
+def compile_kernels(elements: Iterable[DType]) -> None:
+    """Compile the loops that decode objects of any codec, for these element types, so that no ``decode`` waits."""
+    chosen = list(elements)
+    packed.compile_decoder(chosen)
+    coder.compile_decoder(chosen)
+    raw.compile_decoder()
 
 
 def _open_readers(

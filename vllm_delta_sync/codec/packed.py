@@ -183,13 +183,14 @@ class BlockReader:
             FormatError, LimitError: a plane is damaged.
         """
         from vllm_delta_sync.codec import packed_kernels
+        from vllm_delta_sync.format.kernels import read_only
 
         rows, self.row = slice(self.row, last), last
         planes = self._planes = self._planes or self._open()
         directory, element = self.directory, self.block.element
         ids, counts = directory.ids[rows], directory.counts[rows]
         positions = self._positions(planes, Directory(ids, counts, directory.numels[rows]))
-        codes = aligned(planes.codes.take(_code_bytes(counts)))
+        codes = read_only(aligned(planes.codes.take(_code_bytes(counts))))
         smalls, wides, bad = packed_kernels.count_codes(codes, counts)
         if bad >= 0:
             raise FormatError(f"{self._what}: codes continue after the last element of {self._name(ids, bad)}")
@@ -198,7 +199,7 @@ class BlockReader:
             table[:, byte] = plane.take(wides)
         distances = np.empty(positions.size, element.uint)
         wide = table.reshape(-1).view(element.uint)
-        packed_kernels.decode_values(codes, counts, small, wide, distances)
+        packed_kernels.decode_values(codes, counts, read_only(small), wide, distances)
         if last == directory.ids.size:
             self._close(planes)
         return Sparse(element.name, ids, counts, positions, distances, relative=True)
@@ -213,9 +214,10 @@ class BlockReader:
 
     def _unmask(self, plane: Plane, directory: Directory, positions: np.ndarray) -> None:
         from vllm_delta_sync.codec import packed_kernels
+        from vllm_delta_sync.format.kernels import read_only
 
         counts, numels = directory.counts, directory.numels
-        bad = packed_kernels.decode_mask(plane.take(_mask_bytes(numels)), counts, numels, positions)
+        bad = packed_kernels.decode_mask(read_only(plane.take(_mask_bytes(numels))), counts, numels, positions)
         if bad >= 0:
             raise FormatError(
                 f"{self._what}: mask of {self._name(directory.ids, bad)} does not select {int(counts[bad])} of its "
@@ -224,13 +226,15 @@ class BlockReader:
 
     def _sum_gaps(self, planes: _Planes, low: Plane, directory: Directory, positions: np.ndarray) -> None:
         from vllm_delta_sync.codec import packed_kernels
+        from vllm_delta_sync.format.kernels import read_only
 
         counts, numels, shifts = directory.counts, directory.numels, gap_shifts(directory)
         gaps, least = planes.where.take(positions.size), low.take(_low_bytes(counts, shifts))
         escaped = int(np.count_nonzero(gaps == 255))
         escapes = planes.escapes[planes.used : planes.used + escaped]
         planes.used += escaped
-        bad = packed_kernels.decode_gaps(gaps, least, escapes, counts, shifts, numels, positions)
+        planes_read = map(read_only, (gaps, least, escapes))
+        bad = packed_kernels.decode_gaps(*planes_read, counts, shifts, numels, positions)
         if bad == counts.size:
             raise FormatError(f"{self._what}: escapes do not match the gaps")
         if bad >= 0:
@@ -269,16 +273,13 @@ class BlockReader:
         return planes
 
     def _escapes(self, total: int) -> np.ndarray:
-        """Return all escapes of the block, in the narrowest dtype that fits; most are far below 2^16."""
+        """Return all escapes of the block."""
         data, what = self._data("escapes")
         size = declared_size(data, self._compression, what)
         if size % 8 or size > 8 * total:
             raise FormatError(f"{what} have {size} bytes, expected 8 for each of at most {total} elements")
         planes = decompress(data, size, self._compression, what).reshape(8, size // 8)
-        used = max((byte + 1 for byte in range(8) if planes[byte].any()), default=1)
-        width = next(width for width in (1, 2, 4, 8) if width >= used)
-        narrow: np.ndarray = np.ascontiguousarray(planes[:width].T).reshape(-1).view(f"<u{width}")
-        return narrow
+        return np.ascontiguousarray(planes.T).reshape(-1).view("<u8")
 
     def _close(self, planes: _Planes) -> None:
         self._planes = None
@@ -286,6 +287,21 @@ class BlockReader:
             raise FormatError(f"{self._what}: escapes do not match the gaps")
         if any(plane.left for plane in (planes.small, *planes.wide)):
             raise FormatError(f"{self._what}: more small or wide distances than codes")
+
+
+def compile_decoder(elements: Iterable[DType]) -> None:
+    """Compile the loops of ``BlockReader``, for these element types, now."""
+    from vllm_delta_sync.codec import packed_kernels
+    from vllm_delta_sync.format.kernels import read_only
+
+    plane, numbers = read_only(np.empty(0, np.uint8)), np.empty(0, np.int64)
+    packed_kernels.frame_end(plane, 0)
+    packed_kernels.decode_gaps(plane, plane, read_only(np.empty(0, "<u8")), *[numbers] * 4)
+    packed_kernels.decode_mask(plane, *[numbers] * 3)
+    packed_kernels.count_codes(plane, numbers)
+    for element in elements:
+        bits = np.empty(0, element.uint)
+        packed_kernels.decode_values(plane, numbers, plane, bits, bits)
 
 
 def encode_full(blocks: BlockEntries, tensors: Sequence[Full], table: TensorTable, compression: Compression) -> None:

@@ -80,6 +80,13 @@ def _decode_group(container: Container, table: TensorTable, dtype: str, tensors:
     return Sparse(dtype, np.array(tensors, np.uint32), counts, joined, aligned(np.concatenate(data)), relative=False)
 
 
+def compile_decoder() -> None:
+    """Compile the loop of ``decode`` now."""
+    from vllm_delta_sync.format import kernels
+
+    kernels.first_not_ascending(*[np.empty(0, np.int64)] * 3)
+
+
 def entry_names(table: TensorTable, container: Container) -> set[str]:
     """Return exactly the entry names of the tensors that the container carries."""
     return {name + suffix for name in _carried(table, container) for suffix in (INDICES, VALUES)}

@@ -105,6 +105,7 @@ def declared_size(data: np.ndarray, compression: Compression, what: str, expecte
         FormatError: not one whole zstd frame that declares the expected size. LimitError: see ``decompress``.
     """
     from vllm_delta_sync.codec import packed_kernels
+    from vllm_delta_sync.format.kernels import read_only
 
     if compression == "none":
         if expected not in (None, data.size):
@@ -127,7 +128,7 @@ def declared_size(data: np.ndarray, compression: Compression, what: str, expecte
         _check_empty(data, what)
         return 0
     # A stream reader does not report bytes after its frame.
-    end = packed_kernels.frame_end(data, start)
+    end = packed_kernels.frame_end(read_only(data), start)
     if end < 0 or end + (4 if frame.has_checksum else 0) != data.size:
         raise FormatError(f"{what} is not one whole zstd frame")
     return size

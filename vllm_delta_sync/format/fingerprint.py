@@ -4,7 +4,7 @@ It is additive: an update costs O(changed elements), and tensors, shards and ran
 forged: it detects accidents and proves nothing about who wrote the bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_delta_sync.errors import FormatError, TensorMismatchError
+from vllm_delta_sync.format.dtypes import DType
 
 _MASK = (1 << 64) - 1
 _DOMAIN = b"vllm-delta-sync fingerprint v1\0"
@@ -56,7 +57,7 @@ def fingerprint_tensor(name: str, bits: npt.NDArray[np.unsignedinteger], start: 
     """
     from vllm_delta_sync.format import kernels
 
-    low, high = kernels.fingerprint_range(bits, np.int64(start), np.uint64(tensor_seed(name)))
+    low, high = kernels.fingerprint_range(kernels.read_only(bits), np.int64(start), np.uint64(tensor_seed(name)))
     return Fingerprint(int(low), int(high))
 
 
@@ -112,5 +113,14 @@ def fingerprint_change(
     """Return the fingerprint after minus before, where (n,) flat positions change from ``old`` to ``new`` bits."""
     from vllm_delta_sync.format import kernels
 
-    low, high = kernels.fingerprint_change(positions, old, new, np.uint64(tensor_seed(name)))
+    arrays = map(kernels.read_only, (positions, old, new))
+    low, high = kernels.fingerprint_change(*arrays, np.uint64(tensor_seed(name)))
     return Fingerprint(int(low), int(high))
+
+
+def compile_kernels(elements: Iterable[DType]) -> None:
+    """Compile the loops that hash tensors and changes of these element types now."""
+    for element in elements:
+        bits = np.empty(0, element.uint)
+        fingerprint_tensor("", bits)
+        fingerprint_change("", np.empty(0, np.int64), bits, bits)

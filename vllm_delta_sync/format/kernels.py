@@ -73,6 +73,17 @@ _compile = numba.njit(cache=_can_cache(), nogil=True)
 _inline = numba.njit(inline="always")
 
 
+def read_only(array):
+    """Return a view that cannot be written.
+
+    numba compiles a loop once for arrays that can be written and once for those that cannot. Arrays that a loop only
+    reads may be either, such as the bytes of an object and a decompressed part of them, so they are passed like this.
+    """
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 @_inline
 def _mix(x):
     x = (x ^ (x >> S32)) * PREMIX

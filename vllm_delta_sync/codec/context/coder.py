@@ -5,6 +5,7 @@ positions are gaps between its members and values are ULP distances, each with i
 ``@k.ids`` U32, ``@k.counts`` U64, ``@k.tables`` U8, ``@k.streams`` U8. docs/FORMAT.md specifies every byte.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
@@ -324,9 +325,10 @@ class ContextBlock:
                 ``decode_kernels.SLACK`` more.
         """
         from vllm_delta_sync.codec.context import decode_kernels as kernels
+        from vllm_delta_sync.format.kernels import read_only
 
         firsts, count = token_ranges()[0], into[0].size - kernels.SLACK
-        bits = _checked(base, spec, self._block.element)
+        bits = read_only(_checked(base, spec, self._block.element))
         wanted = select_tiles(grid, base.rectangles, spec.name, self._what)
         ends = self._ends[tile : tile + grid.tiles + 1]
         payload = np.zeros(int(ends[-1] - ends[0]) + kernels.PADDING, np.uint8)
@@ -360,3 +362,18 @@ class ContextBlock:
         raise FormatError(
             f"{self._what}: {spec.name!r}: {wrong}; it is damaged, or was made against other weights than these"
         )
+
+
+def compile_decoder(elements: Iterable[DType]) -> None:
+    """Compile the loops of ``ContextBlock``, for these element types, now."""
+    from vllm_delta_sync.codec.context import decode_kernels as kernels
+    from vllm_delta_sync.format.kernels import read_only
+
+    tables, grid = decoding(np.empty((0, TOKENS), np.uint16)), Grid(0, 0, 1, 1, 1)
+    for element in elements:
+        mine = np.empty(kernels.SLACK, np.int64), np.empty(kernels.SLACK, element.uint)
+        kernels.decode_span(
+            read_only(np.empty(0, element.uint)), grid.array(), Span(0, 0, 0, 0), dropped_bits(element),
+            np.empty(0, np.uint8), np.empty(0, np.bool_), np.empty(0, np.int64), np.zeros(kernels.PADDING, np.uint8),
+            tables, token_ranges()[0], *mine,
+        )  # fmt: skip

@@ -3,8 +3,9 @@
 With ``reverse`` it takes the patch back. A compiled loop does this in host memory, ``device_patch`` on a device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -84,15 +85,18 @@ def _apply_step(step: Step, patch: StagedPatch, routes: RouteMap, reverse: bool)
     return {}
 
 
-def compile_kernels(elements: set[DType]) -> None:
-    """Compile the loops for these element types now, so that no commit compiles while the engine is paused."""
+def compile_kernels(elements: Iterable[DType], wide: bool = False) -> None:
+    """Compile the loops for these element types now, so that no commit compiles while the engine is paused.
+
+    Args:
+        wide: whether a destination has ``NARROW_ELEMENTS`` or more.
+    """
     from vllm_delta_sync.format import kernels
 
-    for element in elements:
-        for index in (np.int32, np.int64):
-            types, nothing = (np.empty(0, index), np.empty(0, element.uint)), np.empty(0, np.int64)
-            addresses, sums = np.empty((0, 4), np.int64), np.empty((0, 2), np.uint64)
-            kernels.commit_each(addresses, nothing, *types, *order_masks(element), True, False, sums)
+    for element, index in product(elements, (np.int32, np.int64) if wide else (np.int32,)):
+        types, nothing = (np.empty(0, index), np.empty(0, element.uint)), np.empty(0, np.int64)
+        addresses, sums = np.empty((0, 4), np.int64), np.empty((0, 2), np.uint64)
+        kernels.commit_each(addresses, nothing, *types, *order_masks(element), True, False, sums)
 
 
 def _exchange_tensor(dense: DensePatch, routes: RouteMap) -> None:

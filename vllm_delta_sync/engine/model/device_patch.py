@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.engine.model.accelerator import Accelerator, Slab, Workspace
-from vllm_delta_sync.engine.model.patch import NARROW_ELEMENTS, Positions, SparsePatch, StagedPatch
+from vllm_delta_sync.engine.model.patch import Positions, SparsePatch, StagedPatch
 from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
 from vllm_delta_sync.engine.model.undo_writes import undo_writes
 from vllm_delta_sync.format.dtypes import DType
@@ -306,13 +306,16 @@ def _triton(accelerator: Accelerator) -> ModuleType | None:
     return commit_triton
 
 
-def compile_kernels(elements: set[DType], routes: RouteMap) -> None:
-    """Compile and load the kernels for these element types now, so that no commit does while the engine is paused."""
+def compile_kernels(elements: set[DType], routes: RouteMap, wide: bool) -> None:
+    """Compile and load the kernels for these element types now, so that no commit does while the engine is paused.
+
+    Args:
+        wide: whether a destination has ``NARROW_ELEMENTS`` or more.
+    """
     accelerator = routes.memory.accelerator
     module = None if accelerator is None else _triton(accelerator)
     if accelerator is None or module is None:
         return
-    wide = any(destination.flat.numel() >= NARROW_ELEMENTS for destination in routes.destinations)
     workspace = accelerator.workspace
     with workspace.lock:
         # All zeros is a batch with one block, whose segment is empty.

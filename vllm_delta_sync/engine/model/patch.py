@@ -235,3 +235,11 @@ def _merge(destination: int, holders: int, group: Sparse, parts: list[Piece]) ->
 def region_view(flat: torch.Tensor, region: Region) -> torch.Tensor:
     """Return the elements of a region of a flat (numel,) tensor, in the region's shape."""
     return flat.as_strided(region.sizes, region.strides, region.offset)
+
+
+def compile_routing() -> None:
+    """Compile the loop of ``route_changes`` now."""
+    from vllm_delta_sync.format import kernels
+
+    numbers, words = np.empty(0, np.int64), np.empty(0, np.uint64)
+    kernels.premix_positions(numbers, words, numbers, words)

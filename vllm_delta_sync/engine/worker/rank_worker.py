@@ -10,14 +10,14 @@ import their compiled loops late.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.codec.merge import warm_up
+from vllm_delta_sync.codec import delta_reader, merge
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit import apply
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
@@ -28,7 +28,7 @@ from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model import device_patch, host_patch
 from vllm_delta_sync.engine.model.load_record import load_record_of
 from vllm_delta_sync.engine.model.loader_trace import LoadableModel
-from vllm_delta_sync.engine.model.patch import StagedPatch
+from vllm_delta_sync.engine.model.patch import NARROW_ELEMENTS, StagedPatch, compile_routing
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.tied_tensors import TieRule
@@ -46,6 +46,8 @@ from vllm_delta_sync.errors import (
     FingerprintError,
     WeightsLostError,
 )
+from vllm_delta_sync.format import fingerprint
+from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
 
@@ -273,6 +275,10 @@ class RankWorker:
         runs = RunCache(request.trusted, request.store, cache)
         run = runs.open(request.url, request.info)
         self.prepare(run)
+        # One of each width: loops do not tell the others apart.
+        elements = {spec.element.uint: spec.element for spec in run.table}.values()
+        compiling = threading.Thread(target=_compile_loops, args=(elements,), name="delta-sync-compile", daemon=True)
+        compiling.start()
         claimed = self._claimed_version()
         load_time_bits = LoadTimeBits(self.model, self.folder, run, runs, self.routes)
         routes = trace_routes(self.model, run.table, load_time_bits, self.memory, self.tie_rule)
@@ -280,10 +286,11 @@ class RankWorker:
         self.external_writer = None
         traced = time.perf_counter()
         measured = routes.fingerprint_routes(range(len(run.table)))
-        elements = {spec.element for spec in run.table}
-        apply.compile_kernels(elements)
-        device_patch.compile_kernels(elements, routes)
-        warm_up(elements)
+        wide = any(destination.flat.numel() >= NARROW_ELEMENTS for destination in routes.destinations)
+        device_patch.compile_kernels({spec.element for spec in run.table}, routes, wide)
+        compiling.join()
+        if wide:
+            apply.compile_kernels(elements, wide)
         self.run, self.routes, self._runs = run, routes, runs
         self.version, self.fingerprints, self._staged = None, [], None
         self._undo_log.clear()
@@ -526,6 +533,22 @@ class RankWorker:
         if self.run is None or self.routes is None:
             raise EngineError("this rank has not traced its routes yet")
         return self.run, self.routes
+
+
+def _compile_loops(elements: Collection[DType]) -> None:
+    """Compile every loop that staging and commits of such elements use, or load it from numba's cache.
+
+    In a thread beside tracing and hashing. Otherwise the first version would wait for them, or a pause would.
+    """
+    try:
+        # First, because hashing waits for it.
+        fingerprint.compile_kernels(elements)
+        apply.compile_kernels(elements)
+        compile_routing()
+        delta_reader.compile_kernels(elements)
+        merge.warm_up(elements)
+    except Exception:  # whatever cannot be compiled raises again where it is used, which reports it
+        logger.exception("the loops for a run's versions could not be compiled in advance")
 
 
 def _staged_answer(patch: StagedPatch, ms: dict[str, float], rescanned: protocol.Scanned) -> protocol.Staged:

@@ -1,0 +1,60 @@
+"""Nothing is compiled once a server's weights are identified: no staging waits for the compiler, and no pause."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.compiled import IDENTIFY
+
+EXPECTED = (
+    "fingerprint_box",
+    "commit_each",
+    "merge_layers",
+    "decode_gaps",
+    "decode_mask",
+    "decode_values",
+    "decode_span",
+)
+
+
+def program(*arguments: str, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.compiled", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        pytest.param(["BF16"], id="bf16"),
+        pytest.param(["BF16", "F32"], id="bf16 and f32", marks=pytest.mark.slow),
+        pytest.param(["F8_E4M3", "BF16"], id="fp8", marks=pytest.mark.slow),
+        pytest.param(["I8", "F32"], id="int8", marks=pytest.mark.slow),
+        pytest.param(["F32", "I64"], id="f32 and int64", marks=pytest.mark.slow),
+    ],
+)
+def test_all_is_compiled_when_weights_are_identified(tmp_path: Path, dtypes: list[str]) -> None:
+    """Versions of every codec, several merged, tensors in full, anchors, rollbacks, a repair: on a machine that has
+    never compiled anything, and again with the compiler's cache."""
+    cache = tmp_path / "cache"
+    program("write", str(tmp_path), *dtypes)
+    compiled: list[set[Path]] = []
+    for _ in range(2):
+        program("follow", str(tmp_path), NUMBA_CACHE_DIR=str(cache))
+        steps = json.loads((tmp_path / "compiled.json").read_text())
+        loops = steps.pop(IDENTIFY)
+        assert all(any(f".{name}(" in loop for loop in loops) for name in EXPECTED)
+        assert len(steps) > 15
+        assert {name: found for name, found in steps.items() if found} == {}
+        compiled.append(set(cache.rglob("*.nbc")))
+    assert len(compiled[0]) > len(EXPECTED)
+    assert compiled[0] == compiled[1]
