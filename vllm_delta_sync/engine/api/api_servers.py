@@ -202,8 +202,11 @@ class LeaderElection:
         if self._stopping.is_set():
             os.close(self._lock)
             return
-        with suppress(RuntimeError):  # the loop is closed: this process is ending too
-            asyncio.run_coroutine_threadsafe(self._take_over(), loop)
+        take_over = self._take_over()
+        try:
+            asyncio.run_coroutine_threadsafe(take_over, loop)
+        except RuntimeError:  # the loop is closed: this process is ending too
+            take_over.close()
 
     async def _take_over(self) -> None:
         logger.warning("the API server leader has ended; process %d leads now", os.getpid())
