@@ -4,6 +4,7 @@ Fixtures that tests of several folders share are here too.
 """
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -108,6 +109,16 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """A test must not silence those that run after it in the same worker: they would fail, and not in every run."""
+    if logging.root.level != logging.WARNING or logging.root.manager.disable:
+        level = logging.getLevelName(logging.root.level)
+        logging.root.setLevel(logging.WARNING)
+        logging.disable(logging.NOTSET)
+        pytest.fail(f"this test left the root logger at level {level}, or logging disabled")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

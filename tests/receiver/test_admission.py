@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def built(kind: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
     """vLLM's own application with all routes that it may have, ours among them."""
+    # A package that this imports sets the level of the root logger and of its handlers to ERROR.
+    levels: list[tuple[Any, int]] = [(logging.root, logging.root.level)]
+    levels += [(handler, handler.level) for handler in logging.root.handlers]
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -62,6 +66,8 @@ def built(kind: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> FastA
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", str(checkpoint), *flags])
     model_config = EngineArgs(model=str(checkpoint), **fields).create_model_config()  # type: ignore[arg-type]
     app: FastAPI = build_app(arguments, tasks, model_config)  # type: ignore[arg-type]
+    for each, level in levels:
+        each.setLevel(level)
     return app
 
 
