@@ -102,7 +102,6 @@ class Client:
         self.cores = cores
         self.core_engines = [bytes([index]) for index in range(len(cores))]
         self.engine_core = self
-        self.renderer = self
         self.errored = False
         self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=RANKS))
 

@@ -19,7 +19,6 @@ from tests.support.modules import ModulePort
 from tests.support.services import WAIT, wait_until
 from tests.support.world import World
 from vllm_delta_sync import open_run
-from vllm_delta_sync.engine.core import ports
 from vllm_delta_sync.engine.core.engine_core import PauseWatchdog
 from vllm_delta_sync.engine.core.ports import ServerEnginePort
 from vllm_delta_sync.engine.follow.service import ReceiverService
@@ -89,7 +88,7 @@ class Site:
     def start(self) -> OneClient:
         """In the event loop: follow."""
         client = OneClient(Core(ModulePort(*self.world.models)))
-        settings = Settings(bucket=self.world.url, poll_seconds=0.01, receiver_id="server")
+        settings = Settings(bucket=self.world.url, poll_seconds=0.01, receiver_id="server", prefix_cache="keep")
         self.service = ReceiverService(ServerEnginePort(client, asyncio.get_running_loop(), settings), settings)
         self.service.start()
         return client
@@ -116,8 +115,7 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    # Both would load vLLM: what its engine core lacks, and how its loop is woken up when a lease runs out.
-    monkeypatch.setattr(ports, "missing_names", list)
+    # How its loop is woken up when a lease runs out would load vLLM.
     monkeypatch.setattr(PauseWatchdog, "_watch", lambda guard, lease: None)
     site = Site(tmp_path)
     handler = logging.Handler(logging.WARNING)
