@@ -185,6 +185,8 @@ async def pause(trial: Trial, mode: str, cache: str) -> dict[str, Any]:
         await trial.engine.reset_prefix_cache()
         seen["back fresh"] = await trial.ask(first, SHORT)
         await sync.to(version)
+        # A hold outlives the receiver, and the next one would stay here.
+        await sync.release()
     await sync.close()
     return seen
 
