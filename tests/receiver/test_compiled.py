@@ -33,28 +33,29 @@ def program(*arguments: str, **environment: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtypes",
+    ("dtypes", "new_machine"),
     [
-        pytest.param(["BF16"], id="bf16"),
-        pytest.param(["BF16", "F32"], id="bf16 and f32", marks=pytest.mark.slow),
-        pytest.param(["F8_E4M3", "BF16"], id="fp8", marks=pytest.mark.slow),
-        pytest.param(["I8", "F32"], id="int8", marks=pytest.mark.slow),
-        pytest.param(["F32", "I64"], id="f32 and int64", marks=pytest.mark.slow),
+        pytest.param(["BF16"], False, id="bf16, with the compiler's cache"),
+        pytest.param(["BF16"], True, id="bf16", marks=pytest.mark.slow),
+        pytest.param(["BF16", "F32"], True, id="bf16 and f32", marks=pytest.mark.slow),
+        pytest.param(["F8_E4M3", "BF16"], True, id="fp8", marks=pytest.mark.slow),
+        pytest.param(["I8", "F32"], True, id="int8", marks=pytest.mark.slow),
+        pytest.param(["F32", "I64"], True, id="f32 and int64", marks=pytest.mark.slow),
     ],
 )
-def test_all_is_compiled_when_weights_are_identified(tmp_path: Path, dtypes: list[str]) -> None:
+def test_all_is_compiled_when_weights_are_identified(tmp_path: Path, dtypes: list[str], new_machine: bool) -> None:
     """Versions of every codec, several merged, tensors in full, anchors, rollbacks, a repair: on a machine that has
     never compiled anything, and again with the compiler's cache."""
     cache = tmp_path / "cache"
     program("write", str(tmp_path), *dtypes)
     compiled: list[set[Path]] = []
-    for _ in range(2):
-        program("follow", str(tmp_path), NUMBA_CACHE_DIR=str(cache))
+    for _ in range(2 if new_machine else 1):
+        program("follow", str(tmp_path), **({"NUMBA_CACHE_DIR": str(cache)} if new_machine else {}))
         steps = json.loads((tmp_path / "compiled.json").read_text())
         loops = steps.pop(IDENTIFY)
         assert all(any(f".{name}(" in loop for loop in loops) for name in EXPECTED)
         assert len(steps) > 15
         assert {name: found for name, found in steps.items() if found} == {}
         compiled.append(set(cache.rglob("*.nbc")))
-    assert len(compiled[0]) > len(EXPECTED)
-    assert compiled[0] == compiled[1]
+    assert compiled[0] == compiled[-1]
+    assert len(compiled[0]) > len(EXPECTED) or not new_machine

@@ -9,9 +9,12 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.support.snapshot import differences
 from vllm_delta_sync.engine.entrypoints.plugin import AfterImport
 
+pytestmark = pytest.mark.xdist_group("plugin")
 CHANGED = [
     "vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory._registry",
     "vllm.model_executor.model_loader._LOAD_FORMAT_TO_MODEL_LOADER",
@@ -48,8 +51,15 @@ class Lacking(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Lacking())
 """
-
-
+LOOK = """
+import vllm.model_executor.model_loader as loaders
+from vllm_delta_sync.engine.names import LOAD_FORMAT
+print("entry", LOAD_FORMAT in loaders._LOAD_FORMAT_TO_MODEL_LOADER)
+try:
+    import vllm.distributed.weight_transfer
+except ModuleNotFoundError:
+    print("lacking")
+"""
 # What vLLM's own method does is not reached here: that it is called, and that nothing of ours is loaded for it.
 ENGINE_OF_ANOTHER = """
 from types import SimpleNamespace
@@ -65,24 +75,51 @@ assert "vllm_delta_sync.engine.core.engine_core" not in sys.modules
 """
 
 
-def run(*code: str) -> str:
+FORKS = """
+import os, sys, traceback
+# What vLLM needs and takes long to import; nothing of vLLM.
+import torch, transformers
+torch.set_num_threads(1)
+for code in sys.argv[1:]:
+    print("FORK", flush=True)
+    child = os.fork()
+    if child == 0:
+        try:
+            exec(code, {})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(1)
+"""
+"""Runs each of several programs in a process that has not imported vLLM."""
+
+
+def run(*programs: str) -> list[str]:
+    """What each of them printed."""
     done = subprocess.run(
-        [sys.executable, "-c", "".join(code)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", FORKS, *programs], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return done.stdout.split("FORK\n")[1:]
 
 
-def seen(*code: str) -> list[dict[str, Any]]:
+def seen(said: str) -> list[dict[str, Any]]:
     """What a process held each time that it was asked to tell."""
-    lines = [line for line in run(*code).splitlines() if line.startswith("SEEN ")]
+    lines = [line for line in said.splitlines() if line.startswith("SEEN ")]
     return [json.loads(line.removeprefix("SEEN ")) for line in lines]
 
 
-def test_all_that_changes_is_one_method_and_two_entries() -> None:
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    return run(IMPORT + TELL + REGISTER + TELL + ENGINE_OF_ANOTHER, REGISTER + IMPORT + TELL, LACKING + REGISTER + LOOK)
+
+
+def test_all_that_changes_is_one_method_and_two_entries(said: list[str]) -> None:
     """A process that is forked from one whose plugins are loaded loads none, so the order must not matter."""
-    plain, ours = seen(IMPORT, TELL, REGISTER, TELL, ENGINE_OF_ANOTHER)
-    [before] = seen(REGISTER, IMPORT, TELL)
+    (plain, ours), (before,) = seen(said[0]), seen(said[1])
     for changed in (ours, before):
         assert differences(plain["attributes"], changed["attributes"]) == CHANGED
         assert changed["threads"] == plain["threads"]
@@ -93,29 +130,18 @@ def test_all_that_changes_is_one_method_and_two_entries() -> None:
 
 def test_nothing_is_imported() -> None:
     before = "import sys, logging, json, importlib.abc, importlib.util\nbefore = set(sys.modules)"
-    said = run(before, REGISTER, "print('LOADED', *sorted(set(sys.modules) - before))")
+    program = before + REGISTER + "print('LOADED', *sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    said = done.stdout
     assert {name for name in said.split() if "." not in name} - set(sys.stdlib_module_names) == {
         "LOADED",
         "vllm_delta_sync",
     }
 
 
-def test_a_vllm_that_lacks_modules_is_left_alone() -> None:
+def test_a_vllm_that_lacks_modules_is_left_alone(said: list[str]) -> None:
     """The plugin raises nothing, and what this vLLM does have is changed all the same."""
-    said = run(
-        LACKING,
-        REGISTER,
-        """
-import vllm.model_executor.model_loader as loaders
-from vllm_delta_sync.engine.names import LOAD_FORMAT
-print("entry", LOAD_FORMAT in loaders._LOAD_FORMAT_TO_MODEL_LOADER)
-try:
-    import vllm.distributed.weight_transfer
-except ModuleNotFoundError:
-    print("lacking")
-""",
-    )
-    assert said.split() == ["entry", "True", "lacking"]
+    assert said[2].split() == ["entry", "True", "lacking"]
 
 
 def test_a_module_that_lacks_a_name_is_imported_all_the_same() -> None:
