@@ -27,7 +27,11 @@ from vllm_delta_sync.errors import EngineError
 from vllm_delta_sync.fleet.heartbeats import read_heartbeats
 from vllm_delta_sync.settings import Settings
 
-LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop, uvloop.new_event_loop]
+LOOPS = [
+    pytest.param(uvloop.new_event_loop, id="uvloop"),
+    pytest.param(asyncio.new_event_loop, id="asyncio", marks=pytest.mark.slow),
+]
+"""That of vLLM's servers, and of programs of one's own, one of which ``tests/e2e/test_doors.py`` ends too."""
 
 
 class EngineDeadError(Exception):
@@ -131,7 +135,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     assert [str(each.message) for each in warned if issubclass(each.category, RuntimeWarning)] == []
 
 
-@pytest.mark.parametrize("new_loop", LOOPS, ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("new_loop", LOOPS)
 @pytest.mark.parametrize("moment", ["", "describe", "stage", "delta_sync_pause", "commit"])
 @pytest.mark.parametrize("end", ["loop", "engine", "engine dies first"])
 def test_a_normal_stop_ends_without_a_warning(

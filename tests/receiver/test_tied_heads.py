@@ -1,7 +1,7 @@
 """vLLM ties an output head or not, depending on the checkpoint: a run is followed as a fresh load would use it, or a
 version is refused by name. With vLLM's own models, loaders and worker, without an engine.
 
-All cases run in one process of their own: ``python -m tests.receiver.test_tied_heads FOLDER``.
+Cases run in a process of their own: ``python -m tests.receiver.test_tied_heads FOLDER CASE...``.
 """
 
 import copy
@@ -10,8 +10,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -331,15 +333,20 @@ CASES: dict[str, Callable[[Path, Loader], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What came of each case."""
-    root = tmp_path_factory.mktemp("heads")
-    command = [sys.executable, "-m", "tests.receiver.test_tied_heads", str(root)]
-    done = subprocess.run(command, timeout=SECONDS, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads((root / "seen.json").read_text())
-    return found
+CASES["other_vocabulary"] = other_vocabulary
+QUICK = ("left_out", "both_in_base", "tied_again", "other_vocabulary")
+SLOW = tuple(name for name in CASES if name not in QUICK)
+
+
+@cache
+def outcomes(names: tuple[str, ...]) -> dict[str, Any]:
+    """What came of these cases."""
+    with tempfile.TemporaryDirectory() as root:
+        command = [sys.executable, "-m", "tests.receiver.test_tied_heads", root, *names]
+        done = subprocess.run(command, timeout=SECONDS, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found: dict[str, Any] = json.loads((Path(root) / "seen.json").read_text())
+        return found
 
 
 REFUSED = {
@@ -374,10 +381,10 @@ SEPARATE = (
 
 
 @pytest.mark.xdist_group("tied_heads")
-@pytest.mark.parametrize("case", CASES)
-def test_a_head_is_what_a_fresh_load_makes_of_it(seen: dict[str, Any], case: str) -> None:
+@pytest.mark.parametrize("case", [*QUICK[:-1], *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+def test_a_head_is_what_a_fresh_load_makes_of_it(case: str) -> None:
     """The models that are served and loaded afresh are compared bit for bit, with everything that can be reached."""
-    steps = seen[case]
+    steps = outcomes(QUICK if case in QUICK else SLOW)[case]
     assert isinstance(steps, list), steps
     served, refused = SERVED[case]
     assert [step["served"] for step in steps] == served
@@ -396,9 +403,10 @@ def test_a_head_is_what_a_fresh_load_makes_of_it(seen: dict[str, Any], case: str
 
 
 @pytest.mark.xdist_group("tied_heads")
-def test_another_vocabulary_is_named_with_both_shapes(seen: dict[str, Any]) -> None:
-    assert f"tensor {EMBEDDING!r} cannot be routed" in seen["other_vocabulary"]
-    assert "its shape is (310, 128) in the run, and (300, 128) in" in seen["other_vocabulary"]
+def test_another_vocabulary_is_named_with_both_shapes() -> None:
+    refusal = outcomes(QUICK)["other_vocabulary"]
+    assert f"tensor {EMBEDDING!r} cannot be routed" in refusal
+    assert "its shape is (310, 128) in the run, and (300, 128) in" in refusal
 
 
 @pytest.mark.parametrize(("runner", "inside"), [("generate", False), ("draft", True)])
@@ -413,19 +421,19 @@ def test_only_the_served_model_is_kept_untied(runner: str, inside: bool) -> None
         assert vars(other) == {"runner": runner}
 
 
-def main(root: Path) -> None:
+def main(root: Path, names: list[str]) -> None:
     vllm_side.prepare()
     loader = Loader(save_checkpoint(make_model("qwen3", seed=5), root / "tied"))
     # vLLM collects garbage at each load, and would look at all that was imported.
     gc.freeze()
     found = {}
-    for name, case in {**CASES, "other_vocabulary": other_vocabulary}.items():
+    for name in names:
         try:
-            found[name] = case(root / name, loader)
+            found[name] = CASES[name](root / name, loader)
         except Exception:  # noqa: BLE001  it is part of what was seen, and fails the test of that case only
             found[name] = traceback.format_exc()
     (root / "seen.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -41,6 +41,8 @@ os.close(group.open_lock())
 """,
 }
 """What makes a folder, in a process of its own."""
+SLOW = ("adapter", "API servers")
+"""These import the engine first."""
 REPORT = """
 import json, os, sys
 (folder / "left").write_bytes(b"x")
@@ -112,7 +114,7 @@ def test_a_folder_is_removed_with_its_block_and_with_its_process(tmp_path: Path,
         assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", OWNERS)
+@pytest.mark.parametrize("kind", ["temporary", "API servers", pytest.param("adapter", marks=pytest.mark.slow)])
 def test_what_a_killed_process_left_is_removed_and_what_others_use_is_not(
     short: Path, owners: list[Owner], kind: str
 ) -> None:
@@ -131,7 +133,7 @@ def test_what_a_killed_process_left_is_removed_and_what_others_use_is_not(
     assert not list(short.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["temporary", "API servers", pytest.param("adapter", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["temporary", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
 def test_a_process_of_another_container_counts_as_running(short: Path, owners: list[Owner], kind: str) -> None:
     """Its id is that of another process here, or of no process."""
     if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], check=False).returncode != 0:

@@ -72,6 +72,7 @@ def test_a_failure_is_printed_with_its_seed_and_repeats_exactly(folder: Path, tm
     assert falsified(repeated.stdout) == falsified(done.stdout) != []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_and_says_what_was_done(folder: Path, tmp_path: Path) -> None:
     (folder / "test_some.py").write_text(LONG)
     started, scratch = tmp_path / "started", tmp_path / "scratch"
