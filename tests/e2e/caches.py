@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {"enforce_eager": True, "max_model_len": 256, "max_num
 BLOCK = 32
 PROMPT = [3 + place % 40 for place in range(150)]
 CACHED = len(PROMPT) // BLOCK * BLOCK
+PROMPT_OF_IMAGES = "the quick brown fox"
 SHORT, LONG = 8, 230
 EXAMPLE_KV = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 OFFLOADING = {
@@ -45,7 +46,8 @@ def images(root: Path) -> dict[str, Any]:
     model = make_vision_model(seed=5)
     folders = [save_vision_model(model, root / "v0")]
     picture = Image.effect_mandelbrot((SIDE, SIDE), (-2.0, -1.5, 1.0, 1.5), 20).convert("RGB")
-    prompt = {"prompt": "the quick brown fox", "multi_modal_data": {"image": picture}}
+    picture.save(root / "picture.png")
+    prompt = {"prompt": PROMPT_OF_IMAGES, "multi_modal_data": {"image": picture}}
     seen: dict[str, Any] = {}
     with Publisher(model, bucket=str(root / "run"), base=folders[0]) as publisher:
         llm = make_llm(folders[0])
@@ -139,7 +141,7 @@ def draining(root: Path) -> dict[str, Any]:
     model = make_vision_model(seed=5)
     base = save_vision_model(model, root / "v0")
     pictures = [Image.effect_noise((SIDE, SIDE), 20.0 + number).convert("RGB") for number in range(6)]
-    prompts = [{"prompt": "the quick brown fox", "multi_modal_data": {"image": picture}} for picture in pictures]
+    prompts = [{"prompt": PROMPT_OF_IMAGES, "multi_modal_data": {"image": picture}} for picture in pictures]
     url = str(root / "run")
 
     async def run() -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """No answer comes from what older weights have computed: images, and keys and values that a KV connector keeps."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.e2e import warm
-from tests.e2e.caches import CACHED, SHORT
+from tests.e2e.caches import CACHED, PROMPT_OF_IMAGES, SHORT
+from tests.e2e.servers import delta_sync_serve, serving
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("offline"), pytest.mark.slow]
 
@@ -20,8 +22,15 @@ def see(root: Path, part: str, plugins: str = "delta_sync") -> dict[str, Any]:
     return seen
 
 
-def test_an_image_is_answered_from_the_version_served(tmp_path: Path) -> None:
-    seen = see(tmp_path, "images")
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with three versions of a model that sees, and what was answered."""
+    root = tmp_path_factory.mktemp("images")
+    return root, see(root, "images")
+
+
+def test_an_image_is_answered_from_the_version_served(images: tuple[Path, dict[str, Any]]) -> None:
+    seen = images[1]
     fresh = seen["fresh"]
     assert seen["v0"] == fresh[0]
     for before, setting in enumerate(("reset", "salt")):
@@ -30,6 +39,31 @@ def test_an_image_is_answered_from_the_version_served(tmp_path: Path) -> None:
         assert seen[f"{setting}, after"] == fresh[before + 1]
         assert seen[f"{setting}, back"] == fresh[before]
     assert fresh[0] != fresh[1] != fresh[2], "the versions do not differ enough to tell"
+
+
+@pytest.mark.parametrize("setting", ["reset", "salt"])
+def test_a_server_answers_an_image_from_the_version_served(setting: str, images: tuple[Path, dict[str, Any]]) -> None:
+    root, seen = images
+    picture = base64.b64encode((root / "picture.png").read_bytes()).decode()
+    content = [
+        {"type": "text", "text": PROMPT_OF_IMAGES},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},
+    ]
+    body = {"messages": [{"role": "user", "content": content}], "add_special_tokens": True, "temperature": 0}
+    body |= {"max_tokens": SHORT, "logprobs": True, "ignore_eos": True, "return_token_ids": True}
+    flags = ["--policy", "manual", "--prefix-cache", setting, "--chat-template", "{{ messages[0]['content'] }}"]
+    command = delta_sync_serve(root / "v0", "--bucket", str(root / "run"), *flags)
+    environment = {"DELTA_SYNC_STATE_DIR": str(root / f"state-{setting}")}
+    with serving(root / "v0", root / f"{setting}.log", command, environment) as server:
+        for version in (0, 1, 2, 1):
+            moved = server.post("/delta_sync/sync", {"version": version})
+            assert moved.json()["served"]["version"] == version, moved.text
+            for _ in range(2):
+                answer = server.post("/v1/chat/completions", body).json()
+                [choice] = answer["choices"]
+                assert [span["version"] for span in answer["delta_sync"]["spans"]] == [version]
+                assert choice["token_ids"] == seen["fresh"][version]["tokens"]
+                assert [each["logprob"] for each in choice["logprobs"]["content"]] == seen["fresh"][version]["logprobs"]
 
 
 @pytest.mark.parametrize("setting", ["salt", "reset"])

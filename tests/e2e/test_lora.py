@@ -207,15 +207,18 @@ def test_a_server_follows_two_adapters_beside_its_base(tmp_path: Path) -> None:
         assert ask(server, "math")[0] == math.fresh(server)
 
         # All sleep together, and go on together.
-        assert server.post("/sleep?level=1").status_code == 200
-        for adapter in (math, code):
-            adapter.publish()
-            eventually(partial(adapter.asleep, server), f"{adapter.name} is asleep")
-            assert adapter.status(server)["served"]["version"] == adapter.version - 1
-        assert server.post("/wake_up").status_code == 200
-        for adapter in (math, code):
-            adapter.wait_served(server)
-            assert ask(server, adapter.name)[0] == adapter.fresh(server)
+        for level in (1, 2):
+            assert server.post(f"/sleep?level={level}").status_code == 200
+            for adapter in (math, code):
+                adapter.publish()
+                eventually(partial(adapter.asleep, server), f"{adapter.name} is asleep")
+                assert adapter.status(server)["served"]["version"] == adapter.version - 1
+            assert server.post("/wake_up").status_code == 200
+            server.wait_served(world.version)
+            for adapter in (math, code):
+                adapter.wait_served(server)
+                assert ask(server, adapter.name)[0] == adapter.fresh(server)
+                assert adapter.order(server, "verify")["verdict"]
 
         # A related adapter, by deltas.
         math.publisher.close()
