@@ -56,7 +56,7 @@ class Plan:
         return 2 * self.seconds * self.blocks + 1
 
 
-PLANS = {"demo": Plan(10, 4, 16, 64), "0.3B": Plan(15, 2, 4, 64)}
+PLANS = {"demo": Plan(6, 4, 16, 64), "0.3B": Plan(10, 4, 4, 64)}
 QUICK = {"demo": Plan(3, 2, 8, 32)}
 
 
