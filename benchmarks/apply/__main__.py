@@ -35,8 +35,13 @@ from benchmarks.common.rows import Row, parse
 from benchmarks.common.tables import Place, grid, pivot
 
 BENCH = "apply"
-IN_PLACE = ("stage", "take back", "load_weights", "bare_scatter")
-"""What takes no memory beside what it is given, or that of the commit."""
+NO_MEMORY = ("stage", "take back", "load_weights", "load from file", "bare_scatter")
+"""What takes no memory beside what it is given, or that of the commit; or, from a file, that of the whole file."""
+LEFT_OUT = (
+    *("bare_scatter, prefetching", "bare_scatter into one array"),
+    "load_checkpoint_weight_patches, duplicates unchecked",
+)
+"""Rows of the results that the page leaves out, which has to stay short."""
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
@@ -46,9 +51,10 @@ def tables(rows: Sequence[Row]) -> list[str]:
     def place(unit: str) -> Callable[[Row], Place]:
         def of(item: Row) -> Place:
             known = item["unit"] == unit and item["metric"].endswith(kinds[unit]) and "TP" not in item["case"]
-            if unit == "MB" and item["metric"].startswith(IN_PLACE):
+            if unit == "MB" and item["metric"].startswith(NO_MEMORY):
                 return None
-            return (item["metric"].removesuffix(kinds[unit]), item["case"]) if known else None
+            line = item["metric"].removesuffix(kinds[unit])
+            return (line, item["case"]) if known and line not in LEFT_OUT else None
 
         return of
 

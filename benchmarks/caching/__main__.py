@@ -28,7 +28,7 @@ from tqdm import tqdm
 from benchmarks.common.estimate import estimate
 from benchmarks.common.processes import cores
 from benchmarks.common.rows import Row, parser, row, start, write
-from benchmarks.common.tables import grid
+from benchmarks.common.tables import Place, pivot
 from benchmarks.serving.__main__ import PATIENCE_SECONDS, clients, make_run, server, take
 from benchmarks.serving.figures import Arrivals, Phase
 from benchmarks.serving.run import SIZES, Size
@@ -133,9 +133,14 @@ def figures(size: str, setting: str, arrivals: Arrivals, stretches: Sequence[Str
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
-    """One table: a line for each size and setting."""
-    columns = ["speed", "speed without versions", "hits", "hits without versions", "/ no_versions", "±"]
-    return grid("512 tokens, a version per second", rows, [*columns, "/ reset", "/ keep"])
+    """One table: a line for each size; of each setting, what it leaves of the speed, and what was found."""
+
+    def place(item: Row) -> Place:
+        size, _, setting = item["case"].partition(", ")
+        name = f"/ {item['peer']}" if "peer" in item else item["metric"]
+        return (size, f"{setting}: {name} [{item['unit']}]") if name in ("/ no_versions", "±", "hits") else None
+
+    return pivot("a version per second", rows, place)
 
 
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
