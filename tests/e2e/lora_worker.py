@@ -436,16 +436,17 @@ class Trial:
 
         rank = self.llm.worker.delta_sync_adapters[self.adapter.name]
         verdicts: list[Any] = []
+        turns = 0
 
         def compare() -> None:
-            while len(verdicts) < CHECKS:
+            while min(len(verdicts), turns) < CHECKS:
                 with rank.memory.background_thread():
                     found = rank.scan(list(range(len(rank.run.table))))
                 sums = {tensor: sum(parts, Fingerprint()) for tensor, parts in found.measured.items()}
                 verdicts.append(sums == found.expected)
 
         requests = [self.sync.lora_request, *(self.llm.request(self.other.save()) for _ in range(others))]
-        reader, turns = threading.Thread(target=compare), 0
+        reader = threading.Thread(target=compare)
         reader.start()
         while reader.is_alive():
             self.llm.activate(requests[turns % len(requests)])

@@ -95,8 +95,8 @@ def test_what_vllm_drops_and_loads_again_is_no_change(seen: dict[str, Any]) -> N
     for case, found in seen["unchanged"].items():
         assert found == {"verdicts": [True, True], "to": ["", ""], "right": True}, case
     for found in seen["swapped"].values():
-        assert found["verdicts"] == [True] * CHECKS
-        assert found["turns"] > CHECKS
+        assert set(found["verdicts"]) == {True}
+        assert min(len(found["verdicts"]), found["turns"]) >= CHECKS
         assert found["right"]
 
 
