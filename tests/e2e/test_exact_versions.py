@@ -61,7 +61,7 @@ def test_every_route_waits_for_its_version_and_names_it(follower: Follower) -> N
         for path, future in waiting.items():
             answer = future.result()
             if answer.status_code == 503:
-                # As a client does that is told to ask again.
+                # As a client does after an answer that asks it to retry.
                 answer = server.post(path, routes[path], headers=wanted)
             assert (path, answer.status_code, answer.headers[EXACT]) == (path, 200, str(version + 1)), answer.text
     assert admissions(server)["served"] >= counted["served"] + len(routes)

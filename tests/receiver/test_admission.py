@@ -108,7 +108,7 @@ def test_every_task_but_that_of_a_server_without_an_engine_is_followed() -> None
 
 
 class Tracker:
-    """Admits every version, and objects if it is told to.
+    """Admits every version, or raises the error that it was given.
 
     Attributes:
         request: the last that it admitted.

@@ -214,7 +214,7 @@ def test_weights_that_are_no_known_version_share_nothing_with_another_engine() -
 
 @pytest.mark.parametrize("setting", ["reset", "keep"])
 def test_without_salt_hashes_are_those_of_vllm(setting: str) -> None:
-    """Whoever routes by them, or reads KV events, knows them."""
+    """Routers and readers of KV events rely on vLLM's own hashes."""
     engine, plain = Engine(setting), get_request_block_hasher(BLOCK, sha256)
     engine.commit(1)
     ours = engine.add(PROMPT, salt="mine")

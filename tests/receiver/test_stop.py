@@ -104,7 +104,7 @@ class Site:
                 await asyncio.sleep(0.005)
 
     def expect_ended(self) -> None:
-        """All threads end, the fleet learns of it, requests are refused, and nobody is warned."""
+        """All threads end, the fleet learns of it, requests are refused, and no warning is logged."""
         service = self.service
         assert service is not None
         service.join(WAIT)

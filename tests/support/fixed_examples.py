@@ -1,6 +1,6 @@
 """``fix_examples`` makes what a test draws depend on it and the seed alone, not on what was imported or ran before.
 
-``tests/tools/test_fixed_examples.py`` shows it, and fails if a release of Hypothesis no longer does as it is told here.
+``tests/tools/test_fixed_examples.py`` shows it, and fails if a release of Hypothesis ignores this.
 """
 
 import random

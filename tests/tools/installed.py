@@ -1,7 +1,7 @@
 """What a plain ``vllm serve`` is like where this package is installed: run as ``python -m tests.tools.installed``.
 
 Starts two servers of a small model one after the other, with nothing of ours set: one as vLLM starts it, and one that
-is told by ``VLLM_PLUGINS`` to load all plugins but ours. Says which attributes of vLLM's modules and classes differ
+loads all plugins but ours (``VLLM_PLUGINS``). Says which attributes of vLLM's modules and classes differ
 between their processes, and what each takes to start and in memory. ``tests/e2e/test_installed.py`` checks it.
 """
 
