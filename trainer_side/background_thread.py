@@ -4,7 +4,9 @@
 raises in the middle of one leaves its lock held or released twice. Here the main thread makes one C call at a time.
 """
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -28,12 +30,17 @@ class BackgroundJob:
     def done(self) -> bool:
         return self._done
 
-    def join(self) -> None:
-        """Wait until the call has returned or failed."""
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the call has returned or failed; return whether it has, within ``timeout`` seconds if given."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
         while not self._done:
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
             # An interrupted waiter may keep the lock, so other waiters also poll.
-            if self._gate.acquire(timeout=_POLL_SECONDS):
+            if self._gate.acquire(timeout=min(left, _POLL_SECONDS)):
                 self._gate.release()
+        return True
 
     def __enter__(self) -> None:
         return None

@@ -121,6 +121,7 @@ class Committer:
         self.current = opened.current
         self.stopped: DeltaSyncError | None = None
         self.suspect = False
+        self._closed = False
         self._encoder = Encoder(self.baseline, weights.table, options, opened.writer.bandwidth, group.size)
         self._gate = None if options.gate is None else UpdateGate(options.gate, self.baseline)
         self._budget = None if options.budget is None else BudgetSelection(options.budget, self.baseline)
@@ -205,9 +206,10 @@ class Committer:
         self._run_on_rank0("rebase", lambda: self._rebase(version))
 
     def close(self) -> None:
-        """Release the rebase tag and write HEAD for the last time."""
-        if not self._group.is_rank0:
+        """Release the rebase tag and write HEAD for the last time. May be called twice."""
+        if not self._group.is_rank0 or self._closed:
             return
+        self._closed = True
         self._rebase_tag.release()
         self.writer.finalize_head()
 

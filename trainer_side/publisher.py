@@ -32,11 +32,12 @@ from trainer_side.options import (
 from trainer_side.result import PublishResult, Stopwatch
 from trainer_side.run_files import check_folder, collect_files
 from trainer_side.run_weights import RunWeights, WholeWeights
-from trainer_side.session import PublishSession, agreed_options, ranks_of
+from trainer_side.session import OnVersion, PublishSession, agreed_options, ranks_of
+from trainer_side.status import PublisherStatus
 from trainer_side.takeover import open_or_begin
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.codec.zstd import Compression
-from vllm_delta_sync.errors import DeltaSyncError, UsageError
+from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.notice.publisher import NoticePublisher, open_notices
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.head import HEAD_SECONDS
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from vllm_delta_sync.format.documents import Tag
 
 logger = guarded_logger(__name__)
+
+CLOSE_SECONDS = 600.0
+"""How long ``close`` tries to publish the last weights: longer than most outages of a store."""
 
 
 class Publisher:
@@ -95,6 +99,7 @@ class Publisher:
         diff_threads: int | None = None,
         receiver_bytes_per_second: float | None = None,
         first_step: int = 0,
+        on_version: OnVersion | None = None,
     ) -> None:
         """Begin a run with the current weights as version 0, or take over the run at the URL.
 
@@ -147,6 +152,9 @@ class Publisher:
             diff_threads: threads that compare large tensors on the host; None means torch's number of threads.
             receiver_bytes_per_second: receivers' download speed (codec ``auto``); None means the measured upload speed.
             first_step: optimizer step that version 0 of a new run records.
+            on_version: called with the result of each version once it is durable or has failed (``result.failed``), in
+                the background thread. Keep it short, because the next version waits for it; of this publisher it may
+                only call ``status``. An exception of it is logged.
 
         Raises:
             UsageError: an argument is invalid. SettingsError: a key file or another setting cannot be used.
@@ -172,6 +180,7 @@ class Publisher:
 
         self._lock = threading.Lock()
         self._closed = False
+        self._handled = id(sys.exc_info()[1])
         with ExitStack() as undo:
             ranks = self._ranks = ranks_of(model)
             undo.callback(ranks.close)
@@ -219,7 +228,7 @@ class Publisher:
             self._began = opened.began
             self._background.call(self._committer.begin)
             self._session = PublishSession(
-                weights, options, self._committer, self._detector, self._background, ranks.caller
+                weights, options, self._committer, self._detector, self._background, ranks.caller, on_version
             )
             if self._notice is not None:
                 opened.writer.use_notice(self._notice)
@@ -248,6 +257,10 @@ class Publisher:
         """Number of the newest durable version."""
         return self._committer.newest.version
 
+    def status(self) -> PublisherStatus:
+        """Return how publishing goes, see ``PublisherStatus``; waits for nothing."""
+        return self._session.record.status()
+
     def publish(
         self,
         step: int,
@@ -256,8 +269,12 @@ class Publisher:
         sidecars: Mapping[str, SidecarData] | None = None,
         skip_unchanged: bool = False,
         exact: bool = False,
+        timeout: float | None = None,
     ) -> PublishResult:
         """Publish the current weights as the next version.
+
+        Without ``wait`` it never waits for the store: what needs the store is done in the background, and a call
+        meanwhile is skipped.
 
         Args:
             step: optimizer step, at least 0; it may repeat or decrease.
@@ -273,13 +290,15 @@ class Publisher:
             exact: send all changes, also those that the ``budget`` held back; waits like ``wait``, and ignores
                 ``every``. Elements of tensors that ``weights`` lacks stay held back. Without a budget it changes
                 nothing: every version is exact.
+            timeout: maximum seconds to ``wait``; None means no limit.
 
         Returns:
             The result, after the comparison; reading some of its fields waits for the background thread.
 
         Raises:
             PublishError: the previous version could not be made durable (GateError: the gate refused it), or the
-                weights changed in a way that cannot be compared; this call did nothing.
+                comparison failed, for example for lack of memory; this call did nothing, and the next one makes up for
+                it. PublishTimeoutError: ``timeout`` has passed.
             ConflictError: another writer has taken over the run; every later call raises it too.
             TensorMismatchError: a tensor is unknown, or has another shape or dtype; nothing is published.
             ModelError: a tensor cannot be read. UsageError: the publisher is closed, step is invalid, or a sidecar is
@@ -291,7 +310,7 @@ class Publisher:
         try:
             with self._lock:
                 self._check_open()
-                return self._session.publish(step, wait, pairs, watch, sidecars, skip_unchanged, exact)
+                return self._session.publish(step, wait, pairs, watch, sidecars, skip_unchanged, exact, timeout)
         except (KeyboardInterrupt, SystemExit):
             interrupted = True
             raise
@@ -301,17 +320,30 @@ class Publisher:
                 for _ in pairs:
                     pass
 
-    def flush(self) -> None:
+    def flush(self, timeout: float | None = None) -> None:
         """Wait until everything published is durable.
+
+        Calls that were skipped are not made up for; ``finish`` and ``close`` do that.
 
         Raises:
             PublishError, ConflictError: a version could not be made durable.
+            PublishTimeoutError: that is not known after ``timeout`` seconds; it goes on in the background.
         """
         with self._lock:
             self._check_open()
-            self._session.wait_durable()
+            self._session.wait_durable(timeout)
 
-    def rebase(self, version: int) -> None:
+    def finish(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Leave the run at the weights of the last ``publish``, as ``close`` does, and stay open.
+
+        Raises:
+            PublishError, GateError, ConflictError: as ``close``.
+        """
+        with self._lock:
+            self._check_open()
+            self._session.publish_last(timeout)
+
+    def rebase(self, version: int, timeout: float | None = None) -> None:
         """Build the next version on an older one instead of the newest; version numbers continue.
 
         Waits until everything published is durable, and reads the version back from the bucket. Until the next
@@ -325,9 +357,9 @@ class Publisher:
         with self._lock:
             self._check_open()
             number = self._session.check_same_arguments("version", lambda: check_version(version))
-            self._session.call(lambda: self._committer.rebase(number))
+            self._session.call(lambda: self._committer.rebase(number), timeout)
 
-    def rescan(self) -> list[str]:
+    def rescan(self, timeout: float | None = None) -> list[str]:
         """Compare the whole baseline in memory with what was published, and repair differences from the bucket.
 
         Waits until everything published is durable.
@@ -340,9 +372,9 @@ class Publisher:
         """
         with self._lock:
             self._check_open()
-            return self._session.call(self._committer.rescan)
+            return self._session.call(self._committer.rescan, timeout)
 
-    def anchor(self) -> int:
+    def anchor(self, timeout: float | None = None) -> int:
         """Write a standalone anchor from memory: it helps readers, and replaces what the bucket has lost.
 
         Waits until everything published and the anchor are durable.
@@ -355,14 +387,17 @@ class Publisher:
         """
         with self._lock:
             self._check_open()
-            return self._session.call(self._committer.write_anchor)
+            return self._session.call(self._committer.write_anchor, timeout)
 
-    def tag(self, name: str, version: int | None = None, milestone: bool = False) -> "Tag":
+    def tag(
+        self, name: str, version: int | None = None, milestone: bool = False, timeout: float | None = None
+    ) -> "Tag":
         """Give a version a name; retention keeps it. An existing tag of that name is moved.
 
         Args:
             version: None for the newest, once everything published is durable.
             milestone: write an anchor of the version, in the background.
+            timeout: maximum seconds until everything published is durable; None means no limit.
 
         Raises:
             NotFoundError: there is no such version. UsageError: the name is not valid for a tag.
@@ -377,7 +412,7 @@ class Publisher:
         with self._lock:
             self._check_open()
             self._session.check_same_arguments("tag", checked_arguments)
-            self._session.wait_durable()
+            self._session.wait_durable(timeout)
             number = self.version if version is None else check_version(version)
             run = self._committer.run
             text: str = self._ranks.caller.from_rank0(
@@ -393,7 +428,8 @@ class Publisher:
         Other threads may publish meanwhile.
 
         Args:
-            version: None for the newest, once everything published is durable. timeout: seconds, counted from then.
+            version: None for the newest, once everything published is durable.
+            timeout: maximum seconds until everything published is durable, and again until it is served.
 
         Returns:
             All servers at that moment, including those that have ended.
@@ -407,7 +443,7 @@ class Publisher:
         with self._lock:
             self._check_open()
             if version is None:
-                self._session.wait_durable()
+                self._session.wait_durable(timeout)
             wanted = self.version if version is None else check_version(version)
             run = self._committer.run
         return Fleet(run).wait(wanted, replicas, timeout)
@@ -420,16 +456,29 @@ class Publisher:
             self._check_open()
             return read_file(self._committer.run, name)
 
-    def close(self) -> None:
-        """Flush, then release threads, sockets and connections. May be called twice.
+    def close(self, timeout: float = CLOSE_SECONDS, *, finish: bool | None = None) -> None:
+        """Leave the run at the weights of the last ``publish``, and release everything. May be called twice.
 
-        If a ``budget`` held back part of the last version, the weights that the model has now are published first, as
-        an exact version with the step of the last one; not so while an exception is handled, and not if this publisher
-        gets its weights with each call.
+        If the last call was skipped or its version failed, or a ``budget`` held back part of it, the weights that the
+        model has now are published as an exact version with the step of that call. While the store fails, this is tried
+        again.
+
+        Without ``finish`` nothing new is published: the version under way is finished, and errors are logged. This is
+        how a ``with`` block closes if it ends by an exception, which may have come in the middle of a step.
+
+        Args:
+            timeout: maximum seconds until the last weights are durable. Threads end after that, once the request to the
+                store that is under way has ended.
+            finish: None means yes, unless an exception is being handled. Ranks that publish together close together,
+                and give the same.
 
         Raises:
-            PublishError, ConflictError: as ``flush``; everything is released in any case.
+            PublishError: the last weights are not durable after ``timeout``, or cannot be published; the message names
+                their step and the last durable version. ConflictError: another publisher has taken over the run.
+                GateError: the gate refuses them. Everything is released in any case.
         """
+        if finish is None:
+            finish = sys.exc_info()[1] is None or id(sys.exc_info()[1]) == self._handled
         with self._lock:
             if self._closed:
                 return
@@ -445,9 +494,17 @@ class Publisher:
                     last.callback(self._maintenance.close)
                 last.callback(self._detector.close)
                 last.callback(self._background.close)
-                self._session.finish()
-                if sys.exc_info()[1] is None:  # otherwise training may have stopped in the middle of a step
-                    self._session.publish_held_back()
+                if finish:
+                    self._session.publish_last(timeout)
+                    # All ranks wait until rank 0 is done: a collective call of training that follows has a timeout.
+                    self._ranks.caller.from_rank0("closed", self._close_on_rank0)
+                else:
+                    self._session.finish_under_way(timeout)
+
+    def _close_on_rank0(self) -> None:
+        if self._maintenance is not None:
+            self._maintenance.close()
+        self._committer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -456,11 +513,11 @@ class Publisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.close()
+            self.close(finish=True)
             return
         try:
-            self.close()
-        except DeltaSyncError as failure:
+            self.close(finish=False)
+        except Exception as failure:  # noqa: BLE001 - whatever it is, it must not replace the exception of the block
             logger.error("closing the publisher after %s: %s", type(error).__name__, failure)
 
     def _check_open(self) -> None:

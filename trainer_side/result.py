@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, Self
 
 from trainer_side.background_thread import BackgroundJob
-from vllm_delta_sync.errors import DeltaSyncError, PublishError
+from vllm_delta_sync.errors import DeltaSyncError, PublishError, PublishTimeoutError
 from vllm_delta_sync.format.manifest import HeldBack
 
 Kind = Literal["delta", "skipped"]
@@ -47,13 +47,14 @@ class PublishProgress(BackgroundJob):
             pass
         return progress
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         """Wait until the version is durable or has failed.
 
         Raises:
-            PublishError, ConflictError: it failed.
+            PublishError, ConflictError: it failed. PublishTimeoutError: ``timeout`` seconds have passed.
         """
-        self.join()
+        if not self.join(timeout):
+            raise PublishTimeoutError(f"the version is not durable within {timeout:g} s; it goes on in the background")
         failure = self.failure
         if failure is not None:
             self.error_raised = True
@@ -62,11 +63,16 @@ class PublishProgress(BackgroundJob):
     @property
     def failure(self) -> DeltaSyncError | None:
         """What ``wait`` raises, once done."""
-        if self.error is None or isinstance(self.error, DeltaSyncError):
-            return self.error
-        failure = PublishError(f"publishing failed unexpectedly: {self.error!r}; the baseline was reverted")
-        failure.__cause__ = self.error
-        return failure
+        return None if self.error is None else as_publish_error(self.error)
+
+
+def as_publish_error(error: BaseException) -> DeltaSyncError:
+    """Return an error of the background thread as callers get it."""
+    if isinstance(error, DeltaSyncError):
+        return error
+    failure = PublishError(f"publishing failed unexpectedly: {error!r}; the baseline was reverted")
+    failure.__cause__ = error
+    return failure
 
 
 class Seconds(Mapping[str, float]):
@@ -135,6 +141,15 @@ class PublishResult:
     def failed(self) -> bool:
         """Whether the version is known to have failed; the next ``publish`` or ``flush`` raises the reason."""
         return self._progress.done and self._progress.error is not None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the version is durable; returns at once if the call was skipped.
+
+        Raises:
+            PublishError, ConflictError: it could not be made durable.
+            PublishTimeoutError: ``timeout`` seconds have passed; the version goes on in the background.
+        """
+        self._progress.wait(timeout)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of this publish for loggers, by name; waits until the version is durable, see ``done``.

@@ -1,23 +1,34 @@
 """``PublishSession``: compare, hand over to the background thread, wait. ``agreed_options``: of all ranks."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import distributed
 
-from trainer_side.background_thread import BackgroundThread
+from trainer_side.background_thread import BackgroundJob, BackgroundThread
 from trainer_side.committer import Committer
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.model.sources import ModelLike
 from trainer_side.options import Options, SidecarData, check_step, checked_sidecars
-from trainer_side.ranks.group import Json, ProcessGroup, RankGroups, check_same
-from trainer_side.result import PublishProgress, PublishResult, Stopwatch
+from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, RankGroups, check_same
+from trainer_side.result import PublishProgress, PublishResult, Stopwatch, as_publish_error
 from trainer_side.run_weights import RunWeights
-from vllm_delta_sync.errors import DeltaSyncError, PublishError, UsageError
+from trainer_side.status import Deadline, PublishRecord
+from trainer_side.writer import UncertainError
+from vllm_delta_sync.errors import (
+    DeltaSyncError,
+    GateError,
+    PublishError,
+    PublishTimeoutError,
+    StoreError,
+    UsageError,
+)
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust import Keyring
 
@@ -25,11 +36,49 @@ logger = guarded_logger(__name__)
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Sidecars = Mapping[str, SidecarData] | None
+OnVersion = Callable[[PublishResult], None]
 _Value = TypeVar("_Value")
+_Job = TypeVar("_Job", bound=BackgroundJob)
+
+
+class HandedWeights:
+    """Weights that come with a call. ``error``: what the caller's iterator raised."""
+
+    def __init__(self, pairs: Weights) -> None:
+        self._pairs = pairs
+        self.error: Exception | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            yield from self._pairs
+        except Exception as error:
+            self.error = error
+            raise
+
+
+@dataclass(frozen=True)
+class LastCall:
+    """The last call of ``publish``.
+
+    Attributes:
+        handed: whether its weights came with the call.
+        progress: of the version it published; None while it has not published one.
+    """
+
+    step: int
+    handed: bool
+    progress: PublishProgress | None = None
+
+    @property
+    def published(self) -> bool:
+        """Whether the run has its weights. Ask once nothing is under way."""
+        return self.progress is not None and self.progress.done and self.progress.error is None
 
 
 class PublishSession:
     """Publishes one version after another, on the caller's side. One caller at a time.
+
+    The caller never waits for the store unless it asks to: all that needs the store is submitted to ``background``.
 
     Every rank of a group calls each method at the same point of the program. If an error made one of them issue other
     collective calls than the rest, they would deadlock: before each collective step the ranks ask each other, once,
@@ -39,6 +88,7 @@ class PublishSession:
         weights: what is published, and of which run.
         detector: compares. background: thread in which ``committer`` makes versions durable.
         group: the ranks, for the caller's thread.
+        on_version: called in ``background`` with the result of each version, once it is durable or has failed.
     """
 
     def __init__(
@@ -49,15 +99,21 @@ class PublishSession:
         detector: Detector,
         background: BackgroundThread,
         group: ProcessGroup,
+        on_version: OnVersion | None = None,
     ) -> None:
         self._live, self._table, self._options = weights.live, weights.table, options
         self._committer, self._detector, self._background = committer, detector, background
-        self._group = group
+        self._group, self._on_version = group, on_version
         self._calls = 0
+        self._last: LastCall | None = None
         self._pending: PendingDelta | None = None
         self._progress: PublishProgress | None = None
+        # The last job submitted. The thread does one after another, so that all are done once this one is.
+        self._under_way: BackgroundJob | None = None
+        self._recovery: BackgroundJob | None = None
         self._call_interrupted = False
         self._skip_log = SkipLog()
+        self.record = PublishRecord(committer.newest)
 
     def publish(
         self,
@@ -68,11 +124,13 @@ class PublishSession:
         sidecars: Sidecars,
         skips_equal: bool = False,
         exact: bool = False,
+        timeout: float | None = None,
     ) -> PublishResult:
         """See ``Publisher.publish``."""
         # Count before any check can raise, so that the counts of all ranks stay equal.
         self._calls += 1
         sidecar_bytes: dict[str, bytes] = {}
+        deadline = Deadline(timeout)
 
         def checked() -> int:
             self._check_source(weights)
@@ -84,83 +142,209 @@ class PublishSession:
         # Without a budget every version is exact.
         exact = exact and self._options.budget is not None
         if self._calls % self._options.every and not exact:
-            step = checked()
+            self._last = LastCall(checked(), weights is not None)
             if self._group.alone and not self._busy:
-                self.finish()  # raise an error that is known by now
+                self._raise(self._unraised_error())
             return self._skipped_result(step, watch)
         what = f"publish, call {self._calls}"
-        if wait or exact:
-            self._wait_under_way()
-        # In this order: once it is not busy, neither of the others changes.
-        own = [self._busy, (problem := self._unraised_error()) is not None, self._is_dirty()]
-        busy, failed, dirty = self._group.reduce_on_rank0(what, lambda: [checked(), *own], _agreed)
-        step = check_step(step)
-        if busy:
-            result = self._skipped_result(step, watch)
-            self._skip_log.record(result)
-            return result
-        if self._recover(what, problem, failed, dirty):
-            logger.warning("step %d is not published: rank %s raises an error first", step, _listed(failed))
-            return self._skipped_result(step, watch)
+        waits = bool(wait or exact)
+        while True:
+            if waits:
+                self._wait_idle(deadline)
+            # In this order: once it is not busy, neither of the others changes.
+            own = [waits, self._busy, (problem := self._unraised_error()) is not None, self._is_dirty()]
+            own.append(waits and deadline.passed)
+            work = partial(lambda own: [checked(), *own], own)
+            waits, busy, failed, dirty, late = self._group.reduce_on_rank0(what, work, _agreed)
+            self._last = LastCall(check_step(step), weights is not None)
+            if busy and late:
+                raise _late(f"step {step} is not published", deadline)
+            if busy and waits:
+                continue
+            if busy:
+                result = self._skipped_result(step, watch)
+                self._skip_log.record(result)
+                return result
+            if dirty:
+                self._submit_recovery()
+            self._raise(problem)
+            if failed:
+                logger.warning("step %d is not published: rank %s raises an error first", step, _listed(failed))
+            if failed or (dirty and not waits):
+                return self._skipped_result(step, watch)
+            if not dirty:
+                break
         watch.lap()
+        handed = None if weights is None else HandedWeights(weights)
         try:
-            pending = self._diff(weights)
+            pending = self._diff(handed)
         except BaseException as error:  # including interrupts: other ranks would wait for this one
+            self.record.failed(error)
             if not self._group.alone:
                 self._withdraw(error, step, watch)
-            raise
+            if not isinstance(error, Exception) or isinstance(error, DeltaSyncError):
+                raise
+            if handed is not None and handed.error is error:
+                raise  # the caller's own
+            raise PublishError(
+                f"step {step} is not published, because the comparison failed unexpectedly: {error!r}; the baseline "
+                "was reverted, and the next publish carries the changes"
+            ) from error
         if skips_equal and not pending.changed:
             self._background.call(pending.revert)
+            self._last = None  # the run has these weights
             return self._skipped_result(step, watch)
-        return self._hand_over(step, pending, watch, sidecar_bytes, exact)
+        result, progress = self._hand_over(step, pending, watch, sidecar_bytes, exact)
+        self._last = LastCall(step, weights is not None, progress)
+        return result
 
-    def publish_held_back(self) -> None:
-        """Publish the live weights as an exact version if the newest version is this publisher's own and not exact.
+    def publish_last(self, seconds: float) -> None:
+        """Bring the run to the weights of the last call, and what a budget held back of them; wait until it is durable.
+
+        A call that was skipped or has failed is made up for with the weights that the model has now. While the store
+        fails, it is tried again.
 
         Raises:
-            PublishError, ConflictError: it could not be made durable.
+            PublishError: not done after ``seconds``, or it cannot be done; the message names the step, and the version
+                that stays. GateError, ConflictError, ModelError, TensorMismatchError: the same for these reasons.
         """
-        committer, newest = self._committer, self._committer.newest
-        own = newest is committer.current and newest.epoch == committer.writer.epoch
+        deadline, pause, attempts, told = Deadline(seconds), 0.5, 0, False
+        latest: DeltaSyncError | None = None
+        while True:
+            self._wait_idle(deadline)
+            problem = self._unraised_error()
+            latest = problem or latest
+            wanted = self._is_last_wanted()
+            gone = wanted and self._last is not None and self._last.handed
+            final = problem is not None and (attempts == _ATTEMPTS or not _is_temporary(problem))
+            flags = [self._busy, problem is not None, gone or final, self._is_dirty(), wanted, deadline.passed]
+            busy, failed, ended, dirty, missing, late = self._group.ranks_where("closing", flags)
+            if busy or ended or (late and (failed or dirty or missing)):
+                raise self._not_published(latest, failed, deadline)
+            if self._progress is not None:
+                self._progress.error_raised = True
+            self._recovery = None
+            if problem is not None:
+                if not told:
+                    logger.warning("the last weights are not durable yet, trying again for %s: %s", deadline, problem)
+                told = True
+                attempts += not _is_of_store(problem)
+                time.sleep(min(pause, deadline.left or 0.0))
+                pause = min(2 * pause, 10.0)
+            if dirty:
+                self._submit_recovery()
+            elif missing:
+                self._publish_again()
+            elif not failed:
+                if self._on_version is not None:
+                    self._background.call(lambda: None)  # after this it has heard of the last version
+                return
+
+    def _publish_again(self) -> None:
+        """Publish the live weights under the step of the last call; an error is left to ``_unraised_error``."""
+        last, watch = self._last, Stopwatch()
+        step = self._committer.newest.step if last is None else last.step
+        try:
+            pending = self._diff(None)
+        except Exception as error:  # noqa: BLE001 - whatever it is, ``publish_last`` raises it on all ranks together
+            self._withdraw(error, step, watch, raised=False)
+            return
+        _, progress = self._hand_over(step, pending, watch, {}, exact=True)
+        self._last = LastCall(step, False, progress)
+
+    def _is_last_wanted(self) -> bool:
+        """Return whether the run lacks weights of the last call."""
+        if self._last is not None and not self._last.published:
+            return True
+        newest = self._committer.newest
+        own = newest is self._committer.current and newest.epoch == self._committer.writer.epoch
         if newest.held_back is None or not own or self._options.budget is None:
-            return
-        if not self._live.has_values:
+            return False
+        if self._live.has_values and not (self._last is not None and self._last.handed):
+            return True
+        logger.warning(
+            "version %d, the last one, is not exact: %s. This publisher gets its weights with each call: give the "
+            "last one exact=True", newest.version, newest.held_back.summary(),
+        )  # fmt: skip
+        return False
+
+    def _not_published(self, problem: DeltaSyncError | None, failed: list[int], deadline: Deadline) -> DeltaSyncError:
+        """Return the error of a close that could not publish the last weights."""
+        last = None if self._last is None or self._last.published else self._last
+        if problem is not None:
+            reason = problem.message
+        elif failed:
+            reason = f"rank {_listed(failed)} could not publish, and raises its error"
+        elif self._busy or deadline.passed:
+            reason = f"the store has not answered within {deadline}"
+        else:
+            reason = "its call was skipped"
+        if last is not None:
+            reason = f"step {last.step}, the last one, is not published: {reason}"
+            if last.handed:
+                reason += ". Its weights came with the call and are gone: give the last call wait=True, and flush()"
+        error = (PublishError if problem is None else type(problem))(f"{reason}; {self._served()}")
+        error.__cause__ = None if problem is None else problem.__cause__
+        return error
+
+    def _served(self) -> str:
+        newest = self._committer.newest
+        return f"the last version of this publisher is {newest.version} (step {newest.step})"
+
+    def finish_under_way(self, seconds: float) -> None:
+        """Wait for the version under way, publish nothing new, and log what is missing; without the other ranks."""
+        deadline = Deadline(seconds)
+        self._wait_idle(deadline)
+        problem = self._unraised_error()
+        if self._busy:
+            logger.error("the version under way has not become durable within %s; %s", deadline, self._served())
+        elif problem is not None:
+            logger.error("closing the publisher: %s; %s", problem, self._served())
+        elif self._last is not None and not self._last.published:
             logger.warning(
-                "version %d, the last one, is not exact: %s. This publisher gets its weights with each call: give the "
-                "last one exact=True", newest.version, newest.held_back.summary(),
+                "step %d, of the last call, is not published, because an exception ends the training; %s",
+                self._last.step, self._served(),
             )  # fmt: skip
-            return
-        self.publish(newest.step, True, None, Stopwatch(), None, exact=True)
-        self.wait_durable()
 
-    def finish(self) -> None:
-        """Wait for the version under way, without the other ranks; if there are none, as ``wait_durable``."""
-        if self._group.alone:
-            self.wait_durable()
-            return
-        self._wait_under_way()
-        self._raise(self._unraised_error())
-
-    def wait_durable(self) -> None:
+    def wait_durable(self, timeout: float | None = None) -> None:
         """Wait until everything published is durable; bring the baseline to a durable version.
 
         Raises:
             PublishError, ConflictError: the error of the background thread, unless it was raised before; or another
-                rank raises its error first, see its log.
+                rank raises its error first, see its log. PublishTimeoutError: ``timeout`` seconds have passed.
         """
-        self._wait_under_way()
-        problem = self._unraised_error()
-        failed, dirty = self._group.ranks_where("settle: before", [problem is not None, self._is_dirty()])
-        if self._recover("settle", problem, failed, bool(dirty)):
-            raise PublishError(f"rank {_listed(failed)} could not continue, and raises its error; call this again")
+        deadline = Deadline(timeout)
+        while True:
+            self._wait_idle(deadline)
+            flags = [self._busy, (problem := self._unraised_error()) is not None, self._is_dirty()]
+            busy, failed, dirty = self._group.ranks_where("settle", flags)
+            if busy:
+                raise _late("the version under way is not durable yet", deadline)
+            if dirty:
+                self._submit_recovery()
+            self._raise(problem)
+            if failed:
+                raise PublishError(f"rank {_listed(failed)} could not continue, and raises its error; call this again")
+            if not dirty:
+                return
 
-    def call(self, work: Callable[[], _Value]) -> _Value:
-        """Return what ``work`` does in the background thread; until it ends, nothing else touches the baseline."""
-        self.wait_durable()
+    def call(self, work: Callable[[], _Value], timeout: float | None = None) -> _Value:
+        """Return what ``work`` does in the background thread; until it ends, nothing else touches the baseline.
+
+        Raises:
+            PublishTimeoutError: ``timeout`` seconds have passed; ``work`` goes on, and later calls wait for it.
+        """
+        deadline = Deadline(timeout)
+        self.wait_durable(timeout)
+        found: list[_Value] = []
         self._call_interrupted = True
-        result = self._background.call(work)
+        job = self._submit(BackgroundJob(), lambda: found.append(work()))
+        if not job.join(deadline.left):
+            raise _late("this call is not done", deadline)
+        if job.error is not None:
+            raise job.error
         self._call_interrupted = False
-        return result
+        return found[0]
 
     def check_same_arguments(self, what: str, check: Callable[[], _Value]) -> _Value:
         """Return the arguments as ``check`` returns them; all ranks must return the same.
@@ -179,7 +363,17 @@ class PublishSession:
 
     @property
     def _busy(self) -> bool:
-        return self._progress is not None and not self._progress.done
+        return self._under_way is not None and not self._under_way.done
+
+    def _submit(self, job: _Job, work: Callable[[], None]) -> _Job:
+        self._background.submit(job, work)
+        self._under_way = job
+        return job
+
+    def _wait_idle(self, deadline: Deadline) -> None:
+        """Wait until nothing is under way, at most until the deadline."""
+        if self._under_way is not None:
+            self._under_way.join(deadline.left)
 
     def _check_source(self, weights: Weights | None) -> None:
         """Raise UsageError unless the weights come from where this publisher can take them."""
@@ -191,41 +385,28 @@ class PublishSession:
                 "publisher from a function that yields (checkpoint name, whole tensor), on one rank"
             )
 
-    def _wait_under_way(self) -> None:
-        if self._progress is not None:
-            self._progress.join()
-
     def _is_dirty(self) -> bool:
         """Return whether the baseline may not be at a durable version."""
         pending = self._pending
         return (pending is not None and pending.open) or self._committer.suspect or self._call_interrupted
 
-    def _recover(self, what: str, problem: DeltaSyncError | None, failed: list[int], dirty: bool) -> list[int]:
-        """Have each rank raise its error, and bring all baselines to a durable version.
-
-        Args:
-            problem: the error of this rank. failed: which ranks have one. dirty: whether any baseline is dirty.
-
-        Returns:
-            On ranks without an error: the list of ranks that raise one.
-        """
-        self._raise(problem)
-        if failed or not dirty:
-            return failed
+    def _submit_recovery(self) -> None:
+        """Begin to bring the baseline to a durable version, which may take requests to the store."""
+        if self._committer.stopped is not None:
+            return  # nothing more is published
         pending = self._pending
-        try:
-            # Also waits for a background call that an interrupted caller left running.
-            self._background.call(lambda: self._committer.recover(pending))
+
+        def recover() -> None:
+            self._committer.recover(pending)
             self._call_interrupted = False
-        except DeltaSyncError as error:
-            problem = error
-        (failed,) = self._group.ranks_where(f"{what}: tidied", [problem is not None])
-        self._raise(problem)
-        return failed
+
+        self._recovery = self._submit(BackgroundJob(), recover)
 
     def _unraised_error(self) -> DeltaSyncError | None:
         """Return the error of the background thread, unless it was raised before, or is not known yet."""
-        progress, stopped = self._progress, self._committer.stopped
+        recovery, progress, stopped = self._recovery, self._progress, self._committer.stopped
+        if stopped is None and recovery is not None and recovery.done and recovery.error is not None:
+            return as_publish_error(recovery.error)
         if progress is not None and progress.done and not progress.error_raised and progress.failure is not None:
             return progress.failure
         return None if stopped is None else type(stopped)(stopped.message)
@@ -235,6 +416,8 @@ class PublishSession:
         if problem is not None:
             if self._progress is not None:
                 self._progress.error_raised = True
+            if self._recovery is not None and self._recovery.done:
+                self._recovery = None
             raise problem
 
     def _diff(self, weights: Weights | None) -> PendingDelta:
@@ -253,27 +436,46 @@ class PublishSession:
 
     def _hand_over(
         self, step: int, pending: PendingDelta, watch: Stopwatch, sidecars: Mapping[str, bytes], exact: bool
-    ) -> PublishResult:
+    ) -> tuple[PublishResult, PublishProgress]:
         progress = PublishProgress(sidecars, exact)
         progress.seconds["diff"] = watch.lap()
         version = self._committer.newest.version + 1
         result = self._result(version, step, pending.changed, progress)
-        self._background.submit(progress, lambda: self._committer.commit_version(pending, step, progress, watch))
         self._progress = progress
+        self._submit(progress, lambda: self._commit(pending, step, progress, watch))
+        if self._on_version is not None:
+            # A job of its own: by then the result is known, and reading it does not wait.
+            self._background.submit(BackgroundJob(), partial(self._tell, self._on_version, result))
+        self.record.handed_over()
         self._skip_log.record(result)
-        return result
+        return result, progress
 
-    def _withdraw(self, error: BaseException, step: int, watch: Stopwatch) -> None:
+    def _commit(self, pending: PendingDelta, step: int, progress: PublishProgress, watch: Stopwatch) -> None:
+        try:
+            self._committer.commit_version(pending, step, progress, watch)
+        except BaseException as error:  # the job keeps it, and the caller raises it
+            self.record.failed(as_publish_error(error))
+            raise
+        self.record.durable(self._committer.newest)
+
+    def _tell(self, on_version: OnVersion, result: PublishResult) -> None:
+        try:
+            on_version(result)
+        except Exception:  # it is the user's code, and must not end publishing
+            logger.exception("on_version failed for step %d", result.step)
+
+    def _withdraw(self, error: BaseException, step: int, watch: Stopwatch, raised: bool = True) -> None:
         """Report to the other ranks, which continue publishing, that this one has nothing to publish."""
         pending = self._pending
         if pending is None:
             return
         progress = PublishProgress()
-        progress.error_raised = True
-        self._background.submit(progress, lambda: self._committer.commit_version(pending, step, progress, watch, error))
+        progress.error_raised = raised
         self._progress = progress
+        self._submit(progress, lambda: self._committer.commit_version(pending, step, progress, watch, error))
 
     def _skipped_result(self, step: int, watch: Stopwatch) -> PublishResult:
+        self.record.skipped()
         return self._result(None, step, 0, PublishProgress.skipped(watch.total))
 
     def _result(self, version: int | None, step: int, changed: int, progress: PublishProgress) -> PublishResult:
@@ -283,15 +485,35 @@ class PublishSession:
         )  # fmt: skip
 
 
+_ATTEMPTS = 3
+"""How often a close tries again what has failed for a reason other than the store."""
+
+
+def _late(what: str, deadline: Deadline) -> PublishTimeoutError:
+    return PublishTimeoutError(
+        f"{what} within {deadline}: the store has not answered yet; nothing is lost, it goes on in the background"
+    )
+
+
+def _is_temporary(error: DeltaSyncError) -> bool:
+    """Return whether the next attempt may succeed."""
+    return isinstance(error, PublishError) and not isinstance(error, GateError | LostRankError)
+
+
+def _is_of_store(error: DeltaSyncError) -> bool:
+    return isinstance(error, UncertainError) or isinstance(error.__cause__, StoreError)
+
+
 def _agreed(reports: list[Json]) -> Json:
-    """Return whether any rank is busy, which ranks have an error to raise, and whether any baseline is dirty.
+    """Return whether any rank waits, any is busy, which have an error to raise, any is dirty, any has waited in vain.
 
     Raises:
         UsageError: the ranks publish different steps.
     """
-    steps, busy, failed, dirty = zip(*reports, strict=True)
+    steps, waits, busy, failed, dirty, late = zip(*reports, strict=True)
     check_same("step", steps)
-    return any(busy), [rank for rank, has_error in enumerate(failed) if has_error], any(dirty)
+    ranks = [rank for rank, has_error in enumerate(failed) if has_error]
+    return any(waits), any(busy), ranks, any(dirty), any(late)
 
 
 def _listed(ranks: list[int]) -> str:

@@ -212,6 +212,12 @@ class GateError(PublishError):
     kind = "gate"
 
 
+class PublishTimeoutError(PublishError):
+    """A version, or a call that waits for the store, was not done in the time given; it goes on in the background."""
+
+    kind = "publish_timeout"
+
+
 def error_kinds() -> dict[str, type[DeltaSyncError]]:
     """Map each stable kind to its class, for documentation and for errors that cross a process boundary."""
     found: dict[str, type[DeltaSyncError]] = {}

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -167,6 +168,15 @@ def expect_failure(publisher: Publisher, match: str) -> PublishError:
     with pytest.raises(PublishError, match=match) as caught:
         publisher.flush()
     return caught.value
+
+
+@contextmanager
+def left_unfinished(publisher: Publisher) -> Iterator[Publisher]:
+    """A publisher whose last call has failed, which is meant: closing it raises nothing and publishes nothing more."""
+    try:
+        yield publisher
+    finally:
+        publisher.close(finish=False)
 
 
 def assert_stopped(publisher: Publisher, match: str) -> None:

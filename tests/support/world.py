@@ -47,10 +47,7 @@ class World:
     def close(self) -> None:
         """End the publisher's threads; what it has not made durable is lost to nobody."""
         self.made.remove(self)
-        try:
-            self.publisher.close()
-        except DeltaSyncError:
-            pass
+        self.publisher.close(finish=False)
 
     def fresh(self) -> list[Any]:
         """Models with the trainer's tensors as they are now, loaded by their own loaders."""

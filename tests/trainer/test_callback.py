@@ -176,7 +176,7 @@ def test_a_failure_ends_training_where_that_is_wanted_and_the_end_tells_of_it_wh
 ) -> None:
     with open_bucket(url) as store:
         bucket = HeldBucket(store)
-        callback = DeltaSyncCallback(bucket=bucket, stop_on_error=stop)
+        callback = DeltaSyncCallback(bucket=bucket, stop_on_error=stop, close_seconds=0.5)
         seen = Settled(callback, wait=False)
         seen.at[1] = lambda: setattr(bucket, "down", True)
         trainer = trainer_of(model, tmp_path, [callback, seen], max_steps=50 if stop else 3)
@@ -186,7 +186,8 @@ def test_a_failure_ends_training_where_that_is_wanted_and_the_end_tells_of_it_wh
             assert trainer.state.global_step < 50
         else:
             trainer.train()
-            assert "training has ended at step 3, and its last weights are not published" in caplog.messages
+            end = "training has ended at step 3, and its last weights are not published: step 3, the last one, is not"
+            assert end in caplog.text
     assert callback.publisher is None
     assert not threads_of_ours(others)
 

@@ -10,7 +10,15 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.gating import marks, refused
-from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, expect_failure, left_to_the_test
+from tests.support.publishers import (
+    FailAt,
+    Hooked,
+    Trainer,
+    assert_holds,
+    expect_failure,
+    left_to_the_test,
+    left_unfinished,
+)
 from tests.support.publishing import damage
 from trainer_side import Gate, Publisher
 from vllm_delta_sync import open_run
@@ -131,7 +139,7 @@ def test_gate_that_asks_nothing_lets_everything_pass(bucket: Hooked, trainer: Tr
 
 def test_share_above_the_bound_is_refused(bucket: Hooked) -> None:
     live = {"a": torch.zeros(80), "n": torch.zeros(20, dtype=torch.int32)}
-    with Publisher(live, bucket, gate=Gate(max_changed_share=0.25)) as publisher:
+    with left_unfinished(Publisher(live, bucket, gate=Gate(max_changed_share=0.25))) as publisher:
         live["n"] += 1
         live["a"][:5] += 1
         assert publisher.publish(1).quarantined == (), "at the bound"
@@ -146,7 +154,7 @@ def test_share_above_the_bound_is_refused(bucket: Hooked) -> None:
 def test_norm_jump_above_the_bound_is_refused(dtype: torch.dtype, codec: Any, bucket: Hooked) -> None:
     live = {"a": torch.full((300,), 4.0, dtype=dtype), "b": torch.full((100,), -4.0)}
     gate = Gate(max_norm_jump=0.5)
-    with Publisher(live, bucket, codec=codec, gate=gate) as publisher:
+    with left_unfinished(Publisher(live, bucket, codec=codec, gate=gate)) as publisher:
         live["a"][:99] = 8
         assert publisher.publish(1).quarantined == ()
         live["a"][:] = live["a"] * 2
@@ -158,7 +166,7 @@ def test_norm_jump_above_the_bound_is_refused(dtype: torch.dtype, codec: Any, bu
 
 def test_norm_of_weights_that_were_all_zero(bucket: Hooked) -> None:
     live = {"a": torch.zeros(30)}
-    with Publisher(live, bucket, gate=Gate(max_norm_jump=10)) as publisher:
+    with left_unfinished(Publisher(live, bucket, gate=Gate(max_norm_jump=10))) as publisher:
         live["a"][2] = -0.0
         assert publisher.publish(1).quarantined == (), "nothing moved"
         live["a"][1] = 1e-9
@@ -167,13 +175,13 @@ def test_norm_of_weights_that_were_all_zero(bucket: Hooked) -> None:
 
 def test_norms_of_numbers_whose_squares_are_too_large(bucket: Hooked) -> None:
     live = {"a": torch.full((30,), 1e200, dtype=torch.float64)}
-    with Publisher(live, bucket, gate=Gate(max_norm_jump=10)) as publisher:
+    with left_unfinished(Publisher(live, bucket, gate=Gate(max_norm_jump=10))) as publisher:
         live["a"][1] = 2e200
         assert "moved by nan" in refused(publisher)
 
 
 def test_infinity_is_a_jump_where_only_norms_are_asked(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket, gate=Gate(nonfinite=False, max_norm_jump=10)) as publisher:
+    with left_unfinished(Publisher(trainer.live, bucket, gate=Gate(nonfinite=False, max_norm_jump=10))) as publisher:
         for bad in (NAN, INF):
             trainer.live["a"][1] = bad
             assert "moved by inf" in refused(publisher)
@@ -181,7 +189,7 @@ def test_infinity_is_a_jump_where_only_norms_are_asked(bucket: Hooked, trainer: 
 
 def test_norms_do_not_drift(bucket: Hooked) -> None:
     live = {"a": torch.ones(500, dtype=torch.float64)}
-    with Publisher(live, bucket, gate=Gate(max_norm_jump=1e30), fold=False) as publisher:
+    with left_unfinished(Publisher(live, bucket, gate=Gate(max_norm_jump=1e30), fold=False)) as publisher:
         for step in range(1, 40):
             live["a"] *= 1e8 if step % 2 else 1e-8
             live["a"][step] += 1e-3

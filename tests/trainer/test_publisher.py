@@ -153,12 +153,17 @@ def test_every_kth_call_publishes_all_that_changed(url: str) -> None:
             results.append(publisher.publish(step=step, wait=True))
             if step == 6:
                 expected = snapshot(model.state_dict())
+        publisher.flush()
+        assert [manifest.step for manifest in open_run(url).log()] == [0, 3, 6]
     assert [result.version for result in results] == [None, None, 1, None, None, 2, None]
     assert {result.kind for result in results} == {"skipped", "delta"}
     assert (results[0].payload_bytes, results[0].seconds["upload"]) == (0, 0)
-    assert [manifest.step for manifest in open_run(url).log()] == [0, 3, 6]
     del expected["head.weight"]
     assert_holds(open_run(url), 2, expected)
+    assert [manifest.step for manifest in open_run(url).log()] == [0, 3, 6, 7], (
+        "closing publishes what the last call had"
+    )
+    assert_holds(open_run(url), 3, published(model))
 
 
 def test_densely_changed_tensor_is_sent_in_full(url: str) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from trainer_side.integrations.receiver_lag import ReceiverLag
@@ -44,14 +45,15 @@ class MetricReporter:
 
     Attributes:
         trainer: its log gets the metrics; if None, only this project's log does.
-        lag: if None, the lag of receivers is not reported. under_way: the version to report next.
+        lag: if None, the lag of receivers is not reported.
     """
 
     def __init__(self) -> None:
         self.trainer: Any = None
         self.lag: ReceiverLag | None = None
-        self.under_way: PublishResult | None = None
-        self._skipped = self._waiting = 0
+        self._ended: SimpleQueue[PublishResult] = SimpleQueue()
+        self._skipped = 0
+        self._skipped_before: dict[int, int] = {}
         self._failure: str | None = None
 
     def begin(self, bucket: str | Bucket, publisher: Publisher, lag: bool) -> None:
@@ -62,24 +64,37 @@ class MetricReporter:
         if lag:
             self.lag = ReceiverLag(bucket, lambda: publisher.version)
 
-    def published(self, result: PublishResult) -> None:
-        """Record a result of ``publish``, to be reported later."""
-        if result.version is None:
-            self._waiting += 1
-        else:
-            self.under_way = result
-            self._skipped, self._waiting = self._waiting, 0
+    def listening(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return options of ``Publisher`` with an ``on_version`` that tells this reporter, and then the one given."""
+        given = options.get("on_version")
 
-    def report(self) -> bool:
-        """Log the version under way, if it is durable; return False if it is known to have failed."""
-        result = self.under_way
-        if result is None or not result.done:
-            return True
-        self.under_way = None
-        if result.failed:
-            # The next call of the publisher raises the error, in all processes of a sharded model alike.
-            return False
-        metrics = result.metrics() | {f"{METRICS}skipped": self._skipped}
+        def on_version(result: PublishResult) -> None:
+            self._ended.put(result)
+            if given is not None:
+                given(result)
+
+        return {**options, "on_version": on_version}
+
+    def published(self, result: PublishResult) -> None:
+        """Count what ``publish`` returned."""
+        if result.version is None:
+            self._skipped += 1
+        else:
+            self._skipped_before[result.version], self._skipped = self._skipped, 0
+
+    def report(self) -> None:
+        """Log the versions that have become durable. The publisher's next call raises the error of one that failed."""
+        while True:
+            try:
+                result = self._ended.get_nowait()
+            except Empty:
+                return
+            if not result.failed:
+                self._report(result)
+
+    def _report(self, result: PublishResult) -> None:
+        skipped = self._skipped_before.pop(result.version or 0, self._skipped)
+        metrics = result.metrics() | {f"{METRICS}skipped": skipped}
         if self._failure is not None:
             logger.warning("version %d is published: publishing works again", result.version)
             self._failure = None
@@ -90,7 +105,6 @@ class MetricReporter:
         logger.info("%s", ", ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
         if self.trainer is not None:
             _log(self.trainer, metrics)
-        return True
 
     def failed(self, error: DeltaSyncError) -> None:
         """Log that training continues without a version; once per kind of error until a version is published again."""

@@ -3,19 +3,23 @@
 TRL's other trainers take ``DeltaSyncCallback``.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from trainer_side.integrations.reports import MetricReporter, check_publisher_options
+from trainer_side.integrations.stop_signal import GRACE_SECONDS, StopSignal
 from trainer_side.integrations.transformers import DeltaSyncCallback
 from trainer_side.model.streamed import StreamedWeights
-from trainer_side.publisher import Publisher
+from trainer_side.publisher import CLOSE_SECONDS, Publisher
+from trainer_side.ranks.group import WORK_SECONDS, ProcessGroup, in_world
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.errors import ConflictError, DeltaSyncError, UsageError
+from vllm_delta_sync.errors import ConflictError, DeltaSyncError, PublishError, PublishTimeoutError, UsageError
 from vllm_delta_sync.redaction import guarded_logger
 
 __all__ = ["DeltaSyncCallback", "DeltaWeightTransfer"]
@@ -30,11 +34,20 @@ class DeltaWeightTransfer:
     ``base`` or from the bucket, and there may be several. The trainer pauses no server: each pauses itself for the
     milliseconds in which it applies a version.
 
-    Training waits for the comparison, and for the previous version if that is still being uploaded; encoding and
-    upload run beside the next steps. With ``wait_served`` it also waits until the servers serve the version.
+    Training waits for the comparison, and for at most ``send_seconds`` for the previous version if that is still being
+    uploaded; then the sync is skipped, and the next one carries its changes. Encoding and upload run beside the next
+    steps. With ``wait_served`` it also waits until the servers serve the version.
+
+    In a training of several processes TRL calls it in the first one only. Add ``callback`` to the trainer's callbacks
+    there: with it the others wait for the beginning and the end in a process group of their own, so that no collective
+    call of the training times out; and SIGTERM ends the training at the next step::
+
+        transfer = DeltaWeightTransfer(bucket=URL, base=CHECKPOINT)
+        trainer = AsyncGRPOTrainer(..., weight_transfer=transfer, callbacks=[transfer.callback])
 
     Attributes:
         publisher: while the transfer is open, for tags and the like; else None.
+        callback: for ``callbacks=`` of the trainer, in all processes.
     """
 
     def __init__(
@@ -46,6 +59,9 @@ class DeltaWeightTransfer:
         *,
         stop_on_error: bool = True,
         receivers_lag: bool = True,
+        send_seconds: float | None = 300.0,
+        close_seconds: float = CLOSE_SECONDS,
+        grace_seconds: float = GRACE_SECONDS,
         **options: Any,
     ) -> None:
         """Make the transfer; nothing is opened before training begins.
@@ -60,6 +76,10 @@ class DeltaWeightTransfer:
                 continues, and the changes go out with the next version; errors at the beginning, and of another writer
                 that has taken over the run, are always raised.
             receivers_lag: read the heartbeats of receivers, in another thread, at most every 10 s.
+            send_seconds: how long a sync waits for the version before it; None means no limit. The other processes wait
+                meanwhile in a collective call of TRL, whose limit is that of the trainer's process group.
+            close_seconds: how long ``destroy`` waits for the last version.
+            grace_seconds: how long the process may still work after SIGTERM (with ``callback``).
             options: of ``Publisher``, such as ``notice`` and ``codec``.
 
         Raises:
@@ -75,23 +95,29 @@ class DeltaWeightTransfer:
         self._bucket, self._base, self._options = bucket, base, options
         self._wait_served, self._replicas = wait_served, replicas
         self._stop_on_error, self._report_lag = stop_on_error, receivers_lag
+        self._send_seconds, self._close_seconds = send_seconds, close_seconds
         self.publisher: Publisher | None = None
         self._reports = MetricReporter()
         self._sends = 0
         self._sent = False
+        self.callback = WaitingCallback(self, grace_seconds)
 
     def init_weight_transfer(self) -> None:
-        """Begin the run, or take it over if it exists.
+        """Begin the run, or take it over if it exists. Does nothing if ``callback`` has done it for this training.
 
         Raises:
             DeltaSyncError: see ``Publisher``; or ``base`` is not a checkpoint of a supported model.
         """
+        if self.callback.opened:
+            self.callback.opened = False
+            return
         if self.publisher is not None:
             self._close_logging_errors()
         weights = StreamedWeights(self._base)
-        self.publisher = publisher = Publisher(weights, self._bucket, base=self._base, **self._options)
-        self._sends, self._sent = 0, False
         self._reports = MetricReporter()
+        options = self._reports.listening(self._options)
+        self.publisher = publisher = Publisher(weights, self._bucket, base=self._base, **options)
+        self._sends, self._sent = 0, False
         self._reports.begin(self._bucket, publisher, self._report_lag)
         if self._reports.trainer is not None:
             _at_last_log(self._reports.trainer, self._settle)
@@ -139,12 +165,17 @@ class DeltaWeightTransfer:
 
         Raises:
             PublishError, ConflictError: it could not be made durable; everything is released in any case. Only logged
-                while another exception is being handled.
+                while another exception is being handled, and without ``stop_on_error``, except for ConflictError.
         """
         if sys.exc_info()[1] is not None:
             self._close_logging_errors()
-        else:
-            self._close()
+            return
+        try:
+            self._close(finish=True)
+        except PublishError as error:
+            if self._stop_on_error:
+                raise
+            logger.error("the last weights are not published: %s", error)
 
     # Helpers
 
@@ -158,9 +189,13 @@ class DeltaWeightTransfer:
         self._sends += 1
         trainer = self._reports.trainer
         step = self._sends if trainer is None else trainer.state.global_step
-        result = self.publisher.publish(step, wait=True, weights=iterator)
-        self._reports.report()
+        try:
+            result = self.publisher.publish(step, wait=True, weights=iterator, timeout=self._send_seconds)
+        except PublishTimeoutError as error:
+            logger.warning("this sync is skipped, and the next one carries its changes: %s", error)
+            return
         self._reports.published(result)
+        self._reports.report()
         self._sent = True
 
     def _wait(self) -> None:
@@ -168,11 +203,16 @@ class DeltaWeightTransfer:
             self.publisher.wait_served(replicas=self._replicas, timeout=self._wait_served)
 
     def _settle(self) -> None:
-        """Log the metrics of the last version while the loggers are still open."""
+        """Wait for the last version, and log its metrics while the loggers are still open."""
         if self.publisher is not None:
-            self._attempt(self.publisher.flush)
+            seconds = min(self._close_seconds, self.callback.seconds_left)
+            self._attempt(lambda: self._finish(seconds))
             self._reports.report()
             self._reports.trainer = None
+
+    def _finish(self, seconds: float) -> None:
+        if self.publisher is not None:
+            self.publisher.finish(seconds)
 
     def _attempt(self, call: Callable[[], None]) -> None:
         """Make a call that publishes; unless training is to stop, its errors are only logged."""
@@ -183,29 +223,70 @@ class DeltaWeightTransfer:
                 raise
             self._reports.failed(error)
 
-    def _close(self) -> None:
+    def _close(self, finish: bool) -> None:
         publisher, self.publisher = self.publisher, None
         if publisher is None:
             return
         try:
-            publisher.flush()
-            self._reports.report()
+            publisher.close(min(self._close_seconds, self.callback.seconds_left), finish=finish)
         finally:
-            try:
-                self._reports.close()
-            finally:
-                publisher.close()
+            self._reports.report()
+            self._reports.close()
 
     def _close_logging_errors(self) -> None:
         try:
-            self._close()
+            self._close(finish=False)
         except DeltaSyncError as failure:
             logger.error("closing the weight transfer: %s", failure)
 
 
+class WaitingCallback(TrainerCallback):
+    """Opens the transfer when training begins, and settles it at the end, while the other processes wait.
+
+    Attributes:
+        opened: whether it has opened the transfer, and TRL's own call is still to come.
+    """
+
+    def __init__(self, transfer: DeltaWeightTransfer, grace_seconds: float) -> None:
+        self._transfer, self._grace_seconds = transfer, grace_seconds
+        self._waiting: ProcessGroup | None = None
+        self._stop: StopSignal | None = None
+        self.opened = False
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds that the process may still work after a SIGTERM; otherwise no limit."""
+        return math.inf if self._stop is None else self._stop.left
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._release()
+        self._stop = StopSignal(self._grace_seconds)
+        self._waiting = ProcessGroup(WORK_SECONDS, alone=not in_world())
+        self._waiting.from_rank0("the beginning", self._transfer.init_weight_transfer)
+        self.opened = self._waiting.is_rank0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._stop is not None and self._stop.came():
+            logger.warning("SIGTERM: training ends after step %d", state.global_step)
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        try:
+            if self._waiting is not None:
+                self._waiting.from_rank0("the end", self._transfer.destroy)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        stop, waiting, self._stop, self._waiting = self._stop, self._waiting, None, None
+        if stop is not None:
+            stop.close()
+        if waiting is not None:
+            waiting.close()
+
+
 def _at_last_log(trainer: Any, call: Callable[[], None]) -> None:
     """Make ``call`` at the Trainer's last log: its loggers end before the weight transfer is destroyed."""
-    from transformers import TrainerCallback
 
     class LastLog(TrainerCallback):
         def on_log(self, *events: Any, logs: dict[str, Any] | None = None, **others: Any) -> None:

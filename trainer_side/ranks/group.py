@@ -40,6 +40,11 @@ class LostRankError(PublishError):
     """A rank does not answer, or the ranks are at different calls; nothing more is published."""
 
 
+def in_world() -> bool:
+    """Return whether this process is one of several of a ``torch.distributed`` world."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 class ProcessGroup:
     """The ranks that publish together, each with one thread at a time. Every rank makes the same calls in one order.
 

@@ -94,7 +94,7 @@ def test_baseline_that_could_not_be_repaired_is_repaired_by_the_first_publish(bu
         with pytest.raises(PublishError, match="cannot be restored"):
             publisher.rescan()
         trainer.step()
-        assert publisher.publish(step=1).version == 1
+        assert publisher.publish(step=1, wait=True).version == 1
     assert open_run(bucket.url).verify().replayed
     assert_holds(bucket, 1, trainer.live)
 
@@ -154,9 +154,9 @@ def test_fate_of_a_manifest_is_looked_up_afterwards(written: bool, bucket: Hooke
         expect_failure(publisher, "is not known")
         trainer.step()
         with pytest.raises(PublishError, match="is not known"):
-            publisher.publish(step=2)
+            publisher.publish(step=2, wait=True)
         down = False
-        assert publisher.publish(step=3).version == (2 if written else 1)
+        assert publisher.publish(step=3, wait=True).version == (2 if written else 1)
     assert open_run(bucket.url).verify().replayed
     steps = [manifest.step for manifest in open_run(bucket.url).log()]
     assert steps == ([0, 1, 3] if written else [0, 3])

@@ -362,10 +362,10 @@ def leaving(rank: int, size: int, folder: str) -> None:
     trained = Trained(rank, folder)
     publisher = Publisher(trained.model, trained.bucket)
     if rank == 1:
-        publisher.close()
+        publisher.close(finish=False)
     else:
         refused(lambda: publisher.publish(1), PublishError, "rank 1 did not answer rank 0 (it has ended")
-        publisher.close()
+        publisher.close(finish=False)
     distributed.barrier()
     group.CALL_SECONDS = 2.0
     if rank == 0:
