@@ -63,11 +63,13 @@ class LastCall:
     Attributes:
         handed: whether its weights came with the call.
         progress: of the version it published; None while it has not published one.
+        failure: why it has not.
     """
 
     step: int
     handed: bool
     progress: PublishProgress | None = None
+    failure: str = "its call was skipped"
 
     @property
     def published(self) -> bool:
@@ -111,7 +113,6 @@ class PublishSession:
         # The last job submitted. The thread does one after another, so that all are done once this one is.
         self._under_way: BackgroundJob | None = None
         self._recovery: BackgroundJob | None = None
-        self._call_interrupted = False
         self._skip_log = SkipLog()
         self.record = PublishRecord(committer.newest)
 
@@ -147,7 +148,7 @@ class PublishSession:
                 self._raise(self._unraised_error())
             return self._skipped_result(step, watch)
         what = f"publish, call {self._calls}"
-        waits = bool(wait or exact)
+        waits, before = bool(wait or exact), self._last
         while True:
             if waits:
                 self._wait_idle(deadline)
@@ -182,14 +183,17 @@ class PublishSession:
             self.record.failed(error)
             if not self._group.alone:
                 self._withdraw(error, step, watch)
+            if handed is not None and (handed.error is error or isinstance(error, DeltaSyncError)):
+                self._last = before  # the call is refused for what was handed over
+                raise
             if not isinstance(error, Exception) or isinstance(error, DeltaSyncError):
                 raise
-            if handed is not None and handed.error is error:
-                raise  # the caller's own
-            raise PublishError(
+            failure = PublishError(
                 f"step {step} is not published, because the comparison failed unexpectedly: {error!r}; the baseline "
                 "was reverted, and the next publish carries the changes"
-            ) from error
+            )
+            self._last = LastCall(step, handed is not None, failure=failure.message)
+            raise failure from error
         if skips_equal and not pending.changed:
             self._background.call(pending.revert)
             self._last = None  # the run has these weights
@@ -278,7 +282,7 @@ class PublishSession:
         elif self._busy or deadline.passed:
             reason = f"the store has not answered within {deadline}"
         else:
-            reason = "its call was skipped"
+            reason = "the store has not answered" if last is None else last.failure
         if last is not None:
             reason = f"step {last.step}, the last one, is not published: {reason}"
             if last.handed:
@@ -337,13 +341,11 @@ class PublishSession:
         deadline = Deadline(timeout)
         self.wait_durable(timeout)
         found: list[_Value] = []
-        self._call_interrupted = True
         job = self._submit(BackgroundJob(), lambda: found.append(work()))
         if not job.join(deadline.left):
             raise _late("this call is not done", deadline)
         if job.error is not None:
             raise job.error
-        self._call_interrupted = False
         return found[0]
 
     def check_same_arguments(self, what: str, check: Callable[[], _Value]) -> _Value:
@@ -388,19 +390,13 @@ class PublishSession:
     def _is_dirty(self) -> bool:
         """Return whether the baseline may not be at a durable version."""
         pending = self._pending
-        return (pending is not None and pending.open) or self._committer.suspect or self._call_interrupted
+        return (pending is not None and pending.open) or self._committer.suspect
 
     def _submit_recovery(self) -> None:
         """Begin to bring the baseline to a durable version, which may take requests to the store."""
         if self._committer.stopped is not None:
             return  # nothing more is published
-        pending = self._pending
-
-        def recover() -> None:
-            self._committer.recover(pending)
-            self._call_interrupted = False
-
-        self._recovery = self._submit(BackgroundJob(), recover)
+        self._recovery = self._submit(BackgroundJob(), partial(self._committer.recover, self._pending))
 
     def _unraised_error(self) -> DeltaSyncError | None:
         """Return the error of the background thread, unless it was raised before, or is not known yet."""

@@ -295,7 +295,7 @@ def test_version_whose_outcome_was_unknown_is_noted(bucket: Hooked, trainer: Tra
         with pytest.raises(PublishError):
             publisher.flush()
         trainer.live["b"][0, 0] += 1
-        assert publisher.publish(2).quarantined
+        assert publisher.publish(2, wait=True).quarantined
         trainer.live["a"][5] = 1
         assert publisher.publish(3, wait=True).quarantined == ()
     assert marks(bucket) == [0, 0, 0, 3]
@@ -356,7 +356,7 @@ def test_resume_where_the_sound_one_is_lost(bucket: Hooked, trainer: Trainer, ca
     with Publisher(trainer.live, bucket, gate=MARK) as publisher:
         assert "the sound version before version 1 cannot be rebuilt" in caplog.text
         trainer.live["b"][0, 0] += 1
-        assert publisher.publish(2).quarantined
+        assert publisher.publish(2, wait=True).quarantined
         trainer.live["a"][5] = 1
         assert publisher.publish(3, wait=True).quarantined == ()
         publisher.flush()

@@ -149,7 +149,7 @@ def test_verdicts_are_those_of_a_full_count(steps: list[tuple[str, Any, Any]], c
                     publisher.rebase(version)
                     model.held = version
                 elif how == "resume":
-                    publisher.close()
+                    publisher.close(finish=False)
                     action = what
                     publisher = Publisher(model.live, bucket, codec=codec, gate=gate(action), fold=False)
                     model.held = len(model.versions) - 1
@@ -163,7 +163,7 @@ def test_verdicts_are_those_of_a_full_count(steps: list[tuple[str, Any, Any]], c
                 if how not in ("rebase", "resume"):
                     publish(publisher, model, bucket, action)
         finally:
-            publisher.close()
+            publisher.close(finish=False)
         log = list(open_run(bucket.url).log())
         assert [manifest.quarantine is None for manifest in log] == [version.sound for version in model.versions]
         for version, published in enumerate(model.versions):
@@ -174,7 +174,7 @@ def test_verdicts_are_those_of_a_full_count(steps: list[tuple[str, Any, Any]], c
 def publish(publisher: Publisher, model: Model, bucket: Hooked, action: str) -> None:
     """Publish, and compare what comes of it with what a look at everything says."""
     expected = model.reasons()
-    result = publisher.publish(1)
+    result = publisher.publish(1, wait=True)
     try:
         found = set(result.quarantined)
     except PublishError as error:

@@ -44,10 +44,16 @@ class Nursery:
         )
         assert self._read() == "ready"
 
-    def statuses(self, size: int, function: Callable[..., Any], **arguments: Any) -> list[int]:
-        """Run a world → exit status of each rank, negative for the signal that ended it."""
+    def statuses(
+        self, size: int, function: Callable[..., Any], group_seconds: float = 600.0, **arguments: Any
+    ) -> list[int]:
+        """Run a world → exit status of each rank, negative for the signal that ended it.
+
+        ``group_seconds``: how long its collective calls wait.
+        """
         assert self._process.stdin is not None
         order = {"size": size, "module": function.__module__, "name": function.__name__, "arguments": arguments}
+        order["group_seconds"] = group_seconds
         print(json.dumps(order), file=self._process.stdin, flush=True)
         self._worlds += 1
         found: list[int] = json.loads(self._read())
@@ -108,7 +114,8 @@ def _forked(folder: Path, number: int, rank: int, order: dict[str, Any]) -> int:
         size = order["size"]
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
         store = FileStore(str(folder / f"{number}.store"), size)
-        distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+        limit = timedelta(seconds=order["group_seconds"])
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
         result = getattr(importlib.import_module(order["module"]), order["name"])(rank, size, **order["arguments"])
         (folder / f"{number}-{rank}.json").write_text(json.dumps(result))
         # A rank that leaves first would break what the others still do with it.

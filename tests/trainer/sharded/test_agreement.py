@@ -269,7 +269,7 @@ def out_of_step(rank: int, size: int, folder: str) -> None:
     publisher = Publisher(trained.model, trained.bucket)
     refused(lambda: publisher.flush() if rank == 1 else publisher.publish(1), PublishError, "every rank")
     refused(publisher.flush, PublishError, "every rank")
-    publisher.close()
+    refused(publisher.close, PublishError, "every rank")
 
 
 @pytest.mark.parametrize("work", [failures, uncertain, former, operations, out_of_step])

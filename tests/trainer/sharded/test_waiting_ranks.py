@@ -1,0 +1,135 @@
+"""Ranks wait together for a slow store, and end together, so that no collective call of a training times out."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import distributed
+
+from tests.support.publishing import assert_holds
+from tests.trainer.sharded.nursery import Nursery
+from trainer_side import DeltaSyncCallback, Publisher
+from trainer_side.integrations.gathered import gathered_publisher, publish_gathered
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.client import open_run
+
+GROUP_SECONDS = 4.0
+"""The limit of the training's own collective calls."""
+
+
+class SlowBucket(BucketMiddleware):
+    """A store that takes ``seconds`` for the next put."""
+
+    seconds = 0.0
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        seconds, self.seconds = self.seconds, 0.0
+        time.sleep(seconds)
+        self._inner.put(key, data, if_absent=if_absent)
+
+
+def slow_store(folder: str) -> SlowBucket:
+    made = SlowBucket(open_bucket(f"{folder}/run"))
+    made.seconds = 3 * GROUP_SECONDS
+    return made
+
+
+def train_replicas(rank: int, size: int, folder: str) -> None:
+    from tests.support.tiny import make_model
+    from tests.support.trainers import SIZES, Settled, checkpoint_of, trainer_of
+
+    model, store = make_model("qwen3", **SIZES), slow_store(folder)
+    callback = DeltaSyncCallback(bucket=store)
+    seen = Settled(callback, wait=False)
+    seen.at[3] = lambda: setattr(store, "seconds", 3 * GROUP_SECONDS)
+    trainer = trainer_of(model, Path(folder), [callback, seen], max_steps=3)
+    trainer.train()
+    distributed.all_reduce(torch.zeros(1))
+    if rank == 0:
+        save_file(checkpoint_of(model), f"{folder}/trained.safetensors")
+
+
+def train_shards(rank: int, size: int, folder: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    from tests.support.tiny import make_model, train_steps
+    from tests.support.trainers import SIZES
+
+    model, store = make_model("qwen3", **SIZES), slow_store(folder)
+    fully_shard(model)
+    store.seconds *= rank == 0
+    with Publisher(model, store) as publisher:
+        steps = train_steps(model, lr=1e-3)
+        for step in (1, 2, 3):
+            next(steps)
+            if step == 3 and rank == 0:
+                store.seconds = 3 * GROUP_SECONDS
+            publisher.publish(step)
+    trained = {name: tensor.full_tensor().detach() for name, tensor in model.named_parameters()}
+    if rank == 0:
+        save_file({name: torch.clone(tensor) for name, tensor in trained.items()}, f"{folder}/trained.safetensors")
+
+
+@pytest.mark.parametrize("work", [train_replicas, pytest.param(train_shards, marks=pytest.mark.slow)])
+def test_a_store_that_takes_three_times_the_limit(work: Any, nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(2, work, group_seconds=GROUP_SECONDS, folder=str(tmp_path))
+    run = open_run(str(tmp_path / "run"))
+    assert run.head().step == 3
+    assert_holds(run, run.head().version, load_file(tmp_path / "trained.safetensors"))
+
+
+def gather(rank: int, size: int, folder: str) -> list[int | None]:
+    """Weights that all ranks gather and one publishes."""
+    from tests.support.tiny import make_model, save_checkpoint
+    from tests.support.trainers import SIZES
+
+    model = make_model("qwen3", **SIZES)
+    base = Path(folder) / f"base{rank}"
+    save_checkpoint(model, base)
+    store: Any = slow_store(folder)
+    publisher = gathered_publisher(store, base, leads=rank == 0, all_wait=True)
+    done = []
+    for step in (1, 2):
+        distributed.all_reduce(torch.zeros(1))
+        store.seconds = 3 * GROUP_SECONDS * (step == 2)
+        result = publish_gathered(publisher, step, model.named_parameters())
+        done.append(None if result is None else result.version)
+    distributed.all_reduce(torch.zeros(1))
+    if publisher is not None:
+        publisher.close()
+    return done
+
+
+@pytest.mark.slow
+def test_ranks_that_gather_for_one_wait_for_it(nursery: Nursery, tmp_path: Path) -> None:
+    assert nursery.run(2, gather, group_seconds=GROUP_SECONDS, folder=str(tmp_path)) == [[1, 2], [None, None]]
+
+
+def stop_one(rank: int, size: int, folder: str) -> int:
+    """SIGTERM reaches one rank only, in the middle of training."""
+    from tests.support.tiny import make_model
+    from tests.support.trainers import SIZES, Settled, trainer_of
+
+    before = signal.getsignal(signal.SIGTERM)
+    callback = DeltaSyncCallback(bucket=f"{folder}/run", every=100)
+    seen = Settled(callback, wait=False)
+    if rank == 1:
+        seen.at[2] = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    trainer = trainer_of(make_model("qwen3", **SIZES), Path(folder), [callback, seen], max_steps=10)
+    trainer.train()
+    distributed.barrier()
+    assert signal.getsignal(signal.SIGTERM) == before
+    return trainer.state.global_step
+
+
+def test_sigterm_of_one_rank_ends_all_at_one_step(nursery: Nursery, tmp_path: Path) -> None:
+    steps = nursery.run(2, stop_one, folder=str(tmp_path))
+    # One rank answers what the others knew at the step before.
+    assert steps == [4, 4]
+    assert open_run(str(tmp_path / "run")).head().step == 4

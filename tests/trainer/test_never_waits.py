@@ -1,0 +1,241 @@
+"""Training never waits for the store, whatever fails at whatever moment, and an error of ours never ends it."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds
+from tests.support.publishing import assert_holds as assert_run_holds
+from tests.support.tiny import make_model
+from tests.support.trainers import SIZES, Settled, steps_of, trainer_of
+from trainer_side import DeltaSyncCallback, Publisher
+from trainer_side.diff import reader
+from trainer_side.diff.engine import Detector
+from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.client import open_run
+from vllm_delta_sync.errors import ConflictError, PublishError, StoreError
+
+AWAY = ["objects/", "versions/", "HEAD.json", "notices", "tags/"]
+"""What of a version fails: an object, its manifest, the head, a notice, a listing."""
+
+
+class OffTheTrainingThread(BucketMiddleware):
+    """Refuses every call on one thread, and fails at keys that begin as given while it is away."""
+
+    def __init__(self, inner: Bucket, at: str) -> None:
+        super().__init__(inner)
+        self._at = at
+        self.away = False
+        self.failures = 0
+        self.training: threading.Thread | None = None
+
+    def _pass(self, key: str) -> None:
+        assert threading.current_thread() is not self.training, f"{key} is asked for on the training thread"
+        if self.away and key.startswith(self._at):
+            self.failures += 1
+            raise StoreError("the store is away")
+
+    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
+        self._pass(key)
+        self._inner.put(key, data, if_absent=if_absent)
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+        self._pass(key)
+        return self._inner.get(key, max_bytes=max_bytes)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        self._pass(key)
+        return self._inner.get_range(key, start, length)
+
+    def get_file(self, key: str, path: Path) -> None:
+        self._pass(key)
+        self._inner.get_file(key, path)
+
+    def stat(self, key: str) -> ObjectInfo:
+        self._pass(key)
+        return self._inner.stat(key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        self._pass(prefix)
+        return self._inner.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self._pass(key)
+        self._inner.delete(key)
+
+
+def train(publisher: Publisher, trainer: Trainer, steps: range) -> list[str]:
+    """Train and publish, as fast as it goes → what the publisher raised."""
+    raised = []
+    for step in steps:
+        trainer.step()
+        try:
+            publisher.publish(step)
+        except PublishError as error:
+            raised.append(error.message)
+    return raised
+
+
+@pytest.mark.parametrize("at", AWAY)
+def test_a_store_that_is_away_in_the_middle_of_training(at: str, bucket: Hooked, trainer: Trainer) -> None:
+    Publisher(trainer.live, bucket, resume=True).close()
+    store = OffTheTrainingThread(bucket, at)
+    # Nobody listens there, so that no notice is delivered.
+    with Publisher(trainer.live, store, notice="connect:tcp://127.0.0.1:9") as publisher:
+        store.training = threading.current_thread()
+        train(publisher, trainer, range(1, 30))
+        store.away = True
+        raised: list[str] = []
+        step = 30
+        while (store.failures < 3 and at in ("objects/", "versions/")) or step < 60:
+            raised += train(publisher, trainer, range(step, step + 1))
+            step += 1
+        store.away = False
+        # Either the version is durable after all, or the error has been raised, or it is still to come.
+        train(publisher, trainer, range(step, step + 30))
+        store.training = None
+    run = open_run(bucket.url)
+    assert run.verify().replayed
+    assert run.head().step == step + 29
+    assert_holds(bucket, run.head().version, trainer.live)
+    assert bool(raised) == (at in ("objects/", "versions/"))
+
+
+def test_a_repair_of_the_baseline_is_not_waited_for(bucket: Hooked, trainer: Trainer) -> None:
+    """The outcome of a manifest is unknown, and the store does not answer whether it is there."""
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.after = FailAt("versions/")
+        asked, answered = threading.Event(), threading.Event()
+
+        def slow(key: str) -> None:
+            if key.startswith("versions/"):
+                asked.set()
+                assert answered.wait(120)
+                raise StoreError("no answer")
+
+        bucket.reading = slow
+        trainer.step()
+        publisher.publish(1)
+        assert asked.wait(60)
+        asked.clear()
+        assert publisher.publish(2).kind == "skipped"
+        answered.set()
+        with pytest.raises(PublishError, match="is not known"):
+            publisher.flush()
+        answered.clear()
+        # Asked for again in the background, where it waits.
+        assert asked.wait(60)
+        assert publisher.publish(3).kind == "skipped"
+        bucket.reading = lambda key: None
+        answered.set()
+        trainer.step()
+    assert [manifest.step for manifest in open_run(bucket.url).log()] == [0, 1, 3]
+    assert_holds(bucket, 2, trainer.live)
+
+
+def test_a_fenced_publisher_raises_at_the_second_call(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as former:
+        train(former, trainer, range(1, 2))
+        former.flush()
+        Publisher(trainer.copy(), Hooked(bucket.folder)).close()
+        result = former.publish(2)
+        with pytest.raises(ConflictError):
+            result.wait()
+        for call in (lambda: former.publish(3), lambda: former.publish(4, wait=True)):
+            with pytest.raises(ConflictError, match="taken over"):
+                call()
+        former.close(finish=False)
+
+
+# Errors that training tolerates
+
+
+class FailingOnce:
+    """A step of the comparison that raises at the given call of it, and works otherwise."""
+
+    def __init__(self, step: Callable[..., Any], error: BaseException, at: int = 1) -> None:
+        self._step, self._error, self._at = step, error, at
+        self._calls = 0
+
+    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self._calls += 1
+            if self._calls == self._at:
+                raise self._error
+            return self._step(instance, *args)
+
+        return call
+
+
+ERRORS = [torch.OutOfMemoryError("CUDA out of memory"), MemoryError("host"), RuntimeError("an illegal access")]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_comparison_that_fails_is_reverted_and_made_up_for(
+    error: BaseException, bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.live = {name: tensor.t() for name, tensor in trainer.live.items()}
+    with Publisher(trainer.live, bucket) as publisher:
+        trainer.live["a"] += 1
+        trainer.live["b"] += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(reader.Reader, "read", FailingOnce(reader.Reader.read, error, at=2))
+            with pytest.raises(PublishError, match=r"step 1 is not published, because the comparison failed") as caught:
+                publisher.publish(1)
+        assert caught.value.__cause__ is error
+        assert publisher.rescan() == []
+        publisher.publish(2)
+    assert open_run(bucket.url).verify().replayed
+    assert_holds(bucket, 1, trainer.live)
+
+
+def test_a_comparison_that_fails_last_is_made_up_for_by_closing(
+    bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        trainer.live["b"] += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(reader.Reader, "read", FailingOnce(reader.Reader.read, MemoryError()))
+            with pytest.raises(PublishError):
+                publisher.publish(1)
+    assert_holds(bucket, 1, trainer.live)
+
+
+def test_an_error_of_handed_weights_is_the_callers_own(bucket: Hooked, trainer: Trainer) -> None:
+    def handed() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", trainer.live["a"]
+        raise RuntimeError("a rank is gone")
+
+    with Publisher(trainer.live, bucket) as publisher:
+        with pytest.raises(RuntimeError, match="a rank is gone"):
+            publisher.publish(1, weights=handed())
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("stop", [False, True])
+def test_training_tolerates_a_lack_of_memory(
+    stop: bool, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: PreTrainedModel = make_model("qwen3", **SIZES)
+    callback = DeltaSyncCallback(bucket=url, stop_on_error=stop)
+    seen = Settled(callback)
+    failing = FailingOnce(Detector.collect_each, torch.OutOfMemoryError("CUDA out of memory"))
+    seen.at[1] = lambda: monkeypatch.setattr(Detector, "collect_each", failing)
+    training = trainer_of(model, tmp_path, [callback, seen], max_steps=3)
+    if stop:
+        with pytest.raises(PublishError, match="CUDA out of memory"):
+            training.train()
+        return
+    training.train()
+    run = open_run(url)
+    assert steps_of(run) == [1, 3]
+    assert_run_holds(run, 2, seen.weights[3])
+    assert caplog.text.count("training continues and the next version makes up for it") == 1
+    with open_bucket(url) as bucket:
+        assert bucket.stat("HEAD.json").bytes
