@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -57,6 +58,7 @@ MAX_AGE = 16  # tokens sampled by weights that are more versions old do not coun
 WARM_UP_TARGET, WARM_UP_BATCH, WARM_UP_RATE, WARM_UP_LIMIT = 0.28, 128, 1.5e-3, 600
 
 START_SECONDS, END_SECONDS = 600.0, 6.0  # for a server to start, and to end
+GRACE_SECONDS = 20.0  # after SIGTERM; Kubernetes and Slurm kill after 30
 SMOOTH_STEPS, REWARD_STEPS = 20, 10
 NEEDED_RISE, NEEDED_STEPS = 0.25, 100  # a run of fewer steps need not learn
 MARKER = ".delta-sync-demo"
@@ -277,6 +279,8 @@ def train(model: nn.Module, publisher: Publisher, server: Server, steps: int, se
     done: Steps = []
     pauses_ms: Pauses = {}
     results: list[PublishResult] = []
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())  # ends after the step, so that its weights are published
     for step in range(1, steps + 1):
         words = [word for word in random_words(rng, PROMPTS) for _ in range(SAMPLES)]
         prompts = [prompt_ids(word) for word in words]
@@ -299,6 +303,11 @@ def train(model: nn.Module, publisher: Publisher, server: Server, steps: int, se
         results.append(publisher.publish(step=step, wait=True))
         lag = float(ages[ages.isfinite()].mean().nan_to_num())
         done.append({"step": step, "reward": float(rewards.mean()), "lag": lag})
+        if ended.is_set():
+            publisher.flush(timeout=GRACE_SECONDS)
+            report(f"SIGTERM: the run is left at version {publisher.version}, step {step}")
+            raise KeyboardInterrupt
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     publisher.flush()
     server.request("GET", f"/delta_sync/wait?version={publisher.version}&timeout=60")
     complete(done, results[-1], server, pauses_ms)

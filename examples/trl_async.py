@@ -231,12 +231,14 @@ def train(out: Path, steps: int, url: str, transfer: DeltaWeightTransfer, progre
         reward_funcs=exact_reversal,
         args=settings,
         train_dataset=make_dataset(4096, seed=1),
-        callbacks=[progress],
+        callbacks=[progress, transfer.callback],  # the second ends training at a step when SIGTERM comes
         weight_transfer=transfer,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.rollout_worker._loop_cls = VersionedRolloutLoop
     trainer.train()
+    if trainer.state.global_step < steps:
+        raise KeyboardInterrupt
     for part in (trainer.model.to(torch.bfloat16), TOKENIZER):
         part.save_pretrained(out / "checkpoint")
     return trainer

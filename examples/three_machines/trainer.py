@@ -17,8 +17,10 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Sequence
@@ -278,6 +280,7 @@ class Trainer:
         self._run = ""
         self._cursor: dict[str, int] = {}  # worker → its next batch
         self._consumed = Consumed(step=0)  # by the last step
+        self._ended = threading.Event()
         self._file = options.folder / "state.pt"
         if self._file.exists():
             state = torch.load(self._file, weights_only=True)
@@ -294,6 +297,10 @@ class Trainer:
         os.replace(draft, self._file)
         sync(draft.parent)
 
+    def end(self, *_: object) -> None:
+        """End after the step under way, whose weights are published. A handler of SIGTERM."""
+        self._ended.set()
+
     def run(self, games: Bucket, publisher: Publisher) -> None:
         """Train until the run has the number of versions asked for."""
         self._games, self._publisher = games, publisher
@@ -301,6 +308,9 @@ class Trainer:
         while publisher.version < self._options.versions:
             consumed = Consumed(step=self._consumed.step + 1)
             batch = self._collect(consumed)
+            if batch is None:
+                emit("ended", version=publisher.version, step=self._consumed.step)
+                return
             gradient(self.model, batch)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=10.0)
             self.optimizer.step()
@@ -335,10 +345,12 @@ class Trainer:
         self._publisher.flush()
         emit("published", version=self._publisher.version, step=consumed.step, called=called)
 
-    def _collect(self, consumed: Consumed) -> Batch:
-        """Wait for the next batch to train on; record in ``consumed`` what becomes of each key."""
+    def _collect(self, consumed: Consumed) -> Batch | None:
+        """Wait for the next batch to train on; record in ``consumed`` what becomes of each key. None after SIGTERM."""
         began = time.monotonic()
         while time.monotonic() - began < self._options.patience:
+            if self._ended.is_set():
+                return None
             found = [match for item in self._games.list("trajectories/") if (match := KEY.fullmatch(item.key))]
             # The next batch of each worker first, so that workers alternate.
             for match in sorted(found, key=lambda match: int(match[2]) - self._cursor.get(match[1], 0)):
@@ -387,6 +399,7 @@ def main(arguments: Sequence[str]) -> int:
     if not policy.exists():
         make_policy(policy, options.seed, options.warm_up)
     trainer = Trainer(options, policy)
+    signal.signal(signal.SIGTERM, trainer.end)
     try:
         with open_bucket(options.games) as games, Publisher(trainer.model, options.bucket, files=policy) as publisher:
             trainer.run(games, publisher)

@@ -196,6 +196,16 @@ def test_a_killed_trainer_goes_on_and_each_trajectory_is_trained_on_once(
 
 
 @pytest.mark.slow
+def test_a_trainer_that_sigterm_ends_publishes_the_step_under_way(trainings: Trainings, undisturbed: str) -> None:
+    trainings.write(*[0] * VERSIONS)
+    assert trainings.train("gradient:before:2:SIGTERM") == 0
+    assert [(event["version"], event["step"]) for event in trainings.events("ended")] == [(2, 2)]
+    assert open_run(trainings.url).head().step == 2
+    assert trainings.train() == 0
+    assert trainings.fingerprint() == undisturbed
+
+
+@pytest.mark.slow
 def test_what_is_too_old_or_no_batch_of_this_run_is_left_out_and_recorded(trainings: Trainings) -> None:
     trainings.write(0, 0, 0)
     trainings.write(0, worker="other", run="f" * 32)

@@ -2,8 +2,8 @@
 
 Each line is ``FOLDER POINT ARGUMENT…``: a trainer with those arguments, which writes to FOLDER's files ``events`` and
 ``errors``, and kills itself with SIGKILL at POINT, if that is not ``-``: ``NAME:before:3`` is before the third call of
-what NAME stands for in CALLS, ``NAME:after:1`` after the first. It answers with the exit status. Only the seconds that
-imports take are spared.
+what NAME stands for in CALLS, ``NAME:after:1`` after the first; ``NAME:before:3:SIGTERM`` uses another signal. It
+answers with the exit status. Only the seconds that imports take are spared.
 """
 
 import functools
@@ -36,7 +36,8 @@ CALLS: dict[str, tuple[Any, str, str]] = {
 
 
 def kill_at(point: str) -> None:
-    name, when, number = point.split(":")
+    name, when, number, *chosen = point.split(":")
+    deadly_signal = signal.Signals[chosen[0] if chosen else "SIGKILL"]
     owner, attribute, prefix = CALLS[name]
     original: Callable[..., Any] = getattr(owner, attribute)
     left = [int(number)]
@@ -46,10 +47,10 @@ def kill_at(point: str) -> None:
         counts = not prefix or str(arguments[1]).startswith(prefix)
         left[0] -= counts
         if counts and left[0] == 0 and when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), deadly_signal)
         result = original(*arguments, **named)
         if counts and left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), deadly_signal)
         return result
 
     setattr(owner, attribute, deadly)

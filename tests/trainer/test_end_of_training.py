@@ -118,9 +118,9 @@ def test_weights_that_came_with_the_last_call_are_named_if_they_are_lost(bucket:
     publisher = Publisher(trainer.live, bucket)
     gate = bucket.before = Gated()
     trainer.step()
-    publisher.publish(1, weights=trainer.copy())
+    publisher.publish(1, weights=trainer.copy().items())
     assert gate.reached.wait(60)
-    assert publisher.publish(2, weights=trainer.copy()).kind == "skipped"
+    assert publisher.publish(2, weights=trainer.copy().items()).kind == "skipped"
     gate.open.set()
     with pytest.raises(PublishError, match=r"step 2, the last one, is not published: its call was skipped.* gone"):
         publisher.close()

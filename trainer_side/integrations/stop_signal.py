@@ -22,8 +22,9 @@ GRACE_SECONDS = 25.0
 class StopSignal:
     """From construction until ``close``, SIGTERM ends the training at a step, instead of the process at once.
 
-    A handler that was there before is called as well. Outside of the main thread, and where SIGTERM is ignored, nothing
-    is changed. Every rank of a world constructs it at the same point of the program.
+    A handler that was there before is called as well, except Python's own that raises KeyboardInterrupt. Outside of the
+    main thread, and where SIGTERM is ignored, nothing is changed. Every rank of a world constructs it at the same point
+    of the program.
 
     Args:
         seconds: how long after the signal the process may still work.
@@ -47,7 +48,7 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._came_at is None:
             self._came_at = time.monotonic()
-        if callable(self._before):
+        if callable(self._before) and self._before is not signal.default_int_handler:
             self._before(number, frame)
 
     def came(self) -> bool:
