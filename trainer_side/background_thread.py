@@ -7,6 +7,7 @@ raises in the middle of one leaves its lock held or released twice. Here the mai
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -58,12 +59,15 @@ class BackgroundJob:
 class BackgroundThread:
     """A thread that makes calls one after another, in the order of submission.
 
-    At the end of the program it still makes the calls submitted before, even without ``close``.
+    Without ``close`` the thread ends when this object is garbage, and at the end of the program; in both cases it first
+    makes the calls submitted before. It keeps nothing of a call that has ended.
     """
 
     def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[tuple[BackgroundJob, Callable[[], None]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name=name)
+        self._queue: _Calls = SimpleQueue()
+        # The thread holds the queue only: with this object, it would keep a publisher and its model alive.
+        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name)
+        weakref.finalize(self, self._queue.put, None).atexit = False
         self._thread.start()
 
     def submit(self, job: BackgroundJob, work: Callable[[], None]) -> None:
@@ -83,20 +87,26 @@ class BackgroundThread:
         return found[0]
 
     def close(self) -> None:
-        """Make the calls submitted so far and end the thread. May be called twice."""
+        """Make the calls submitted so far and end the thread. May be called twice, and by the thread itself."""
         self._queue.put(None)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                item = self._queue.get(timeout=_POLL_SECONDS)
-            except Empty:
-                if threading.main_thread().is_alive():
-                    continue
-                return
-            if item is None:
-                return
-            job, work = item
-            with job:
-                work()
+
+_Calls = SimpleQueue[tuple[BackgroundJob, Callable[[], None]] | None]
+
+
+def _serve(calls: _Calls) -> None:
+    while True:
+        try:
+            item = calls.get(timeout=_POLL_SECONDS)
+        except Empty:
+            if threading.main_thread().is_alive():
+                continue
+            return
+        if item is None:
+            return
+        job, work = item
+        with job:
+            work()
+        del item, job, work

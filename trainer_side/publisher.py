@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 
-from trainer_side.background_thread import BackgroundThread
+from trainer_side.background_thread import BackgroundJob, BackgroundThread
 from trainer_side.committer import Committer
 from trainer_side.diff.buffers import BaselineLocation
 from trainer_side.diff.engine import Detector
@@ -35,6 +36,7 @@ from trainer_side.run_weights import RunWeights, WholeWeights
 from trainer_side.session import OnVersion, PublishSession, agreed_options, ranks_of
 from trainer_side.status import PublisherStatus
 from trainer_side.takeover import open_or_begin
+from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
@@ -64,7 +66,8 @@ class Publisher:
     every rank constructs a publisher and calls its methods at the same points of the program (docs/sharded.md).
 
     Threads: any thread may call any method; calls are serialized. Do not call from signal handlers or after
-    ``os.fork``.
+    ``os.fork``. Use it as a context manager, or ``close`` it: a publisher that is dropped instead finishes the version
+    under way, releases everything, and logs a warning.
 
     Attributes:
         run: id of the run, 32 hex digits.
@@ -232,7 +235,8 @@ class Publisher:
             )
             if self._notice is not None:
                 opened.writer.use_notice(self._notice)
-            undo.pop_all()
+            self._unclosed = weakref.finalize(self, _end_unclosed, self._background, opened.writer, undo.pop_all())
+            self._unclosed.atexit = False
 
     @property
     def run(self) -> str:
@@ -483,6 +487,7 @@ class Publisher:
             if self._closed:
                 return
             self._closed = True
+            self._unclosed.detach()
             with ExitStack() as last:
                 if self._own_bucket:
                     last.callback(self._bucket.close)
@@ -523,3 +528,22 @@ class Publisher:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the publisher is closed; make a new one with a new run URL")
+
+
+def _end_unclosed(background: BackgroundThread, writer: RunWriter, resources: ExitStack) -> None:
+    """End the threads of a publisher that was dropped without ``close``, after the version under way.
+
+    Garbage collection may call this anywhere, so it waits for nothing.
+    """
+
+    def release() -> None:
+        newest = writer.newest
+        logger.warning(
+            "the publisher of run %s was dropped without close(): the run ends at version %s, and later changes of the "
+            "weights are not published; use `with Publisher(…) as publisher:`, or call close()",
+            writer.run,
+            None if newest is None else newest.version,
+        )
+        resources.close()
+
+    background.submit(BackgroundJob(), release)

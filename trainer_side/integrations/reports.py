@@ -33,9 +33,11 @@ def find_calling_trainer() -> Any:
     module = sys.modules.get("transformers.trainer")
     frame = inspect.currentframe()
     while module is not None and frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, module.Trainer):
-            return owner
+        # Of other frames the locals stay unread: before Python 3.13, a frame keeps alive what is read of it.
+        if frame.f_globals is vars(module):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, module.Trainer):
+                return owner
         frame = frame.f_back
     return None
 
