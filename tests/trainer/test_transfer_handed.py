@@ -1,17 +1,27 @@
 """Weights that are handed over parameter by parameter, under the names of the module: as tensors of the checkpoint."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, HrmTextConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    HrmTextConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from tests.support.publishing import Tensors, assert_holds
 from tests.support.tiny import VOCABULARY, make_model, save_checkpoint, train_steps
 from tests.support.trainers import SIZES
 from trainer_side import Publisher
+from trainer_side.integrations.gathered import gathered_publisher
 from trainer_side.model.streamed import StreamedWeights
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import ModelError, NotFoundError, TensorMismatchError, UsageError
@@ -166,6 +176,61 @@ def test_a_lost_version_is_not_made_up(url: str, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="gets the weights for a new start only later; repair the run"):
         Publisher(StreamedWeights(base), bucket=url, base=base)
     assert open_run(url).head().version == 1
+
+
+TEXT = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128,
+}  # fmt: skip
+VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
+
+
+def save_language_inside_vision(folder: Path) -> PreTrainedModel:
+    """A vision-language checkpoint; ``AutoModelForCausalLM`` loads its language model, under names of its own."""
+    linear = {f"linear_{what}": size for what, size in (("num_key_heads", 2), ("num_value_heads", 4))}
+    linear |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    text = {**TEXT, **linear, "layer_types": ["linear_attention", "full_attention"]}
+    config = Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=False)
+    Qwen3_5ForConditionalGeneration(config).bfloat16().save_pretrained(folder)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+    return model
+
+
+def save_under_later_names(folder: Path) -> PreTrainedModel:
+    """A checkpoint that names its tensors as the module does, and not as ``save_pretrained`` names them."""
+    text = {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    vision = {**VISION, "fullatt_block_indexes": [1]}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    Qwen2_5_VLForConditionalGeneration(config).bfloat16().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    prefixes = {"visual.": "model.visual.", "model.": "model.language_model."}
+    for name in list(tensors):
+        for before, after in prefixes.items():
+            if name.startswith(before):
+                tensors[after + name.removeprefix(before)] = tensors.pop(name)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("save", [save_language_inside_vision, save_under_later_names])
+def test_gathered_parameters_are_mapped_as_those_of_the_module(
+    save: Callable[[Path], PreTrainedModel], url: str, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    model = save(base)
+    before = load_file(base / "model.safetensors")
+    gathered = gathered_publisher(f"{url}-gathered", base)
+    assert gathered is not None
+    with gathered, Publisher(model, url, base=base) as publisher:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        changed = {publisher.publish(1, wait=True).changed, gathered.publish(1, weights=handed(model)).changed}
+    assert changed == {sum(parameter.numel() for parameter in model.parameters())}
+    expected = dict(open_run(url).tensors(1, base))
+    assert expected.keys() == before.keys()
+    assert_holds(open_run(f"{url}-gathered"), 1, expected, base)
 
 
 def _joined_model() -> PreTrainedModel:

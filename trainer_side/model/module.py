@@ -325,6 +325,30 @@ def _follow_conversion(model: nn.Module, state: State) -> dict[str, Route]:
         ) from error
 
 
+def assume_loaded_from(model: nn.Module, names: Iterable[str]) -> None:
+    """Give a transformers model the conversions that loading a checkpoint with tensors of these names would use.
+
+    A model that was loaded has them from ``from_pretrained``, which reads all weights; one that was only made from a
+    configuration has those of its class, which may be for other names.
+    """
+    pretrained = _transformers_model(model)
+    if pretrained is None:
+        return
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        conversions = get_model_conversion_mapping(pretrained)
+        kinds = [[each for each in conversions if isinstance(each, kind)] for kind in (WeightRenaming, WeightConverter)]
+        state = pretrained.state_dict()
+        for name in names:
+            rename_source_key(name, *kinds, pretrained.base_model_prefix, state)
+        pretrained._weight_conversions = [each for each in conversions if each.was_used()]
+    except (ImportError, TypeError, AttributeError) as error:
+        # Early releases of transformers 5 do not record which conversions were used; then those of the class stay.
+        logger.debug("the conversions of %s's class are used: %r", type(pretrained).__name__, error)
+
+
 def _configured_dtypes(model: nn.Module, state: State) -> dict[str, torch.dtype]:
     """Return name → dtype that the model's configuration gives to checkpoints, for the tensors that it applies to.
 

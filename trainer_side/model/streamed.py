@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainer_side.model.conversion_trace import Route
-from trainer_side.model.module import ModuleForm
+from trainer_side.model.module import ModuleForm, assume_loaded_from
 from trainer_side.model.sources import CheckpointTensor, LiveTensors, NamedTensors, check_readable, pairs
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.redaction import guarded_logger
@@ -20,15 +20,17 @@ logger = guarded_logger(__name__)
 class StreamedWeights(LiveTensors):
     """The tensors of a checkpoint; their values come only with each ``Publisher.publish(weights=…)``.
 
-    The weights may have the names and shapes of parameters in the module of transformers, or those of the checkpoint.
-    They are converted tensor by tensor, by views where possible. A parameter is kept only until the other parts of its
-    checkpoint tensors have arrived. Tensors that are never yielded keep the values of the checkpoint.
+    The weights may have the names and shapes of the checkpoint, or those of parameters in a module that transformers
+    loads it into: the class that ``config.json`` names, or that of ``AutoModelForCausalLM``, which of a vision-language
+    checkpoint may be the language model alone. They are converted tensor by tensor, by views where possible. A
+    parameter is kept only until the other parts of its checkpoint tensors have arrived. Tensors that are never yielded
+    keep the values of the checkpoint.
     """
 
     has_values = False
 
     def __init__(self, base: str | Path) -> None:
-        """Trace the module's conversion to its checkpoint once, on a module without data.
+        """Trace the modules' conversions to their checkpoint once, on modules without data.
 
         Args:
             base: checkpoint directory, or public model as ``org/name@revision``. If transformers does not know its
@@ -40,48 +42,66 @@ class StreamedWeights(LiveTensors):
         folder = resolve_base(base).path
         checkpoint = Checkpoint(folder)
         self._sources: dict[str, torch.Tensor] = {}
-        self._routes: dict[str, Route] = {}
-        self._targets_by_source: dict[str, list[str]] = {}
-        module = _meta_module(folder)
-        if module is None:
+        self._routes: list[tuple[str, Route]] = []
+        self._routes_by_source: dict[str, list[int]] = {}
+        forms: list[ModuleForm] = []
+        for module in _meta_modules(folder):
+            assume_loaded_from(module, checkpoint.specs)
+            try:
+                forms.append(ModuleForm(module, described=True))
+            except ModelError as error:
+                if not forms:
+                    raise
+                logger.info("parameters of a %s are not accepted: %s", type(module).__name__, error)
+        if not forms:
             specs = checkpoint.specs.items()
             self.aliases = {}
             self.tensors = {name: CheckpointTensor(name, spec.shape, TORCH_DTYPES[spec.dtype]) for name, spec in specs}
             return
-        form = ModuleForm(module, described=True)
-        self.tensors, self.aliases = form.tensors, form.aliases
-        (self._sources, _), self._routes = form.state(), form.routes
-        for target, route in self._routes.items():
+        self.tensors, self.aliases = forms[0].tensors, forms[0].aliases
+        for form in forms:
+            self._accept(form)
+
+    def _accept(self, form: ModuleForm) -> None:
+        """Convert the parameters of a module to ``tensors``; of a second module only those whose names are free."""
+        sources, _ = form.state()
+        known = {*self._sources, *self.tensors} if self._sources else set()
+        for target, route in form.routes.items():
+            if target not in self.tensors or not known.isdisjoint(route.sources):
+                continue
             for source in route.sources:
-                self._targets_by_source.setdefault(source, []).append(target)
+                self._sources[source] = sources[source]
+                self._routes_by_source.setdefault(source, []).append(len(self._routes))
+            self._routes.append((target, route))
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(())
 
     def convert(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         waiting: dict[str, torch.Tensor] = {}
-        produced: set[str] = set()
+        read: set[int] = set()
         for name, value in pairs(weights):
-            targets = self._targets_by_source.get(name)
-            if targets is None:
+            numbers = self._routes_by_source.get(name)
+            if numbers is None:
                 # A name of the checkpoint; unknown names are refused in the comparison.
                 yield name, check_readable(name, value)
                 continue
             waiting[name] = self._as_in_module(name, value)
-            for target in targets:
-                route = self._routes[target]
+            for number in numbers:
+                target, route = self._routes[number]
                 if all(source in waiting for source in route.sources):
                     yield target, route.read(waiting)
-                    produced.add(target)
-            self._release(name, waiting, produced)
+                    read.add(number)
+            self._release(name, waiting, read)
         if waiting:
-            incomplete = next(
-                target for source in waiting for target in self._targets_by_source[source] if target not in produced
+            number = next(
+                number for source in waiting for number in self._routes_by_source[source] if number not in read
             )
-            sources = [source for source in self._routes[incomplete].sources if source not in waiting]
+            incomplete, route = self._routes[number]
+            sources = [source for source in route.sources if source not in waiting]
             raise ModelError(
                 f"checkpoint tensor {incomplete!r} is made of several parameters, of which {sources[0]!r} was not "
-                f"yielded ({len(sources)} of {len(self._routes[incomplete].sources)}); yield all of them, or none"
+                f"yielded ({len(sources)} of {len(route.sources)}); yield all of them, or none"
             )
 
     def _as_in_module(self, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -97,35 +117,42 @@ class StreamedWeights(LiveTensors):
         laid_out = torch.empty_strided(known.shape, known.stride(), dtype=tensor.dtype, device=tensor.device)
         return laid_out.copy_(tensor)
 
-    def _release(self, name: str, waiting: dict[str, torch.Tensor], produced: set[str]) -> None:
+    def _release(self, name: str, waiting: dict[str, torch.Tensor], read: set[int]) -> None:
         """Drop parameters that no other tensor needs; copy the newest, ``name``, to its own memory."""
-        for source in {source for target in self._targets_by_source[name] for source in self._routes[target].sources}:
-            if source in waiting and produced.issuperset(self._targets_by_source[source]):
+        routes = [self._routes[number][1] for number in self._routes_by_source[name]]
+        for source in {source for route in routes for source in route.sources}:
+            if source in waiting and read.issuperset(self._routes_by_source[source]):
                 del waiting[source]
         if name in waiting:
             # Frameworks may refill one buffer.
             waiting[name] = waiting[name].clone(memory_format=torch.preserve_format)
 
 
-def _meta_module(folder: Path) -> nn.Module | None:
-    """Return the module that a checkpoint is loaded into, on the meta device; None if transformers does not know it."""
+def _meta_modules(folder: Path) -> list[nn.Module]:
+    """Return the modules that a checkpoint is loaded into, on the meta device; the class of config.json comes first."""
     try:
         import transformers
     except ImportError:
-        return None
+        return []
     if not (folder / "config.json").is_file():
-        return None
+        return []
+    modules: list[nn.Module] = []
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         named = getattr(transformers, (config.architectures or [""])[0], None)
         with torch.device("meta"):
             if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-                module: nn.Module = named(config)
+                modules.append(named(config))
+            try:
+                language = transformers.AutoModelForCausalLM.from_config(config)
+            except (ValueError, TypeError, AttributeError, LookupError, RuntimeError):
+                # Of a model that is no language model, or has none inside.
+                if not modules:
+                    raise
             else:
-                module = transformers.AutoModelForCausalLM.from_config(config)
+                modules += [] if type(language) is named else [language]
     except (ValueError, OSError) as error:
         logger.warning(
             "transformers does not know the model of %s, so names must be the checkpoint's: %s", folder, error
         )
-        return None
-    return module
+    return modules
