@@ -250,7 +250,10 @@ class Committer:
         try:
             self._group.all_or_raise("anchor: baseline", self._check_undamaged)
             return self._run_on_rank0("anchor", self._write_anchor)
-        except (ConflictError, LostRankError) as error:
+        except ConflictError as error:
+            self.stopped = ConflictError(error.message + self._group.conflict_advice)
+            raise self.stopped from error
+        except LostRankError as error:
             self.stopped = error
             raise
 
@@ -359,7 +362,7 @@ class Committer:
             own.error = error
             match error:
                 case ConflictError():
-                    return {"outcome": "conflict", "message": error.message}
+                    return {"outcome": "conflict", "message": error.message + self._group.conflict_advice}
                 case UncertainError():
                     return {"outcome": "uncertain", "message": error.message, "manifest": text}
                 case FormerVersionError():

@@ -39,7 +39,7 @@ from trainer_side.takeover import open_or_begin
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.codec.zstd import Compression
-from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.errors import ConflictError, UsageError
 from vllm_delta_sync.notice.publisher import NoticePublisher, open_notices
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.head import HEAD_SECONDS
@@ -221,8 +221,11 @@ class Publisher:
                 open_or_begin, self._bucket, weights, base, partial(collect_files, model, files), options,
                 ranks.work, self._background,
             )  # fmt: skip
-            # Alone it runs in this thread: reading the live tensors may be interrupted.
-            opened = opening() if ranks.alone else self._background.call(opening)
+            try:
+                # Alone it runs in this thread: reading the live tensors may be interrupted.
+                opened = opening() if ranks.alone else self._background.call(opening)
+            except ConflictError as error:
+                raise ConflictError(error.message + ranks.work.conflict_advice) from error
             self._maintenance: BackgroundMaintenance | None = None
             if ranks.is_rank0:
                 self._maintenance = BackgroundMaintenance(self._bucket, weights.base, options, opened.writer)

@@ -16,7 +16,15 @@ from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.model.sources import ModelLike
 from trainer_side.options import Options, SidecarData, check_step, checked_sidecars
-from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, RankGroups, check_same
+from trainer_side.ranks.group import (
+    ONE_PUBLISHER,
+    Json,
+    LostRankError,
+    ProcessGroup,
+    RankGroups,
+    check_same,
+    rank_in_world,
+)
 from trainer_side.result import PublishProgress, PublishResult, Stopwatch, as_publish_error
 from trainer_side.run_weights import RunWeights
 from trainer_side.status import Deadline, PublishRecord
@@ -550,11 +558,18 @@ class SkipLog:
 
 def ranks_of(model: ModelLike) -> RankGroups:
     """Return the ranks that publish a model together: those of the world, or this process alone."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return RankGroups(alone=True)
-    from trainer_side.ranks.shard_parts import needs_ranks
+    alone = True
+    if distributed.is_available() and distributed.is_initialized():
+        from trainer_side.ranks.shard_parts import needs_ranks
 
-    return RankGroups(alone=not needs_ranks(model))
+        alone = not needs_ranks(model)
+    place = rank_in_world()
+    if alone and place is not None and 0 < place.rank < place.size:
+        logger.warning(
+            "%s and this is rank %d, which makes a publisher alone: if another rank publishes to the same URL, they "
+            "take the run over from each other. %s", place.source, place.rank, ONE_PUBLISHER,
+        )  # fmt: skip
+    return RankGroups(alone=alone)
 
 
 # With other values ranks would encode or split differently, or reach their calls at other steps. For all other options

@@ -5,9 +5,10 @@ waits for. Documents are small. Only one question before each comparison (``redu
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,32 @@ def in_world() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
+ONE_PUBLISHER = (
+    "Make the publisher on rank 0 only; or, of a model that is wrapped in DistributedDataParallel or sharded by "
+    "fully_shard, on every rank, after init_process_group"
+)
+
+
+class RankInWorld(NamedTuple):
+    """The place of this process among the ranks that were started together. ``source`` says how it is known."""
+
+    rank: int
+    size: int
+    source: str
+
+
+def rank_in_world() -> RankInWorld | None:
+    """Return the place of this process, also before ``init_process_group``; None if nothing says that it has one."""
+    if distributed.is_available() and distributed.is_initialized():
+        size = distributed.get_world_size()
+        return RankInWorld(distributed.get_rank(), size, f"torch.distributed is initialized with world size {size}")
+    rank, count = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not (rank.isdecimal() and count.isdecimal()):
+        return None
+    source = f"WORLD_SIZE is {count} in the environment, torch.distributed is not initialized,"
+    return RankInWorld(int(rank), int(count), source)
+
+
 class ProcessGroup:
     """The ranks that publish together, each with one thread at a time. Every rank makes the same calls in one order.
 
@@ -68,6 +95,20 @@ class ProcessGroup:
         if not alone:
             self._join_world()
         self.is_rank0 = self.rank == 0
+
+    @property
+    def conflict_advice(self) -> str:
+        """What to add to an error about another publisher of the run: that each rank of a world may have made one.
+
+        Empty where the ranks publish together, and where this process is not one of several ranks.
+        """
+        place = rank_in_world() if self.alone else None
+        if place is None or place.size == 1:
+            return ""
+        return (
+            f". {place.source} and this is rank {place.rank}: if every rank makes a publisher, they take the run over "
+            f"from each other. {ONE_PUBLISHER}"
+        )
 
     def _join_world(self) -> None:
         try:
