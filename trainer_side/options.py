@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
 from trainer_side.diff.buffers import BaselineLocation
+from trainer_side.model.selection import Selection
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.codecs import Codec
@@ -149,6 +150,7 @@ class Options(BaseModel):
     # Without InstanceOf, pydantic would also make a Gate of a dictionary.
     gate: InstanceOf[Gate] | None = None
     budget: InstanceOf[Budget] | None = None
+    selection: InstanceOf[Selection] = Field(default_factory=Selection)
     keyring: InstanceOf[Keyring] = Field(default_factory=Keyring)
     head_seconds: Annotated[int, Field(ge=1, le=MAX_HEAD_SECONDS, strict=True)] = HEAD_SECONDS
     baseline: BaselineLocation = "host"

@@ -18,6 +18,7 @@ from trainer_side.diff.buffers import BaselineLocation
 from trainer_side.diff.engine import Detector
 from trainer_side.maintenance import BackgroundMaintenance
 from trainer_side.manifests import SHARD_BYTES
+from trainer_side.model.selection import Patterns, Rename, Selection
 from trainer_side.model.sources import ModelLike, live_tensors
 from trainer_side.options import (
     RESCAN_BYTES,
@@ -102,6 +103,9 @@ class Publisher:
         diff_threads: int | None = None,
         receiver_bytes_per_second: float | None = None,
         first_step: int = 0,
+        include: Patterns | None = None,
+        exclude: Patterns | None = None,
+        rename: Rename | None = None,
         on_version: OnVersion | None = None,
     ) -> None:
         """Begin a run with the current weights as version 0, or take over the run at the URL.
@@ -155,6 +159,12 @@ class Publisher:
             diff_threads: threads that compare large tensors on the host; None means torch's number of threads.
             receiver_bytes_per_second: receivers' download speed (codec ``auto``); None means the measured upload speed.
             first_step: optimizer step that version 0 of a new run records.
+            include, exclude: glob patterns (one, or a sequence) of names of a module's parameters and buffers, without
+                what wrappers add: only those that match ``include`` (default: all) and not ``exclude`` are published.
+                What the base has under the name of a tensor that is left out must keep the bits that servers have,
+                which each ``publish`` checks; without a base, none may be left out that the model's class loads.
+            rename: applied last, to names as in a checkpoint: a mapping of prefixes, such as ``{"actor.": ""}``, of
+                which the longest that matches is replaced; or a function from name to name.
             on_version: called with the result of each version once it is durable or has failed (``result.failed``), in
                 the background thread. Keep it short, because the next version waits for it; of this publisher it may
                 only call ``status``. An exception of it is logged.
@@ -179,6 +189,7 @@ class Publisher:
                 budget=budget,
                 head_seconds=head_seconds, baseline=baseline, diff_threads=diff_threads,
                 receiver_bytes_per_second=receiver_bytes_per_second, first_step=first_step,
+                selection=Selection(include, exclude, rename),
             )  # fmt: skip
 
         self._lock = threading.Lock()
@@ -211,7 +222,8 @@ class Publisher:
 
             def hold_weights() -> RunWeights:
                 if ranks.alone:
-                    return WholeWeights(live_tensors(model), self._bucket, options, self._background)
+                    live = live_tensors(model, options.selection)
+                    return WholeWeights(live, self._bucket, options, self._background)
                 from trainer_side.ranks.coordinator import RankCoordinator
 
                 return RankCoordinator(model, self._bucket, options, ranks.work)

@@ -29,7 +29,7 @@ def new_run_tensors(
     """Return a new run's tensors, live name → names in the run, and the base."""
     if base is None:
         names = target_names(live, None, "")
-        table = TensorTable(own_spec(tensor) for tensor in live.tensors.values())
+        table = TensorTable(own_spec(tensor) for name, tensor in live.tensors.items() if name not in live.excluded)
         checkpoint = None
     else:
         checkpoint = Checkpoint(base)
@@ -38,10 +38,11 @@ def new_run_tensors(
         except TensorMismatchError as error:
             raise TensorMismatchError(
                 f"{error.message}; give base= the checkpoint that the model was loaded from. If the model has tensors "
-                "of its own, such as an untied output head, leave base= out, and start servers with --load-format "
-                "delta_sync"
+                "of its own that servers need, such as an untied output head, leave base= out, and start servers with "
+                "--load-format delta_sync; those that servers do not need, such as a value head, go into exclude="
             ) from error
         table = TensorTable(checkpoint.specs.values())
+    live.unused = [name for name in live.excluded if not names[name]]
     if not len(table):
         raise ModelError("the model yields no tensor, and there is no base: nothing can be published")
     return table, names, checkpoint
@@ -51,11 +52,13 @@ def names_in_run(live: LiveTensors, table: TensorTable) -> dict[str, list[str]]:
     """Return live name → names in an existing run."""
     specs = {spec.name: spec for spec in table}
     try:
-        return target_names(live, specs, "the run that is to be resumed")
+        names = target_names(live, specs, "the run that is to be resumed")
     except TensorMismatchError as error:
         raise TensorMismatchError(
             f"{error.message}; publish the model of this run, or start a new run under a new URL"
         ) from error
+    live.unused = [name for name in live.excluded if not names[name]]
+    return names
 
 
 class Baseline:
@@ -109,7 +112,7 @@ class Baseline:
         baseline.capture(live)
         if checkpoint is not None:
             baseline.warn_of_missing("base")
-            baseline.compare(lambda tensor: checkpoint.bits(table[tensor].name))
+            baseline.compare(lambda tensor: checkpoint.bits(table[tensor].name), live.excluded)
         return baseline
 
     @classmethod
@@ -251,12 +254,30 @@ class Baseline:
                 len(missing), source, len(self.table), source, ", ".join(missing[:5]), " …" if len(missing) > 5 else "",
             )  # fmt: skip
 
-    def compare(self, base: Callable[[int], Bits]) -> None:
-        """Set ``first_difference``. Args: base: returns the (numel,) bits that a tensor id has in the base."""
+    def compare(self, base: Callable[[int], Bits], excluded: Iterable[str] = ()) -> None:
+        """Set ``first_difference``.
+
+        Args:
+            base: returns the (numel,) bits that a tensor id has in the base.
+            excluded: live names that must have these bits; see ``check_kept``.
+        """
+        kept = self._ids(excluded)
+        self.check_kept([t for t in kept if not np.array_equal(self.read(t), base(t))], excluded)
         for tensor, buffer in enumerate(self._buffers):
             if buffer is not None and not np.array_equal(buffer.read(), base(tensor)):
                 self.first_difference = self.table[tensor].name
                 return
+
+    def check_kept(self, changed: Iterable[int], excluded: Iterable[str]) -> None:
+        """Raise TensorMismatchError if a changed tensor belongs to an excluded live name: servers keep the old bits."""
+        for tensor in self._ids(excluded) & set(changed):
+            raise TensorMismatchError(
+                f"tensor {self.table[tensor].name!r} is left out by include= or exclude=, and its bits are not those "
+                "that servers have; publish it too, or keep it as it is in the base (requires_grad_(False))"
+            )
+
+    def _ids(self, live_names: Iterable[str]) -> set[int]:
+        return {tensor for name in live_names for tensor in self.targets_of.get(name, ())}
 
     def may_send_in_full(self, tensor: int) -> bool:
         """Return whether a version may carry all bits of a tensor rather than its changes: in one object."""
@@ -283,7 +304,8 @@ class Baseline:
             if name in seen:
                 raise TensorMismatchError(f"tensor {name!r} is yielded twice; each name must occur once")
             seen.add(name)
-            for target in self.targets_of.get(name) or (self.table.index(name),):
+            targets = self.targets_of.get(name)
+            for target in (self.table.index(name),) if targets is None else targets:
                 check_fits(name, tensor, self.table[target])
                 yield name, target, tensor
 

@@ -24,16 +24,23 @@ def target_names(live: LiveTensors, specs: Mapping[str, TensorSpec] | None, wher
     """Return live name, aliases included → names in the run.
 
     Args:
-        specs: the run's tensors, which must include the live ones; None if the live ones make up the run.
+        specs: the run's tensors, which must include the live ones; None if the live ones make up the run. Excluded
+            tensors that the run lacks have no name there.
         where: what ``specs`` belong to, for messages.
     """
+    if specs is None and (needed := live.needed()):
+        raise ModelError(
+            f"include= and exclude= leave out tensor {needed[0]!r} ({len(needed)} in all), which the model's class "
+            "loads, and there is no base that has it: publish it, or give base= a checkpoint with the same bits"
+        )
     groups: dict[str, list[str]] = {name: [name] for name in live.tensors}
     for alias, owner in live.aliases.items():
         groups[owner].append(alias)
     names: dict[str, list[str]] = {}
     for owner, group in groups.items():
-        targets = [owner] if specs is None else [name for name in group if name in specs]
-        if specs is not None:
+        left_out = owner in live.excluded
+        targets = ([] if left_out else [owner]) if specs is None else [name for name in group if name in specs]
+        if specs is not None and (targets or not left_out):
             _check_targets(live.tensors[owner], targets, specs, where)
         names.update(dict.fromkeys(group, targets))
     return names

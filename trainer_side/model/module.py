@@ -14,6 +14,7 @@ from torch import nn
 
 from trainer_side.model.conversion_trace import Route, View, trace
 from trainer_side.model.lora import LoraLayers, has_adapters
+from trainer_side.model.selection import Selection
 from trainer_side.model.sources import CheckpointTensor, LiveTensors, changed, check_name, check_readable, storage_key
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.redaction import guarded_logger
@@ -43,16 +44,27 @@ class ModuleForm:
         routes: checkpoint name → where its elements are; in a sharded source as if that were complete and contiguous.
         tensors: checkpoint name → description, in the model's order; the same on every rank.
         aliases: checkpoint name of a tied duplicate → checkpoint name of the tensor that is published.
+        excluded: names in ``tensors`` that the selection leaves out.
     """
 
-    def __init__(self, model: nn.Module, *, described: bool = False, merges_adapters: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        selection: Selection | None = None,
+        *,
+        described: bool = False,
+        merges_adapters: bool = False,
+    ) -> None:
         """Find how the module's tensors map to its checkpoint.
 
         Args:
+            selection: leaves tensors out, and renames them; by default nothing. With ``rename``, tensors of
+                transformers models inside the module are converted too.
             described: the module only describes the model, and its tensors may be on the meta device.
             merges_adapters: the caller merges LoRA adapters (``lora_layers``); otherwise they are refused.
         """
         self._model = unwrap(model)
+        self._selection = selection or Selection()
         self._merges_adapters = merges_adapters
         _refuse_unpublishable(self._model, merges_adapters)
         self._described = described
@@ -61,16 +73,21 @@ class ModuleForm:
         state, _ = self._read_state()
         self._ties = _find_ties(self._model, state)
         self._geometry = _geometry(state)
+        self._pretrained = _pretrained_parts(self._model, inside=self._selection.renames)
         self.routes = self._trace(state)
+        self._left_out = self._names_left_out(state)
+        self.excluded = {name for name, route in self.routes.items() if not self._left_out.isdisjoint(route.sources)}
         self.aliases = self._checkpoint_aliases(state)
+        self._selection.check_used(list(state))
         configured = _configured_dtypes(self._model, state)
         self.tensors: dict[str, CheckpointTensor] = {}
         for name, route in self.routes.items():
             check_name(name)
             source = route.sources[0]
             self.tensors[name] = CheckpointTensor(name, route.shape, _dtype(state[source]), configured.get(source))
-        if not self.tensors:
-            raise ModelError(f"{type(model).__name__} has no tensor to publish")
+        if self.tensors.keys() <= self.excluded:
+            left = " that include= and exclude= leave" if self.tensors else ""
+            raise ModelError(f"{type(model).__name__} has no tensor to publish{left}")
 
     def state(self) -> tuple[State, LoraLayers | None]:
         """Return the module's current tensors, sharded ones unchanged, all others detached.
@@ -109,7 +126,42 @@ class ModuleForm:
 
     def _trace(self, state: State) -> dict[str, Route]:
         untied = {name: tensor for name, tensor in state.items() if name not in self._ties}
-        return _follow_conversion(self._model, untied)
+        return self._convert(untied)
+
+    def _convert(self, state: State) -> dict[str, Route]:
+        """Return name in the run → where its elements are in the state."""
+        routes: dict[str, Route] = {}
+        before: dict[str, str] = {}
+        for name, route in _follow_conversion(self._model, self._pretrained, state).items():
+            renamed = self._selection.renamed(name)
+            if renamed in before:
+                raise ModelError(
+                    f"rename gives {before[renamed]!r} and {name!r} the same name, {renamed!r}; exclude one of them, "
+                    "or give it another name"
+                )
+            before[renamed], routes[renamed] = name, route
+        return routes
+
+    def _names_left_out(self, state: State) -> set[str]:
+        """Return the sources that the selection leaves out. Of tied ones, it must leave out all names."""
+        kept = {self._ties.get(name, name) for name in state if self._selection.keeps(name)}
+        return state.keys() - self._ties.keys() - kept
+
+    def needed(self) -> list[str]:
+        """See ``LiveTensors.needed``: the class of a transformers model loads tensors that it defines itself."""
+        lost: set[str] = set()
+        if not self._left_out:
+            return []
+        for prefix, pretrained in _pretrained_parts(self._model, inside=True).items():
+            own = {name for name in self._geometry if name.startswith(prefix)}
+            if own - self._ties.keys() <= self._left_out:
+                continue
+            # A subclass of the user's may have more, such as a value head; servers do not know it.
+            for known in (cls for cls in type(pretrained).__mro__ if cls.__module__.startswith("transformers.models.")):
+                with torch.device("meta"):
+                    lost |= {prefix + name for name in known(pretrained.config).state_dict()} & self._left_out
+                break
+        return [name for name in self.excluded if not lost.isdisjoint(self.routes[name].sources)]
 
     def _check_unchanged(self, state: State) -> None:
         geometry = _geometry(state)
@@ -147,7 +199,7 @@ class ModuleForm:
         }
         duplicates = {name: state[name] for name in self._ties}
         aliases = {}
-        for name, route in _follow_conversion(self._model, duplicates).items() if duplicates else ():
+        for name, route in self._convert(duplicates).items() if duplicates else ():
             if isinstance(route, View):
                 owner = published.get((self._ties[route.source], route.shape, route.strides, route.offset))
                 if owner is not None and name not in self.routes:
@@ -163,11 +215,14 @@ class ModuleTensors(LiveTensors):
 
     lasting = True
 
-    def __init__(self, model: nn.Module) -> None:
-        self._form = ModuleForm(model, merges_adapters=True)
-        self.tensors, self.aliases = self._form.tensors, self._form.aliases
+    def __init__(self, model: nn.Module, selection: Selection | None = None) -> None:
+        self._form = ModuleForm(model, selection, merges_adapters=True)
+        self.tensors, self.aliases, self.excluded = self._form.tensors, self._form.aliases, self._form.excluded
         for _ in self.read():
             pass
+
+    def needed(self) -> list[str]:
+        return self._form.needed()
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         held, lora = self._form.state()
@@ -175,7 +230,8 @@ class ModuleTensors(LiveTensors):
         if lora is not None:
             state = lora.merged(state)
         for name, route in self._form.routes.items():
-            yield name, route.read(state)
+            if name not in self.unused:
+                yield name, route.read(state)
 
 
 def _held_whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -232,25 +288,34 @@ def _refuse_unpublishable(model: nn.Module, merges_adapters: bool) -> None:
 
 def _names_without_wrappers(model: nn.Module, keys: Iterable[str]) -> dict[str, str | None]:
     """Return key of the state dict → name without the levels that wrappers add; None if checkpoints do not have it."""
-    wrapped = [
-        (f"{name}.{attribute}.", f"{name}.")
-        for name, module in model.named_modules(remove_duplicate=False)
-        if name and (attribute := _wrapper_attribute(module)) is not None
-    ]
+    wrapped = _wrapper_prefixes(model)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names: dict[str, str | None] = {}
     seen: set[str] = set()
     for key in keys:
-        name = key
-        # Innermost first, since the longer prefixes contain the shorter ones.
-        for prefix, stripped in reversed(wrapped):
-            name = stripped + name.removeprefix(prefix) if name.startswith(prefix) else name
+        name = _without_wrappers(key, wrapped)
         if name in seen:
             raise ModelError(f"two tensors are named {name!r} once the wrappers' prefixes are stripped; rename one")
         names[key] = None if name in ignored else name
         if name not in ignored:
             seen.add(name)
     return names
+
+
+def _wrapper_prefixes(model: nn.Module) -> list[tuple[str, str]]:
+    """Return the prefixes that wrappers inside a module add to names, with what they are without."""
+    return [
+        (f"{name}.{attribute}.", f"{name}.")
+        for name, module in model.named_modules(remove_duplicate=False)
+        if name and (attribute := _wrapper_attribute(module)) is not None
+    ]
+
+
+def _without_wrappers(name: str, wrapped: list[tuple[str, str]]) -> str:
+    # Innermost first, since the longer prefixes contain the shorter ones.
+    for prefix, stripped in reversed(wrapped):
+        name = stripped + name.removeprefix(prefix) if name.startswith(prefix) else name
+    return name
 
 
 def _geometry(
@@ -302,22 +367,43 @@ def _transformers_model(model: nn.Module) -> Any:
     return model if transformers is not None and isinstance(model, transformers.PreTrainedModel) else None
 
 
-def _follow_conversion(model: nn.Module, state: State) -> dict[str, Route]:
+def _pretrained_parts(model: nn.Module, inside: bool) -> dict[str, Any]:
+    """Return prefix of names → transformers model: the module itself, or if ``inside`` the outermost ones in it."""
+    if (whole := _transformers_model(model)) is not None:
+        return {"": whole}
+    found: dict[str, Any] = {}
+    wrapped = _wrapper_prefixes(model)
+    for path, module in model.named_modules() if inside else ():
+        name = _without_wrappers(f"{path}.", wrapped)
+        if _transformers_model(module) is not None and not name.startswith(tuple(found)):
+            found[name] = module
+    return found
+
+
+def _follow_conversion(model: nn.Module, pretrained: Mapping[str, Any], state: State) -> dict[str, Route]:
     """Find how each checkpoint tensor is read from ``state``, where sharded ones count as complete and contiguous."""
     state = {
         name: torch.empty(whole_shape(tensor), dtype=_dtype(tensor), device="meta") if is_sharded(tensor) else tensor
         for name, tensor in state.items()
     }
-    pretrained = _transformers_model(model)
-    if pretrained is None:
+    if not pretrained:
         return trace(state, dict)
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         # Before transformers 5, modules held weights in the form of their checkpoints.
         return trace(state, dict)
+
+    def revert(stand_ins: State) -> State:
+        found: State = {}
+        for prefix, part in pretrained.items():
+            own = [name for name in stand_ins if name.startswith(prefix)]
+            given = {name.removeprefix(prefix): stand_ins.pop(name) for name in own}
+            found |= {prefix + name: tensor for name, tensor in revert_weight_conversion(part, given).items()}
+        return found | stand_ins
+
     try:
-        return trace(state, lambda stand_ins: revert_weight_conversion(pretrained, stand_ins))
+        return trace(state, revert)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ModelError(
             f"transformers cannot convert {type(model).__name__} back to its checkpoint form ({error}); pass "

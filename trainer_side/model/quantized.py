@@ -87,7 +87,7 @@ class QuantizedTensors(LiveTensors):
         self, source: LiveTensors, specs: Mapping[str, TensorSpec], recipes: Mapping[str, "WeightRecipe"]
     ) -> None:
         self._source, self._specs, self._recipes = source, specs, recipes
-        self.aliases, self.has_values = source.aliases, source.has_values
+        self.aliases, self.has_values, self.excluded = source.aliases, source.has_values, source.excluded
         self.tensors = {}
         for name, tensor in source.tensors.items():
             self.tensors[name] = tensor

@@ -5,13 +5,14 @@ arguments that returns one. Names are those of a Hugging Face checkpoint.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from trainer_side.model.selection import Selection
 from vllm_delta_sync.errors import ModelError, TensorMismatchError, UsageError
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -46,6 +47,14 @@ class LiveTensors(ABC):
     """Whether ``read`` yields the values; otherwise they come with each version only, through ``convert``."""
     lasting = False
     """Whether a tensor that ``read`` yields stays valid when the next one is requested."""
+    excluded: Collection[str] = ()
+    """Names in ``tensors`` that are not published. What a run has under such a name must keep its bits."""
+    unused: Collection[str] = ()
+    """Names in ``excluded`` that the run does not have: ``read`` may leave them out."""
+
+    def needed(self) -> list[str]:
+        """Return the names in ``excluded`` without which the model's class cannot be loaded."""
+        return []
 
     def convert(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (checkpoint name, detached tensor) from the ``weights=`` of a publish, one at a time."""
@@ -67,14 +76,23 @@ class LiveTensors(ABC):
 ModelLike = nn.Module | Mapping[str, torch.Tensor] | NamedTensors | Callable[[], NamedTensors] | LiveTensors
 
 
-def live_tensors(model: ModelLike) -> LiveTensors:
-    """Return the tensors of what a user passed as the model."""
-    if isinstance(model, LiveTensors):
-        return model
+def live_tensors(model: ModelLike, selection: Selection | None = None) -> LiveTensors:
+    """Return the tensors of what a user passed as the model. Args: selection: of a module, or of streamed weights."""
     if isinstance(model, nn.Module):
         from trainer_side.model.module import ModuleTensors
 
-        return ModuleTensors(model)
+        return ModuleTensors(model, selection)
+    if selection is not None and not selection.is_everything:
+        from trainer_side.model.streamed import StreamedWeights
+
+        if not isinstance(model, StreamedWeights):
+            raise UsageError(
+                f"include, exclude or rename is given, and the model is a {type(model).__name__}; they are for a "
+                "torch.nn.Module and for gathered weights: yield the tensors to publish, under their names"
+            )
+        model.select(selection)
+    if isinstance(model, LiveTensors):
+        return model
     if isinstance(model, Mapping):
         return IterableTensors(model.items)
     if isinstance(model, Iterator):

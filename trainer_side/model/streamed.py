@@ -8,6 +8,7 @@ from torch import nn
 
 from trainer_side.model.conversion_trace import Route
 from trainer_side.model.module import ModuleForm, assume_loaded_from
+from trainer_side.model.selection import Selection
 from trainer_side.model.sources import CheckpointTensor, LiveTensors, NamedTensors, check_readable, pairs
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.redaction import guarded_logger
@@ -44,6 +45,8 @@ class StreamedWeights(LiveTensors):
         self._sources: dict[str, torch.Tensor] = {}
         self._routes: list[tuple[str, Route]] = []
         self._routes_by_source: dict[str, list[int]] = {}
+        self._selection = Selection()
+        self.excluded: set[str] = set()
         forms: list[ModuleForm] = []
         for module in _meta_modules(folder):
             assume_loaded_from(module, checkpoint.specs)
@@ -74,13 +77,17 @@ class StreamedWeights(LiveTensors):
                 self._routes_by_source.setdefault(source, []).append(len(self._routes))
             self._routes.append((target, route))
 
+    def select(self, selection: Selection) -> None:
+        """Apply a selection to the names that are yielded, before anything else is done with them."""
+        self._selection = selection
+
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(())
 
     def convert(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         waiting: dict[str, torch.Tensor] = {}
         read: set[int] = set()
-        for name, value in pairs(weights):
+        for name, value in self._selected(weights):
             numbers = self._routes_by_source.get(name)
             if numbers is None:
                 # A name of the checkpoint; unknown names are refused in the comparison.
@@ -103,6 +110,26 @@ class StreamedWeights(LiveTensors):
                 f"checkpoint tensor {incomplete!r} is made of several parameters, of which {sources[0]!r} was not "
                 f"yielded ({len(sources)} of {len(route.sources)}); yield all of them, or none"
             )
+
+    def _selected(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights under their names in the base; of those left out, only what the base has."""
+        given: dict[str, str] = {}
+        for name, value in pairs(weights):
+            kept, renamed = self._selection.keeps(name), self._selection.renamed(name)
+            numbers = self._routes_by_source.get(renamed, [])
+            targets = [self._routes[number][0] for number in numbers] or [renamed]
+            if not kept:
+                if not numbers and renamed not in self.tensors and renamed not in self.aliases:
+                    continue
+                self.excluded.update(targets)
+            if renamed in given and given[renamed] != name:
+                raise ModelError(
+                    f"rename gives {given[renamed]!r} and {name!r} the same name, {renamed!r}; exclude one of them, or "
+                    "give it another name"
+                )
+            given[renamed] = name
+            yield renamed, value
+        self._selection.check_used(list(given.values()))
 
     def _as_in_module(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return a parameter, with the strides of the module that the conversion was traced on."""

@@ -48,7 +48,7 @@ class RankCoordinator:
     def __init__(self, model: ModelLike, bucket: Bucket, options: Options, group: ProcessGroup) -> None:
         if not isinstance(model, nn.Module):
             raise UsageError("only a module can be published by several ranks together")
-        self.live = ModuleParts(model)
+        self.live = ModuleParts(model, options.selection)
         self.base: str | Path | None = None
         self._bucket, self._options, self._group = bucket, options, group
         self._baseline: ShardBaseline | None = None

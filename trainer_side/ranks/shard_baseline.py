@@ -1,6 +1,6 @@
 """``ShardBaseline``: the bits of one rank's parts, and how they relate to whole tensors."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -28,7 +28,10 @@ class _WholeTensors(LiveTensors):
 
     def __init__(self, live: ModuleParts) -> None:
         self._live = live
-        self.tensors, self.aliases = live.whole, live.whole_aliases
+        self.tensors, self.aliases, self.excluded = live.whole, live.whole_aliases, live.whole_excluded
+
+    def needed(self) -> list[str]:
+        return self._live.needed()
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._live.read()
@@ -71,6 +74,7 @@ class ShardBaseline:
         parts = TensorTable(spec for spec, _, _ in found.values())
         partial = {part for part, spec in enumerate(parts) if spec.name not in table}
         self.parts = Baseline(parts, targets_of, checkpoint, partial)
+        live.unused = [name for name in live.excluded if name not in targets_of]
         self.whole = table
         self.boxes = [found[spec.name][1:] for spec in parts]
         self.shares: dict[int, Fingerprint] = {}
@@ -86,15 +90,15 @@ class ShardBaseline:
         baseline.parts.capture(live)
         if checkpoint is not None:
             baseline.parts.warn_of_missing("base")
-            baseline._compare(checkpoint)
+            baseline._compare(checkpoint, live.excluded)
         return baseline
 
-    def _compare(self, base: Checkpoint) -> None:
+    def _compare(self, base: Checkpoint, excluded: Iterable[str]) -> None:
         def bits_of(part: int) -> Bits:
             tensor, box = self.boxes[part]
             return box.view(base.bits(self.whole[tensor].name)).reshape(-1)
 
-        self.parts.compare(bits_of)
+        self.parts.compare(bits_of, excluded)
 
     @classmethod
     def parts_of_run(cls, live: ModuleParts, table: TensorTable, rank: int) -> Self:

@@ -8,6 +8,7 @@ from torch import distributed, nn
 
 from trainer_side.model.conversion_trace import JoinedViews, Route, View
 from trainer_side.model.module import ModuleForm
+from trainer_side.model.selection import Selection
 from trainer_side.model.sources import CheckpointTensor, LiveTensors, changed, check_readable
 from trainer_side.ranks.group import Json
 from trainer_side.ranks.shard_views import ShardView, shard_views
@@ -56,20 +57,22 @@ class ModuleParts(LiveTensors):
     Attributes:
         whole: checkpoint name → the whole tensor, in the model's order, the same on every rank.
         whole_aliases: name of a tied duplicate → name in ``whole``; ``aliases`` is empty.
+        whole_excluded: names in ``whole`` that the selection leaves out.
         parts: name of the part → the part, in the order of ``whole``.
     """
 
     lasting = True
 
-    def __init__(self, model: nn.Module) -> None:
-        """Find this rank's parts.
+    def __init__(self, model: nn.Module, selection: Selection | None = None) -> None:
+        """Find this rank's parts. Args: selection: as of ``ModuleForm``.
 
         Raises:
             ModelError: a tensor cannot be published, see ``check_readable``, ``local_boxes`` and ``trace``; or one that
                 comes from sharded parameters is not composed of strided windows into them.
         """
-        self._form = ModuleForm(model)
+        self._form = ModuleForm(model, selection)
         self.whole, self.whole_aliases = self._form.tensors, self._form.aliases
+        self.whole_excluded = self._form.excluded
         self.tensors = {}
         self.aliases = {}
         self.parts: dict[str, ShardPart] = {}
@@ -96,13 +99,19 @@ class ModuleParts(LiveTensors):
                         whole = not index and window.is_all_of(box)
                         place = _PartSource(view.source, piece, None if whole else window)
                         self._add(ShardPart(name, _in_whole(window.box, at, route.shape)), place)
+        self.excluded = [name for name, part in self.parts.items() if part.name in self.whole_excluded]
         for _ in self.read():
             pass
+
+    def needed(self) -> list[str]:
+        return self._form.needed()
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         state, _ = self._form.state()
         owned = {name: _owned_pieces(name, state[name], source) for name, source in self._owned.items()}
         for name, part in self.parts.items():
+            if name in self.unused:
+                continue
             place = self._places.get(name)
             if place is None:
                 yield name, self._form.routes[part.name].read(state)
