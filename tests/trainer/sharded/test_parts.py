@@ -168,6 +168,7 @@ class Cut(LiveTensors):
     def __init__(self, tensors: dict[str, torch.Tensor], boxes: list[tuple[str, Box]]) -> None:
         self.whole = {name: CheckpointTensor(name, tuple(t.shape), t.dtype) for name, t in tensors.items()}
         self.whole_aliases = {"tied": "a"}
+        self.whole_excluded: set[str] = set()
         self.parts = {part_name(ShardPart(name, box)): ShardPart(name, box) for name, box in boxes}
         self.tensors = {
             part: CheckpointTensor(part, what.box.shape, tensors[what.name].dtype) for part, what in self.parts.items()
