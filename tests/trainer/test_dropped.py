@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.adapters import adapted, randomize
 from tests.support.architectures import qwen3
@@ -19,6 +20,7 @@ from tests.support.publishing import assert_holds, snapshot
 from tests.support.signed import Keys
 from tests.support.tiny import make_model, save_checkpoint
 from tests.support.trainers import SIZES, trainer_of
+from tests.trainer.sharded.nursery import Nursery
 from trainer_side import DeltaSyncCallback, Publisher
 from trainer_side.background_thread import BackgroundJob, BackgroundThread
 from trainer_side.diff import engine
@@ -202,3 +204,22 @@ def test_callback_of_a_training_that_failed(
     kept = train()
     assert_gone(*kept, earlier=earlier)
     assert caplog.text.count("without close()") == 1
+
+
+def drop_on_every_rank(rank: int, size: int, url: str) -> Any:
+    """Drop the publisher that the ranks share, and go on with another one."""
+    model = DistributedDataParallel(plain())
+    publisher = Publisher(model, url)
+    publisher.publish(step=1, wait=True)
+    publisher.flush()
+    kept = references(publisher)
+    del publisher
+    assert_gone(*kept, earlier=set())
+    with Publisher(model, url) as again:
+        change(model)
+        again.publish(step=2, wait=True)
+    return again.version
+
+
+def test_publisher_of_several_ranks(url: str, nursery: Nursery) -> None:
+    assert nursery.run(2, drop_on_every_rank, url=url) == [2, 2]
