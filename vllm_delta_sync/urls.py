@@ -78,7 +78,7 @@ def parse_store_url(url: str) -> StoreLocation:
     scheme = scheme_of(url)
     authority, _, prefix = url[len(scheme) + 3 :].partition("/")
     prefix = prefix.rstrip("/")
-    if re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]+", authority):
+    if re.fullmatch(r"[A-Za-z0-9._-]+:[0-9]+|\[[0-9A-Fa-f:.]+\]:[0-9]+", authority):
         raise UsageError(
             f"bucket URL {url!r} names a host and a port: write {scheme}://bucket/run, and set store_endpoint to the "
             "address of the store"
@@ -125,7 +125,10 @@ def local_path(url: str) -> Path:
                 f"{misspelled[1].lower()}://…, or ./{url} for a folder of that name"
             )
         return Path(url)
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise UsageError(f"bucket URL {url!r} is not valid: {error}; write file:///absolute/path") from error
     if scheme[2] is None or not parts.path.startswith("/"):
         raise UsageError(f"bucket URL {url!r} has no absolute path; write file:///absolute/path")
     if parts.netloc not in ("", "localhost"):

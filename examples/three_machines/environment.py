@@ -11,6 +11,7 @@ game, so the service keeps no state: restarted with the same seed it answers the
 import argparse
 import json
 import random
+import socket
 import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -85,6 +86,10 @@ class Handler(BaseHTTPRequestHandler):
         """Log nothing: one line per request would fill the log."""
 
 
+class Server(ThreadingHTTPServer):
+    """Answers each request in a thread of its own."""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Serve until the process is ended."""
     parser = argparse.ArgumentParser(description="Serve the word game of the three-machines example over HTTP.")
@@ -93,8 +98,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the secret words (default %(default)s)")
     options = parser.parse_args(arguments)
     Handler.seed = options.seed
+    Server.address_family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
-        service = ThreadingHTTPServer((options.host, options.port), Handler)
+        service = Server((options.host, options.port), Handler)
     except (OSError, OverflowError) as error:
         print(f"environment: cannot listen on {options.host}:{options.port}: {error}", file=sys.stderr)
         return 1

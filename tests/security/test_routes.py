@@ -134,7 +134,12 @@ def test_leave_that_vllm_gives_to_every_site_does_not_help(tmp_path: Path) -> No
 def test_page_may_not_read_either(site: Site) -> None:
     client = site.client()
     for path in ("/delta_sync/status", "/delta_sync/wait?version=0&timeout=0"):
-        for headers in ({"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+        for headers in (
+            {"Origin": "http://evil.example"},
+            {"Origin": "null"},
+            {"Origin": "http://[::1"},
+            {"Sec-Fetch-Site": "cross-site"},
+        ):
             assert client.get(path, headers=headers).status_code == 403
     for headers in (
         {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate"},

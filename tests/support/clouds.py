@@ -24,7 +24,7 @@ ANYBODY = {
 _NOBODY = f"127.0.0.1:{closed_port()}"
 NOWHERE = {
     **dict.fromkeys(("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy"), f"http://{_NOBODY}"),
-    **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
+    **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost,::1"),
     "AWS_EC2_METADATA_DISABLED": "true",
     "AWS_METADATA_ENDPOINT": f"http://{_NOBODY}",
     "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{_NOBODY}",

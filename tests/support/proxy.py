@@ -27,7 +27,8 @@ class TcpProxy:
         forwarded: bytes passed on, both ways together.
     """
 
-    def __init__(self, target_port: int, target_host: str = HOST) -> None:
+    def __init__(self, target_port: int, target_host: str = HOST, host: str = HOST) -> None:
+        self._host = host
         self._target = (target_host, target_port)
         self._lock = threading.Lock()
         self._open: set[_End] = set()
@@ -87,9 +88,9 @@ class TcpProxy:
         self._end_all(abruptly=False)
 
     def _listen(self) -> None:
-        listener = socket.socket()
+        listener = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((HOST, self.port))
+        listener.bind((self._host, self.port))
         listener.listen()
         self.port = listener.getsockname()[1]
         self._listener = listener

@@ -29,19 +29,19 @@ class DashboardServer(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, overview: Callable[[], dict[str, Any]]) -> None:
         self.overview = overview
         self.loopback = _is_loopback(host)
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
+            self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
             super().__init__((host, port), _Handler)
         except OSError as error:
             raise UsageError(
-                f"cannot listen at {host}:{port}: {error.strerror}; name another --host or --port"
+                f"cannot listen at {_bracketed(host)}:{port}: {error.strerror}; name another --host or --port"
             ) from error
 
     @property
     def url(self) -> str:
         """Where to find the page."""
         host, port = self.server_address[:2]
-        return f"http://{f'[{host!s}]' if ':' in str(host) else host!s}:{port}/"
+        return f"http://{_bracketed(str(host))}:{port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a browser may close a connection at any time."""
@@ -84,6 +84,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         return
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _is_loopback(host: str) -> bool:

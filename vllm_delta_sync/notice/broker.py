@@ -59,7 +59,8 @@ class Broker:
         """Bind both addresses.
 
         Args:
-            publishers, subscribers: ``tcp://*:5556``, ``tcp://127.0.0.1:*`` for any free port, ``ipc:///path``.
+            publishers, subscribers: ``tcp://*:5556`` (IPv4 and IPv6), ``tcp://127.0.0.1:*`` for any free port,
+                ``tcp://[::1]:5556``, ``ipc:///path``.
             key: file with the broker's secret CURVE certificate; requires the other two.
             allowed_publishers, allowed_subscribers: public certificates, each as a directory or one file.
 

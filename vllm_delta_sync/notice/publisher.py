@@ -63,8 +63,8 @@ class NoticePublisher:
         """Bind an address, or connect to a broker.
 
         Args:
-            address: to bind: ``tcp://*:5555``, ``tcp://127.0.0.1:*`` for any free port, ``ipc:///path``. To connect:
-                ``connect:tcp://broker:5556``; the broker may start later.
+            address: to bind: ``tcp://*:5555`` (IPv4 and IPv6), ``tcp://[::1]:5555``, ``tcp://127.0.0.1:*`` for any free
+                port, ``ipc:///path``. To connect: ``connect:tcp://broker:5556``; the broker may start later.
             key: file with the publisher's secret CURVE certificate; requires ``allowed``.
             allowed: public certificates, as a directory or one file: those of all subscribers, or when connecting, the
                 broker's.

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 
@@ -28,6 +29,7 @@ QUIET_ENTRIES = 64
 MAX_EVENTS = 256
 
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+ATTEMPTS = zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_RETRIED
 CLIENT_FAILURES: Mapping[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refused our key: it is not on the allow-list there, or this is the port for the "
     "other kind of client",
@@ -97,15 +99,19 @@ class HandshakeMonitor:
 
     Attributes:
         socket: poll it, and call ``read`` when it is readable. lost: whether a connection ended or failed to start.
+        unreachable: whether the last attempt to connect failed; always False without ``attempts``.
     """
 
-    def __init__(self, socket: Socket, log: LogThrottle, address: str, failures: Mapping[int, str]) -> None:
+    def __init__(
+        self, socket: Socket, log: LogThrottle, address: str, failures: Mapping[int, str], attempts: bool = False
+    ) -> None:
+        """Args: attempts: also follow the attempts to connect."""
         self._socket = socket
         self._log = log
         self._failures = failures
         self.address = address
-        self.lost = False
-        self.socket = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | FAILURES)
+        self.lost = self.unreachable = False
+        self.socket = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | FAILURES | (ATTEMPTS if attempts else 0))
 
     def read(self) -> None:
         """Handle pending events."""
@@ -114,6 +120,9 @@ class HandshakeMonitor:
                 event = recv_monitor_message(self.socket, zmq.DONTWAIT)
             except zmq.Again:
                 return
+            if event["event"] & ATTEMPTS:
+                self.unreachable = event["event"] == zmq.EVENT_CONNECT_RETRIED
+                continue
             self.lost = True
             failure = self._failures.get(event["event"])
             if failure is not None:
@@ -129,7 +138,10 @@ class HandshakeMonitor:
 
 
 class ReconnectingSocket:
-    """A socket that connects to an address, and reconnects when ZeroMQ itself no longer tries."""
+    """A socket that connects to an address, and reconnects when ZeroMQ itself no longer tries.
+
+    Of a host name ZeroMQ tries one address only, so it is looked up as IPv4 and as IPv6 in turns until one answers.
+    """
 
     def __init__(self, socket: Socket, address: str, log: LogThrottle) -> None:
         """Connect, in the background; raises NoticeError if the address is malformed."""
@@ -138,9 +150,12 @@ class ReconnectingSocket:
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        self.monitor = HandshakeMonitor(socket, log, address, CLIENT_FAILURES)
+        families = _families(address)
+        self._is_name = len(families) > 1
+        self.monitor = HandshakeMonitor(socket, log, address, CLIENT_FAILURES, attempts=self._is_name)
         self._connected_at = time.monotonic()
         try:
+            socket.setsockopt(zmq.IPV6, families[0])
             socket.connect(address)
         except zmq.ZMQError as error:
             self.monitor.close()
@@ -151,7 +166,8 @@ class ReconnectingSocket:
 
     def due(self) -> float:
         """Return when ``reconnect_if_due`` has to reconnect, by the monotonic clock; infinity if not at present."""
-        return self._connected_at + RECONNECT_S if self.monitor.lost else float("inf")
+        wanted = self.monitor.lost or self.monitor.unreachable
+        return self._connected_at + RECONNECT_S if wanted else float("inf")
 
     def reconnect_if_due(self) -> None:
         """Reconnect, if that is due."""
@@ -163,8 +179,10 @@ class ReconnectingSocket:
         except zmq.ZMQError as error:
             if error.errno != errno.ENOENT:
                 raise
+        if self.monitor.unreachable:
+            self._socket.setsockopt(zmq.IPV6, 1 - int(self._socket.getsockopt(zmq.IPV6)))
         self._socket.connect(self.address)
-        self.monitor.lost = False
+        self.monitor.lost = self.monitor.unreachable = False
         self._connected_at = time.monotonic()
 
 
@@ -195,23 +213,49 @@ def received(socket: Socket, most: int) -> Iterator[list[bytes]]:
 
 
 def bind(socket: Socket, address: str) -> str:
-    """Bind a socket; return the address with the actual port in place of ``*`` and ``0.0.0.0`` for all interfaces.
+    """Bind a socket; ``tcp://*`` means all interfaces, for IPv4 and, where the system has it, IPv6.
+
+    Returns:
+        The address with the actual port in place of ``*``, and ``0.0.0.0`` for all interfaces.
 
     Raises:
         NoticeError: the address is in use, not one of this machine's, or malformed.
     """
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        if error.errno == zmq.EADDRINUSE:
-            text = f"notice address {address!r} is in use; stop the other process or give another port (tcp://*:5556)"
-        else:
-            text = (
-                f"cannot bind notice address {address!r}: {error_text(error)}; "
-                "give tcp://*:PORT, or tcp://ADDRESS:PORT with an address of this machine"
-            )
-        raise NoticeError(text) from error
-    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    *others, last = _families(address)
+    for ipv6 in (*others, last):
+        socket.setsockopt(zmq.IPV6, ipv6)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            if error.errno == errno.ENODEV and ipv6 != last:
+                continue  # an interface without an IPv4 address
+            if error.errno == zmq.EADDRINUSE:
+                text = (
+                    f"notice address {address!r} is in use; stop the other process or give another port (tcp://*:5556)"
+                )
+            else:
+                text = (
+                    f"cannot bind notice address {address!r}: {error_text(error)}; "
+                    "give tcp://*:PORT, or tcp://ADDRESS:PORT with an address of this machine, IPv6 as tcp://[::1]:PORT"
+                )
+            raise NoticeError(text) from error
+        break
+    bound = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    # Any client can connect to 0.0.0.0; one that does not ask for IPv6 cannot use [::].
+    return bound.replace("//[::]:", "//0.0.0.0:") if address.startswith("tcp://*:") else bound
+
+
+def _families(address: str) -> tuple[int, ...]:
+    """Return the values of ZMQ_IPV6 to try for an address, in this order.
+
+    With ZMQ_IPV6, a name means only its IPv6 addresses if it has any, an IPv4 address is shown as ``[::ffff:…]``, and
+    ``*`` means IPv4 too. So it is set only where it is needed.
+    """
+    # A tcp address may begin with the address to connect from: SOURCE;HOST:PORT.
+    host = address.removeprefix("tcp://").rpartition(";")[2].rpartition(":")[0]
+    if not address.startswith("tcp://") or re.fullmatch(r"[0-9.]+", host):
+        return (0,)
+    return (1,) if host == "*" or ":" in host else (0, 1)
 
 
 def check_port(address: str) -> None:

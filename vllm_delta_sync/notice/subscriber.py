@@ -45,7 +45,7 @@ class NoticeSubscriber:
         log: logging.Logger | None = None,
         on_upcoming: Callable[[Upcoming], None] = lambda upcoming: None,
     ) -> None:
-        """Connect to ``address``, such as ``tcp://trainer:5555``. The publisher may start later.
+        """Connect to ``address``, as ``tcp://trainer:5555`` or ``tcp://[::1]:5555``. The publisher may start later.
 
         Args:
             keys: see ``curve.client_keys``.

@@ -240,9 +240,12 @@ class HubApi:
 
         The Hub may give itself another host name in its answers.
         """
-        parts = urlsplit(url)
         if url.startswith(f"{self.endpoint}/"):
             return url
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise UnexpectedAnswerError(f"it names the next page as {url[:80]!r}, which is no URL") from error
         return f"{self.endpoint}{parts.path}" + (f"?{parts.query}" if parts.query else "")
 
 
