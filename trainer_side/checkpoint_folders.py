@@ -1,15 +1,19 @@
 """``CheckpointPublisher`` publishes checkpoint folders; ``CheckpointWatcher`` publishes those that appear.
 
+``trainer_side.checkpoint_layouts`` finds them below the folder that a trainer writes to.
+
 A folder is read once it is complete, by ordinary reads into the memory of one tensor. A memory map would end the
 process (SIGBUS) if the trainer truncates a file, or deletes it on a network file system.
 """
 
+import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, Self
@@ -17,6 +21,7 @@ from typing import Any, BinaryIO, Literal, Self
 import numpy as np
 import torch
 
+from trainer_side.checkpoint_layouts import FileState, FoundCheckpoint, find_checkpoints, locate, step_of
 from trainer_side.model.sources import CheckpointTensor, LiveTensors, check_name
 from trainer_side.options import chosen_keys
 from trainer_side.publisher import Publisher
@@ -33,11 +38,12 @@ from vllm_delta_sync.errors import (
     UsageError,
 )
 from vllm_delta_sync.format.canonical_json import load_json
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.limits import MAX_HEADER_BYTES, check_limit
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.tensors.checkpoint import Checkpoint, model_files, weight_files
+from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint, model_files, weight_files
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, tensor_from_bits
 from vllm_delta_sync.trust import Keyring
 
@@ -52,14 +58,15 @@ __all__ = [
 logger = guarded_logger(__name__)
 
 POLL_SECONDS = 5.0
-SIDECAR = "checkpoint-time"
-"""Sidecar of versions from folders without a step: time of the newest such folder, in nanoseconds, as text."""
-TRAINER_STATE = "trainer_state.json"
+SLEEP_SECONDS = 0.2
+"""Longest time until a watcher sees that it was stopped."""
+SIDECAR = "checkpoint-folders"
+"""Sidecar of the versions that a watcher publishes: which folders it has published, see ``_Record``."""
+MAX_PUBLISHED = 1000
+"""Published checkpoints whose contents the sidecar remembers."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are read, and the bytes of the checkpoint."""
-FileState = tuple[int, int, int]
-"""Inode, size and time of the last change of a file."""
 
 
 class IncompleteCheckpointError(FormatError):
@@ -72,7 +79,8 @@ class CheckpointFolder:
     Attributes:
         path: the folder. specs: name → dtype and shape, of every tensor.
         bytes: of all tensors.
-        step: the number at the end of the folder's name, else ``global_step`` of trainer_state.json; None without both.
+        step: see ``checkpoint_layouts.step_of``; None if nothing tells it.
+        fingerprint: of all its tensors, once ``tensors`` has yielded them all; None before.
 
     Raises:
         NotFoundError: no such folder, or no safetensors checkpoint in it.
@@ -97,6 +105,7 @@ class CheckpointFolder:
             check_name(name)
         self.bytes = sum(spec.nbytes for spec in self.specs.values())
         self.step = step_of(self.path)
+        self.fingerprint: str | None = None
         self.check_unchanged()
 
     def tensors(self, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -107,25 +116,34 @@ class CheckpointFolder:
                 latest, so what was read is this checkpoint only if the iterator ends.
         """
         buffer = np.empty(max(spec.nbytes for spec in self.specs.values()), np.uint8)
-        done = 0
+        done, fingerprint = 0, Fingerprint()
         for file_name, entries in self._entries.items():
             with self._open(file_name) as file:
                 # The tensors take the end of the file, without gaps.
-                start = self._states[file_name][1] - max((entry.end for _, entry in entries), default=0)
+                start = self._states[file_name].size - max((entry.end for _, entry in entries), default=0)
                 for name, entry in entries:
                     bits = buffer[: entry.end - entry.start]
                     self._read(file, start + entry.start, bits, file_name)
+                    fingerprint += fingerprint_tensor(name, bits.view(entry.dtype.uint))
                     yield name, tensor_from_bits(bits.view(entry.dtype.uint), self.specs[name])
                     done += bits.size
                     if progress is not None:
                         progress(done, self.bytes)
         self.check_unchanged()
+        self.fingerprint = fingerprint.hex()
+
+    def read_fingerprint(self) -> str:
+        """Return the fingerprint of all tensors, for which they are read once. Raises as ``tensors``."""
+        if self.fingerprint is None:
+            for _ in self.tensors():
+                pass
+        return str(self.fingerprint)
 
     def check_unchanged(self) -> None:
         """Raise IncompleteCheckpointError if a safetensors file was changed or deleted since the folder was opened."""
         for name, state in self._states.items():
             try:
-                found = _state(os.stat(self.path / name))
+                found = FileState.of(os.stat(self.path / name))
             except OSError as error:
                 raise self._vanished(name, error) from error
             if found != state:
@@ -135,14 +153,14 @@ class CheckpointFolder:
         """Return the state of a file; raise IncompleteCheckpointError if it is shorter than its header says."""
         try:
             with (self.path / name).open("rb") as file:
-                state = _state(os.fstat(file.fileno()))
-                declared = _declared_bytes(file, state[1], name)
+                state = FileState.of(os.fstat(file.fileno()))
+                declared = _declared_bytes(file, state.size, name)
         except FileNotFoundError as error:
             raise self._incomplete(f"{name} is missing") from error
         except OSError as error:
             raise StoreError(f"{str(self.path / name)!r} cannot be read: {error.strerror}") from error
-        if state[1] < declared:
-            raise self._incomplete(f"{name} has {state[1]:,} bytes of at least {declared:,}")
+        if state.size < declared:
+            raise self._incomplete(f"{name} has {state.size:,} bytes of at least {declared:,}")
         return state
 
     def _open(self, name: str) -> BinaryIO:
@@ -150,7 +168,7 @@ class CheckpointFolder:
             file = (self.path / name).open("rb")
         except OSError as error:
             raise self._vanished(name, error) from error
-        if _state(os.fstat(file.fileno())) != self._states[name]:
+        if FileState.of(os.fstat(file.fileno())) != self._states[name]:
             file.close()
             raise self._incomplete(f"{name} was changed while it was read")
         return file
@@ -173,10 +191,6 @@ class CheckpointFolder:
         return IncompleteCheckpointError(f"checkpoint {str(self.path)!r} is not complete: {reason}")
 
 
-def _state(found: os.stat_result) -> FileState:
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def _declared_bytes(file: BinaryIO, size: int, name: str) -> int:
     """Return how long a safetensors file must be by its header; the least it must have if the header is cut off."""
     prefix = file.read(8)
@@ -193,21 +207,6 @@ def _declared_bytes(file: BinaryIO, size: int, name: str) -> int:
     except (TypeError, ValueError, LookupError) as error:
         raise FormatError(f"{name}: data_offsets in its header are malformed") from error
     return 8 + header_bytes + max(ends, default=0)
-
-
-def step_of(path: Path) -> int | None:
-    """Return the step of a checkpoint folder, see ``CheckpointFolder.step``."""
-    number = re.search(r"[0-9]+$", path.resolve().name)
-    found: Any = None
-    if number is not None:
-        found = int(number[0])
-    else:
-        try:
-            state = load_json((path / TRAINER_STATE).read_bytes(), TRAINER_STATE)
-        except (OSError, FormatError):
-            return None
-        found = state.get("global_step") if isinstance(state, dict) else None
-    return found if type(found) is int and 0 <= found < 2**53 else None
 
 
 class _FolderTensors(LiveTensors):
@@ -231,18 +230,21 @@ class PublishedCheckpoint:
     """What became of a checkpoint folder.
 
     Attributes:
-        folder: its path. step: its step; None for an ``older`` one without a step of its own.
-        outcome: ``published``; ``unchanged``: its weights equal those of the newest version; ``older``: its step is not
-            after that of the newest version (only ``CheckpointWatcher``). The last two publish nothing.
+        folder: its path; the folder of its weights may lie below it.
+        step: its step.
+        outcome: ``published``; ``unchanged``: its weights equal those of the newest version; ``older`` (only
+            ``CheckpointWatcher``): it was published before, or a later checkpoint was. The last two publish nothing.
         manifest: of the version that was published, otherwise of the newest version.
         seconds: that it took.
+        reason: why nothing was published; empty if it was.
     """
 
     folder: Path
-    step: int | None
+    step: int
     outcome: Literal["published", "unchanged", "older"]
     manifest: Manifest
     seconds: float = 0.0
+    reason: str = ""
 
 
 class CheckpointPublisher:
@@ -256,7 +258,7 @@ class CheckpointPublisher:
     Use it as a context manager, or ``close`` it. One thread at a time.
 
     Attributes:
-        newest: manifest of the newest version; None if there is none yet.
+        newest: manifest of the newest version; None if there is none yet. base: as given.
     """
 
     def __init__(self, bucket: str, base: str | Path | None = None, **options: Any) -> None:
@@ -270,7 +272,7 @@ class CheckpointPublisher:
         Raises:
             As ``open_run``, except that there need not be a run.
         """
-        self._url, self._base, self._options = bucket, base, options
+        self._url, self.base, self._options = bucket, base, options
         signing_key, trusted_keys = chosen_keys(options.get("signing_key"), options.get("trusted_keys"))
         self._keyring = Keyring.load(trusted_keys, signing_key)
         self._closing = ExitStack()
@@ -301,21 +303,29 @@ class CheckpointPublisher:
         """Publish one checkpoint, and return when the version is durable. After an error nothing of it is published.
 
         Args:
-            step: its optimizer step; None means that of the folder, else one more than that of the newest version.
+            checkpoint: its folder, or one with a single checkpoint below it, such as ``global_step_10`` of verl.
+            step: its optimizer step; None means that of the folder, and 0 for the first checkpoint of a new run without
+                one.
             sidecars: as ``Publisher.publish``; version 0 has none.
 
         Raises:
-            TensorMismatchError: it has other tensors than the run. IncompleteCheckpointError: it is not complete, or
-            was changed or deleted while it was read. Otherwise as ``CheckpointFolder``, ``Publisher`` and
-            ``Publisher.publish``.
+            UsageError: nothing tells its step, or the folder holds several checkpoints. TensorMismatchError: it has
+            other tensors than the run. IncompleteCheckpointError: it is not complete, or was changed or deleted while
+            it was read. Otherwise as ``CheckpointFolder``, ``Publisher`` and ``Publisher.publish``.
         """
         began = time.monotonic()
         if not isinstance(checkpoint, CheckpointFolder):
-            checkpoint = CheckpointFolder(checkpoint)
+            checkpoint = CheckpointFolder(locate(Path(checkpoint)))
         if step is None:
             step = checkpoint.step
         if step is None:
-            step = 0 if self.newest is None else self.newest.step + 1
+            if self.newest is not None:
+                raise UsageError(
+                    f"the step of checkpoint {str(checkpoint.path)!r} is unknown: its name is not like checkpoint-100, "
+                    f"step_100, global_step_100, iter_100 or epoch_3; give it with --step (step=), version "
+                    f"{self.newest.version} has step {self.newest.step}"
+                )
+            step = 0
         if self._publisher is not None:
             _check_same_tensors(checkpoint, self._specs, "the checkpoint before it")
         try:
@@ -324,7 +334,7 @@ class CheckpointPublisher:
                 self._publisher = self._open(checkpoint, step, progress)
                 self._specs = checkpoint.specs
                 # With a base, version 0 is the base.
-                published = self._publisher.began and self._base is None
+                published = self._publisher.began and self.base is None
             publisher = self._publisher
             if not published:
                 weights = checkpoint.tensors(progress)
@@ -335,8 +345,11 @@ class CheckpointPublisher:
             raise
         publisher.flush()
         self.newest = self.run.manifest(publisher.version)
-        outcome: Literal["published", "unchanged"] = "published" if published else "unchanged"
-        return PublishedCheckpoint(checkpoint.path, step, outcome, self.newest, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        if published:
+            return PublishedCheckpoint(checkpoint.path, step, "published", self.newest, seconds)
+        reason = f"its weights are those of version {self.newest.version}"
+        return PublishedCheckpoint(checkpoint.path, step, "unchanged", self.newest, seconds, reason)
 
     def close(self) -> None:
         """Finish the version in progress, and release everything. May be called twice.
@@ -356,12 +369,12 @@ class CheckpointPublisher:
 
     def _open(self, checkpoint: CheckpointFolder, step: int, progress: Progress | None) -> Publisher:
         """Begin the run, with the checkpoint or the base as version 0, or take it over."""
-        if self._exists and self._base is None:
+        if self._exists and self.base is None:
             _check_same_tensors(checkpoint, {spec.name: spec for spec in self.run.table}, "the run")
-        live = _FolderTensors(checkpoint, self._exists or self._base is None, progress)
+        live = _FolderTensors(checkpoint, self._exists or self.base is None, progress)
         files = None if self._exists or not model_files(checkpoint.path) else checkpoint.path
-        options = {"baseline": "disk", "first_step": step if self._base is None else 0, **self._options}
-        publisher = self._closing.enter_context(Publisher(live, self._url, self._base, files=files, **options))
+        options = {"baseline": "disk", "first_step": step if self.base is None else 0, **self._options}
+        publisher = self._closing.enter_context(Publisher(live, self._url, self.base, files=files, **options))
         if publisher.began:
             self._run = None  # it may be a start that ended before version 0
         return publisher
@@ -388,21 +401,68 @@ def _check_same_tensors(checkpoint: CheckpointFolder, specs: Mapping[str, Tensor
         )
 
 
-FolderState = tuple[tuple[str, FileState], ...]
-"""Name and state of each file of a folder, by name."""
+@dataclass
+class _Record:
+    """What a watcher has published, as its versions' sidecar keeps it.
+
+    Attributes:
+        written: when the folder of the newest version was written, in nanoseconds by the clock of its file system.
+        folders: path below the watched folder → digest of the names, sizes and times of its files.
+        published: fingerprints of published checkpoints, the newest last.
+    """
+
+    written: int = 0
+    folders: dict[str, str] = field(default_factory=dict)
+    published: list[str] = field(default_factory=list)
+
+    def with_folder(self, found: FoundCheckpoint, fingerprint: str | None, is_newest: bool) -> "_Record":
+        """Return the record with one more folder. Args: fingerprint: None if it is not known (yet)."""
+        known = [each for each in self.published if each != fingerprint]
+        return _Record(
+            found.written[1] if is_newest else self.written,
+            {**self.folders, found.name: _digest(found)},
+            [*known, fingerprint][-MAX_PUBLISHED:] if fingerprint is not None else known,
+        )
+
+    def encode(self) -> bytes:
+        return json.dumps({"written": self.written, "folders": self.folders, "published": self.published}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "_Record":
+        """Parse a sidecar. Raises FormatError: it is not one."""
+        document = load_json(data, SIDECAR)
+        match document:
+            case {"written": int(written), "folders": dict(folders), "published": list(published)}:
+                if all(isinstance(each, str) for each in [*folders, *folders.values(), *published]):
+                    return cls(written, folders, published)
+        raise FormatError(f"sidecar {SIDECAR} is malformed")
+
+
+def _step(found: FoundCheckpoint) -> int:
+    """Return the step of a checkpoint that has one."""
+    return found.step or 0
+
+
+def _digest(found: FoundCheckpoint) -> str:
+    """Return a digest of names, sizes and times of a checkpoint's files; not of inodes, which a remount may change."""
+    files = [(name, state.size, state.modified) for name, state in found.state]
+    return sha256(json.dumps(files).encode()).hexdigest()[:32]
 
 
 class CheckpointWatcher:
-    """Publishes each complete checkpoint that appears as a subfolder of a folder, in the order of their steps.
+    """Publishes each complete checkpoint that appears below a folder, in the order of their steps.
 
-    A checkpoint is complete when its safetensors files are, and no file in its folder has changed between two polls.
-    Its step is ``CheckpointFolder.step``. Folders without one come after those that have one, in the order of their
-    times, each with the step after the newest version's. Checkpoints whose step is not after the newest version's are
-    not published, so a restart publishes nothing again.
+    Which folders are checkpoints, and their steps: ``trainer_side.checkpoint_layouts``. A checkpoint is complete when
+    its safetensors files are, and no file in its folder has changed between two polls.
+
+    A trainer that starts again from an earlier step is followed: a checkpoint with a step up to that of the newest
+    version is published if it was written after the newest version's checkpoint and its weights were not published
+    before. Checkpoints are then published in the order of their times. A restart publishes nothing again.
 
     Attributes:
-        refused: folder name → why its checkpoint cannot be published. Like one that is not complete, it is only logged,
-            and tried again once a file in it changes.
+        refused: folder → why its checkpoint cannot be published, such as other tensors than those of the run.
+        left_out: folder → why it is none, or not complete. Both are only logged, once, and looked at again when a file
+            in the folder changes.
     """
 
     def __init__(
@@ -417,10 +477,11 @@ class CheckpointWatcher:
         if not self._directory.is_dir():
             raise NotFoundError(f"folder {str(directory)!r} does not exist; create it, or correct the path")
         self.refused: dict[str, str] = {}
-        self._seen: dict[str, FolderState] = {}
-        self._done: dict[str, FolderState] = {}
-        self._at_start: set[str] | None = None
-        self._recorded = self._time = self._recorded_time()
+        self.left_out: dict[str, str] = {}
+        self._seen: dict[str, FoundCheckpoint] = {}
+        self._done: dict[str, FoundCheckpoint] = {}
+        self._stopped = False
+        self._record = self._read_record()
 
     def watch(self, once: bool = False) -> Iterator[PublishedCheckpoint]:
         """Publish checkpoints, and yield what became of each.
@@ -436,6 +497,7 @@ class CheckpointWatcher:
         """
         polls, problem = 0, ""
         while True:
+            next_poll = time.monotonic() + self._poll_seconds
             try:
                 yield from self._poll()
                 problem = ""
@@ -448,84 +510,134 @@ class CheckpointWatcher:
             polls += 1
             if once and polls == 2:
                 return
-            time.sleep(self._poll_seconds)
+            while time.monotonic() < next_poll and not (self._stopped and not once and not self.unfinished()):
+                time.sleep(min(SLEEP_SECONDS, max(0.0, next_poll - time.monotonic())))
+            if self._stopped and not once and not self.unfinished():
+                return
+
+    def stop(self) -> None:
+        """Let ``watch`` return once every folder that it sees now is published or left out; also in signal handlers."""
+        self._stopped = True
+
+    def unfinished(self) -> list[str]:
+        """Return the folders that are neither published nor left out as they are now."""
+        try:
+            found = self._scan()
+        except StoreError:
+            found = self._seen
+        return [name for name, each in found.items() if self._done.get(name) != each]
 
     def _poll(self) -> Iterator[PublishedCheckpoint]:
         before, self._seen = self._seen, self._scan()
-        self._done = {name: state for name, state in self._done.items() if name in self._seen}
+        self._done = {name: found for name, found in self._done.items() if name in self._seen}
         self.refused = {name: reason for name, reason in self.refused.items() if name in self._seen}
-        if self._at_start is None:
-            self._at_start = set(self._seen)
-        ready: list[tuple[bool, int, int, str]] = []
-        for name, state in self._seen.items():
-            written = _written(state)
-            if written is not None and before.get(name) == state and self._done.get(name) != state:
-                step = step_of(self._directory / name)
-                ready.append((step is None, step or 0, written, name))
-        for without_step, step, written, name in sorted(ready):
-            known = name in self._done
-            result = self._publish(name, None if without_step else step, written)
-            self._done[name] = self._seen[name]
-            if result is not None and not (known and result.outcome == "older"):
+        self.left_out = {name: reason for name, reason in self.left_out.items() if name in self._seen}
+        settled = [each for name, each in self._seen.items() if before.get(name) == each != self._done.get(name)]
+        ready = []
+        for found in settled:
+            if reason := self._why_not(found):
+                self._leave_out(found, reason)
+            else:
+                ready.append(found)
+        newest = self._publisher.newest
+        earlier = [newest is not None and _step(each) <= newest.step for each in ready if not self._why_older(each)]
+        ready.sort(key=lambda each: (each.written[1] if any(earlier) else _step(each), each.name))
+        for found in ready:
+            was_done = found.name in self._done
+            result = self._publish(found)
+            self._done[found.name] = found
+            if result is not None and not (was_done and result.outcome == "older"):
                 yield result
 
-    def _publish(self, name: str, step: int | None, written: int) -> PublishedCheckpoint | None:
-        """Publish a checkpoint that no longer changes; None if it is refused."""
-        path, newest = self._directory / name, self._publisher.newest
-        if newest is not None:
-            at_start = self._at_start or ()
-            if (name in at_start and written <= self._recorded) if step is None else step <= newest.step:
-                return PublishedCheckpoint(path, step, "older", newest)
-        newest_time = max(self._time, written if step is None else 0)
-        sidecars = {SIDECAR: str(newest_time).encode()} if newest_time else None
-        self.refused.pop(name, None)
+    def _why_not(self, found: FoundCheckpoint) -> str:
+        """Return why a folder is not published, whatever its weights are; empty if it may be."""
+        if found.reason:
+            return found.reason
+        if found.step is None:
+            return (
+                "no step is in its name (checkpoint-100, step_100, global_step_100, iter_100, epoch_3); publish it "
+                f"with --from {self._directory / found.name} --step N"
+            )
+        if self._publisher.newest is None and self._publisher.base is None and not (found.path / CONFIG_NAME).exists():
+            return (
+                f"it has no {CONFIG_NAME}, so no server could start from it; give the checkpoint that training began "
+                "with as --base, or publish it with --from"
+            )
+        return ""
+
+    def _why_older(self, found: FoundCheckpoint) -> str:
+        """Return why a complete checkpoint does not follow the newest version; empty if its weights may be new."""
+        newest = self._publisher.newest
+        if newest is None:
+            return ""
+        if self._record.folders.get(found.name) == _digest(found):
+            return f"it was published before, and version {newest.version} (step {newest.step}) is newer"
+        if _step(found) > newest.step:
+            return ""
+        written = self._record.written or int(datetime.fromisoformat(newest.created_at).timestamp() * 1e9)
+        if found.written[0] <= written:
+            return f"version {newest.version} (step {newest.step}) is as new or newer"
+        return ""
+
+    def _publish(self, found: FoundCheckpoint) -> PublishedCheckpoint | None:
+        """Publish a checkpoint that no longer changes; None if it cannot be."""
+        path, step, newest = self._directory / found.name, _step(found), self._publisher.newest
+        self.refused.pop(found.name, None)
+        self.left_out.pop(found.name, None)
+        if newest is not None and (reason := self._why_older(found)):
+            return PublishedCheckpoint(path, step, "older", newest, reason=reason)
         try:
-            checkpoint = CheckpointFolder(path)
+            checkpoint = CheckpointFolder(found.path)
+            is_known = newest is not None and step <= newest.step and self._is_published(checkpoint)
         except (DataError, ModelError, StoreError) as error:
-            self._refuse(name, error)
+            self._refuse(found, error)
             return None
+        if newest is not None and is_known:
+            self._record = self._record.with_folder(found, None, is_newest=False)
+            reason = f"its weights were published before version {newest.version} (step {newest.step})"
+            return PublishedCheckpoint(path, step, "older", newest, reason=reason)
+        record = self._record.with_folder(found, checkpoint.fingerprint, is_newest=True)
         try:
-            result = self._publisher.publish(checkpoint, step, sidecars)
+            result = self._publisher.publish(checkpoint, step, {SIDECAR: record.encode()})
         except (IncompleteCheckpointError, TensorMismatchError, ModelError) as error:
-            self._refuse(name, error)
+            self._refuse(found, error)
             return None
-        self._time = newest_time
-        return result
+        self._record = self._record.with_folder(found, checkpoint.fingerprint, is_newest=True)
+        return replace(result, folder=path)
 
-    def _refuse(self, name: str, error: DeltaSyncError) -> None:
-        logger.warning("%s is not published: %s", name, error)
-        if not isinstance(error, IncompleteCheckpointError | NotFoundError | StoreError):
-            self.refused[name] = error.message
+    def _is_published(self, checkpoint: CheckpointFolder) -> bool:
+        """Return whether an earlier version has the weights of a checkpoint; the publisher compares with the newest."""
+        return checkpoint.read_fingerprint() in self._record.published[:-1]
 
-    def _scan(self) -> dict[str, FolderState]:
-        """Return the state of each subfolder."""
+    def _refuse(self, found: FoundCheckpoint, error: DeltaSyncError) -> None:
+        if isinstance(error, IncompleteCheckpointError | NotFoundError | StoreError):
+            self._leave_out(found, error.message)
+            return
+        logger.warning("%s is not published: %s", found.name, error)
+        self.refused[found.name] = error.message
+
+    def _leave_out(self, found: FoundCheckpoint, reason: str) -> None:
+        if self.left_out.get(found.name) != reason:
+            logger.warning("%s is not published: %s", found.name, reason)
+        self.left_out[found.name] = reason
+        self.refused.pop(found.name, None)
+        self._done[found.name] = found
+
+    def _scan(self) -> dict[str, FoundCheckpoint]:
         try:
-            return {
-                name: state
-                for name in sorted(os.listdir(self._directory))
-                if not name.startswith(".") and (state := _folder_state(self._directory / name)) is not None
-            }
+            return {found.name: found for found in find_checkpoints(self._directory)}
         except OSError as error:
             raise StoreError(f"folder {str(self._directory)!r} cannot be read: {error.strerror}") from error
 
-    def _recorded_time(self) -> int:
-        """Return the time that the newest version's sidecar records; 0 if there is none."""
-        newest = self._publisher.newest
-        if newest is None or all(item.name != SIDECAR for item in newest.sidecars):
-            return 0
-        text = self._publisher.run.sidecar(newest.version, SIDECAR).decode(errors="replace")
-        return int(text) if re.fullmatch("[0-9]{1,30}", text) else 0
-
-
-def _folder_state(path: Path) -> FolderState | None:
-    """Return the state of a folder's files; None if it is no folder, or is deleted meanwhile."""
-    try:
-        files = [(entry.name, entry.stat()) for entry in os.scandir(path) if entry.is_file()]
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return tuple(sorted((name, _state(found)) for name, found in files))
-
-
-def _written(state: FolderState) -> int | None:
-    """Return when the newest safetensors file of a folder was written, in nanoseconds; None if it has none."""
-    return max((modified for name, (_, _, modified) in state if name.endswith(".safetensors")), default=None)
+    def _read_record(self) -> _Record:
+        """Return the record in the newest version's sidecar, with that version; without a sidecar, of only that one."""
+        newest, record = self._publisher.newest, _Record()
+        if newest is None:
+            return record
+        if any(item.name == SIDECAR for item in newest.sidecars):
+            try:
+                record = _Record.decode(self._publisher.run.sidecar(newest.version, SIDECAR))
+            except DataError as error:
+                logger.warning("which folders were published is not known: %s", error)
+        # Without a base the fingerprint of a version is that of its checkpoint.
+        return replace(record, published=[*record.published, newest.fingerprint])

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import save_file
 
 from tests.support.checkpoints import index_of, shards_of, weights, write_checkpoint
-from tests.support.commands import _variables, answer, delta_sync, kind, parsed, shown
+from tests.support.commands import _variables, answer, delta_sync, envelope, kind, parsed, shown
 from tests.support.publishing import assert_versions
 from tests.support.running import eventually
 from vllm_delta_sync import open_run
@@ -49,7 +49,7 @@ def test_a_folder_begins_a_run_or_takes_it_over(out: Path, run: Path) -> None:
     assert document == {
         "run": head.run, "checkpoint": str(folder), "outcome": "published", "version": 0, "step": 10,
         "kind": "anchor", "changed": head.total, "total": head.total, "payload_bytes": head.payload_bytes,
-        "full_bytes": head.full_bytes,
+        "full_bytes": head.full_bytes, "reason": "",
     }  # fmt: skip
     text = shown("publish", "--from", folder, "--bucket", run)
     assert text == f"{folder}: not published: its weights are those of version 0\n"
@@ -76,7 +76,10 @@ def test_errors(out: Path, run: Path, tmp_path: Path) -> None:
     (tmp_path / missing.name).rename(missing)
     answer(*publish, folder)
     other = write_checkpoint(out / "other", {"x": weights(1)["model.steps"]})
-    assert kind(1, *publish, other) == "tensor"
+    assert kind(2, *publish, other) == "usage"
+    assert kind(1, *publish, other, "--step", 5) == "tensor"
+    assert kind(2, "publish", "--watch", out, "--step", 5, "--bucket", run) == "usage"
+    assert kind(2, *publish, folder, "--grace", 5) == "usage"
     assert kind(3, *publish, folder, "--base", tmp_path / "none") == "not_found"
     (tmp_path / "file").write_bytes(b"")
     assert kind(4, "publish", "--from", folder, "--bucket", tmp_path / "file") == "store"
@@ -85,7 +88,9 @@ def test_errors(out: Path, run: Path, tmp_path: Path) -> None:
 
 def test_what_is_complete_now(out: Path, run: Path, tmp_path: Path) -> None:
     watch = ("publish", "--watch", out, "--bucket", run, "--once", "--poll", "0.1")
-    assert answer(*watch) == {"checkpoints": [], "refused": []}
+    document = envelope(*watch, code=1)
+    assert document["data"] == {"checkpoints": [], "refused": [], "left_out": []}
+    assert document["error"]["message"] == f"nothing is published from {out}: there is no checkpoint folder in it"
     assert not run.exists()
     for step in (30, 4):
         write_checkpoint(out / f"checkpoint-{step}", weights(step))
@@ -94,17 +99,53 @@ def test_what_is_complete_now(out: Path, run: Path, tmp_path: Path) -> None:
     shards = shards_of(weights(5))
     save_file(next(iter(shards.values())), half / next(iter(shards)))
     (half / INDEX_NAME).write_text(index_of(shards))
-    found = answer(*watch)["checkpoints"]
+    report = answer(*watch)
+    found = report["checkpoints"]
+    assert [row["checkpoint"] for row in report["left_out"]] == ["checkpoint-5"]
     assert [(row["checkpoint"], row["outcome"], row["version"], row["step"]) for row in found] == [
         (str(out / "checkpoint-4"), "published", 0, 4),
         (str(out / "checkpoint-30"), "published", 1, 30),
     ]
     write_checkpoint(out / "checkpoint-40", {"x": weights(1)["model.steps"]})
     report = answer(*watch, code=1)
-    assert [row["outcome"] for row in report["checkpoints"]] == ["older", "older", "older"]
+    assert [row["outcome"] for row in report["checkpoints"]] == ["older", "older"]
     assert [row["checkpoint"] for row in report["refused"]] == ["checkpoint-40"]
-    assert f"{out / 'checkpoint-4'}: not published: version 1 is as new or newer\n" in shown(*watch, code=1)
+    text = f"{out / 'checkpoint-4'}: not published: it was published before, and version 1 (step 30) is newer\n"
+    assert text in shown(*watch, code=1)
     assert_versions(str(run), [weights(4), weights(30)])
+
+
+def test_nothing_published_says_why(out: Path, run: Path, tmp_path: Path) -> None:
+    """Each folder that is left out with its reason; but what the run has already is no failure."""
+    watch = ("publish", "--watch", out, "--bucket", run, "--once", "--poll", "0.1")
+    write_checkpoint(out / "Qwen3-0.6B-v2025", weights(0))
+    sharded = out / "global_step_10" / "actor" / "model_world_size_2_rank_0.pt"
+    sharded.parent.mkdir(parents=True)
+    sharded.write_bytes(b"x")
+    report = envelope(*watch, code=1)
+    assert report["error"]["kind"] == "incomplete"
+    reasons = {row["checkpoint"]: row["message"] for row in report["data"]["left_out"]}
+    assert reasons.keys() == {"Qwen3-0.6B-v2025", "global_step_10"}
+    assert "no step is in its name" in reasons["Qwen3-0.6B-v2025"]
+    assert "verl.model_merger" in reasons["global_step_10"]
+    done = delta_sync(*watch)
+    assert (done.code, done.out) == (1, "")
+    assert all(f"{name}: {reason}" in done.err for name, reason in reasons.items())
+    assert not run.exists()
+    write_checkpoint(out / "global_step_10" / "actor" / "huggingface", weights(10))
+    (row,) = answer(*watch)["checkpoints"]
+    assert (row["checkpoint"], row["step"]) == (str(out / "global_step_10"), 10)
+    (row,) = answer(*watch)["checkpoints"]
+    assert (row["outcome"], row["reason"] != "") == ("older", True)
+    text = shown("publish", "--from", out / "global_step_10", "--bucket", run)
+    assert text.endswith("not published: its weights are those of version 0\n")
+    assert_versions(str(run), [weights(10)])
+
+
+def test_help_has_the_exit_codes() -> None:
+    text = shown("publish", "--help")
+    for part in ("--grace TIME", "nothing is published", "130 interrupted", "checkpoint-100, step_100"):
+        assert part in " ".join(text.split())
 
 
 def test_a_signed_run(out: Path, run: Path, tmp_path: Path) -> None:
@@ -135,7 +176,10 @@ def watching(out: Path, run: Path, *more: str, **settings: str) -> Iterator["sub
             started.kill()
 
 
-@pytest.mark.parametrize(("ends", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+SIGNALS = [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 0)]
+
+
+@pytest.mark.parametrize(("ends", "code"), SIGNALS)
 def test_a_signal_ends_it_between_two_polls(ends: signal.Signals, code: int, out: Path, run: Path) -> None:
     write_checkpoint(out / "checkpoint-1", weights(1))
     with watching(out, run, "--json") as command:
@@ -150,11 +194,55 @@ def test_a_signal_ends_it_between_two_polls(ends: signal.Signals, code: int, out
     assert_versions(str(run), [weights(1), weights(2)])
 
 
+@pytest.mark.parametrize(("ends", "code"), SIGNALS)
+def test_the_last_checkpoint_is_published_before_it_ends(ends: signal.Signals, code: int, out: Path, run: Path) -> None:
+    """It appears after the last poll: a trainer and this command get the signal at the same time."""
+    write_checkpoint(out / "checkpoint-1", weights(1))
+    with watching(out, run, "--json", "--poll", "1") as command:
+        assert command.stdout is not None
+        assert parsed(command.stdout.readline())["data"]["version"] == 0
+        write_checkpoint(out / "checkpoint-2", weights(2))
+        command.send_signal(ends)
+        rest, said = command.communicate(timeout=300)
+        assert (command.returncode, said) == (code, "")
+        assert [parsed(line)["data"]["step"] for line in rest.splitlines()] == [2]
+    assert_versions(str(run), [weights(1), weights(2)])
+
+
+@pytest.mark.parametrize(
+    ("ends", "second", "code"),
+    [
+        (signal.SIGINT, signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, signal.SIGTERM, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, None, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_left_at_the_end_is_named(
+    ends: signal.Signals, second: signal.Signals | None, code: int, out: Path, run: Path
+) -> None:
+    """After the grace period, and at once after a second signal, in the middle of an upload that takes minutes."""
+    delta_sync("publish", "--from", write_checkpoint(out / "checkpoint-1", weights(1)), "--bucket", run)
+    write_checkpoint(out / "checkpoint-200", weights(200))
+    grace = "1" if second is None else "1h"
+    with watching(out, run, "--grace", grace, DELTA_SYNC_STORE_UPLOAD_LIMIT="100") as command:
+        eventually(lambda: any((run / "claims").glob("*")))
+        command.send_signal(ends)
+        if second is not None:
+            time.sleep(0.5)
+            command.send_signal(second)
+        _, said = command.communicate(timeout=300)
+        assert command.returncode == code
+    assert said.endswith("incomplete: not published: checkpoint-200; the same command continues\n")
+    assert open_run(str(run)).verify().replayed
+    shown("publish", "--watch", out, "--bucket", run, "--once", "--poll", "0.1")
+    assert_versions(str(run), [weights(1), weights(200)])
+
+
 @pytest.mark.parametrize(
     ("ends", "seconds"),
     [
-        (signal.SIGINT, 0),
         (signal.SIGTERM, 1.5),
+        pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 1.5, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow),
     ],

@@ -19,6 +19,7 @@ from tests.support.publishing import Tensors, assert_holds, assert_versions, sna
 from tests.support.tiny import make_model, save_checkpoint
 from tests.support.trainers import trainer_of
 from trainer_side.checkpoint_folders import (
+    SIDECAR,
     CheckpointFolder,
     CheckpointPublisher,
     CheckpointWatcher,
@@ -33,6 +34,7 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     StoreError,
     TensorMismatchError,
+    UsageError,
 )
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
 
@@ -103,29 +105,20 @@ def test_every_dtype_and_shape(tmp_path: Path, url: str) -> None:
     changed["f64"][1], changed["bool"][2], changed["nan"][1] = 2.5, ~changed["bool"][2], 0.0
     with CheckpointPublisher(url) as publisher:
         publisher.publish(write_checkpoint(tmp_path / "a", tensors))
-        assert publisher.publish(write_checkpoint(tmp_path / "b", changed)).manifest.changed == 3
+        assert publisher.publish(write_checkpoint(tmp_path / "b", changed), step=1).manifest.changed == 3
     assert_versions(url, [tensors, changed])
     assert steps_of(url) == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "state", "step"),
-    [
-        ("checkpoint-100", b'{"global_step": 7}', 100),
-        ("iter_0000020", None, 20),
-        ("last", b'{"global_step": 7}', 7),
-        ("last", b'{"global_step": "7"}', None),
-        ("last", b'{"global_', None),
-        ("v99999999999999999999", None, None),
-    ],
-)
-def test_steps(tmp_path: Path, name: str, state: bytes | None, step: int | None) -> None:
-    folder = write_checkpoint(tmp_path / name, weights(0))
-    if state is not None:
-        (folder / "trainer_state.json").write_bytes(state)
-    assert CheckpointFolder(folder).step == step
-    (tmp_path / "newest").symlink_to(folder)
-    assert CheckpointFolder(tmp_path / "newest").step == step
+def test_a_step_is_never_guessed(out: Path, url: str) -> None:
+    with CheckpointPublisher(url) as publisher:
+        assert publisher.publish(write_checkpoint(out / "Qwen3-0.6B-v2025", weights(0))).step == 0
+        other = write_checkpoint(out / "Qwen3-0.6B-v2026", weights(1))
+        with pytest.raises(UsageError, match=r"is unknown: .* give it with --step"):
+            publisher.publish(other)
+        assert publisher.publish(other, step=50).step == 50
+        assert publisher.publish(write_checkpoint(out / "checkpoint-100", weights(2))).step == 100
+    assert steps_of(url) == [0, 50, 100]
 
 
 # With a base
@@ -253,11 +246,11 @@ def test_other_tensors_are_refused(change: str, message: str, out: Path, url: st
     with CheckpointPublisher(url) as publisher:
         publisher.publish(write_checkpoint(out / "checkpoint-1", weights(1)))
         with pytest.raises(TensorMismatchError, match=message):
-            publisher.publish(other)
+            publisher.publish(other, step=2)
         publisher.publish(write_checkpoint(out / "checkpoint-2", weights(2)))
     with CheckpointPublisher(url) as publisher:
         with pytest.raises(TensorMismatchError, match=message):
-            publisher.publish(other)
+            publisher.publish(other, step=3)
         publisher.publish(write_checkpoint(out / "checkpoint-3", weights(3)))
     assert_versions(url, [weights(step) for step in (1, 2, 3)])
     assert open_run(url).newest_epoch() == 1  # what does not fit takes no run over
@@ -360,9 +353,12 @@ def test_checkpoints_of_a_transformers_trainer(tmp_path: Path, out: Path, url: s
     saved = [load_file(out / name / SINGLE_NAME) for name in ("checkpoint-4", "checkpoint-6")]
     for bucket, with_base, dtype in ((url, None, torch.float32), (f"{url}-served", base, torch.bfloat16)):
         with CheckpointPublisher(bucket, with_base) as publisher:
-            results = list(CheckpointWatcher(out, publisher, POLL).watch(once=True))
+            watcher = CheckpointWatcher(out, publisher, POLL)
+            results = list(watcher.watch(once=True))
+            assert list(watcher.left_out) == ["final"]
+            assert publisher.publish(out / "final", step=6).outcome == "unchanged"
         assert [(result.folder.name, result.step, result.outcome) for result in results] == [
-            ("checkpoint-4", 4, "published"), ("checkpoint-6", 6, "published"), ("final", 7, "unchanged"),
+            ("checkpoint-4", 4, "published"), ("checkpoint-6", 6, "published"),
         ]  # fmt: skip
         run = open_run(bucket)
         assert [manifest.step for manifest in run.log()] == ([0] if with_base else []) + [4, 6]
@@ -388,66 +384,129 @@ def test_a_folder_that_still_changes_is_not_published(out: Path, url: str) -> No
 def test_a_restart_publishes_nothing_again(out: Path, url: str) -> None:
     for step in (100, 20):
         write_checkpoint(out / f"checkpoint-{step}", weights(step))
-    (out / ".hidden-7").mkdir()
     write_checkpoint(out / ".hidden-7", weights(7))
+    write_checkpoint(out / "tmp-checkpoint-8", weights(8))
     (out / "logs").mkdir()
+    (out / "newest").symlink_to(out / "checkpoint-100")
     assert watch_once(out, url) == [("checkpoint-20", "published", 0), ("checkpoint-100", "published", 1)]
     older = [("checkpoint-20", "older", 1), ("checkpoint-100", "older", 1)]
     assert watch_once(out, url) == older
-    write_checkpoint(out / "checkpoint-60", weights(60))
     write_checkpoint(out / "checkpoint-200", weights(200))
     shutil.rmtree(out / "checkpoint-20")
-    assert watch_once(out, url) == [
-        ("checkpoint-60", "older", 1),
-        ("checkpoint-100", "older", 1),
-        ("checkpoint-200", "published", 2),
-    ]
+    assert watch_once(out, url) == [("checkpoint-100", "older", 1), ("checkpoint-200", "published", 2)]
     assert_versions(url, [weights(step) for step in (20, 100, 200)])
 
 
-def test_folders_without_a_step_are_published_in_the_order_of_their_times(out: Path, url: str) -> None:
-    for number, name in enumerate(("early", "late", "between")):
-        folder = write_checkpoint(out / name, weights(number))
-        time = 10**18 + {"early": 0, "between": 1, "late": 2}[name] * 10**9
-        os.utime(folder / SINGLE_NAME, ns=(time, time))
-    write_checkpoint(out / "checkpoint-10", weights(10))
-    assert watch_once(out, url) == [
-        ("checkpoint-10", "published", 0),
-        ("early", "published", 1),
-        ("between", "published", 2),
-        ("late", "published", 3),
-    ]
-    assert steps_of(url) == [10, 11, 12, 13]
+def written_after(folder: Path, seconds: float) -> Path:
+    """Give the files of a folder a time after (or before) now."""
+    for file in folder.iterdir():
+        now = file.stat().st_mtime + seconds
+        os.utime(file, (now, now))
+    return folder
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["watched", "restarted"])
+def test_a_trainer_that_starts_again_from_an_earlier_step_is_followed(restarts: bool, out: Path, url: str) -> None:
+    """It rewrites one folder and writes one for an earlier step; what it left of its former life is not published."""
+    for step in (20, 40, 60):
+        write_checkpoint(out / f"checkpoint-{step}", weights(step))
+    with CheckpointPublisher(url) as publisher:
+        watcher = CheckpointWatcher(out, publisher, POLL)
+        assert [result.step for result in watcher.watch(once=True)] == [20, 40, 60]
+        rewrite = [(30, 130), (40, 140)]
+        for number, (step, content) in enumerate(rewrite, 1):
+            written_after(write_checkpoint(out / f"checkpoint-{step}", weights(content)), number)
+        if not restarts:
+            results = list(watcher.watch(once=True))
+            assert [(result.step, result.outcome) for result in results] == [(30, "published"), (40, "published")]
+    if restarts:
+        assert watch_once(out, url) == [
+            ("checkpoint-20", "older", 2),
+            ("checkpoint-60", "older", 2),
+            ("checkpoint-30", "published", 3),
+            ("checkpoint-40", "published", 4),
+        ]
+    assert {outcome for _, outcome, _ in watch_once(out, url)} == {"older"}
+    assert steps_of(url) == [20, 40, 60, 30, 40]
+    assert_versions(url, [weights(step) for step in (20, 40, 60, 130, 140)])
+
+
+def test_after_a_restart_the_order_is_that_of_the_times(out: Path, url: str) -> None:
+    """Nobody watched while the trainer wrote step 80, and started again from step 20."""
+    write_checkpoint(out / "checkpoint-60", weights(60))
+    assert watch_once(out, url) == [("checkpoint-60", "published", 0)]
+    for seconds, step in enumerate((80, 30, 40), 1):
+        written_after(write_checkpoint(out / f"checkpoint-{step}", weights(step)), seconds)
+    shutil.rmtree(out / "checkpoint-60")
+    assert [name for name, *_ in watch_once(out, url)] == ["checkpoint-80", "checkpoint-30", "checkpoint-40"]
+    assert steps_of(url) == [60, 80, 30, 40]
+
+
+def test_equal_weights_are_not_published_twice(out: Path, url: str) -> None:
+    """Whatever wrote their files again, and wherever they lie."""
+    for step in (20, 40, 60):
+        write_checkpoint(out / f"checkpoint-{step}", weights(step))
+    with CheckpointPublisher(url) as publisher:
+        watcher = CheckpointWatcher(out, publisher, POLL)
+        assert len(list(watcher.watch(once=True))) == 3
+        for step in (20, 60):
+            written_after(write_checkpoint(out / f"checkpoint-{step}", weights(step), sharded=step == 20), 5)
+        (out / "checkpoint-20" / SINGLE_NAME).unlink()
+        results = [(result.step, result.outcome) for result in watcher.watch(once=True)]
+        assert results == [(60, "unchanged")]  # the other was named before
+    assert_versions(url, [weights(step) for step in (20, 40, 60)])
+    written_after(write_checkpoint(out / "again" / "step_10", weights(40)), 10)
+    names = dict.fromkeys(["again/step_10", "checkpoint-20", "checkpoint-40", "checkpoint-60"])
+    with CheckpointPublisher(url) as publisher:
+        for result in CheckpointWatcher(out, publisher, POLL).watch(once=True):
+            names[str(result.folder.relative_to(out))] = f"{result.outcome}: {result.reason}"
+    assert all(text is not None and "published" not in text.partition(":")[0] for text in names.values())
+    assert names["again/step_10"] == "older: its weights were published before version 2 (step 60)"
+    assert steps_of(url) == [20, 40, 60]
+
+
+def test_a_checkpoint_that_was_begun_before_the_newest_one_is_older(out: Path, url: str) -> None:
+    """Trainers write in the background: the checkpoint of an earlier step may be complete after a later one."""
+    slow = write_checkpoint(out / "checkpoint-10", weights(10), sharded=True)
+    last = slow / "model-00002-of-00002.safetensors"
+    data = last.read_bytes()
+    last.unlink()
     write_checkpoint(out / "checkpoint-20", weights(20))
-    write_checkpoint(out / "later", weights(3))
-    assert watch_once(out, url) == [
-        ("checkpoint-10", "older", 3),
-        ("checkpoint-20", "published", 4),
-        ("early", "older", 4),
-        ("between", "older", 4),
-        ("late", "older", 4),
-        ("later", "published", 5),
-    ]
-    assert {result[1] for result in watch_once(out, url)} == {"older"}
-    assert_versions(url, [weights(step) for step in (10, 0, 2, 1, 20, 3)])
+    with CheckpointPublisher(url) as publisher:
+        watcher = CheckpointWatcher(out, publisher, POLL)
+        assert [result.step for result in watcher.watch(once=True)] == [20]
+        last.write_bytes(data)
+        written_after(slow, 0)
+        os.utime(last, (2**32, 2**32))
+        assert [(result.step, result.outcome) for result in watcher.watch(once=True)] == []
+        assert watcher.left_out == {}
+    assert_versions(url, [weights(20)])
 
 
-def test_a_folder_without_a_step_that_was_refused_is_tried_again_after_a_restart(out: Path, url: str) -> None:
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"written": 1, "folders": {"a": 3}, "published": []}'])
+def test_a_damaged_record_is_no_reason_to_end(content: bytes, out: Path, url: str) -> None:
+    with CheckpointPublisher(url) as publisher:
+        publisher.publish(write_checkpoint(out / "checkpoint-1", weights(1)))
+        publisher.publish(write_checkpoint(out / "checkpoint-2", weights(2)), sidecars={SIDECAR: content})
+    write_checkpoint(out / "checkpoint-3", weights(3))
+    outcomes = {name: outcome for name, outcome, _ in watch_once(out, url)}
+    assert outcomes["checkpoint-3"] == "published"
+    assert steps_of(url) == [1, 2, 3]
+
+
+def test_a_folder_that_was_refused_is_tried_again_after_a_restart(out: Path, url: str) -> None:
     write_checkpoint(out / "checkpoint-1", weights(1))
-    write_checkpoint(out / "odd", other_weights("shape"))
-    with CheckpointPublisher(url) as publisher:
-        watcher = CheckpointWatcher(out, publisher, POLL)
-        assert [result.step for result in watcher.watch(once=True)] == [1]
-        write_checkpoint(out / "checkpoint-2", weights(2))
-        assert [result.step for result in watcher.watch(once=True)] == [2]
-        assert list(watcher.refused) == ["odd"]
-    with CheckpointPublisher(url) as publisher:
-        watcher = CheckpointWatcher(out, publisher, POLL)
-        assert {result.outcome for result in watcher.watch(once=True)} == {"older"}
-        assert list(watcher.refused) == ["odd"]
-        shutil.rmtree(out / "odd")
-        assert list(watcher.watch(once=True)) == []
-        assert watcher.refused == {}
+    write_checkpoint(out / "checkpoint-9", other_weights("shape"))
+    for _ in range(2):
+        with CheckpointPublisher(url) as publisher:
+            watcher = CheckpointWatcher(out, publisher, POLL)
+            assert [result.step for result in watcher.watch(once=True)] == [1]
+            assert list(watcher.refused) == ["checkpoint-9"]
+            shutil.copytree(out / "checkpoint-9", out.parent / "aside", dirs_exist_ok=True)
+            shutil.rmtree(out / "checkpoint-9")
+            assert list(watcher.watch(once=True)) == []
+            assert watcher.refused == {}
+        shutil.copytree(out.parent / "aside", out / "checkpoint-9")
 
 
 def test_a_folder_that_is_written_again_is_published_again(out: Path, url: str) -> None:
@@ -473,12 +532,53 @@ def test_one_that_does_not_fit_stops_no_other(out: Path, url: str, caplog: pytes
         assert [result.step for result in watcher.watch(once=True)] == [1, 3]
         assert list(watcher.refused) == ["checkpoint-2"]
         lines = [record.getMessage() for record in caplog.records]
-        assert [line.split(" is not published: ")[0] for line in lines] == ["checkpoint-2", "checkpoint-4"]
+        assert sorted(line.split(" is not published: ")[0] for line in lines) == ["checkpoint-2", "checkpoint-4"]
+        assert list(watcher.left_out) == ["checkpoint-4"]
         assert list(watcher._poll()) == []
         assert len(caplog.records) == 2
         write_checkpoint(out / "checkpoint-4", weights(4), sharded=True)
         assert [result.step for result in watcher.watch(once=True)] == [4]
+        assert watcher.left_out == {}
     assert_versions(url, [weights(step) for step in (1, 3, 4)])
+
+
+def test_a_folder_that_is_left_out_is_named_once(
+    tmp_path: Path, out: Path, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoint(out / "Qwen3-0.6B-v2025", weights(0))
+    (write_checkpoint(out / "checkpoint-1", weights(1)) / "config.json").unlink()
+    (out / "checkpoint-2").mkdir()
+    (out / "checkpoint-2" / "pytorch_model.bin").write_bytes(b"pickled")
+    for base, expected in ((None, []), (write_checkpoint(tmp_path / "base", weights(0)), [1])):
+        caplog.clear()
+        with CheckpointPublisher(f"{url}-{len(expected)}", base) as publisher:
+            watcher = CheckpointWatcher(out, publisher, POLL)
+            assert [result.step for result in watcher.watch(once=True)] == expected
+            for _ in range(3):
+                assert list(watcher._poll()) == []
+            left_out = ["Qwen3-0.6B-v2025", *([] if base else ["checkpoint-1"]), "checkpoint-2"]
+            assert list(watcher.left_out) == left_out
+            assert [record.getMessage().partition(" ")[0] for record in caplog.records] == left_out
+    assert "no step is in its name" in watcher.left_out["Qwen3-0.6B-v2025"]
+    assert "pytorch_model.bin is no safetensors file" in watcher.left_out["checkpoint-2"]
+
+
+def test_a_watcher_that_is_stopped_publishes_what_it_sees(out: Path, url: str) -> None:
+    """What appears after its last poll too, once it is complete."""
+    write_checkpoint(out / "checkpoint-1", weights(1))
+    with CheckpointPublisher(url) as publisher:
+        watcher = CheckpointWatcher(out, publisher, POLL)
+        steps = []
+        for result in watcher.watch():
+            steps.append(result.step)
+            if result.step == 1:
+                watcher.stop()
+                write_checkpoint(out / "checkpoint-2", weights(2))
+                assert watcher.unfinished() == ["checkpoint-2"]
+        assert steps == [1, 2]
+        assert watcher.unfinished() == []
+        assert list(watcher.watch()) == []
+    assert_versions(url, [weights(1), weights(2)])
 
 
 def test_a_store_that_fails_is_tried_again(out: Path, url: str) -> None:

@@ -1,7 +1,9 @@
 """``delta-sync publish``: arguments and output; the work is done by ``trainer_side.checkpoint_folders``."""
 
 import argparse
+import os
 import signal
+import sys
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from vllm_delta_sync.cli.arguments import (
     print_event,
     settings_of,
 )
-from vllm_delta_sync.cli.text import ProgressBar, clean, percent, size
+from vllm_delta_sync.cli.text import ProgressBar, clean, percent, print_error, size
 from vllm_delta_sync.errors import IncompleteError, UsageError
 
 if TYPE_CHECKING:
@@ -26,24 +28,36 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 A checkpoint is a folder as save_pretrained writes it: model.safetensors, or the files that model.safetensors.index.json
-names. The first one begins the run, with its config.json and tokenizer; later ones become one delta each. A checkpoint
-that equals the newest version is not published. With --base, version 0 is a reference to that checkpoint, from which
-servers start, and --from or the first checkpoint becomes version 1. Floating-point weights are then rounded to its
-dtypes.
+names; or a folder of a trainer that holds one, such as global_step_10/actor/huggingface. The first one begins the run,
+with its config.json and tokenizer; later ones become one delta each. A checkpoint that equals the newest version is not
+published. With --base, version 0 is a reference to that checkpoint, from which servers start, and --from or the first
+checkpoint becomes version 1. Floating-point weights are then rounded to its dtypes.
+
+The step is in the name of the folder: checkpoint-100, step_100, global_step_100, iter_0000100, epoch_3; else it is
+global_step of its trainer_state.json. For a folder without a step give --step; only the first of a new run may lack one
+(step 0).
 
 --watch publishes a checkpoint once it is complete and none of its files has changed between two polls, in the order of
-steps, and never one whose step is not after that of the newest version. The step is the number at the end of the
-folder's name (checkpoint-100), else global_step of its trainer_state.json, else one more than the newest version's.
-Ctrl-C and SIGTERM end it: the version in progress is completed or dropped, and the same command continues. It takes
-memory for the largest tensor and the changes, and space for the model in the temporary directory (TMPDIR).
+steps. It follows a trainer that starts again from an earlier step and writes those folders again. A folder that is not
+published is named once, with the reason. SIGTERM and Ctrl-C end it: it publishes what it sees now, for at most --grace,
+and says what is left; a second signal ends it at once. The same command continues. It takes memory for the largest
+tensor and the changes, and space for the model in the temporary directory (TMPDIR).
 
 examples:
   delta-sync publish --from /models/a --bucket /data/runs/a
   delta-sync publish --watch out --bucket s3://bucket/runs/a --base Qwen/Qwen3-0.6B@main
   delta-sync publish --watch out --bucket /data/runs/a --once --json
 """
+FAILED = (
+    "a checkpoint is not complete, or has other tensors than the run; --once: nothing is published, or a checkpoint is "
+    "refused; --watch after SIGTERM: a checkpoint is left"
+)
+DONE = "done; --watch after SIGTERM: everything that was there is published"
 CODECS = ("auto", "packed", "context", "raw")
 POLL_SECONDS = 5.0
+GRACE_SECONDS = 25.0
+"""Less than the 30 seconds that Kubernetes waits after SIGTERM."""
+NAMES_SHOWN = 20
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -51,20 +65,26 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         "publish",
         help="publish checkpoint folders as versions",
         description="Publish a checkpoint folder, or each one that appears in a folder, as a version of a run.",
-        epilog=EXAMPLES + exit_codes("a checkpoint is not complete, or has other tensors than the run"),
+        epilog=EXAMPLES + exit_codes(FAILED, DONE),
     )
     folder = parser.add_mutually_exclusive_group(required=True)
     folder.add_argument("--from", dest="source", metavar="DIR", help="checkpoint folder to publish")
     folder.add_argument("--watch", metavar="DIR", help="publish each checkpoint that appears as a subfolder")
     add_bucket(parser)
     parser.add_argument(
-        "--step", type=count, metavar="N", help="with --from: its step; default: as the folder's name or files say"
+        "--step", type=count, metavar="N", help="with --from: its step; default: the one in the folder's name"
     )
     parser.add_argument(
         "--base", metavar="DIR|MODEL", help="checkpoint that servers start from: a folder, or org/name@revision"
     )
     parser.add_argument(
         "--poll", type=interval, metavar="TIME", help=f"with --watch: time between polls (default: {POLL_SECONDS:g})"
+    )
+    parser.add_argument(
+        "--grace",
+        type=interval,
+        metavar="TIME",
+        help=f"with --watch: longest time to go on publishing after SIGTERM or Ctrl-C (default: {GRACE_SECONDS:g})",
     )
     parser.add_argument("--once", action="store_true", help="with --watch: publish what is complete now, and end")
     parser.add_argument("--codec", choices=CODECS, default="auto", help="how changes are encoded (default: auto)")
@@ -83,11 +103,53 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise _Ended
 
 
+class _Ending:
+    """What SIGTERM and SIGINT do to a watcher: the first stops it within the grace period, the second at once.
+
+    Attributes:
+        signal: the first signal; None before it.
+    """
+
+    def __init__(self, watcher: "CheckpointWatcher", grace_seconds: float) -> None:
+        self._watcher, self._grace_seconds = watcher, grace_seconds
+        self.signal: int | None = None
+        # A shell starts commands in its background with SIGINT ignored.
+        ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        numbers = (signal.SIGTERM, signal.SIGALRM, *(() if ignored else (signal.SIGINT,)))
+        self._before = {number: signal.signal(number, self) for number in numbers}
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is None and number != signal.SIGALRM:
+            self.signal = number
+            self._watcher.stop()
+            signal.setitimer(signal.ITIMER_REAL, self._grace_seconds)
+            return
+        print_error(IncompleteError(_not_published(self._watcher.unfinished())))
+        sys.stderr.flush()
+        # Closing the publisher would wait for the version in progress. A run is whole whenever its publisher ends.
+        os._exit(self.exit_code)
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.signal == signal.SIGTERM else 130
+
+    def close(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _not_published(names: list[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    listed = ", ".join(names[:NAMES_SHOWN]) + more or "no checkpoint; the last version may not be announced"
+    return f"not published: {listed}; the same command continues"
+
+
 def _publish(options: argparse.Namespace) -> Answer:
     if options.step is not None and options.watch is not None:
         raise UsageError("--step needs --from: with --watch each checkpoint has a step of its own")
-    if options.source is not None and (options.once or options.poll is not None):
-        raise UsageError("--once and --poll need --watch DIR")
+    if options.source is not None and (options.once or options.poll is not None or options.grace is not None):
+        raise UsageError("--once, --poll and --grace need --watch DIR")
     from trainer_side.checkpoint_folders import CheckpointPublisher, CheckpointWatcher
 
     settings = settings_of(options)
@@ -107,12 +169,15 @@ def _publish(options: argparse.Namespace) -> Answer:
                 document = _document(publisher, result)
                 return document, lambda: _print(document)
             watcher = CheckpointWatcher(options.watch, publisher, options.poll or POLL_SECONDS)
-            return _watch(publisher, watcher, options)
-    except _Ended:
-        if options.watch is None or options.once:
-            raise
-        # Nothing is left to print: each line was printed as it came.
-        return None, lambda: None
+            ending = _Ending(watcher, options.grace or GRACE_SECONDS)
+            try:
+                answer = _watch(publisher, watcher, options)
+                publisher.close()
+            finally:
+                ending.close()
+        if ending.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        return answer
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -126,12 +191,26 @@ def _watch(publisher: "CheckpointPublisher", watcher: "CheckpointWatcher", optio
             documents.append(document)
         if not (options.once and options.json):
             print_event(options, document, partial(_print, document))
-    refused = [{"checkpoint": name, "message": message} for name, message in watcher.refused.items()]
-    report = {"checkpoints": documents, "refused": refused}
-    if refused:
+    if not options.once:
+        return None, lambda: None  # each line was printed as it came
+    report = {
+        "checkpoints": documents,
+        "refused": _reasons(watcher.refused),
+        "left_out": _reasons(watcher.left_out),
+    }
+    if watcher.refused:
         names = ", ".join(watcher.refused)
         raise CommandFailedError(IncompleteError(f"not published: {names}"), report, lambda: None)
+    if not documents:
+        reasons = [f"{name}: {reason}" for name, reason in watcher.left_out.items()]
+        more = [f"and {len(reasons) - NAMES_SHOWN} more"] if len(reasons) > NAMES_SHOWN else []
+        why = "; ".join(reasons[:NAMES_SHOWN] + more) or "there is no checkpoint folder in it"
+        raise CommandFailedError(IncompleteError(f"nothing is published from {options.watch}: {why}"), report)
     return report, lambda: None
+
+
+def _reasons(folders: "dict[str, str]") -> list[dict[str, str]]:
+    return [{"checkpoint": name, "message": message} for name, message in folders.items()]
 
 
 def _document(publisher: "CheckpointPublisher", result: "PublishedCheckpoint") -> dict[str, Any]:
@@ -148,6 +227,7 @@ def _document(publisher: "CheckpointPublisher", result: "PublishedCheckpoint") -
         "payload_bytes": manifest.payload_bytes,
         "full_bytes": manifest.full_bytes,
         "seconds": round(result.seconds, 3),
+        "reason": result.reason,
     }
 
 
@@ -160,8 +240,6 @@ def _print(document: dict[str, Any]) -> None:
                 changed = f"{percent(document['changed'], document['total'])} changed"
             text = f"version {version} (step {step}), {changed}, {size(document['payload_bytes'])}"
             text += f", {document['seconds']:.1f} s"
-        case "unchanged":
-            text = f"not published: its weights are those of version {version}"
         case _:
-            text = f"not published: version {version} is as new or newer"
+            text = f"not published: {document['reason']}"
     print(clean(f"{name}: {text}"), flush=True)
