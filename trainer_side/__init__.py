@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 from trainer_side.options import Budget, Gate
 from trainer_side.publisher import Publisher
 from trainer_side.result import PublishResult
+from trainer_side.status import PublisherStatus
 
 if TYPE_CHECKING:
     from trainer_side.integrations.transformers import DeltaSyncCallback
 
-__all__ = ["Budget", "DeltaSyncCallback", "Gate", "PublishResult", "Publisher"]
+__all__ = ["Budget", "DeltaSyncCallback", "Gate", "PublishResult", "Publisher", "PublisherStatus"]
 
 
 def __getattr__(name: str) -> object:

@@ -41,7 +41,7 @@ class DeltaSyncWeightSender(WeightSender):  # type: ignore[misc]
 
     def __init__(self, output_dir: Path, config: Any) -> None:
         super().__init__(output_dir, config.timeout)
-        self.publisher = gathered_publisher(config.bucket, config.base, leads=self.world.is_master)
+        self.publisher = gathered_publisher(config.bucket, config.base, leads=self.world.is_master, all_wait=True)
 
     def _broadcast(self, model: torch.nn.Module, step: int, step_dir: Path) -> None:
         if torch.distributed.is_initialized():

@@ -8,7 +8,8 @@ weights and publishes, ten times a second: first undisturbed for 40 s, then with
 The outage begins right before the store gets an object, a manifest, HEAD.json or a request to list, or right before a
 notice is sent; connections break, and new ones are refused. Checked: the training's thread never calls the bucket, and
 at the end the run has the trainer's weights, bit for bit. Printed for each moment: the 95th percentile of ``publish``
-with the outage, over that without, for all calls and for those that publish; how many versions and errors there were; the largest memory before and after.
+with the outage, over that without, for all calls and for those that publish; how many versions and errors there were;
+the largest memory before and after.
 
 Exit status: 0 all of it holds and no ratio is above 1.5; 1 it does not.
 """
