@@ -25,6 +25,7 @@ from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.errors import (
+    BaseUnavailableError,
     ConflictError,
     DataError,
     DeltaSyncError,
@@ -497,6 +498,8 @@ class Committer:
         manifest = former.manifest
         try:
             self._checkout(manifest)
+        except BaseUnavailableError as error:
+            raise PublishError(f"{former.message}, and cannot be read without the run's base: {error}") from error
         except DeltaSyncError as error:
             raise PublishError(
                 f"{former.message}, and cannot be rebuilt: {error}; if this persists, restart this publisher, which "

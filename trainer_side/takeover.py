@@ -23,6 +23,7 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.conditional_put import confirm_created
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.errors import (
+    BaseUnavailableError,
     ChainError,
     ConflictError,
     DeltaSyncError,
@@ -55,7 +56,6 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.maintenance.keys import CHANGES_PREFIX
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base, document_limit
-from vllm_delta_sync.run.restore import BaseUnavailableError
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve_base
 
 logger = guarded_logger(__name__)

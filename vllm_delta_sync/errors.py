@@ -53,6 +53,16 @@ class NotFoundError(DataError):
     exit_code = 3
 
 
+class BaseUnavailableError(DataError):
+    """The checkpoint or run that version 0 refers to is missing, unreadable or another one; the bucket is not at fault.
+
+    No handler may take it for damage in the bucket: the remedy is another ``base``.
+    """
+
+    kind = "base"
+    exit_code = 3
+
+
 class StoreError(DeltaSyncError):
     """The store failed: disk full, permission denied, network down. A later retry may succeed."""
 

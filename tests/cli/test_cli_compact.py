@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import answer, delta_sync, kind, shown
-from tests.support.written import SMALL, Written
+from tests.support.written import SMALL, Written, save_base
 from vllm_delta_sync.cli.arguments import VERSION
 from vllm_delta_sync.run.read_plan import find_steps
 from vllm_delta_sync.run.restore import restore
@@ -50,6 +50,18 @@ def test_codec_context(tmp_path: Path) -> None:
     checked = answer("verify", "--bucket", written.folder)
     assert (checked["verdict"], checked["undecoded"], checked["folds"]) == (True, [], 1)
     assert "context, compression zstd" in shown("inspect", "--bucket", written.folder, "--version", "3")
+
+
+def test_another_base_is_named_after_what_could_be_made(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", table=SMALL, start="checkpoint")
+    written.deltas(*["context"] * 4, *["packed"] * 4)
+    other = save_base(tmp_path / "other", written.writer.bits[1]).parent
+    compact = ("compact", "--bucket", written.folder, "--base", other)
+    done = delta_sync(*compact)
+    assert done.code == 3
+    assert "1 made, 0 already exist" in done.out
+    assert "other' is not the one that the run started from" in done.out.partition("skipped versions 0 to 4: ")[2]
+    assert kind(3, *compact) == "base"
 
 
 def test_text(written: Written) -> None:

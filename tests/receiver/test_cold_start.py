@@ -22,7 +22,7 @@ from vllm_delta_sync.engine.entrypoints import plugin
 from vllm_delta_sync.engine.entrypoints.load_format import DeltaSyncLoader, LoadedVersion
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
 from vllm_delta_sync.engine.staging.reconstruct import drain_tensors, newest_good_manifest, rebuild
-from vllm_delta_sync.errors import DigestError, FingerprintError, NotFoundError, SettingsError
+from vllm_delta_sync.errors import BaseUnavailableError, DigestError, NotFoundError, SettingsError
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.safetensors_file import write_anchor
@@ -146,12 +146,28 @@ def test_the_base_where_the_run_says_or_in_the_model_folder(url: str, tmp_path: 
     assert_version(url, 1, "org/name")
     run = open_run(url)
     other = checkpoint(tmp_path / "other", versions()[1])
-    with pytest.raises(FingerprintError, match=r"other' is not the one that the run started from"):
+    with pytest.raises(BaseUnavailableError, match=r"other' is not the one that the run started from"):
         rebuild(run, newest_good_manifest(run), str(other))
     base.rename(tmp_path / "model")
     assert_version(url, 1, str(tmp_path / "model"))
-    with pytest.raises(NotFoundError, match=r"base'.*'org/name' holds no safetensors; put the original checkpoint's"):
+    with pytest.raises(
+        BaseUnavailableError, match=r"base'.*'org/name' holds no safetensors; put the original checkpoint's"
+    ):
         rebuild(run, newest_good_manifest(run), "org/name")
+
+
+def test_another_base_is_no_reason_to_start_with_an_earlier_version(url: str, tmp_path: Path) -> None:
+    """Damage is: the head's object is lost, and the base that would tell more is not the run's."""
+    base = checkpoint(tmp_path / "base", versions()[0])
+    writer = reference_run(url, base)
+    writer.delta(versions()[2])
+    writer.beside(1, tmp_path)
+    run = open_run(url)
+    (Path(url) / run.head().objects[0].key).unlink()
+    other = checkpoint(tmp_path / "other", versions()[1])
+    with pytest.raises(BaseUnavailableError, match="start from a model folder with the original safetensors"):
+        rebuild(run, run.head(), str(other))
+    assert rebuild(run, run.head(), str(base))[0].version == 1
 
 
 def test_drain_gives_memory_back_as_it_goes(path: Path) -> None:

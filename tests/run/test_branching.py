@@ -17,7 +17,15 @@ from tests.support.samples import RunWriter, nudge, random_bits
 from vllm_delta_sync.bucket import StoreOptions, conditional_put, open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.errors import ChainError, ConflictError, DigestError, NotFoundError, StoreError, UsageError
+from vllm_delta_sync.errors import (
+    BaseUnavailableError,
+    ChainError,
+    ConflictError,
+    DigestError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.manifest import Document, Manifest, RunInfo, version_key
@@ -269,7 +277,7 @@ def test_base_is_opened_with_the_options_of_the_branch(
 def test_base_that_is_no_run_is_said_to_be_missing(branched: tuple[Path, Path, list[Bits]], tmp_path: Path) -> None:
     source, folder, _ = branched
     (source / "run.json").unlink()
-    with pytest.raises(NotFoundError, match="base="):
+    with pytest.raises(BaseUnavailableError, match="base="):
         open_run(str(folder)).snapshot(base=str(tmp_path))
 
 
@@ -287,6 +295,6 @@ def test_nothing_that_was_opened_for_a_branch_stays_open(
     other.reference(random_bits(TABLE, np.random.default_rng(1)), "/nowhere")
     stranger = copied(source.parent / "other", f"memory://{source.parent.name}-other")
     stores_of_before_end()
-    with pytest.raises(NotFoundError, match=r"versions/0000000009\.json"):
+    with pytest.raises(BaseUnavailableError, match=r"versions/0000000009\.json"):
         open_run(str(folder)).snapshot(base=stranger)
     assert stores_are_closed()

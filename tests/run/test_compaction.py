@@ -22,6 +22,7 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec import delta_reader as reading
 from vllm_delta_sync.codec import merge_spool as spooling
 from vllm_delta_sync.errors import (
+    BaseUnavailableError,
     ChainError,
     FingerprintError,
     FormatError,
@@ -679,7 +680,21 @@ def test_compact_a_run_that_refers_to_a_base(tmp_path: Path) -> None:
     run: Run
     run, bits = reference_run(tmp_path / "run", "/nowhere")
     save_base(tmp_path / "base", bits[0])
-    with pytest.raises(NotFoundError, match="base="):
+    with pytest.raises(BaseUnavailableError, match="base="):
         compact(run, anchor=1)
     assert compact(run, tmp_path / "base", anchor=1).anchor == 1
     assert restore(run, run.manifest(1)).plan.root.anchor is not None
+
+
+def test_compact_with_another_base_makes_what_does_not_need_it(tmp_path: Path) -> None:
+    written = Written(tmp_path / "run", start="checkpoint")
+    written.deltas(*["context"] * 4, *["packed"] * 4)
+    other = save_base(tmp_path / "other", written.writer.bits[1], TABLE).parent
+    report = compact(written.run, other)
+    assert (report.folds, report.damaged) == ([(4, 8)], False)
+    assert isinstance(report.base_error, BaseUnavailableError)
+    ((first, last, reason),) = report.skipped
+    assert (first, last) == (0, 4)
+    assert f"{str(other)!r} is not the one that the run started from" in reason
+    again = compact(written.run, tmp_path / "checkpoint")
+    assert (again.folds, again.base_error) == ([(0, 4)], None)

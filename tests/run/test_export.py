@@ -34,6 +34,7 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
+    BaseUnavailableError,
     ChainError,
     ConflictError,
     DeltaSyncError,
@@ -133,7 +134,7 @@ def test_a_run_whose_version_0_is_a_checkpoint(tmp_path: Path, given: bool) -> N
     chain.grow(2)
     if given:
         (tmp_path / "base").rename(tmp_path / "moved")
-        with pytest.raises(NotFoundError, match="which is not here; pass base="):
+        with pytest.raises(BaseUnavailableError, match="which is not here; pass base="):
             export(open_run(chain.url), tmp_path / "out")
         assert not (tmp_path / "out").exists(), "nothing is left where nothing was fetched"
     for version in (0, 2):
@@ -152,7 +153,7 @@ def test_a_branch_and_a_branch_of_it(chain: Chain, tmp_path: Path) -> None:
     assert seen
     assert all(0 <= done <= total for done, total in seen)
     shutil.move(chain.folder, tmp_path / "moved")
-    with pytest.raises(NotFoundError, match="pass base= with its URL"):
+    with pytest.raises(BaseUnavailableError, match="pass base= with its URL"):
         export(open_run(made.url), tmp_path / "out")
     exported(made, tmp_path / "out", 1, base=str(tmp_path / "moved"))
 

@@ -21,6 +21,7 @@ from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import (
+    BaseUnavailableError,
     ChainError,
     DeltaSyncError,
     DigestError,
@@ -326,7 +327,7 @@ def test_without_the_base_everything_else_is_checked(tmp_path: Path) -> None:
     report = run.verify()
     assert (report.versions, report.head, report.replayed, report.unreadable) == (3, 2, False, [])
     assert [str(tmp_path / "base") in note for note in report.notes] == [True]
-    with pytest.raises(NotFoundError, match="base="):
+    with pytest.raises(BaseUnavailableError, match="base="):
         run.snapshot()
     last = manifest_of(tmp_path / "run", 2)
     good = last.read_bytes()
@@ -347,18 +348,21 @@ def test_another_base_is_named(tmp_path: Path) -> None:
     other[SMALL.index("w")][7] ^= np.uint16(1)
     save_base(tmp_path / "other", other)
     for read in (run.verify, lambda base: run.snapshot(base=base)):
-        with pytest.raises(FingerprintError, match=r"version 0: tensor 'w' .*/other'.* pass --base"):
+        with pytest.raises(BaseUnavailableError, match=r"version 0: tensor 'w' .*/other'.* pass base="):
             read(tmp_path / "other")
     (tmp_path / "incomplete").mkdir()
     save_file({"w": torch.zeros(40, 3, dtype=torch.bfloat16)}, tmp_path / "incomplete" / "model.safetensors")
-    with pytest.raises(TensorMismatchError, match="'b'"):
+    with pytest.raises(BaseUnavailableError, match="'b'"):
         run.verify(base=tmp_path / "incomplete")
     save_base(tmp_path / "base", bits[1])
     save_base(tmp_path / "original", bits[0])
-    with pytest.raises(FingerprintError, match=r"/base'.* pass --base"):
+    with pytest.raises(BaseUnavailableError, match=r"/base'.* pass base="):
         run.verify()
+    # No version is damaged.
+    report = run.verify(findings=True)
+    assert ([finding.error.kind for finding in report.findings], report.unreadable) == (["base"], [])
     save_file({"w": torch.zeros(7), "b": torch.zeros(4)}, tmp_path / "base" / "model.safetensors")
-    with pytest.raises(TensorMismatchError, match=r"'w' has 7 elements .*/base'.* pass --base"):
+    with pytest.raises(BaseUnavailableError, match=r"'w' has 7 elements .*/base'.* pass base="):
         run.verify()
     assert run.verify(base=tmp_path / "original").replayed
 
@@ -372,7 +376,7 @@ def test_a_base_that_is_asked_for_has_to_be_there(tmp_path: Path, path: Path) ->
         for read in (run.verify, anchored.verify, lambda base: run.snapshot(base=base)):
             with pytest.raises(NotFoundError, match="is not a directory here"):
                 read(typo)
-    with pytest.raises(NotFoundError, match="has neither"):
+    with pytest.raises(BaseUnavailableError, match="has neither"):
         run.verify(tmp_path / "empty")
 
 

@@ -11,10 +11,10 @@ from tests.support.collecting import MemoryBucket
 from tests.support.damage import TABLE, Damage, Whole, random_run
 from tests.support.running import counted
 from tests.support.samples import RunWriter, nudge, random_bits, state_of
-from tests.support.written import reference_run, save_base
+from tests.support.written import SMALL, Written, reference_run, save_base
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.errors import DeltaSyncError, NotFoundError
+from vllm_delta_sync.errors import BaseUnavailableError, DeltaSyncError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.manifest import Head
@@ -535,3 +535,15 @@ def test_a_range_from_weights_takes_the_memory_of_a_few_tensors(
     before.apply(run.changes(folded))
     assert before.fingerprints == after.fingerprints
     assert before.fingerprint.hex() == folded.last_fingerprint
+
+
+def test_another_base_is_refused_and_nothing_is_rebuilt_for_it(tmp_path: Path) -> None:
+    """The weights of versions that it does not lead to could be rebuilt from an anchor above them: nothing is lost."""
+    written = Written(tmp_path / "run", 3, table=SMALL, start="checkpoint")
+    written.beside(3)
+    before = sorted(info.key for info in written.bucket.list())
+    other = save_base(tmp_path / "other", written.writer.bits[1]).parent
+    with pytest.raises(BaseUnavailableError, match=r"/other'.* pass base= with the original checkpoint"):
+        repair(written.run, base=other)
+    assert sorted(info.key for info in written.bucket.list()) == before
+    assert repair(written.run, base=tmp_path / "checkpoint").lost == []

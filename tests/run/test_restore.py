@@ -13,6 +13,7 @@ from tests.support.samples import state_of
 from tests.support.written import Written, assert_bits
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
+    BaseUnavailableError,
     ChainError,
     DeltaSyncError,
     DigestError,
@@ -139,7 +140,7 @@ def test_branch_begins_where_it_left(tmp_path: Path) -> None:
     assert seen == sorted(seen)
     assert seen[0][0] < TABLE.full_bytes < seen[-1][0] == seen[-1][1]
     moved = (tmp_path / "source").rename(tmp_path / "moved")
-    with pytest.raises(NotFoundError, match="branches from a run"):
+    with pytest.raises(BaseUnavailableError, match="branches from a run"):
         made.run.snapshot(1)
     assert np.array_equal(made.run.snapshot(1, base=str(moved)).bits[0], made.writer.bits[1][0])
 

@@ -17,7 +17,13 @@ from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.errors import DigestError, FingerprintError, NotFoundError, TensorMismatchError
+from vllm_delta_sync.errors import (
+    BaseUnavailableError,
+    DigestError,
+    FingerprintError,
+    NotFoundError,
+    TensorMismatchError,
+)
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -235,10 +241,10 @@ def test_a_checkpoint_that_was_overwritten_is_refused(tmp_path: Path) -> None:
     # The last byte is one of tensor e.
     some = {"a": [Box((0, 0), (1, 3), (40, 3))]}
     restore_boxes(made.run, manifest, some)
-    with pytest.raises(FingerprintError, match=r"'e'.*not the one that the run started from"):
+    with pytest.raises(BaseUnavailableError, match=r"'e'.*not the one that the run started from"):
         restore_boxes(made.run, manifest, {"e": [Box((0, 0, 0, 0), (1, 1, 1, 1), (3, 2, 4, 5))]})
     (tmp_path / "checkpoint").rename(tmp_path / "moved")
-    with pytest.raises(NotFoundError, match="base="):
+    with pytest.raises(BaseUnavailableError, match="base="):
         restore_boxes(made.run, manifest, some)
     found = restore_boxes(made.run, manifest, {"b": [Box.all_of((6, 5, 4))]}, base=tmp_path / "moved")
     assert np.array_equal(found["b"][0], made.writer.bits[1][1])

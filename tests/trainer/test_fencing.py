@@ -3,10 +3,12 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.checkpoints import write_checkpoint
 from tests.support.notices import DEADLINE_SECONDS as SECONDS
 from tests.support.notices import LOOPBACK
 from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, assert_stopped, publish
@@ -251,6 +253,34 @@ def test_last_commit_that_cannot_be_read_is_not_built_upon(bucket: Hooked, train
     with Publisher(trainer.live, bucket) as third:
         assert third.version == 2
     assert_holds(bucket, 2, trainer.live)
+    former.publish(step=3)
+    with pytest.raises(ConflictError, match="taken over"):
+        former.close()
+
+
+def test_last_commit_that_only_the_base_leads_to_waits_for_the_base(
+    bucket: Hooked, trainer: Trainer, tmp_path: Path
+) -> None:
+    base = write_checkpoint(tmp_path / "base", trainer.live)
+    former = Publisher(trainer.live, bucket, base=base, fold=False)
+    late: list[Publisher] = []
+    mine = trainer.copy()
+    bucket.before = Once("versions/", lambda: late.append(Publisher(mine, Hooked(bucket.folder), base=base)))
+    trainer.step()
+    former.publish(step=1)
+    former.flush()
+    base.rename(tmp_path / "elsewhere")
+    (later,) = late
+    later.publish(step=2)
+    with pytest.raises(PublishError, match=r"cannot be read without the run's base: .* which is not here") as caught:
+        later.flush()
+    assert "full snapshot" not in caught.value.message
+    (tmp_path / "elsewhere").rename(base)
+    later.publish(step=3)
+    with pytest.raises(PublishError, match="continues from that version"):
+        later.flush()
+    assert later.version == 1
+    later.close()
     former.publish(step=3)
     with pytest.raises(ConflictError, match="taken over"):
         former.close()

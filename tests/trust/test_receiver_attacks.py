@@ -18,7 +18,7 @@ from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.engine.protocol import A, Poll, Progress, RankFailure, RankRequest
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest
-from vllm_delta_sync.errors import FormatError, NotFoundError, ReplayError, SignatureError
+from vllm_delta_sync.errors import BaseUnavailableError, FormatError, NotFoundError, ReplayError, SignatureError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.canonical_json import dump_canonical
@@ -461,7 +461,7 @@ def test_way_back_through_a_run_that_a_stranger_signed(tmp_path: Path) -> None:
     true = path.read_bytes()
     path.write_bytes(world.stranger.signed(left.info).to_bytes())
     server.follow(right, **world.settings)
-    with pytest.raises(NotFoundError):
+    with pytest.raises(BaseUnavailableError):
         server.receiver.advance()
     server.holds(left.bits[1])
     path.write_bytes(true)

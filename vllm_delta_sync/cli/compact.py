@@ -73,7 +73,6 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 def _compact(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.maintenance.compact import compact
     from vllm_delta_sync.run.checks import check_base
-    from vllm_delta_sync.run.roots import BaseUnavailableError
 
     anchor = options.anchor
     if options.no_folds and anchor is None:
@@ -96,8 +95,6 @@ def _compact(options: argparse.Namespace) -> Answer:
                 stop=stop,
                 codec=options.codec,
             )
-    except BaseUnavailableError:
-        raise
     except NotFoundError as error:
         raise failed_check(error) from error
     document = {
@@ -114,6 +111,10 @@ def _compact(options: argparse.Namespace) -> Answer:
     if report.damaged:
         left = IncompleteError("a merged delta or the anchor was not made: its input is missing or damaged")
         raise CommandFailedError(left, document, lambda: _print(document))
+    if report.base_error is not None:
+        raise CommandFailedError(
+            report.base_error, document, lambda: _print(document), exit_code=report.base_error.exit_code
+        )
     return document, lambda: _print(document)
 
 

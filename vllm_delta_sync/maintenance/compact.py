@@ -15,7 +15,7 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from vllm_delta_sync.bucket.threads import in_parallel
-from vllm_delta_sync.errors import DataError, SignatureError, UnsupportedError, UsageError
+from vllm_delta_sync.errors import BaseUnavailableError, DataError, SignatureError, UnsupportedError, UsageError
 from vllm_delta_sync.format.codecs import RelativeCodec
 from vllm_delta_sync.format.documents import (
     FOLDS_PREFIX,
@@ -243,7 +243,8 @@ class CompactReport:
         head: newest version. present: number of merged deltas that existed before.
         folds: (first, last) of the merged deltas made, or to be made in a dry run.
         skipped: (first, last, reason) of those that cannot be made.
-        damaged: whether one was skipped for another reason than codec ``raw``.
+        damaged: whether one was skipped for another reason than codec ``raw`` or the base.
+        base_error: why the base cannot be used that a skipped one needs; None if none was skipped for it.
         anchor: version whose anchor was made, or is to be made. anchor_present: the anchor existed before.
         bytes: of the objects made. seconds: duration.
     """
@@ -253,6 +254,7 @@ class CompactReport:
     folds: list[VersionRange] = field(default_factory=list)
     skipped: list[tuple[int, int, str]] = field(default_factory=list)
     damaged: bool = False
+    base_error: BaseUnavailableError | None = None
     anchor: int | None = None
     anchor_present: bool = False
     bytes: int = 0
@@ -286,7 +288,8 @@ def compact(
 
     Raises:
         StoreError: the store failed, or there is no room for scratch files. StoppedError: ``stop`` returned True.
-        NotFoundError: no such version or tag, or the base is not available.
+        NotFoundError: no such version or tag, or ``base`` does not exist.
+        BaseUnavailableError: the anchor needs the base, which is missing, damaged or another one.
         DeltaSyncError: the anchor cannot be made. Ranges that cannot be made are reported as skipped.
     """
     began = time.monotonic()
@@ -324,6 +327,11 @@ def _make_or_skip(make: Callable[[], MergedDelta], pair: VersionRange, report: C
         return
     try:
         merged = make()
+    except BaseUnavailableError as error:
+        # Others do not need the base, and are still made.
+        report.skipped.append((*pair, error.message))
+        report.base_error = error
+        return
     except (DataError, UsageError) as error:
         report.skipped.append((*pair, error.message))
         report.damaged |= not isinstance(error, RawCodecError)

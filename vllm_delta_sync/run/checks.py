@@ -17,10 +17,10 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
-from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Document, Manifest
 from vllm_delta_sync.format.safetensors_file import Buffer, aligned, read_anchor
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes, Full
 from vllm_delta_sync.tensors.checkpoint import names_model
@@ -131,6 +131,17 @@ def check_tensor(manifest: Manifest | Anchor, name: str, measured: Fingerprint) 
             f"version {manifest.version}: tensor {name!r} has fingerprint {measured.hex()}, the manifest says "
             f"{declared}"
         )
+
+
+def check_bits(manifest: Manifest | Anchor, spec: TensorSpec, bits: Bits) -> None:
+    """Raise unless a tensor's flat (numel,) bits are those that an anchor or a reference declares.
+
+    Raises:
+        TensorMismatchError: they have another size or dtype. FingerprintError: they have other values.
+    """
+    if bits.dtype != spec.element.uint or bits.size != spec.numel:
+        raise TensorMismatchError(f"tensor {spec.name!r} has {bits.size} elements of {bits.dtype}, not {spec}")
+    check_tensor(manifest, spec.name, fingerprint_tensor(spec.name, bits))
 
 
 def check_base(base: str | Path | None) -> None:

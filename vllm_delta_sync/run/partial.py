@@ -17,11 +17,11 @@ import torch
 
 from vllm_delta_sync.errors import TensorMismatchError, UnsupportedError
 from vllm_delta_sync.format.documents import Anchor
-from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided, fingerprint_tensor
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.checks import check_base, check_tensor
+from vllm_delta_sync.run.checks import check_base, check_bits, check_tensor
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import needs_base_bits
 from vllm_delta_sync.run.read_plan import Plan
@@ -43,7 +43,7 @@ TargetTensors = Mapping[str, torch.Tensor]
 
 
 def restore_boxes(
-    run: RunDocuments, manifest: Manifest, boxes: Boxes, base: str | Path | None = None
+    run: RunDocuments, manifest: Manifest, boxes: Boxes, base: str | Path | None = None, require_base: bool = False
 ) -> dict[str, list[Bits]]:
     """Rebuild some boxes of a version; like ``restore``, takes another path around damaged or missing objects.
 
@@ -53,7 +53,7 @@ def restore_boxes(
     decoding the step needs all base bits.
 
     Args:
-        boxes: of tensors of the run. base: as ``restore``.
+        boxes: of tensors of the run. base, require_base: as ``restore``.
 
     Returns:
         for each name, the flat (numel,) bits of its boxes, in their order; writable.
@@ -81,7 +81,7 @@ def restore_boxes(
         )
         return load_root(run, found.root, base, in_memory=False)
 
-    _, state = execute_plan(run, manifest, load)
+    _, state = execute_plan(run, manifest, load, require_base=require_base)
     if isinstance(state, PartialState):
         return state.bits(boxes)
     return {name: [_copied(box, state.bits[run.table.index(name)]) for box in wanted] for name, wanted in boxes.items()}
@@ -157,12 +157,12 @@ def _load_root_boxes(run: RunDocuments, found: Plan, boxes: Boxes, base: str | P
             return PartialState(table, document, _extract_boxes(table, document, tensors, wanted))
     with open_branch_source(run, found.root.manifest, base) as (source, at, further):
         bits = restore_boxes(source, at, wanted, further)
-    pieces = {table.index(name): list(zip(some, bits[name], strict=True)) for name, some in wanted.items()}
-    for tensor, kept in pieces.items():
-        if _complete([box for box, _ in kept]):
-            name = table[tensor].name
-            measured = sum((fingerprint_box(name, box, bits) for box, bits in kept), Fingerprint())
-            check_tensor(found.root.manifest, name, measured)
+        pieces = {table.index(name): list(zip(some, bits[name], strict=True)) for name, some in wanted.items()}
+        for tensor, kept in pieces.items():
+            if _complete([box for box, _ in kept]):
+                name = table[tensor].name
+                measured = sum((fingerprint_box(name, box, bits) for box, bits in kept), Fingerprint())
+                check_tensor(found.root.manifest, name, measured)
     return PartialState(table, found.root.manifest, pieces)
 
 
@@ -174,10 +174,7 @@ def _extract_boxes(
     for name, bits in tensors:
         if name not in boxes:
             continue
-        spec = table.by_name(name)
-        if bits.dtype != spec.element.uint or bits.size != spec.numel:
-            raise TensorMismatchError(f"tensor {name!r} has {bits.size} elements of {bits.dtype}, not {spec}")
-        check_tensor(document, name, fingerprint_tensor(name, bits))
+        check_bits(document, table.by_name(name), bits)
         pieces[table.index(name)] = [(box, _copied(box, bits)) for box in boxes[name]]
     missing = next((name for name in boxes if table.index(name) not in pieces), None)
     if missing is not None:

@@ -17,13 +17,13 @@ import numpy as np
 
 from vllm_delta_sync.codec.delta_reader import pieces_of
 from vllm_delta_sync.errors import (
+    BaseUnavailableError,
     ChainError,
     DataError,
     DeltaSyncError,
     FingerprintError,
     NotFoundError,
     StoreError,
-    TensorMismatchError,
     UnsupportedError,
     UsageError,
 )
@@ -33,12 +33,11 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.checks import check_fingerprint, check_tensors, decode_objects, read_shard
+from vllm_delta_sync.run.checks import check_bits, check_fingerprint, check_tensors, decode_objects, read_shard
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import declared_change, open_step_objects, read_object, scratch_folder
 from vllm_delta_sync.run.read_plan import GapError, Plan, Root, Step, plan_read
-from vllm_delta_sync.run.roots import BaseUnavailableError as BaseUnavailableError
-from vllm_delta_sync.run.roots import locate_base, open_branch_source
+from vllm_delta_sync.run.roots import errors_of_base, locate_base, open_branch_source
 from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
@@ -94,6 +93,7 @@ def restore(
     avoid: set[str] | None = None,
     scratch: str | Path | None = None,
     room: AllocateBits | None = None,
+    require_base: bool = False,
 ) -> Restored:
     """Rebuild a version, in O(model) memory or on O(model) of the temporary directory's disk.
 
@@ -104,13 +104,13 @@ def restore(
         avoid: keys of documents known to be bad; keys that turn out to be bad are added.
         scratch: folder for temporary files; None for the system's.
         room: allocates the memory of the weights, and overrides ``in_memory``; may be called more than once.
+        require_base: raise the error of a base at once, rather than take a path without it.
 
     Raises:
-        BaseUnavailableError: version 0 refers to a checkpoint or run that is needed and not there.
-        FingerprintError, TensorMismatchError: the base is another checkpoint.
+        BaseUnavailableError: version 0 refers to a checkpoint or run that is needed, and missing, damaged or another.
         NotFoundError: the version is no longer kept, or an object is missing.
         UsageError: the URL or the model name of the base is invalid, or a library for it is not installed.
-        DataError: the first error, if no other path leads to the version.
+        DataError: if no other path leads to the version: the first error, or that of the base if there is one.
         StoreError: the store failed, or there is no room for the weights.
     """
 
@@ -121,7 +121,7 @@ def restore(
 
         return load_root(run, found.root, base, in_memory, scratch, room, filled)
 
-    found, state = execute_plan(run, target, load, progress, avoid, scratch)
+    found, state = execute_plan(run, target, load, progress, avoid, scratch, require_base)
     return Restored(state, found)
 
 
@@ -132,11 +132,12 @@ def execute_plan(
     progress: Progress | None = None,
     avoid: set[str] | None = None,
     scratch: str | Path | None = None,
+    require_base: bool = False,
 ) -> tuple[Plan, _Weights]:
     """Rebuild a version by the cheapest plan; if that fails, by the next cheapest.
 
     Args:
-        load: loads the weights of a plan's root. progress, avoid, scratch: as ``restore``.
+        load: loads the weights of a plan's root. progress, avoid, scratch, require_base: as ``restore``.
 
     Raises:
         Whatever ``load`` raises for the last root. Otherwise as ``restore``.
@@ -156,8 +157,10 @@ def execute_plan(
         try:
             return found, attempt.build()
         except (DataError, UsageError) as error:
-            first = first or error
-            if attempt.key in avoid:
+            # The caller can name another base, so what is wrong with this one matters more than damage in the bucket.
+            if first is None or (isinstance(error, BaseUnavailableError) > isinstance(first, BaseUnavailableError)):
+                first = error
+            if attempt.key in avoid or (require_base and isinstance(error, BaseUnavailableError)):
                 raise first from error
             avoid.add(attempt.key)
             logger.warning(
@@ -167,7 +170,7 @@ def execute_plan(
 
 def _explain_failure(run: RunDocuments, target: Manifest, error: DeltaSyncError) -> DeltaSyncError:
     """Return the error for a version that cannot be rebuilt; it says if garbage collection removed the version."""
-    if isinstance(error, BaseUnavailableError) or not isinstance(error, NotFoundError | GapError):
+    if not isinstance(error, NotFoundError | GapError):
         return error
     record = run.retention()
     if record is None or not record.gave_up(target.version):
@@ -302,9 +305,8 @@ def load_root(
         filled: called with the bytes of the model that are loaded, as they come.
 
     Raises:
-        BaseUnavailableError: the checkpoint or source run is not there.
-        FingerprintError, TensorMismatchError: a tensor is not as declared.
-        DeltaSyncError: an object is missing or damaged.
+        BaseUnavailableError: the checkpoint or source run is missing, damaged or another one.
+        DataError: an object of the run is missing or damaged, or a tensor in it is not as declared.
     """
     if root.is_branch:
         with open_branch_source(run, root.manifest, base) as (source, at, further):
@@ -336,21 +338,42 @@ def root_tensors(
 ) -> Iterator[Iterator[tuple[str, Bits]]]:
     """Yield the (name, bits) of a root's tensors, which ``root.document`` declares; not for a branch.
 
-    Objects are checked by digest, one at a time. The block must check a checkpoint's tensors; to the errors that it
-    raises, the checkpoint's path is added. Errors as ``load_root``.
+    Objects are checked by digest, one at a time. The block must check a checkpoint's tensors; its errors become
+    BaseUnavailableError with the checkpoint's path. Errors as ``load_root``.
     """
     if root.is_stored:
         yield _shards(run, root.document, scratch)
         return
     path = locate_base(root.manifest, base)
-    checkpoint = Checkpoint(path)
-    try:
+    fact = f"the checkpoint in {str(path)!r} is not the one that the run started from, or was changed later"
+    with errors_of_base(fact, "the original checkpoint"):
+        checkpoint = Checkpoint(path)
         yield ((spec.name, checkpoint.bits(spec.name)) for spec in run.table)
-    except (FingerprintError, TensorMismatchError) as error:
-        raise type(error)(
-            f"{error}: the checkpoint in {str(path)!r} is not the one that the run started from, or was overwritten "
-            "later; pass --base (base= in Python) with the original checkpoint"
-        ) from error
+
+
+def check_base_bits(run: RunDocuments, base: str | Path | None = None) -> None:
+    """Check that the base holds version 0. Reads a checkpoint in full; of a branch's source run only the documents.
+
+    Does nothing if the run's own objects hold version 0, or if its manifest is lost, so that nothing can be compared.
+
+    Args:
+        base: as ``restore``.
+
+    Raises:
+        BaseUnavailableError: the base is missing, damaged or another one. StoreError, UsageError: as ``restore``.
+    """
+    try:
+        root = Root(run.manifest(0))
+    except DataError:
+        return
+    if root.is_branch:
+        with open_branch_source(run, root.manifest, base) as (source, _, further):
+            if further is not None:
+                check_base_bits(source, further)
+    elif not root.is_stored:
+        with root_tensors(run, root, base, None) as tensors:
+            for name, bits in tensors:
+                check_bits(root.manifest, run.table.by_name(name), bits)
 
 
 def _shards(run: RunDocuments, document: Manifest | Anchor, scratch: str | Path | None) -> Iterator[tuple[str, Bits]]:

@@ -4,14 +4,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from vllm_delta_sync.errors import DataError, FingerprintError, NotFoundError, SignatureError, UsageError
+from vllm_delta_sync.errors import (
+    BaseUnavailableError,
+    DataError,
+    FingerprintError,
+    NotFoundError,
+    SignatureError,
+    UsageError,
+)
 from vllm_delta_sync.format.documents import Retention, anchor_key, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.checks import check_fingerprint, describe_document
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.read_plan import GapError, ReadPlanner, Root, Step, plan_read
-from vllm_delta_sync.run.restore import BaseUnavailableError, check_step, load_root, restore, step_changes
+from vllm_delta_sync.run.restore import check_step, load_root, restore, step_changes
+from vllm_delta_sync.run.roots import BaseMissingError
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.early_reads import EarlyReads
@@ -30,8 +38,8 @@ class ReplayAudit:
 
     Attributes:
         loaded, state: the version that is loaded, and its weights; None if there is none.
-        causes: why versions were not reached: damage (``bad``), retention (``gone``), a missing base (``base``), or a
-            key that was retired or revoked before them (``refused``).
+        causes: why versions were not reached: damage (``bad``), retention (``gone``), a missing or other base
+            (``base``), or a key that was retired or revoked before them (``refused``).
         unreadable: versions that cannot be rebuilt because of damage.
     """
 
@@ -158,12 +166,12 @@ class ReplayAudit:
             self.state = load_root(self._run, Root(manifest), base=self._base)
             self.loaded = manifest.version
         except BaseUnavailableError as error:
-            # A caller who gives a base wants the weights rebuilt; only the recorded base may be missing.
-            if self._base is not None:
-                self._findings.add(Finding(key, error, manifest.version))
-            else:
-                self._note(f"weights were not rebuilt: {error}")
             self.causes[manifest.version] = "base"
+            # A caller who gives a base wants the weights rebuilt; only the recorded base may be missing.
+            if self._base is None and isinstance(error, BaseMissingError):
+                self._note(f"weights were not rebuilt: {error}")
+            else:
+                self._findings.add(Finding(key, error, manifest.version))
         except (DataError, UsageError) as error:
             return [Finding(key, error, manifest.version)]
         return []

@@ -10,17 +10,10 @@ import torch
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
-from vllm_delta_sync.errors import (
-    DataError,
-    DeltaSyncError,
-    FingerprintError,
-    NotFoundError,
-    TensorMismatchError,
-    UsageError,
-)
+from vllm_delta_sync.errors import BaseUnavailableError, DataError, DeltaSyncError, NotFoundError, UsageError
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.run.read_plan import ReadPlanner
-from vllm_delta_sync.run.restore import BaseUnavailableError, restore
+from vllm_delta_sync.run.read_plan import ReadPlanner, Root
+from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
 from vllm_delta_sync.tensors.state import ModelState
 
@@ -84,7 +77,8 @@ def rebuild(
         the manifest of the rebuilt version, and its weights, whose fingerprint was checked.
 
     Raises:
-        DeltaSyncError: as ``restore_version``, if no earlier version can be reached either.
+        BaseUnavailableError: as ``restore_version``. DeltaSyncError: as ``restore_version``, if no earlier version can
+            be reached either.
     """
     avoid: set[str] = set()
     first: DeltaSyncError | None = None
@@ -92,9 +86,10 @@ def rebuild(
     while True:
         try:
             return target, restore_version(run, target, folder, avoid)
+        except BaseUnavailableError:
+            # No version is damaged: the operator has to give the model folder that the run started from.
+            raise
         except (DataError, UsageError) as error:
-            if isinstance(error.__cause__, BaseUnavailableError):
-                raise
             first, failed = first or error, error
         earlier = _newest_before(run, target, avoid)
         while earlier is not None and (newest := run.newest_to_serve(earlier, quarantined, exact)) != earlier.version:
@@ -115,23 +110,25 @@ def restore_version(run: Run, target: Manifest, folder: str, avoid: set[str] | N
         avoid: keys of documents known to be bad; newly found ones are added.
 
     Raises:
-        NotFoundError: a version that is needed is not retained, or the base is missing.
-        FingerprintError, TensorMismatchError: the base is another checkpoint, or weights are not as declared.
+        BaseUnavailableError: the base is needed, and missing, damaged or another checkpoint.
+        NotFoundError: a version that is needed is not retained.
         DeltaSyncError: a document or object is damaged, or the store failed.
     """
     has_weights = any((Path(folder) / name).is_file() for name in (SINGLE_NAME, INDEX_NAME))
     try:
         found = restore(run, target, folder if has_weights else None, progress=_ProgressLog(target), avoid=avoid)
     except BaseUnavailableError as error:
-        raise NotFoundError(
-            f"{error.message.partition('; pass base')[0]}, and the model folder {folder!r} holds no safetensors; put "
-            "the original checkpoint's safetensors into the model folder, or make the recorded path readable"
-        ) from error
-    except (FingerprintError, TensorMismatchError) as error:
-        fact, _, remedy = error.message.partition("; pass --base")
-        if not remedy:
+        if Root(run.manifest(0)).is_branch:
             raise
-        raise type(error)(f"{fact}; start from a model folder with the original safetensors, or with none") from error
+        fact = error.message.partition("; pass base=")[0]
+        if has_weights:
+            raise BaseUnavailableError(
+                f"{fact}; start from a model folder with the original safetensors, or with none"
+            ) from error
+        raise BaseUnavailableError(
+            f"{fact}, and the model folder {folder!r} holds no safetensors; put the original checkpoint's safetensors "
+            "into the model folder, or make the recorded path readable"
+        ) from error
     logger.info(
         "rebuilt version %d of run %s: %s of version %d, then %d steps",
         target.version,

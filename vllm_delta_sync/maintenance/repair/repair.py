@@ -13,7 +13,7 @@ from pathlib import Path
 from vllm_delta_sync.bucket import Bucket, open_beside
 from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.bucket.middleware.dry_run import DryRunBucket
-from vllm_delta_sync.errors import DataError, SettingsError
+from vllm_delta_sync.errors import BaseUnavailableError, DataError, SettingsError
 from vllm_delta_sync.format.manifest import HEAD_KEY
 from vllm_delta_sync.maintenance.gc.record import spelled
 from vllm_delta_sync.maintenance.keys import check_signer
@@ -71,6 +71,7 @@ def repair(
 
     Raises:
         NotFoundError: there is no run, or ``base`` does not exist. StoreError: a store failed.
+        BaseUnavailableError: ``base`` is not the run's base; nothing was rebuilt.
         DeltaSyncError: run.json, tensors.json or keys.json is damaged or has no valid signature, and no mirror has it.
     """
     bucket = run.bucket if isinstance(run, RunDocuments) else run
@@ -96,6 +97,8 @@ def _repair(
     unsigned: list[str] = []
     for _ in range(ROUNDS):
         report, audit = examine(run, base, progress, Findings(keep=True))
+        if base is not None:
+            _raise_for_base(report)
         unsigned = []
         done = _round(run, mirror, base, report, audit, unsigned)
         new = [line for line in done if line not in outcome.repaired]
@@ -108,6 +111,13 @@ def _repair(
     outcome.unreadable = report.unreadable
     outcome.lost = _lost(report, audit) + (unsigned if report.findings else [])
     return outcome
+
+
+def _raise_for_base(report: VerifyReport) -> None:
+    """Raise the error of a base that the caller gave: it is no damage, and hides what is."""
+    for finding in report.findings:
+        if isinstance(finding.error, BaseUnavailableError):
+            raise finding.error
 
 
 def _round(
