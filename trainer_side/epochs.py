@@ -1,8 +1,8 @@
 """Who may continue a run: ``claim`` begins a writer epoch; ``find_tail`` and ``check_tail`` find and check its end.
 
-A publisher that takes over a run first writes claims/<e>.json, if absent, and only then finds the head. A writer looks
-for the claim after its own before each commit, after the last one. So at most one more version of the former writer can
-appear, the one whose check (``RunWriter.check_not_fenced``) ran before the claim.
+A publisher that takes over a run writes claims/<e>.json, if absent, and finds the head after that, even if it has read
+the head before. A writer looks for the claim after its own before each commit, after the last one. So at most one more
+version of the former writer can appear, the one whose check (``RunWriter.check_not_fenced``) ran before the claim.
 
 Where create-if-absent is not atomic (``Bucket.supports_conditional_put`` is False), two writers may both believe that
 they were first. Users must then run one publisher at a time, and these checks keep mistakes from doing harm: a claim

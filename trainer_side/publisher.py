@@ -111,8 +111,9 @@ class Publisher:
         """Begin a run with the current weights as version 0, or take over the run at the URL.
 
         Taking over publishes nothing: the newest version is read back from the bucket, and the next ``publish`` writes
-        a delta against it. The previous writer of the run is fenced. Only if the newest version cannot be rebuilt,
-        the current weights are committed after it as a full snapshot.
+        a delta against it. Everything is read and checked first, on every rank; then the run is claimed, which fences
+        its previous writer. Only if the newest version cannot be rebuilt because of damage in the bucket, the current
+        weights are committed after it as a full snapshot. One line of the log says beforehand what is read and written.
 
         Args:
             model: a module, an iterable of (checkpoint name, tensor) pairs that can be read repeatedly, or a function
@@ -122,7 +123,8 @@ class Publisher:
                 names and dtypes; where it is quantized, weights are quantized as it was (docs/trainer.md). If the
                 weights equal its bits, version 0 is a reference to it and uploads nothing; otherwise version 0 is a
                 full snapshot. For an existing run: the location of the checkpoint of its version 0, if not at the
-                recorded place; names and dtypes are those of the run.
+                recorded place; names and dtypes are those of the run. If version 0 is a reference, a base given here
+                must hold its bits; it is read in full before the run is claimed.
             every: publish at every k-th call only.
             codec: ``packed``: fast. ``context``: smaller, slower, and versions cannot be reverted. ``auto``: chooses
                 one of them for each version by upload speed; the log gives the reason. ``raw``: plain values that
@@ -173,7 +175,8 @@ class Publisher:
             UsageError: an argument is invalid. SettingsError: a key file or another setting cannot be used.
             SignatureError: the existing run is unsigned or signed by an untrusted key, or the signing key may not sign.
             ModelError, TensorMismatchError: the named tensor cannot be published, or does not fit the run.
-            NotFoundError, FormatError: the base cannot be read.
+            NotFoundError, FormatError: the base of a new run cannot be read.
+            BaseUnavailableError: the base of an existing run is missing, unreadable or another one.
             ConflictError: the URL holds part of a run; or a run, and ``resume`` is False.
             StoreError: the store failed. PublishError: version 0 may have been written; the URL stays claimed.
         """

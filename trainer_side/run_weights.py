@@ -26,7 +26,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.model_files import read_file
-from vllm_delta_sync.run.restore import restore
+from vllm_delta_sync.run.restore import check_base_bits, restore
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint
@@ -76,13 +76,20 @@ class RunWeights(Protocol):
     def fit(self, run: Run) -> None:
         """Find out which tensors of an existing run the model has."""
 
+    def check_base(self) -> None:
+        """Check that ``base`` holds version 0; see ``run.restore.check_base_bits``. Every rank reads its own copy."""
+
     def capture(self, fallback: Checkpoint | None) -> None:
         """Copy the current values of the model; tensors that it lacks come from ``fallback``."""
 
     def checkout(self, manifest: Manifest) -> None:
         """Replace all bits by those of a version.
 
+        The first time, at a takeover, a ``base`` that was given must hold version 0 if that is the way to the version;
+        later another way is taken.
+
         Raises:
+            BaseUnavailableError: the base of any rank is needed, and missing, damaged or another one.
             FingerprintError: they do not have the manifest's fingerprint; nothing was replaced.
             PublishError: only another rank cannot rebuild its parts.
         """
@@ -159,6 +166,9 @@ class WholeWeights:
         baseline = self._baseline = Baseline.of_run(self.live, run.table)
         self._background.call(lambda: prepare(baseline, baseline.table, self._options))
 
+    def check_base(self) -> None:
+        check_base_bits(self.run, self.base)
+
     def capture(self, fallback: Checkpoint | None) -> None:
         self.baseline.capture(self.live, fallback)
         self._background.call(self.baseline.scan)
@@ -166,7 +176,9 @@ class WholeWeights:
     def checkout(self, manifest: Manifest) -> None:
         # At a takeover the baseline has no values yet, and keeps the arrays: only on disk they are mapped from a file.
         first = not self.baseline.fingerprints
-        state = self._restored(manifest, in_memory=True if first else None)
+        state = self._restored(
+            manifest, in_memory=True if first else None, require_base=first and self.base is not None
+        )
         self.baseline.replace(state.bits, manifest.model_fingerprint)
 
     def put_shards(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
@@ -179,8 +191,9 @@ class WholeWeights:
     def restore(self, manifest: Manifest) -> list[Bits]:
         return self._restored(manifest).bits
 
-    def _restored(self, manifest: Manifest, in_memory: bool | None = None) -> ModelState:
-        return restore(self.run, manifest, self.base, False if self._options.baseline == "disk" else in_memory).state
+    def _restored(self, manifest: Manifest, in_memory: bool | None = None, require_base: bool = False) -> ModelState:
+        in_memory = False if self._options.baseline == "disk" else in_memory
+        return restore(self.run, manifest, self.base, in_memory, require_base=require_base).state
 
     def changes(self, pending: PendingDelta) -> Changes:
         return pending.changes()

@@ -1,12 +1,15 @@
 """``open_or_begin``: open a run for publishing, by beginning one (``RunStart``) or taking one over (``Takeover``).
 
-A takeover checks whether the model fits, claims the run, finds its head, and reads the weights back, in this order. If
-a step fails, at most a claim is left, which fences the former writer and has no other effect.
+A takeover first does everything that has no effect: it checks whether the keys, the model and the base fit, finds the
+head, and reads the weights back, on every rank. Only then it claims the run, which fences the former writer. So a
+takeover that cannot succeed leaves the former writer alone; if the store fails after the claim, a claim is left, and
+the next takeover continues.
 """
 
 import secrets
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -23,9 +26,9 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.conditional_put import confirm_created
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.errors import (
-    BaseUnavailableError,
     ChainError,
     ConflictError,
+    DataError,
     DeltaSyncError,
     DigestError,
     FingerprintError,
@@ -52,10 +55,12 @@ from vllm_delta_sync.format.manifest import (
     timestamp,
     version_key,
 )
+from vllm_delta_sync.format.safetensors_file import shard_tables
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.maintenance.keys import CHANGES_PREFIX
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base, document_limit
+from vllm_delta_sync.run.read_plan import Root, plan_read
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve_base
 
 logger = guarded_logger(__name__)
@@ -64,7 +69,7 @@ CollectFiles = Callable[[ResolvedBase | None], Mapping[str, bytes]]
 """Returns the small files of a model, name → content, for the base that was found."""
 
 UNREADABLE = (NotFoundError, FormatError, ChainError, FingerprintError, TensorMismatchError)
-"""Errors that mean bad data in the bucket. A store failure says nothing about the data."""
+"""Errors that mean bad data in the bucket. A StoreError or BaseUnavailableError says nothing about it."""
 
 _ATTEMPTS = 8
 
@@ -489,8 +494,11 @@ def _files_of(info: bytes) -> list[RunFile]:
 class Takeover:
     """Takes over a run: ``take_over``.
 
+    Of several ranks, rank 0 takes over for all. What ``weights`` does for it, every rank does on its own parts and its
+    own copy of the base; an error on any of them ends the takeover on all.
+
     Args:
-        weights: receives those of the newest version. Of several ranks, rank 0 takes over for all.
+        weights: receives those of the newest version.
         background: see ``open_or_begin``.
     """
 
@@ -499,41 +507,34 @@ class Takeover:
         self._options, self._background = options, background
         self._run = open_trusted(bucket, options.keyring)
         self._epoch = EpochToken(0, b"")
+        # Why the weights that replace a lost version are quarantined, if they are.
+        self._reasons: list[str] = []
         weights.fit(self._run)
 
     def take_over(self) -> OpenedRun:
-        """Claim the run and check out its newest version; if that is lost, commit the current weights after it.
+        """Read the newest version back, claim the run, and continue after it.
+
+        If that version is lost, the current weights are committed after it. If the former writer commits while it is
+        read, the newest version is read again after the claim.
 
         Raises:
-            StoreError: the store failed.
+            BaseUnavailableError: the base that was given or recorded is missing, damaged or another one.
             ConflictError: another publisher has taken over the run meanwhile.
-            NotFoundError: the base that version 0 refers to is needed and not available.
             DeltaSyncError: the newest version is lost, for the reason in the message, and the model lacks tensors.
-            LimitError: the newest version is lost, and the run already has the maximum of breaks.
+            GateError: the newest version is lost, and the gate refuses the weights that would replace it.
+            LimitError: the newest version is lost, and a full snapshot would exceed a limit, such as that of breaks.
             SignatureError: the run ends with, or needs, data that no trusted key has signed.
+            StoreError: the store failed. Only this and ConflictError are possible once the run is claimed, unless
+                another writer commits at the same time.
         """
-        result = self._background.call(self._claim_and_restore)
-        if isinstance(result, OpenedRun):
-            return result
-        found, problem = result
-        self._capture_instead(found, problem)
-        return self._background.call(lambda: self._start_over(found))
-
-    def _claim_and_restore(self) -> OpenedRun | tuple[HistoryTail, DeltaSyncError]:
-        """Return the run at its newest version; or the end of the run, and why that version is lost."""
-        # Check before the claim: a publisher that may not continue must not fence one that may.
-        self._epoch = claim(self._run, self._find_tail())
-        found = self._find_tail()
-        try:
-            return self._restore(found)
-        except BaseUnavailableError:
-            # No version is lost: the caller has to say where the base is.
-            raise
-        except (*UNREADABLE, SignatureError) as error:
-            if found.problem is None:
-                raise_if_forged(self._run, found, error)
-            _release_frames(error)
-            return found, error
+        found = self._background.call(self._find_tail)
+        self._background.call(lambda: self._announce_and_check_base(found))
+        lost = self._check_out(found)
+        self._epoch = self._background.call(lambda: claim(self._run, found))
+        newest = self._background.call(self._find_tail)
+        if (newest.version, newest.digest) != (found.version, found.digest):
+            found, lost = newest, self._check_out(newest)
+        return self._background.call(lambda: self._start_over(found) if lost else self._continue(found))
 
     def _find_tail(self) -> HistoryTail:
         """Return the newest version; raise SignatureError if no trusted key signed it."""
@@ -541,11 +542,56 @@ class Takeover:
         check_tail(self._run, found)
         return found
 
-    def _restore(self, found: HistoryTail) -> OpenedRun:
-        if found.problem is not None or found.manifest is None:
-            raise found.problem or ChainError("no manifest is good")
+    def _announce_and_check_base(self, found: HistoryTail) -> None:
+        """Log what this takeover reads and writes; check the base that was given, unless reading back does.
+
+        A base that is not needed now is checked too: it would be needed later, such as for a rebase.
+        """
+        base, first, plan = self._weights.base, None, None
+        with suppress(DataError):
+            first = Root(self._run.manifest(0))
+        with suppress(DataError):  # reading back meets the error again, and deals with it
+            if found.problem is None and found.manifest is not None:
+                plan = plan_read(self._run, found.manifest)
+        refers = first is not None and not (first.is_stored or first.is_branch)
+        read_from_base = refers and plan is not None and not plan.root.is_stored
+        from_base = "none from a base"
+        if first is not None and first.manifest.base is not None and (read_from_base or (refers and base is not None)):
+            from_base = f"{self._run.table.full_bytes:,} from base {str(base or first.manifest.base.location)!r}"
+        logger.info(
+            "taking over run %s at %s: this reads version %d back, %s bytes from the bucket and %s; then it claims the "
+            "run, and writes nothing else unless that version is lost",
+            self._run.info.run, self._bucket.url, found.version, "no" if plan is None else f"{plan.bytes:,}", from_base,
+        )  # fmt: skip
+        if base is not None and not read_from_base:
+            self._weights.check_base()
+
+    def _check_out(self, found: HistoryTail) -> bool:
+        """Fill ``weights`` with the newest version or, if that is lost, with the model's; return whether it is lost."""
+        problem = self._background.call(lambda: self._read_back(found))
+        if problem is None:
+            return False
+        self._capture_instead(found, problem)
+        return True
+
+    def _read_back(self, found: HistoryTail) -> DeltaSyncError | None:
+        """Fill ``weights`` with the newest version; return why it is lost, or None."""
+        try:
+            if found.problem is not None or found.manifest is None:
+                raise found.problem or ChainError("no manifest is good")
+            self._weights.checkout(found.manifest)
+        except (*UNREADABLE, SignatureError) as error:
+            if found.problem is None:
+                raise_if_forged(self._run, found, error)
+            _release_frames(error)
+            return error
+        return None
+
+    def _continue(self, found: HistoryTail) -> OpenedRun:
+        """Continue from the newest version, which ``weights`` holds."""
+        if found.manifest is None:
+            raise ChainError(f"version {found.version} has no manifest")
         head = found.manifest
-        self._weights.checkout(head)
         writer = self._writer(head)
         writer.update_head()
         logger.info(
@@ -563,14 +609,18 @@ class Takeover:
     # If the newest version is lost
 
     def _capture_instead(self, found: HistoryTail, problem: DeltaSyncError) -> None:
+        """Copy the model's weights, which are to be committed after the lost version, if they can be."""
         if not self._weights.live.has_values:
             raise type(problem)(
                 f"version {found.version} cannot be rebuilt ({problem}), and this publisher gets the weights for a new "
                 "start only later; repair the run, or start a new one"
             ) from problem
+        manifests.check_breaks([] if found.manifest is None else found.manifest.breaks)
+        shard_tables(self._run.table, self._options.shard_bytes)  # raises if they are too many
         logger.error(
-            "version %d of %s cannot be rebuilt, so the current weights are committed as a full snapshot after it: %s",
-            found.version, self._bucket.url, problem,
+            "version %d of %s cannot be rebuilt, so the current weights are committed as a full snapshot after it, of "
+            "%s bytes: %s",
+            found.version, self._bucket.url, f"{self._run.table.full_bytes:,}", problem,
         )  # fmt: skip
         absent, rest = self._weights.baseline.absent(), None
         if absent:
@@ -585,16 +635,17 @@ class Takeover:
                 ) from problem
             logger.warning("tensors that the model does not have are taken from base: %s", ", ".join(absent[:5]))
         self._weights.capture(rest)
+        self._reasons = self._background.call(lambda: judge_state(self._options.gate, self._weights.baseline))
 
     def _start_over(self, found: HistoryTail) -> OpenedRun:
-        manifests.check_breaks([] if found.manifest is None else found.manifest.breaks)
-        reasons = judge_state(self._options.gate, self._weights.baseline)
+        """Commit the weights that ``_capture_instead`` copied as a full snapshot after the lost version."""
         writer = self._writer(None)
         state, objects = self._weights.put_shards(writer.put_file)
         for _ in range(_ATTEMPTS):
             anchor = manifests.restart_anchor(
-                writer.run, state, objects, found.version + 1, found.digest, found.manifest, self._epoch.epoch, reasons
-            )
+                writer.run, state, objects, found.version + 1, found.digest, found.manifest, self._epoch.epoch,
+                self._reasons,
+            )  # fmt: skip
             manifest = self._run.keyring.signed(anchor)
             try:
                 writer.commit(manifest)

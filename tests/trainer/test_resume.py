@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -12,11 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.architectures import adamw, qwen3, same_bits, saved, train
+from tests.support.checkpoints import write_checkpoint
+from tests.support.publishers import Hooked
 from tests.support.publishing import Tensors, assert_holds, assert_versions, damage, keys, snapshot
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import ObjectInfo, open_bucket
 from vllm_delta_sync.errors import (
+    BaseUnavailableError,
     ConflictError,
     DeltaSyncError,
     FormatError,
@@ -145,6 +149,31 @@ def test_tensors_not_in_the_model_keep_their_bits(url: str, tmp_path: Path, capl
     assert_holds(open_run(url), 2, saved(model, tmp_path / "now") | {"mtp.weight": own})
 
 
+def test_one_line_before_the_claim_says_what_is_read_and_written(
+    bucket: Hooked, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    live = tensors()
+    base = write_checkpoint(tmp_path / "base", live)
+    with Publisher(live, bucket, base=base, fold=False) as publisher:
+        step(live, 1)
+        publisher.publish(step=1)
+    run = open_run(bucket.url)
+    said: list[str] = []
+    bucket.before = lambda key: said.append(caplog.text) if key.startswith("claims/") else None
+    expected = (
+        f"taking over run {run.info.run} at {bucket.url}: this reads version 1 back, {run.head().payload_bytes:,} "
+        f"bytes from the bucket and {run.table.full_bytes:,} from base '{base}'; then it claims the run, and writes "
+        "nothing else unless"
+    )
+    with caplog.at_level(logging.INFO):
+        Publisher(live, bucket).close()
+        damage(bucket.url, run.head().objects[0].key)
+        Publisher(live, bucket).close()
+    assert [expected in text for text in said] == [True, True]
+    lost = f"version 1 of {bucket.url} cannot be rebuilt, so the current weights are committed as a full snapshot after"
+    assert [f"{lost} it, of {run.table.full_bytes:,} bytes" in text for text in said] == [False, True]
+
+
 def test_base_says_where_the_first_version_lies_now(url: str, tmp_path: Path) -> None:
     live = tensors()
     (tmp_path / "base").mkdir()
@@ -156,10 +185,74 @@ def test_base_says_where_the_first_version_lies_now(url: str, tmp_path: Path) ->
     with pytest.raises(NotFoundError, match="is not a directory"):
         Publisher(live, url, base=tmp_path / "base")
     assert keys(url) == before
+    with pytest.raises(BaseUnavailableError, match="which is not here; pass base= with its path"):
+        Publisher(live, url)
+    assert keys(url) == before
     with Publisher(live, url, base=tmp_path / "elsewhere") as publisher:
         step(live, 1)
         publisher.publish(step=2)
     assert [manifest.kind for manifest in open_run(url).log()] == ["reference", "delta", "delta"]
+
+
+def give_other_base(case: str, base: Path) -> tuple[Path, str]:
+    """Make a base that is not the one in ``base``, which is sharded → where it is, and what is said of it."""
+    other = base if case in ("overwritten", "missing file") else base.with_name(case)
+    changed = tensors()
+    if case == "missing file":
+        (base / "model-00002-of-00002.safetensors").unlink()
+        return base, "'model-00002-of-00002.safetensors' is missing"
+    if case == "quantized":
+        quantized = {"a": changed["a"].to(torch.float8_e4m3fn), "a_scale": torch.ones(1)}
+        return write_checkpoint(other, changed | quantized), "tensor 'a' has 5000 elements of uint8"
+    if case == "other revision":
+        changed["b"][7, 3] += 1  # a single element of the last tensor but one
+    else:
+        changed = tensors(1)
+    return write_checkpoint(other, changed, sharded=True), "has fingerprint"
+
+
+WRONG_BASES = ["other model", "other revision", "overwritten", "missing file", "quantized"]
+
+
+@pytest.mark.parametrize("state", ["replayed", "anchored", "damaged"])
+@pytest.mark.parametrize("case", WRONG_BASES)
+def test_a_wrong_base_is_refused_before_the_claim_and_the_first_publisher_continues(
+    case: str, state: str, url: str, tmp_path: Path
+) -> None:
+    """With an anchor the base is not needed; where the newest version is lost, the base is not why."""
+    live = tensors()
+    base = write_checkpoint(tmp_path / "base", live, sharded=True)
+    original = shutil.copytree(base, tmp_path / "original")
+    with Publisher(live, url, base=base, fold=False) as first:
+        step(live, 1)
+        first.publish(step=1, wait=True)
+        first.flush()
+        if state == "anchored":
+            first.anchor()
+        lost = open_run(url).head().objects[0].key
+        intact = Path(url, lost).read_bytes()
+        if state == "damaged":
+            damage(url, lost)
+        where, reason = give_other_base(case, base)
+        before = keys(url)
+        with pytest.raises(BaseUnavailableError) as caught:
+            Publisher(snapshot(live), url, base=where)
+        message = caught.value.message
+        assert str(where) in message
+        assert reason in message
+        assert "pass base= with" in message
+        assert caught.value.kind == "base"
+        assert keys(url) == before
+        Path(url, lost).write_bytes(intact)
+        step(live, 2)
+        assert first.publish(step=2, wait=True).version == 2
+        first.flush()
+    with Publisher(live, url, base=original) as second:
+        assert second.version == 2
+        step(live, 3)
+        second.publish(step=3)
+    assert [manifest.kind for manifest in open_run(url).log()] == ["reference", "delta", "delta", "delta"]
+    assert_holds(open_run(url), 3, live, original)
 
 
 @pytest.mark.parametrize("head", [None, b"{}", b"behind", b"ahead"])
@@ -311,8 +404,10 @@ def test_branch_is_gone_on_with(moved: bool, url: str, tmp_path: Path) -> None:
         Path(url).rename(tmp_path / "elsewhere")
         place = (tmp_path / "elsewhere").as_uri()
         # A forgotten argument is no lost chain.
-        with pytest.raises(NotFoundError, match="pass base= with its URL"):
+        before = keys(own)
+        with pytest.raises(BaseUnavailableError, match="pass base= with its URL"):
             Publisher(live, own)
+        assert keys(own) == before
     with Publisher(live, own, base=place) as publisher:
         assert publisher.version == 0
         step(live, 5)
@@ -346,7 +441,7 @@ def test_run_that_can_have_no_break_more_is_not_begun_anew(url: str, monkeypatch
     monkeypatch.setattr(limits, "MAX_BREAKS", 0)
     with pytest.raises(LimitError, match="MAX_BREAKS"):
         Publisher(live, url)
-    assert keys(url) - before == {claim_key(1)}
+    assert keys(url) == before
 
 
 @pytest.mark.parametrize("strays", [(9_999_999_999,), (6, 8, 9_999_999_999)])

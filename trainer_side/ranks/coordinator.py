@@ -22,19 +22,26 @@ from trainer_side.run_weights import prepare
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.errors import DeltaSyncError, FingerprintError, PublishError, UsageError
+from vllm_delta_sync.errors import (
+    BaseUnavailableError,
+    DeltaSyncError,
+    FingerprintError,
+    PublishError,
+    UsageError,
+)
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.partial import restore_boxes
+from vllm_delta_sync.run.restore import check_base_bits
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 logger = guarded_logger(__name__)
 
-Command = Literal["fit", "capture", "checkout", "put_shards"]
+Command = Literal["fit", "check_base", "capture", "checkout", "put_shards"]
 """The methods of ``RankCoordinator`` that rank 0 has the other ranks call."""
 
 
@@ -95,9 +102,10 @@ class RankCoordinator:
         difference = next((item["difference"] for item in reports if item["difference"] is not None), None)
         return _gathered_state(self.table, reports), difference
 
-    def restore(self, manifest: Manifest) -> list[Bits]:
+    def restore(self, manifest: Manifest, require_base: bool = False) -> list[Bits]:
         baseline = self._shards
-        return baseline.in_part_order(restore_boxes(self.run, manifest, baseline.wanted(), self.base))
+        found = restore_boxes(self.run, manifest, baseline.wanted(), self.base, require_base)
+        return baseline.in_part_order(found)
 
     def changes(self, pending: PendingDelta) -> Changes:
         return changes_of_tensors(self._shards, pending)
@@ -137,6 +145,8 @@ class RankCoordinator:
         match command:
             case "fit":
                 self._fit(argument)
+            case "check_base":
+                self.check_base()
             case "capture":
                 self.capture(None)
             case "checkout":
@@ -164,6 +174,10 @@ class RankCoordinator:
 
         self._group.all_or_raise("parts", work, lambda reports: check_coverage(self.run.table, reports))
 
+    def check_base(self) -> None:
+        self._command("check_base")
+        self._group.all_or_raise("base bits", lambda: check_base_bits(self.run, self.base))
+
     def capture(self, fallback: Checkpoint | None) -> None:
         self._command("capture")
 
@@ -178,7 +192,8 @@ class RankCoordinator:
         restored: list[tuple[list[Bits], dict[int, Fingerprint]]] = []
 
         def work() -> str:
-            bits = self.restore(manifest)
+            # At a takeover the baseline has no values yet.
+            bits = self.restore(manifest, self.base is not None and not self.baseline.fingerprints)
             restored.append((bits, self._shards.shares_of(bits)))
             return sum(restored[0][1].values(), Fingerprint()).hex()
 
@@ -191,7 +206,7 @@ class RankCoordinator:
 
         try:
             self._group.all_or_raise("restore", work, judge)
-        except FingerprintError:
+        except (FingerprintError, BaseUnavailableError):
             raise
         except DeltaSyncError as error:
             if not restored:

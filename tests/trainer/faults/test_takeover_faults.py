@@ -8,7 +8,7 @@ from types import FrameType
 
 import pytest
 
-from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, logs, nothing
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, assert_stopped, logs, nothing, publish
 from tests.support.publishing import damage
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
@@ -175,6 +175,38 @@ def test_last_commit_of_the_former_writer_comes_before_a_new_beginning(bucket: H
     manifest = open_run(bucket.url).manifest(4)
     assert (manifest.parent, manifest.kind) == (late.digest, "anchor")
     assert_holds(bucket, 4, trainer.live)
+
+
+@pytest.mark.parametrize("lost", ["", "before", "between"])
+def test_what_the_former_writer_commits_before_the_claim_is_continued(
+    lost: str, bucket: Hooked, trainer: Trainer
+) -> None:
+    """The weights are read back before the claim, so the former writer may commit meanwhile."""
+    elsewhere, other, raced = Trainer(), Hooked(bucket.folder), list[str]()
+    former = Publisher(trainer.live, bucket, fold=False)
+    publish(former, trainer)
+    if lost == "before":
+        damage(bucket.url, open_run(bucket.url).head().objects[0].key)
+
+    def race(key: str) -> None:
+        if key.startswith(CLAIMS_PREFIX) and not raced:
+            raced.append(key)
+            publish(former, trainer)
+            if lost == "between":
+                damage(bucket.url, open_run(bucket.url).head().objects[0].key)
+
+    other.before = race
+    with Publisher(elsewhere.live, other) as publisher:
+        assert raced
+        assert publisher.version == (3 if lost else 2)
+        assert_holds(bucket, publisher.version, elsewhere.live if lost else trainer.live)
+        elsewhere.step()
+        publisher.publish(step=5, wait=True)
+        publisher.flush()
+        assert_holds(bucket, publisher.version, elsewhere.live)
+    former.publish(step=3, wait=True)
+    assert_stopped(former, "another publisher has taken over the run")
+    assert [manifest.epoch for manifest in open_run(bucket.url).log()] == [0, 0, 0, *([1, 1] if lost else [1])]
 
 
 def test_interrupts_at_any_moment_of_a_life_lose_nothing(bucket: Hooked, trainer: Trainer) -> None:

@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.support.checkpoints import write_checkpoint
 from tests.support.publishers import FailAt, Hooked, Late, flip, nothing
 from tests.trainer.sharded.nursery import Nursery
 from tests.trainer.sharded.training import Mixed, make, sharded, whole_tensors
@@ -19,6 +21,7 @@ from trainer_side import Gate, Publisher
 from trainer_side.ranks import group
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import (
+    BaseUnavailableError,
     ConflictError,
     DeltaSyncError,
     ModelError,
@@ -264,6 +267,37 @@ def refusals(rank: int, size: int, folder: str, key: str) -> None:
     trained.check()
 
 
+def wrong_bases(rank: int, size: int, folder: str) -> None:
+    """One rank has another base than the run: with an anchor, too, from which the weights could be read."""
+    trained = Trained(rank, folder)
+    model, bucket = trained.model, trained.bucket
+    tensors = whole_tensors(model)
+    good = write_checkpoint(Path(f"{folder}-base-{rank}"), tensors)
+    other = write_checkpoint(Path(f"{folder}-other-{rank}"), tensors | {"last.weight": tensors["last.weight"] + 1})
+    missing = write_checkpoint(Path(f"{folder}-missing-{rank}"), tensors, sharded=True)
+    (missing / "model-00002-of-00002.safetensors").unlink()
+    with Publisher(model, bucket, base=good, fold=False) as first:
+        trained.publish(first)
+        for anchored in (False, True):
+            if anchored:
+                first.anchor()
+            for odd, wrong, reason in (
+                (0, other, "fingerprint"),
+                (1, other, "fingerprint"),
+                (1, missing, "is missing"),
+            ):
+                own = wrong if rank == odd else good
+                take_over = partial(Publisher, model, bucket, base=own)
+                message = refused(take_over, BaseUnavailableError, f"{wrong.name.rpartition('-')[0]}-{odd}' is not")
+                assert reason in message
+                assert list(bucket.list("claims/")) == []
+        trained.publish(first)
+    with Publisher(model, bucket, base=good) as second:
+        assert second.version == 2
+        trained.publish(second)
+    trained.check()
+
+
 def out_of_step(rank: int, size: int, folder: str) -> None:
     trained = Trained(rank, folder)
     publisher = Publisher(trained.model, trained.bucket)
@@ -272,7 +306,7 @@ def out_of_step(rank: int, size: int, folder: str) -> None:
     refused(publisher.close, PublishError, "every rank")
 
 
-@pytest.mark.parametrize("work", [failures, uncertain, former, operations, out_of_step])
+@pytest.mark.parametrize("work", [failures, uncertain, former, operations, wrong_bases, out_of_step])
 def test_ranks_do_alike(work: Any, nursery: Nursery, tmp_path: Path) -> None:
     nursery.run(2, work, folder=str(tmp_path / "run"))
 
