@@ -25,6 +25,7 @@ from trainer_side.checkpoint_layouts import FileState, FoundCheckpoint, find_che
 from trainer_side.model.sources import CheckpointTensor, LiveTensors, check_name
 from trainer_side.options import chosen_keys
 from trainer_side.publisher import Publisher
+from trainer_side.takeover import check_expected_run
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import (
     DataError,
@@ -270,7 +271,7 @@ class CheckpointPublisher:
             options: of ``Publisher``, such as ``codec``, ``notice`` and ``signing_key``.
 
         Raises:
-            As ``open_run``, except that there need not be a run.
+            As ``open_run``, except that there need not be a run; and as ``Publisher`` for ``expect_run``.
         """
         self._url, self.base, self._options = bucket, base, options
         signing_key, trusted_keys = chosen_keys(options.get("signing_key"), options.get("trusted_keys"))
@@ -285,6 +286,11 @@ class CheckpointPublisher:
             self.newest = self.run.reachable_head()[0]
         except NotFoundError:
             self._exists = False  # no run yet, or a start that ended before version 0
+        expected, found = options.get("expect_run"), self.run.info.run if self._exists else None
+        if expected is not None and expected != found:
+            # Folders that are older than the newest version are left out without opening a publisher.
+            self._closing.close()
+            check_expected_run(bucket, found, expected)
 
     @property
     def run(self) -> Run:

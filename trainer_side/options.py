@@ -155,6 +155,7 @@ class Options(BaseModel):
     head_seconds: Annotated[int, Field(ge=1, le=MAX_HEAD_SECONDS, strict=True)] = HEAD_SECONDS
     baseline: BaselineLocation = "host"
     first_step: Annotated[int, Field(ge=0, lt=2**53, strict=True)] = 0
+    expect_run: Annotated[str, Field(strict=True)] | None = None
     diff_threads: Annotated[int, Field(ge=1, strict=True)] | None = None
     receiver_bytes_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
 
@@ -179,6 +180,10 @@ def checked(
         raise UsageError(
             "trusted_keys is set without signing_key: readers that ask for signatures would refuse what this publisher "
             "writes; give both, or neither (by argument, environment or settings file)"
+        )
+    if given.get("expect_run") is not None and not given.get("resume"):
+        raise UsageError(
+            "expect_run is given with resume=False, which refuses every existing run; leave out one of the two"
         )
     try:
         options = Options.model_validate(given)

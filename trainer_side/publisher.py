@@ -103,6 +103,7 @@ class Publisher:
         diff_threads: int | None = None,
         receiver_bytes_per_second: float | None = None,
         first_step: int = 0,
+        expect_run: str | None = None,
         include: Patterns | None = None,
         exclude: Patterns | None = None,
         rename: Rename | None = None,
@@ -161,6 +162,8 @@ class Publisher:
             diff_threads: threads that compare large tensors on the host; None means torch's number of threads.
             receiver_bytes_per_second: receivers' download speed (codec ``auto``); None means the measured upload speed.
             first_step: optimizer step that version 0 of a new run records.
+            expect_run: id of the run to continue, as ``publisher.run`` gave it. Another run at the URL is refused, and
+                a URL without a run, before anything is written; None takes over whatever run is there.
             include, exclude: glob patterns (one, or a sequence) of names of a module's parameters and buffers, without
                 what wrappers add: only those that match ``include`` (default: all) and not ``exclude`` are published.
                 What the base has under the name of a tensor that is left out must keep the bits that servers have,
@@ -172,12 +175,13 @@ class Publisher:
                 only call ``status``. An exception of it is logged.
 
         Raises:
-            UsageError: an argument is invalid. SettingsError: a key file or another setting cannot be used.
+            UsageError: an argument is invalid, or ``expect_run`` is given and there is no run.
+            SettingsError: a key file or another setting cannot be used.
             SignatureError: the existing run is unsigned or signed by an untrusted key, or the signing key may not sign.
             ModelError, TensorMismatchError: the named tensor cannot be published, or does not fit the run.
             NotFoundError, FormatError: the base of a new run cannot be read.
             BaseUnavailableError: the base of an existing run is missing, unreadable or another one.
-            ConflictError: the URL holds part of a run; or a run, and ``resume`` is False.
+            ConflictError: the URL holds part of a run; or a run, and ``resume`` is False, or it is not ``expect_run``.
             StoreError: the store failed. PublishError: version 0 may have been written; the URL stays claimed.
         """
 
@@ -192,6 +196,7 @@ class Publisher:
                 budget=budget,
                 head_seconds=head_seconds, baseline=baseline, diff_threads=diff_threads,
                 receiver_bytes_per_second=receiver_bytes_per_second, first_step=first_step,
+                expect_run=expect_run,
                 selection=Selection(include, exclude, rename),
             )  # fmt: skip
 

@@ -575,7 +575,7 @@ def ranks_of(model: ModelLike) -> RankGroups:
 
 # With other values ranks would encode or split differently, or reach their calls at other steps. For all other options
 # rank 0's values count, or each rank's own.
-_SAME_ON_ALL_RANKS = ("codec", "compression", "every", "shard_bytes")
+_SAME_ON_ALL_RANKS = ("codec", "compression", "every", "shard_bytes", "expect_run")
 
 
 def agreed_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Options:

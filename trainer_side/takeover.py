@@ -124,7 +124,7 @@ def open_or_begin(
     opened: list[OpenedRun] = []
 
     def inspect() -> bool:
-        found.append(inspect_url(bucket, options.resume))
+        found.append(inspect_url(bucket, options.resume, options.expect_run))
         return found[0].run
 
     exists: bool = group.from_rank0("opening", inspect)
@@ -195,14 +195,15 @@ def _follow(bucket: Bucket, weights: RunWeights, text: str, options: Options, ra
     return OpenedRun(weights, writer, current)
 
 
-def inspect_url(bucket: Bucket, resume: bool) -> UrlContents:
+def inspect_url(bucket: Bucket, resume: bool, expect_run: str | None = None) -> UrlContents:
     """Find out what is at a run URL.
 
     Args:
-        resume: whether an existing run may be continued.
+        resume: whether an existing run may be continued. expect_run: id of the only one that may be.
 
     Raises:
         ConflictError: a run that must not be continued; or part of one that an interrupted start does not explain.
+        UsageError: ``expect_run`` is given, and there is no run.
     """
     found = [key for key in (RUN_KEY, TABLE_KEY, HEAD_KEY) if _present(bucket, key)]
     versions = _present(bucket, version_key(0)) or next(iter(bucket.list(VERSIONS_PREFIX)), None) is not None
@@ -211,7 +212,12 @@ def inspect_url(bucket: Bucket, resume: bool) -> UrlContents:
             raise ConflictError(
                 f"{bucket.url} holds a run already; publish to a new run URL, or pass resume=True to continue that run"
             )
+        if expect_run is not None:
+            info = RunInfo.from_bytes(bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), RUN_KEY)
+            check_expected_run(bucket.url, info.run, expect_run)
         return UrlContents(True)
+    if expect_run is not None:
+        check_expected_run(bucket.url, None, expect_run)
     found += [VERSIONS_PREFIX] if versions else []
     # Claims of a removed run would fence the writer of a new one, and readers would refuse the new run for its keys.
     found += [KEYS_KEY] if _present(bucket, KEYS_KEY) else []
@@ -230,6 +236,24 @@ def inspect_url(bucket: Bucket, resume: bool) -> UrlContents:
         f"run was partly removed; publish to a new run URL, or, if this one is unused, remove "
         f"{keys} by hand"
     )
+
+
+def check_expected_run(url: str, found: str | None, expected: str) -> None:
+    """Raise unless the run at a URL is the one that the caller expects. Args: found: id of that run; None if none.
+
+    Raises:
+        ConflictError: it is another run. UsageError: there is none.
+    """
+    if found is None:
+        raise UsageError(
+            f"expect_run is {expected!r}, but {url} holds no run; correct the URL, or leave expect_run out to begin a "
+            "new run there"
+        )
+    if found != expected:
+        raise ConflictError(
+            f"expect_run is {expected!r}, but {url} holds run {found!r}; correct the URL, or pass the id of the run to "
+            "continue"
+        )
 
 
 def _present(bucket: Bucket, key: str) -> bool:

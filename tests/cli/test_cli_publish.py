@@ -81,6 +81,9 @@ def test_errors(out: Path, run: Path, tmp_path: Path) -> None:
     assert kind(2, "publish", "--watch", out, "--step", 5, "--bucket", run) == "usage"
     assert kind(2, *publish, folder, "--grace", 5) == "usage"
     assert kind(3, *publish, folder, "--base", tmp_path / "none") == "not_found"
+    assert kind(5, *publish, folder, "--expect-run", 32 * "0") == "conflict"
+    assert kind(2, "publish", "--bucket", tmp_path / "none", "--from", folder, "--expect-run", 32 * "0") == "usage"
+    assert answer(*publish, folder, "--expect-run", open_run(str(run)).info.run)["outcome"] == "unchanged"
     (tmp_path / "file").write_bytes(b"")
     assert kind(4, "publish", "--from", folder, "--bucket", tmp_path / "file") == "store"
     assert_versions(str(run), [weights(1)])

@@ -17,6 +17,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.publishers import Hooked
 from tests.support.publishing import Tensors, assert_holds, assert_versions, damage, keys, snapshot
 from trainer_side import Publisher
+from trainer_side.checkpoint_folders import CheckpointPublisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import ObjectInfo, open_bucket
 from vllm_delta_sync.errors import (
@@ -28,6 +29,7 @@ from vllm_delta_sync.errors import (
     NotFoundError,
     TensorMismatchError,
     UnsupportedError,
+    UsageError,
 )
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.canonical_json import dump_canonical
@@ -92,6 +94,35 @@ def test_run_that_is_there_is_refused_where_none_is_to_be_resumed(url: str) -> N
         assert keys(url) == before
         publisher.publish(step=1)
     assert open_run(url).verify().head == 1
+
+
+@pytest.mark.parametrize("found", ["another", None])
+def test_another_run_than_the_expected_one_is_refused_before_any_effect(
+    found: str | None, url: str, tmp_path: Path
+) -> None:
+    """The URL may have been used again, or be mistyped."""
+    if found is None:
+        error: type[DeltaSyncError] = UsageError
+        message = f"expect_run is '{32 * '0'}', but .*run holds no run; correct the URL, or leave expect_run out"
+    else:
+        published(url, 1)
+        error = ConflictError
+        message = f"expect_run is '{32 * '0'}', but .*run holds run '{open_run(url).info.run}'; correct the URL"
+    before = keys(url)
+    with pytest.raises(error, match=message):
+        Publisher(tensors(), url, expect_run=32 * "0")
+    with pytest.raises(error, match=message):
+        CheckpointPublisher(url, expect_run=32 * "0")
+    assert keys(url) == before
+
+
+def test_the_expected_run_is_continued(url: str) -> None:
+    live, _ = published(url, 1)
+    run = open_run(url).info.run
+    with pytest.raises(UsageError, match="expect_run is given with resume=False"):
+        Publisher(live, url, expect_run=run, resume=False)
+    with Publisher(live, url, expect_run=run) as publisher:
+        assert (publisher.run, publisher.version) == (run, 1)
 
 
 def test_dtypes_are_those_of_the_run(url: str) -> None:

@@ -78,6 +78,9 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         "--base", metavar="DIR|MODEL", help="checkpoint that servers start from: a folder, or org/name@revision"
     )
     parser.add_argument(
+        "--expect-run", metavar="ID", help="continue the run of this id; refuse another one, and a URL without a run"
+    )
+    parser.add_argument(
         "--poll", type=interval, metavar="TIME", help=f"with --watch: time between polls (default: {POLL_SECONDS:g})"
     )
     parser.add_argument(
@@ -162,6 +165,7 @@ def _publish(options: argparse.Namespace) -> Answer:
             notice=options.notice,
             signing_key=settings.signing_key,
             trusted_keys=settings.trusted_keys,
+            expect_run=options.expect_run,
         ) as publisher:
             if options.source is not None:
                 with ProgressBar("bytes") as bar:

@@ -252,6 +252,8 @@ def refusals(rank: int, size: int, folder: str, key: str) -> None:
     refused(lambda: Publisher(model, bucket, gate=Gate()), UsageError, "gate")
     refused(lambda: Publisher(model, bucket, baseline="disk"), UsageError, "give 'host'")
     refused(lambda: Publisher(model, bucket, base=f"{folder}/nowhere"), NotFoundError, "nowhere")
+    refused(lambda: Publisher(model, bucket, expect_run=f"{rank}"), UsageError, "expect_run is '1' on rank 1, and '0'")
+    refused(lambda: Publisher(model, bucket, expect_run="0"), UsageError, "expect_run is '0', but")
     other = Mixed()
     if rank == 1:
         other.last = torch.nn.Linear(7, 4, bias=False)
