@@ -200,9 +200,9 @@ def test_verify_with_and_without_the_base(tmp_path: Path) -> None:
     bits[0][SMALL.index("w")][0] ^= np.uint16(1)
     save_base(tmp_path / "other", bits[0])
     done = delta_sync(*verify, "--base", tmp_path / "other")
-    assert (done.code, done.err.split(": ")[1]) == (1, "fingerprint")
+    assert (done.code, done.err.split(": ")[1]) == (1, "base")
     assert str(tmp_path / "other") in done.err
-    assert "pass --base" in done.err
+    assert "pass base= with the original checkpoint (--base on the command line)" in done.err
     assert kind(3, *verify, "--base", tmp_path / "typo") == "not_found"
 
 

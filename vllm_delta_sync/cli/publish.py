@@ -28,20 +28,16 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 A checkpoint is a folder as save_pretrained writes it: model.safetensors, or the files that model.safetensors.index.json
-names; or a folder of a trainer that holds one, such as global_step_10/actor/huggingface. The first one begins the run,
+names; or a trainer's folder that holds one, such as global_step_10/actor/huggingface. The first one begins the run,
 with its config.json and tokenizer; later ones become one delta each. A checkpoint that equals the newest version is not
 published. With --base, version 0 is a reference to that checkpoint, from which servers start, and --from or the first
-checkpoint becomes version 1. Floating-point weights are then rounded to its dtypes.
+checkpoint, rounded to its dtypes, becomes version 1. The step is in the folder's name (checkpoint-100, step_100,
+global_step_100, iter_0000100, epoch_3), else in its trainer_state.json; only the first of a new run may lack one.
 
-The step is in the name of the folder: checkpoint-100, step_100, global_step_100, iter_0000100, epoch_3; else it is
-global_step of its trainer_state.json. For a folder without a step give --step; only the first of a new run may lack one
-(step 0).
-
---watch publishes a checkpoint once it is complete and none of its files has changed between two polls, in the order of
-steps. It follows a trainer that starts again from an earlier step and writes those folders again. A folder that is not
-published is named once, with the reason. SIGTERM and Ctrl-C end it: it publishes what it sees now, for at most --grace,
-and says what is left; a second signal ends it at once. The same command continues. It takes memory for the largest
-tensor and the changes, and space for the model in the temporary directory (TMPDIR).
+--watch publishes a checkpoint once it is complete and its files stay the same between two polls, in the order of steps,
+and follows a trainer that starts again from an earlier one. It names each folder that it leaves out once, with the
+reason. SIGTERM and Ctrl-C end it: it publishes what is there, within --grace, and says what is left; a second signal
+ends it at once. It takes memory for the largest tensor and the changes, and space for the model in TMPDIR.
 
 examples:
   delta-sync publish --from /models/a --bucket /data/runs/a
@@ -77,9 +73,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument(
         "--base", metavar="DIR|MODEL", help="checkpoint that servers start from: a folder, or org/name@revision"
     )
-    parser.add_argument(
-        "--expect-run", metavar="ID", help="continue the run of this id; refuse another one, and a URL without a run"
-    )
+    parser.add_argument("--expect-run", metavar="ID", help="continue the run of this id only, and begin none")
     parser.add_argument(
         "--poll", type=interval, metavar="TIME", help=f"with --watch: time between polls (default: {POLL_SECONDS:g})"
     )

@@ -8,6 +8,7 @@ TRUST = "Find out who wrote it. If a key was rotated: delta-sync keys list --buc
 
 REMEDIES = {
     "access": "Renew the credentials, or give them the right that the message names.",
+    "base": "Give the checkpoint that the run started from: base=, --base, or the server's model folder.",
     "busy": "Try again; another action is in progress.",
     "chain": "Compare the run with the server's base checkpoint, or find the damage: delta-sync verify --bucket URL.",
     "conflict": "Another publisher or command writes this run. End one of them.",
