@@ -270,7 +270,7 @@ def test_repair_that_cannot_be_made_leaves_the_weights_and_is_tried_again(world:
     world.models[-1].norm.data.mul_(2.0)
     assert not world.receiver.verify()["verdict"]
     hidden = (tmp_path / "base").rename(tmp_path / "hidden")
-    world.expect_fails("not_found")
+    world.expect_fails("base")
     assert world.receiver.status()["served"] is None
     hidden.rename(tmp_path / "base")
     world.receiver.advance()

@@ -105,7 +105,7 @@ def test_repair_that_fails_stays_refused_and_backs_off(site: Site, tmp_path: Pat
     service.start()
     attempts.expect_backoff()
     assert states <= {"refused", "repairing"}
-    assert receiver.status()["last_error"]["kind"] == "not_found"
+    assert receiver.status()["last_error"]["kind"] == "base"
     assert receiver.status()["served"] is None
     hidden.rename(tmp_path / "base")
     wait_until(lambda: receiver.served_version == 1)

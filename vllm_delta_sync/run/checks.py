@@ -61,8 +61,7 @@ def check_same_store(run: str, url: str, source: str) -> None:
     """Raise ChainError unless ``source``, the recorded URL of a branch's source run, is in the store of ``url``."""
     if store_of(source) != store_of(url):
         raise ChainError(
-            f"run {run} branches from {source[:200]!r}, which is not in the branch's store {store_of(url)!r}; pass "
-            "base= with the URL of that run (--base on the command line)"
+            f"run {run} branches from {source[:200]!r}, which is not in the branch's store {store_of(url)!r}"
         )
 
 

@@ -73,8 +73,8 @@ def open_branch_source(
     """
     recorded = root.base.location if root.base is not None else ""
     source_url = str(base) if base is not None and _is_run(run, base) else None
-    fact = f"the run at {source_url or recorded!r}, which run {run.info.run} branches from, is damaged or another one"
-    with errors_of_base(fact, "the URL of an intact copy"), ExitStack() as stack:
+    fact = f"the run at {source_url or recorded!r}, which run {run.info.run} branches from, cannot be used"
+    with errors_of_base(fact, "the URL of that run, or of an intact copy"), ExitStack() as stack:
         try:
             source = stack.enter_context(run.open_source(root, source_url))
         except NotFoundError as error:
