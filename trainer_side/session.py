@@ -174,15 +174,15 @@ class PublishSession:
                 result = self._skipped_result(step, watch)
                 self._skip_log.record(result)
                 return result
-            if dirty:
-                self._submit_recovery()
             self._raise(problem)
             if failed:
                 logger.warning("step %d is not published: rank %s raises an error first", step, _listed(failed))
-            if failed or (dirty and not waits):
                 return self._skipped_result(step, watch)
             if not dirty:
                 break
+            self._submit_recovery()
+            if not waits:
+                return self._skipped_result(step, watch)
         watch.lap()
         handed = None if weights is None else HandedWeights(weights)
         try:
@@ -332,13 +332,12 @@ class PublishSession:
             busy, failed, dirty = self._group.ranks_where("settle", flags)
             if busy:
                 raise _late("the version under way is not durable yet", deadline)
-            if dirty:
-                self._submit_recovery()
             self._raise(problem)
             if failed:
                 raise PublishError(f"rank {_listed(failed)} could not continue, and raises its error; call this again")
             if not dirty:
                 return
+            self._submit_recovery()
 
     def call(self, work: Callable[[], _Value], timeout: float | None = None) -> _Value:
         """Return what ``work`` does in the background thread; until it ends, nothing else touches the baseline.
@@ -402,8 +401,6 @@ class PublishSession:
 
     def _submit_recovery(self) -> None:
         """Begin to bring the baseline to a durable version, which may take requests to the store."""
-        if self._committer.stopped is not None:
-            return  # nothing more is published
         self._recovery = self._submit(BackgroundJob(), partial(self._committer.recover, self._pending))
 
     def _unraised_error(self) -> DeltaSyncError | None:

@@ -7,7 +7,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, expect_failure, flip, publish
+from tests.support.publishers import (
+    FailAt,
+    Hooked,
+    Trainer,
+    assert_holds,
+    expect_failure,
+    flip,
+    left_unfinished,
+    publish,
+)
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import FingerprintError, PublishError
@@ -74,7 +83,7 @@ def test_all_damaged_tensors_are_restored_not_only_the_one_in_turn(bucket: Hooke
 
 def test_tensors_are_looked_at_in_turn(bucket: Hooked, trainer: Trainer) -> None:
     """Each version looks at one; the damage is in the third."""
-    with Publisher(trainer.live, bucket, rescan_bytes=1) as publisher:
+    with left_unfinished(Publisher(trainer.live, bucket, rescan_bytes=1)) as publisher:
         flip(publisher, "c", 1999)
         for step in range(2):
             publisher.publish(step=step, weights=[("a", trainer.live["a"])])
@@ -103,8 +112,8 @@ def test_nothing_is_published_until_the_damage_can_be_mended(bucket: Hooked, tra
         expect_failure(publisher, r"cannot be restored from version 0 .*injected.*until it can")
         bucket.reading = FailAt("objects/")
         with pytest.raises(PublishError, match="until it can"):
-            publisher.publish(step=2)
-        assert publisher.publish(step=3).version == 1
+            publisher.publish(step=2, wait=True)
+        assert publisher.publish(step=3, wait=True).version == 1
     assert open_run(bucket.url).verify().replayed
     assert_holds(bucket, 1, trainer.live)
 

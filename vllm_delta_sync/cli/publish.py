@@ -27,17 +27,13 @@ if TYPE_CHECKING:
     from trainer_side.checkpoint_folders import CheckpointPublisher, CheckpointWatcher, PublishedCheckpoint
 
 EXAMPLES = """\
-A checkpoint is a folder as save_pretrained writes it: model.safetensors, or the files that model.safetensors.index.json
-names; or a trainer's folder that holds one, such as global_step_10/actor/huggingface. The first one begins the run,
-with its config.json and tokenizer; later ones become one delta each. A checkpoint that equals the newest version is not
-published. With --base, version 0 is a reference to that checkpoint, from which servers start, and --from or the first
-checkpoint, rounded to its dtypes, becomes version 1. The step is in the folder's name (checkpoint-100, step_100,
-global_step_100, iter_0000100, epoch_3), else in its trainer_state.json; only the first of a new run may lack one.
+A checkpoint is a folder as save_pretrained writes it, or a trainer's folder that holds one. The first one begins the
+run; later ones become one delta each. With --base, version 0 is a reference to that checkpoint, and the first one,
+rounded to its dtypes, becomes version 1. The step is in the folder's name (checkpoint-100, step_100, iter_0000100), else
+in its trainer_state.json.
 
---watch publishes a checkpoint once it is complete and its files stay the same between two polls, in the order of steps,
-and follows a trainer that starts again from an earlier one. It names each folder that it leaves out once, with the
-reason. SIGTERM and Ctrl-C end it: it publishes what is there, within --grace, and says what is left; a second signal
-ends it at once. It takes memory for the largest tensor and the changes, and space for the model in TMPDIR.
+--watch publishes each checkpoint once it is complete, follows a trainer that starts again from an earlier step, and
+names each folder that it leaves out, with the reason. SIGTERM and Ctrl-C end it after it has published what is there.
 
 examples:
   delta-sync publish --from /models/a --bucket /data/runs/a

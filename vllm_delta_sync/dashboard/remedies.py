@@ -34,6 +34,7 @@ REMEDIES = {
     "overdue": "The update continues; see the state below.",
     "pause_expired": "The pause took too long and was ended. See the server's log for what blocked it.",
     "publish": "See the trainer's log.",
+    "publish_timeout": "The publisher goes on in the background. If this stays, check the network and the store.",
     "replay": TRUST,
     "settings": "Correct the setting that the message names.",
     "signature": TRUST,
