@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 A checkpoint is a folder as save_pretrained writes it, or a trainer's folder that holds one. The first one begins the
 run; later ones become one delta each. With --base, version 0 is a reference to that checkpoint, and the first one,
-rounded to its dtypes, becomes version 1. The step is in the folder's name (checkpoint-100, step_100, iter_0000100), else
+rounded to its dtypes, becomes version 1. The step is in the name of the folder (checkpoint-100, step_100), else
 in its trainer_state.json.
 
 --watch publishes each checkpoint once it is complete, follows a trainer that starts again from an earlier step, and
