@@ -122,7 +122,7 @@ def move_buffer(buffer: BaselineBuffer, name: str, device: torch.device, locatio
 
 
 def _pinned(bits: Bits) -> Bits:
-    memory = torch.empty(bits.size, dtype=SIGNED[bits.itemsize], pin_memory=True)
+    memory = torch.empty(bits.size, dtype=SIGNED[bits.itemsize], device="cpu", pin_memory=True)
     pinned = bits_of(memory)
     np.copyto(pinned, bits)
     return pinned

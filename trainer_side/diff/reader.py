@@ -27,7 +27,9 @@ def nan_pattern() -> np.uint16 | None:
 
     They differ between processors, and even between a contiguous and a strided tensor.
     """
-    samples = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -0x7FFFFF, -0x400000], dtype=torch.int32)
+    samples = torch.tensor(
+        [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -0x7FFFFF, -0x400000], dtype=torch.int32, device="cpu"
+    )
     rounded = bits_of(samples.view(torch.float32).repeat(16).to(torch.bfloat16))
     return np.uint16(rounded[0]) if (rounded == rounded[0]).all() else None
 
@@ -76,8 +78,8 @@ class Reader:
     """Reads boxes of CPU tensors, for one thread; strided or converted elements go through scratch memory."""
 
     def __init__(self) -> None:
-        self._gathered = torch.empty(0, dtype=torch.uint8)
-        self._converted = torch.empty(0, dtype=torch.uint8)
+        self._gathered = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._converted = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def read(self, box: torch.Tensor, dtype: str) -> Iterator[tuple[int, Bits, np.uint16 | None]]:
         """Yield the bits of the elements in row-major order, rounded as torch rounds a contiguous tensor.
@@ -95,7 +97,7 @@ class Reader:
             yield 0, bits_of(box), nan_pattern()
         else:
             if not self._converted.numel():
-                self._converted = torch.empty(8 * CHUNK_ELEMENTS, dtype=torch.uint8)
+                self._converted = torch.empty(8 * CHUNK_ELEMENTS, dtype=torch.uint8, device="cpu")
             # torch converts so few elements in this thread alone.
             for number, piece in enumerate(box.view(-1).split(CHUNK_ELEMENTS)):
                 scratch = self._converted.view(TORCH_DTYPES[dtype])[: piece.numel()]
@@ -103,7 +105,7 @@ class Reader:
 
     def _gather(self, box: torch.Tensor) -> torch.Tensor:
         if self._gathered.numel() < 8 * box.numel():
-            self._gathered = torch.empty(8 * box.numel(), dtype=torch.uint8)
+            self._gathered = torch.empty(8 * box.numel(), dtype=torch.uint8, device="cpu")
         scratch = self._gathered.view(box.dtype)[: box.numel()]
         if box.dim() > 2:
             return scratch.view(box.shape).copy_(box)

@@ -211,7 +211,7 @@ def plain_experts(
     # Other ranks add what they compute.
     rows[groups[-1][2] if groups else 0 :].zero_()
     inverse_order = torch.empty_like(order)
-    inverse_order[order] = torch.arange(order.numel())
+    inverse_order[order] = torch.arange(order.numel(), device=order.device)
     factors = (weights if weighted else torch.ones_like(weights)).float().unsqueeze(1)
     for start in range(0, tokens, SUM_TOKENS):
         stop = min(start + SUM_TOKENS, tokens)

@@ -151,7 +151,7 @@ def keep_plain_cpu_int8() -> None:
             return apply(self, layer, x, bias)
         weight, scale = self._get_layer_params(layer)[:2]
         if scale.numel() == len(layer.logical_widths) > 1:  # one scale per fused weight
-            scale = torch.repeat_interleave(scale, torch.tensor(layer.logical_widths))
+            scale = torch.repeat_interleave(scale, torch.tensor(layer.logical_widths, device=scale.device))
         rows, scales, _ = _custom_ops.onednn_scaled_int8_quant(x.reshape(-1, x.shape[-1]), None, None, True)
         out = torch._int_mm(rows, weight.t()).float().mul_(scale.view(-1)).mul_(scales)
         if bias is not None:

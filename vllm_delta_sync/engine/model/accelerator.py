@@ -75,7 +75,7 @@ class Accelerator:
 
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
         """Return (nbytes,) uint8 in host memory that the device copies by itself."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def free_idle_memory(self, keeps_usual: bool = False) -> None:
         """Return to the device what the workspace keeps for the next version.

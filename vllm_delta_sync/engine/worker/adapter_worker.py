@@ -47,7 +47,8 @@ class AdapterWeights(nn.Module):
         self._index = {spec.name: index for index, spec in enumerate(table)}
         for index, spec in enumerate(table):
             size = spec.numel * spec.element.itemsize
-            memory = torch.full((size,), BLANK, dtype=torch.uint8).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+            memory = torch.full((size,), BLANK, dtype=torch.uint8, device="cpu")
+            memory = memory.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
             self.register_parameter(f"tensor_{index}", nn.Parameter(memory, requires_grad=False))
 
     def tensors(self) -> list[torch.Tensor]:
