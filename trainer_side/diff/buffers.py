@@ -71,7 +71,11 @@ class HostBuffer(BaselineBuffer):
 
 
 class DeviceBuffer(BaselineBuffer):
-    """Memory of a device. ``flat`` is (numel,) signed integers of the element's width."""
+    """Memory of a device. ``flat`` is (numel,) signed integers of the element's width.
+
+    The caller's thread and the background thread use it in turns, each on its own current stream. So every method
+    returns only once the device has done what it asked for: nothing then depends on the order of two streams.
+    """
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
@@ -81,10 +85,12 @@ class DeviceBuffer(BaselineBuffer):
 
     def write(self, bits: Bits) -> None:
         self.flat.copy_(_signed(bits))
+        self._wait_done()
 
     def put(self, positions: torch.Tensor, bits: torch.Tensor) -> None:
         """Replace the bits at (n,) int64 flat positions by (n,) signed integers; both on the device."""
         self.flat[positions] = bits
+        self._wait_done()
 
     def get(self, positions: Positions) -> Bits:
         return bits_of(self.flat[self._on_device(positions)].cpu())
@@ -94,12 +100,17 @@ class DeviceBuffer(BaselineBuffer):
         bits = bits_of(self.flat[positions_there].cpu())
         revert_distances(element, bits, np.arange(bits.size, dtype=np.int64), distances)
         self.flat[positions_there] = self._on_device(bits)
+        self._wait_done()
 
     def window(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
         return self.flat[start:stop].to(device)
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return _signed(array).to(self.flat.device)
+
+    def _wait_done(self) -> None:
+        if self.flat.device.type != "cpu":
+            torch.accelerator.current_stream(self.flat.device).synchronize()
 
 
 def move_buffer(buffer: BaselineBuffer, name: str, device: torch.device, location: BaselineLocation) -> BaselineBuffer:

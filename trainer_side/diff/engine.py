@@ -61,6 +61,7 @@ class Detector:
     def __init__(self, threads: int = 1) -> None:
         self._workers = [BackgroundThread(f"delta-sync-diff-{number}") for number in range(1, threads)]
         self._comparers = [_Comparer() for _ in range(threads)]
+        self._devices: set[torch.device] = set()
 
     def collect(self, spec: TensorSpec, buffer: BaselineBuffer, live: torch.Tensor, log: ChangeLog) -> Fingerprint:
         """Update the baseline of one tensor to the live values, and log the changes.
@@ -78,6 +79,8 @@ class Detector:
         if not live.is_cpu or not isinstance(buffer, HostBuffer):
             from trainer_side.diff.device import collect
 
+            if not live.is_cpu:
+                self._devices.add(live.device)
             return collect(spec, buffer, live, log)
         if not spec.numel:
             return Fingerprint()
@@ -130,9 +133,12 @@ class Detector:
             arrays.state[2] = compared
 
     def wait_idle(self) -> None:
-        """Wait until none of its threads is comparing; call it after an interrupted ``collect``."""
+        """Wait until none of its threads or devices is comparing; call it after an interrupted ``collect``."""
         for worker in self._workers:
             worker.call(lambda: None)
+        for device in self._devices:
+            # On all streams: which one the interrupted thread used is not known here.
+            torch.accelerator.synchronize(device)
 
     def close(self) -> None:
         """End the threads."""

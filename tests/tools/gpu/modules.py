@@ -8,10 +8,12 @@ With ``--device cpu`` the device is simulated: a rank has an accelerator whose s
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,7 +22,7 @@ from tests.support.modules import ModulePort, save_base
 from tests.tools.gpu.report import LeftOutError, Report
 from trainer_side import Publisher
 from trainer_side.diff import device as diff
-from trainer_side.diff.buffers import BaselineLocation
+from trainer_side.diff.buffers import BaselineLocation, DeviceBuffer
 from vllm_delta_sync import open_run
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.compat import write_hooks
@@ -29,6 +31,7 @@ from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import BusyError, MemoryLimitError
+from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.settings import Settings
@@ -38,6 +41,8 @@ LOCATIONS: dict[BaselineLocation, str] = {"host": "in host memory", "device": "o
 PUBLISHED = 3
 LEFT_BYTES = 64 << 20
 """Of a device that is filled: for what the runtime needs."""
+BUSY_CYCLES = 100_000_000
+"""Some 50 ms, in which a thread that does not wait reads or writes long before."""
 TRANSPOSED = "out_0"
 """The parameter whose weights lie transposed, as some kernels want them."""
 Parts = dict[str, tuple[int, ...]]
@@ -339,6 +344,31 @@ class Trial:
             f"weights to pinned memory ({copy:.0f} ms)"
         )
 
+    def streams(self) -> str:
+        """A baseline on the device is written in the trainer's stream, and read and put back in another thread's."""
+        before = torch.arange(1 << 20, dtype=torch.int16, device=self.device)
+        buffer, after = DeviceBuffer(before.clone()), ~before
+        where = torch.arange(len(before), device=self.device)
+        distances = (after - before).cpu().numpy().view(np.uint16)
+        synchronize(self.device)
+        element = DTYPES["I16"]
+        with ThreadPoolExecutor(1) as background:
+            for _ in range(self.repeats):
+                with busy_stream(self.device):
+                    buffer.put(where, after)
+                    found = background.submit(buffer.read).result()
+                assert np.array_equal(found, after.cpu().numpy().view(np.uint16)), "read before it was written"
+
+                def put_back() -> None:
+                    with busy_stream(self.device):
+                        buffer.revert(element, where.cpu().numpy(), distances)
+
+                background.submit(put_back).result()
+                with busy_stream(self.device, cycles=0):
+                    window = buffer.window(0, len(before), self.device).clone()
+                assert torch.equal(window, before), "compared before it was put back"
+        return f"{self.repeats} times, with {BUSY_CYCLES:,} cycles of other work before each write"
+
     def copy_ms(self) -> float:
         """Milliseconds to copy all weights to the host: the least that sending them whole takes."""
         pinned = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
@@ -396,6 +426,7 @@ def check_modules(report: Report, parameters: dict[str, Parts], device: torch.de
         report.check("staging without device memory", trial.out_of_memory)
         for location, where in LOCATIONS.items():
             report.check(f"publishing, 1% changed, baseline {where}", partial(trial.publish_from, location))
+        report.check("a baseline on the device, two streams", trial.streams)
         for dtype in (torch.bfloat16, torch.float32):
             report.check(f"the publisher's comparison, {str(dtype)[6:]}", partial(trial.compare, dtype))
     for trial in made:
@@ -441,6 +472,18 @@ def timed(device: torch.device, action: Callable[[], object]) -> float:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@contextmanager
+def busy_stream(device: torch.device, cycles: int = BUSY_CYCLES) -> Iterator[None]:
+    """Work on a stream of its own, which does not begin before the device has been busy for some cycles."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        if cycles:
+            torch.cuda._sleep(cycles)
+        yield
 
 
 def allocations(device: torch.device) -> int:
