@@ -521,6 +521,7 @@ class Publisher:
                 if self._maintenance is not None:
                     last.callback(self._maintenance.close)
                 last.callback(self._detector.close)
+                last.callback(self._committer.baseline.close)
                 last.callback(self._background.close)
                 if finish:
                     self._session.publish_last(timeout)

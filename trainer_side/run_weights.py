@@ -12,6 +12,7 @@ from trainer_side.background_thread import BackgroundThread
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.engine import compile_kernels
 from trainer_side.diff.pending_delta import PendingDelta
+from trainer_side.diff.version_changes import VersionChanges
 from trainer_side.encode.budget_selection import check_dtypes
 from trainer_side.encode.encoder import BaseCopies
 from trainer_side.model.quantized import quantized, to_quantize
@@ -30,7 +31,7 @@ from vllm_delta_sync.run.restore import check_base_bits, restore
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint
-from vllm_delta_sync.tensors.state import ModelState
+from vllm_delta_sync.tensors.state import AllocateBits, ModelState
 
 _Result = TypeVar("_Result")
 
@@ -100,7 +101,7 @@ class RunWeights(Protocol):
     def restore(self, manifest: Manifest) -> list[Bits]:
         """Return (numel,) bits per tensor of ``baseline`` at a version, from the bucket."""
 
-    def changes(self, pending: PendingDelta) -> Changes:
+    def changes(self, pending: PendingDelta) -> VersionChanges:
         """Return the changes of a pending delta in terms of ``table``; valid as ``PendingDelta.changes``."""
 
     def keep(self, changes: Mapping[int, Fingerprint]) -> None:
@@ -113,9 +114,8 @@ def prepare(baseline: Baseline, table: TensorTable, options: Options) -> None:
         check_dtypes(table)
     baseline.location = options.baseline
     compile_kernels(baseline.table)
-    nothing = Changes()
-    base_bits = BaseCopies(baseline, nothing)
-    encode(nothing, table, options.base_codec, options.compression, DeltaContext("", 1, 0), base_bits)
+    base_bits = BaseCopies(baseline, VersionChanges(table))
+    encode(Changes(), table, options.base_codec, options.compression, DeltaContext("", 1, 0), base_bits)
 
 
 class WholeWeights:
@@ -174,11 +174,10 @@ class WholeWeights:
         self._background.call(self.baseline.scan)
 
     def checkout(self, manifest: Manifest) -> None:
-        # At a takeover the baseline has no values yet, and keeps the arrays: only on disk they are mapped from a file.
+        # At a takeover the baseline has no values yet, and keeps the arrays.
         first = not self.baseline.fingerprints
-        state = self._restored(
-            manifest, in_memory=True if first else None, require_base=first and self.base is not None
-        )
+        room = self.baseline.room if first else None
+        state = self._restored(manifest, room, require_base=first and self.base is not None)
         self.baseline.replace(state.bits, manifest.model_fingerprint)
 
     def put_shards(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
@@ -191,11 +190,11 @@ class WholeWeights:
     def restore(self, manifest: Manifest) -> list[Bits]:
         return self._restored(manifest).bits
 
-    def _restored(self, manifest: Manifest, in_memory: bool | None = None, require_base: bool = False) -> ModelState:
-        in_memory = False if self._options.baseline == "disk" else in_memory
-        return restore(self.run, manifest, self.base, in_memory, require_base=require_base).state
+    def _restored(self, manifest: Manifest, room: AllocateBits | None = None, require_base: bool = False) -> ModelState:
+        in_memory = False if self._options.baseline == "disk" else None
+        return restore(self.run, manifest, self.base, in_memory, room=room, require_base=require_base).state
 
-    def changes(self, pending: PendingDelta) -> Changes:
+    def changes(self, pending: PendingDelta) -> VersionChanges:
         return pending.changes()
 
     def keep(self, changes: Mapping[int, Fingerprint]) -> None:

@@ -9,16 +9,15 @@ import torch
 
 from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, HostBuffer, move_buffer
 from trainer_side.diff.reader import host_bits
+from trainer_side.diff.slab import HostSlab
 from trainer_side.model.matching import check_fits, own_spec, target_names
 from trainer_side.model.sources import LiveTensors
 from vllm_delta_sync.errors import FingerprintError, ModelError, TensorMismatchError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.restore import scratch_file
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
-from vllm_delta_sync.tensors.state import contiguous_buffer
 
 logger = guarded_logger(__name__)
 
@@ -64,8 +63,9 @@ def names_in_run(live: LiveTensors, table: TensorTable) -> dict[str, list[str]]:
 class Baseline:
     """Bits of each tensor of the run: as many bytes as the model has in the served dtypes.
 
-    By ``location`` they are in host memory (pinned if the live tensor is on a CUDA device), or in an unnamed temporary
-    file that is mapped into memory, or on the device of the live tensor, where each moves at its first comparison.
+    By ``location`` they are in host memory (in one piece, which is pinned if a live tensor is on a CUDA device), or in
+    an unnamed temporary file that is mapped into memory, or on the device of the live tensor, where each moves at its
+    first comparison.
 
     Attributes:
         location: where the bits are kept. ``device`` concerns live tensors on a device; others are on the host.
@@ -97,7 +97,7 @@ class Baseline:
         self._partial = frozenset(partial)
         self._checkpoint = checkpoint
         self._buffers: list[BaselineBuffer | None] = [None] * len(table)
-        self._file: Sequence[Bits] | None = None
+        self._slab: HostSlab | None = None
         self._scrub_position = 0
 
     @classmethod
@@ -124,7 +124,9 @@ class Baseline:
 
     def buffer_on(self, tensor: int, device: torch.device) -> BaselineBuffer:
         """Return a tensor id's bits, moved to where a live tensor on ``device`` is compared; read from a base once."""
-        buffer = self._buffers[tensor] or self._copy(tensor, self.read(tensor))
+        buffer = self._buffers[tensor] or self._kept(tensor, self.read(tensor))
+        if device.type == "cuda" and self.location == "host" and self._slab is not None:
+            self._slab.pin(device)
         buffer = self._buffers[tensor] = move_buffer(buffer, self.table[tensor].name, device, self.location)
         return buffer
 
@@ -149,10 +151,8 @@ class Baseline:
         """Fingerprint every tensor, those of the base included."""
         self.fingerprints = [self._measure(tensor) for tensor in range(len(self.table))]
 
-    def replace(self, bits: Sequence[Bits], expected: Fingerprint) -> None:
-        """Replace all bits, by (numel,) bits per tensor id. Do not use the arrays afterwards: some are kept.
-
-        With location ``disk`` they must be writable, and mapped from a file.
+    def replace(self, bits: list[Bits], expected: Fingerprint) -> None:
+        """Replace all bits, by (numel,) bits per tensor id. Do not use the list afterwards: some arrays are kept.
 
         Raises:
             FingerprintError: they do not have the expected fingerprint; nothing was replaced.
@@ -167,12 +167,20 @@ class Baseline:
         """Return the fingerprints of (numel,) bits per tensor id."""
         return [fingerprint_tensor(spec.name, bits[tensor]) for tensor, spec in enumerate(self.table)]
 
-    def write_all(self, bits: Sequence[Bits], fingerprints: list[Fingerprint]) -> None:
+    def room(self, table: TensorTable) -> list[Bits]:
+        """Return memory for the bits of a version, (numel,) per tensor, which ``replace`` then need not copy.
+
+        For a baseline without values only. Args: table: of the run, or of the run that it branches from.
+        """
+        return [self._place(self.table.index(spec.name)) for spec in table]
+
+    def write_all(self, bits: list[Bits], fingerprints: list[Fingerprint]) -> None:
         """As ``replace``, with fingerprints that the caller has checked."""
         for tensor, buffer in enumerate(self._buffers):
             if buffer is None:
-                mapped = self.location == "disk"
-                self._buffers[tensor] = HostBuffer(np.asarray(bits[tensor]) if mapped else _writable(bits[tensor]))
+                self._buffers[tensor] = self._kept(tensor, bits[tensor])
+                # Otherwise a takeover would hold the model twice.
+                bits[tensor] = np.empty(0, bits[tensor].dtype)
             else:
                 buffer.write(bits[tensor])
         self.fingerprints = fingerprints
@@ -228,11 +236,10 @@ class Baseline:
         for name, tensor in live.read():
             for target in self.targets_of[name]:
                 spec = self.table[target]
-                bits = host_bits(tensor, spec.dtype)
                 buffer = captured[target]
                 if buffer is None:
-                    captured[target] = HostBuffer(bits) if self.location != "disk" else self._copy(target, bits)
-                elif not np.array_equal(buffer.bits, bits):
+                    captured[target] = HostBuffer(host_bits(tensor, spec.dtype, self._place(target)))
+                elif not np.array_equal(buffer.bits, host_bits(tensor, spec.dtype)):
                     raise TensorMismatchError(
                         f"tensor {name!r} is tied to {spec.name!r} but has other values; yield it once, or untie it"
                     )
@@ -283,16 +290,36 @@ class Baseline:
         """Return whether a version may carry all bits of a tensor rather than its changes: in one object."""
         return tensor not in self._partial
 
-    def _copy(self, tensor: int, bits: Bits) -> HostBuffer:
-        """Return a new buffer with a copy of (numel,) bits."""
-        if self.location != "disk":
-            return HostBuffer(np.array(bits))
-        if self._file is None:
-            self._file = contiguous_buffer(scratch_file)(self.table)
-        # A plain array, whose kernels are found without inspecting its class.
-        room = np.asarray(self._file[tensor])
-        np.copyto(room, bits)
-        return HostBuffer(room)
+    def close(self) -> None:
+        """Unpin its memory; it can still be read."""
+        if self._slab is not None:
+            self._slab.close()
+
+    def _place(self, tensor: int) -> Bits:
+        """Return the memory for the (numel,) bits of a tensor in host memory or on disk."""
+        spec, place = self.table[tensor], self._slab_place(tensor)
+        return np.empty(spec.numel, spec.element.uint) if place is None else place
+
+    def _slab_place(self, tensor: int) -> Bits | None:
+        """Return the place of a tensor in the slab; None if it gets memory of its own.
+
+        With location ``device`` all do, which is free once the tensor has moved, and tensors that the model lacks: they
+        are read from the base.
+        """
+        if self.location != "device" and self._slab is None:
+            present = {target for targets in self.targets_of.values() for target in targets}
+            on_disk = self.location == "disk"
+            self._slab = HostSlab((self.table[i] for i in range(len(self.table)) if on_disk or i in present), on_disk)
+        return None if self._slab is None else self._slab.places.get(self.table[tensor].name)
+
+    def _kept(self, tensor: int, bits: Bits) -> HostBuffer:
+        """Return a buffer with (numel,) bits: in their own memory if it is from ``room``, else a copy where needed."""
+        place = self._slab_place(tensor)
+        if place is None:
+            return HostBuffer(_writable(bits))
+        if place.ctypes.data != bits.ctypes.data:
+            np.copyto(place, bits)
+        return HostBuffer(place)
 
     def _measure(self, tensor: int) -> Fingerprint:
         return fingerprint_tensor(self.table[tensor].name, self.read(tensor))

@@ -9,7 +9,7 @@ import torch
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.tensors.bits import Bits, Positions, revert_distances
-from vllm_delta_sync.tensors.torch_views import SIGNED, bits_of
+from vllm_delta_sync.tensors.torch_views import bits_of
 
 BaselineLocation = Literal["host", "device", "disk"]
 
@@ -64,11 +64,6 @@ class HostBuffer(BaselineBuffer):
     def window(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
         return _signed(self.bits[start:stop]).to(device, non_blocking=True)
 
-    @property
-    def pinned(self) -> bool:
-        """Whether a device can copy from this memory by DMA."""
-        return _signed(self.bits).is_pinned()
-
 
 class DeviceBuffer(BaselineBuffer):
     """Memory of a device. ``flat`` is (numel,) signed integers of the element's width.
@@ -115,12 +110,8 @@ class DeviceBuffer(BaselineBuffer):
 
 def move_buffer(buffer: BaselineBuffer, name: str, device: torch.device, location: BaselineLocation) -> BaselineBuffer:
     """Return the same bits where a live tensor on ``device`` is compared; ``buffer`` itself if they are there."""
-    if device.type == "cpu":
+    if device.type == "cpu" or location != "device":
         return buffer if isinstance(buffer, HostBuffer) else HostBuffer(buffer.read())
-    if location != "device":
-        host = buffer if isinstance(buffer, HostBuffer) else HostBuffer(buffer.read())
-        pins = location == "host" and device.type == "cuda" and not host.pinned
-        return HostBuffer(_pinned(host.bits)) if pins else host
     if isinstance(buffer, DeviceBuffer) and buffer.flat.device == device:
         return buffer
     bits = buffer.read()
@@ -130,13 +121,6 @@ def move_buffer(buffer: BaselineBuffer, name: str, device: torch.device, locatio
         raise ModelError(
             f"tensor {name!r}: {device} has no {bits.nbytes} bytes left for its baseline; publish with baseline='host'"
         ) from error
-
-
-def _pinned(bits: Bits) -> Bits:
-    memory = torch.empty(bits.size, dtype=SIGNED[bits.itemsize], device="cpu", pin_memory=True)
-    pinned = bits_of(memory)
-    np.copyto(pinned, bits)
-    return pinned
 
 
 def _signed(bits: np.ndarray) -> torch.Tensor:

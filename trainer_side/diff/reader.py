@@ -118,22 +118,24 @@ class Reader:
         return scratch
 
 
-def host_bits(tensor: torch.Tensor, dtype: str) -> Bits:
+def host_bits(tensor: torch.Tensor, dtype: str, out: Bits | None = None) -> Bits:
     """Copy of the bit patterns of a tensor rounded to ``dtype``, to nearest even.
 
     Args:
         tensor: of any shape, layout of strides, and device.
         dtype: safetensors name of the served dtype.
+        out: (numel,) to copy them to; None makes an array.
 
     Returns:
         (numel,) in row-major order.
     """
+    bits = np.empty(tensor.numel(), f"<u{TORCH_DTYPES[dtype].itemsize}") if out is None else out
     if tensor.device.type != "cpu":
-        return bits_of(tensor.detach().contiguous().to(TORCH_DTYPES[dtype]).cpu())
+        np.copyto(bits, bits_of(tensor.detach().contiguous().to(TORCH_DTYPES[dtype]).cpu()))
+        return bits
     live, found = split_boxes(tensor.detach(), 1)
     from vllm_delta_sync.tensors import diff_kernels
 
-    bits = np.empty(tensor.numel(), f"<u{TORCH_DTYPES[dtype].itemsize}")
     reader = Reader()
     for start, index in chain.from_iterable(found):
         for offset, fresh, nan in reader.read(live[index], dtype):

@@ -84,7 +84,9 @@ class RankCoordinator:
 
     def begin(self) -> tuple[FullState, str | None]:
         def work() -> Json:
-            baseline = self._baseline = ShardBaseline.captured_parts(self.live, self.base, self._group.rank)
+            baseline = self._baseline = ShardBaseline.captured_parts(
+                self.live, self.base, self._group.rank, self._options.baseline
+            )
             prepare(baseline.parts, baseline.whole, self._options)
             baseline.scan()
             return {

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from trainer_side.diff.baseline import Baseline, names_in_run, new_run_tensors
+from trainer_side.diff.buffers import BaselineLocation
 from trainer_side.diff.pending_delta import PendingDelta, batches
 from trainer_side.model.sources import LiveTensors
 from trainer_side.ranks.shard_parts import ModuleParts
@@ -83,10 +84,13 @@ class ShardBaseline:
             self._of_tensor.setdefault(table[tensor].name, []).append((number, box))
 
     @classmethod
-    def captured_parts(cls, live: ModuleParts, base: str | Path | None, rank: int) -> Self:
+    def captured_parts(
+        cls, live: ModuleParts, base: str | Path | None, rank: int, location: BaselineLocation = "host"
+    ) -> Self:
         """Return the baseline of a new run, from the current parts."""
         table, names, checkpoint = new_run_tensors(_WholeTensors(live), base)
         baseline = cls(live, table, names, checkpoint, rank)
+        baseline.parts.location = location
         baseline.parts.capture(live)
         if checkpoint is not None:
             baseline.parts.warn_of_missing("base")
@@ -120,7 +124,7 @@ class ShardBaseline:
             shares[tensor] = shares.get(tensor, Fingerprint()) + share
         return shares
 
-    def replace_bits(self, bits: Sequence[Bits], shares: dict[int, Fingerprint]) -> None:
+    def replace_bits(self, bits: list[Bits], shares: dict[int, Fingerprint]) -> None:
         """Replace all bits, after the sum of all ranks' shares was checked; else as ``Baseline.replace``."""
         self.parts.write_all(bits, self.parts.fingerprints_of(bits))
         self.shares = shares

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from vllm_delta_sync.errors import FingerprintError, TensorMismatchError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions, apply_distances
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import Changes, Sparse
@@ -153,16 +153,21 @@ class ModelState:
         return ((None, self.bits[tensor]),)
 
 
+def slab_layout(specs: Iterable[TensorSpec]) -> tuple[list[int], int]:
+    """Return where each tensor begins in one buffer that holds all of them, aligned, and the buffer's bytes."""
+    starts, end = [], 0
+    for spec in specs:
+        end = -(-end // _ALIGNMENT) * _ALIGNMENT
+        starts.append(end)
+        end += spec.nbytes
+    return starts, end
+
+
 def contiguous_buffer(allocate: Callable[[int], np.ndarray]) -> AllocateBits:
     """Put all tensors, aligned, into one buffer. Args: allocate: number of bytes → (bytes,) uint8 array."""
 
     def place(table: TensorTable) -> list[Bits]:
-        starts = []
-        end = 0
-        for spec in table:
-            end = -(-end // _ALIGNMENT) * _ALIGNMENT
-            starts.append(end)
-            end += spec.nbytes
+        starts, end = slab_layout(table)
         memory = allocate(end)
         return [
             memory[start : start + spec.nbytes].view(spec.element.uint)
