@@ -1,6 +1,8 @@
 """Delta objects read and written piece by piece: the same as whole, in memory of a few tensors."""
 
 import tempfile
+from collections.abc import Iterator
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,10 +21,12 @@ from vllm_delta_sync.codec.delta_reader import LazyDelta, decode, pieces_of
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.merge import merge_changes, merge_lazily
 from vllm_delta_sync.codec.merge_spool import DeltaSpool
+from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import ChainError, FormatError, TensorMismatchError, UnsupportedError
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.bits import Bits, Positions
 from vllm_delta_sync.tensors.changes import Changes, Full
 
 
@@ -94,6 +98,36 @@ def test_one_block_gives_the_bytes_of_the_encoder(tmp_path: Path) -> None:
     changes.sparse.sort(key=lambda group: group.dtype)
     _, data = spooled([changes], TABLE, tmp_path)
     assert data == encode(changes, TABLE, "packed", "zstd", CONTEXT)
+
+
+@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
+@pytest.mark.parametrize("compression", ["zstd", "none"])
+def test_large_tensors_are_written_with_a_piece_in_memory(
+    codec: Codec, compression: Compression, tmp_path: Path
+) -> None:
+    """Blocks of 50 elements: most tensors are blocks of their own, whose changes come 7 at a time; one is in full."""
+    random = np.random.default_rng(5)
+    old = random_bits(TABLE, random)
+    new = nudge(old, random, 0.3)
+    changes = changes_between(TABLE, old, new, full=[2])
+    spool = DeltaSpool(tmp_path, TABLE, CONTEXT, compression, codec, state_of(TABLE, old).base_tensor, 50)
+    for group in sorted(changes.sparse, key=lambda group: group.dtype):
+        for tensor, positions, distances in group.tensors():
+            data = distances if codec != "raw" else new[tensor][positions]
+
+            def pieces(positions: Positions = positions, data: Bits = data) -> Iterator[tuple[Positions, Bits]]:
+                return ((positions[at : at + 7], data[at : at + 7]) for at in range(0, positions.size, 7))
+
+            spool.add_large(tensor, positions.size, pieces)
+    spool.add(changes.full[0])
+    ref = spool.finish(tmp_path / "object", changes.fingerprints)
+    spool.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["object"]
+    read = (tmp_path / "object").read_bytes()
+    assert sha256(read).hexdigest() == ref.sha256
+    state = state_of(TABLE, old)
+    state.apply(decode(read, TABLE, CONTEXT, state.base_tensor))
+    assert [bits.tobytes() for bits in state.bits] == [bits.tobytes() for bits in new]
 
 
 @pytest.mark.parametrize("compression", ["zstd", "none"])

@@ -206,6 +206,25 @@ def test_size_is_near_the_entropy_of_positions_and_values(share: float, most: fl
     assert sum(array.nbytes for _, array in arrays.values()) < most * bound
 
 
+@given(st.data(), st.sampled_from(sorted(DTYPES)), st.lists(st.integers(1, 20), max_size=5))
+def test_planes_in_pieces_are_those_of_the_whole(data: st.DataObject, dtype: str, sizes: list[int]) -> None:
+    """Wherever the pieces end, whatever their dtype, few and many elements changed."""
+    positions, distances, numel = data.draw(tensors_of(dtype))[0]
+    group, table = group_of(dtype, [(positions, distances, numel)])
+    whole, rows = encoded(group, table, "none")
+    cuts = np.cumsum(sizes)
+    pieces = zip(np.split(positions, cuts), np.split(distances, cuts), strict=True)
+    found: dict[str, list[np.ndarray]] = {}
+    kind = packed.write_planes(
+        table[0], positions.size, pieces, lambda part, plane: found.setdefault(part, []).append(plane.copy())
+    )
+    assert kind == rows[0]["kind"]
+    expected = {name.removeprefix("@0."): array for name, (_, array) in whole.items()}
+    assert found.keys() == expected.keys() - {"ids", "counts"}
+    for part, plane in found.items():
+        assert np.array_equal(np.concatenate(plane), expected[part]), part
+
+
 @given(st.data(), st.sampled_from(sorted(DTYPES)), st.sampled_from(["zstd", "none"]), st.sampled_from([1, 20, 10**6]))
 def test_tensors_in_full_come_back(data: st.DataObject, dtype: str, compression: str, most: int) -> None:
     numels = data.draw(st.lists(st.sampled_from([0, 1, 9, 33]), min_size=1, max_size=4))

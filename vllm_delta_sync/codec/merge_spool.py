@@ -1,34 +1,39 @@
-"""``DeltaSpool`` writes a delta object of a relative codec piece by piece, with one block or tensor in memory.
+"""``DeltaSpool`` writes a delta object piece by piece, with one block in memory.
 
-Merged deltas are written this way; ``delta_writer.encode`` writes an object at once.
+Merged deltas and large versions are written this way; ``delta_writer.encode`` writes an object at once.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any
+from tempfile import TemporaryFile
+from types import TracebackType
+from typing import IO, Any, Self
 
 import numpy as np
 
-from vllm_delta_sync.codec import packed
-from vllm_delta_sync.codec.delta_object import FINGERPRINTS, METADATA_KEY, BlockEntries, DeltaContext
+from vllm_delta_sync.codec import packed, raw
+from vllm_delta_sync.codec.delta_object import FINGERPRINTS, METADATA_KEY, Block, BlockEntries, DeltaContext, Kind
 from vllm_delta_sync.codec.delta_writer import encode_sparse, fingerprint_lanes, metadata_text
-from vllm_delta_sync.codec.zstd import Compression
+from vllm_delta_sync.codec.zstd import Compression, compress_pieces
 from vllm_delta_sync.errors import StoreError
-from vllm_delta_sync.format.codecs import Codec
+from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.dtypes import dtype_of
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import ObjectRef, object_key
 from vllm_delta_sync.format.safetensors_file import header_bytes, layout
-from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.bits import BaseLookup
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.bits import BaseLookup, Bits, Positions
 from vllm_delta_sync.tensors.changes import Full, Sparse
 
 SPOOL_ELEMENTS = 2 * 1024 * 1024
 """A block is closed at this many elements; fewer than in a publisher's objects, to save scratch memory."""
 COPY_BYTES = 4 * 1024 * 1024
+PIECE_BYTES = 1024 * 1024
+"""Bytes of a plane that are compressed at once."""
 
 
 class DeltaSpool:
@@ -38,7 +43,8 @@ class DeltaSpool:
     fsynced, since the object is uploaded from here. ``close`` removes the scratch file, finished or not.
 
     Args:
-        codec: ``packed`` or ``context``. old: the bits at the base version, which codec ``context`` needs.
+        codec: of the pieces. old: the bits at the base version, which codec ``context`` needs.
+        block_elements: a block is closed at this many elements; None for ``SPOOL_ELEMENTS``.
 
     Attributes:
         bytes: of the pieces so far. changed: elements. tensors: ids carried. full: number of them sent in full.
@@ -52,7 +58,10 @@ class DeltaSpool:
         compression: Compression,
         codec: Codec = "packed",
         old: BaseLookup | None = None,
+        block_elements: int | None = None,
     ) -> None:
+        self._block_elements = SPOOL_ELEMENTS if block_elements is None else block_elements
+        self._named = compression == "none" or codec not in RELATIVE_CODECS
         self._folder, self._table, self._context, self._compression = folder, table, context, compression
         self._codec, self._old = codec, old
         self.bytes = self.changed = self.full = 0
@@ -65,7 +74,7 @@ class DeltaSpool:
         self._file: IO[bytes] = self._path.open("w+b")
 
     def add(self, piece: Sparse | Full) -> None:
-        """Append changed elements (ULP distances) or a tensor in full; a tensor may come only once.
+        """Append changed elements or a tensor in full; a tensor may come only once.
 
         Raises:
             StoreError: the disk is full.
@@ -80,19 +89,46 @@ class DeltaSpool:
         self._pending.append(piece)
         self.tensors.update(piece.ids.tolist())
         self.changed += piece.positions.size
-        if sum(group.positions.size for group in self._pending) >= SPOOL_ELEMENTS:
+        if sum(group.positions.size for group in self._pending) >= self._block_elements:
             self._flush()
+
+    def add_large(self, tensor: int, count: int, pieces: Callable[[], Iterable[tuple[Positions, Bits]]]) -> None:
+        """Append the changed elements of one tensor, with a piece of it in memory; in codec ``context`` as ``packed``.
+
+        Args:
+            tensor: id. count: number of elements. pieces: returns positions (n,) int64, ascending, and data (n,) as in
+                ``Sparse``; called up to twice.
+
+        Raises:
+            StoreError: the disk is full.
+        """
+        self._flush()
+        spec = self._table[tensor]
+        self.tensors.add(tensor)
+        self.changed += count
+        if self._codec == "raw":
+            name, dtype = raw.index_type(spec)
+            self._write_pieces(spec.name + raw.INDICES, name, (count,), (where.astype(dtype) for where, _ in pieces()))
+            self._write_pieces(spec.name + raw.VALUES, spec.dtype, (count,), (values for _, values in pieces()))
+            return
+        with _PlaneFiles(self._folder) as planes:
+            kind = packed.write_planes(spec, count, pieces(), planes.write)
+            self._write_block(spec, tensor, kind, planes.read(), ("counts", "U64", np.array([count], "<u8")))
 
     def _add_full(self, tensor: Full) -> None:
         self.tensors.add(tensor.id)
         self.changed += tensor.bits.size
         self.full += 1
-        if self._compression == "none":
-            spec = self._table[tensor.id]
+        spec = self._table[tensor.id]
+        if self._named:
             self._write(spec.name, spec.dtype, spec.shape, tensor.bits)
             return
+        if spec.numel > self._block_elements:
+            self._flush_full()
+            self._write_block(spec, tensor.id, "full", _byte_planes(tensor.bits))
+            return
         self._whole.append(tensor)
-        if sum(full.bits.size for full in self._whole) >= SPOOL_ELEMENTS:
+        if sum(full.bits.size for full in self._whole) >= self._block_elements:
             self._flush_full()
 
     def finish(self, path: Path, fingerprints: Mapping[int, Fingerprint]) -> ObjectRef:
@@ -146,7 +182,7 @@ class DeltaSpool:
                 np.concatenate([getattr(group, part) for group in groups])
                 for part in ("ids", "counts", "positions", "data")
             )
-            joined = Sparse(joined.dtype, ids, counts, positions, data, relative=True)
+            joined = Sparse(joined.dtype, ids, counts, positions, data, joined.relative)
         blocks = BlockEntries(len(self._blocks))
         encode_sparse(blocks, [joined], self._table, self._codec, self._compression, self._old)
         self._write_blocks(blocks)
@@ -162,12 +198,89 @@ class DeltaSpool:
             self._write(name, dtype, array.shape, array)
         self._blocks += blocks.rows
 
+    def _write_block(
+        self,
+        spec: TensorSpec,
+        tensor: int,
+        kind: Kind,
+        planes: Iterable[tuple[str, int, Iterator[np.ndarray]]],
+        *entries: tuple[str, str, np.ndarray],
+    ) -> None:
+        """Write a block of one tensor.
+
+        Args:
+            planes: name, bytes, and these as (n,) uint8, of the entries to compress. entries: the others.
+        """
+        block = Block(len(self._blocks), spec.element, kind)
+        for part, dtype, array in (("ids", "U32", np.array([tensor], "<u4")), *entries):
+            self._write(f"{block.name}.{part}", dtype, array.shape, array)
+        for part, size, pieces in planes:
+            compressed = compress_pieces(pieces, size, self._compression)
+            self._write_pieces(f"{block.name}.{part}", "U8", None, compressed)
+        self._blocks.append({"dtype": spec.dtype, "kind": kind})
+
     def _write(self, name: str, dtype: str, shape: tuple[int, ...], array: np.ndarray) -> None:
+        self._write_pieces(name, dtype, shape, iter([array]))
+
+    def _write_pieces(
+        self, name: str, dtype: str, shape: tuple[int, ...] | None, pieces: Iterator[np.ndarray] | Iterator[bytes]
+    ) -> None:
+        """Write an entry. Args: shape: None for that of its bytes, which are then U8."""
         try:
-            self._entries[name] = (dtype, shape, self._file.seek(0, os.SEEK_END))
-            self.bytes += self._file.write(np.ascontiguousarray(array).view(np.uint8).data)
+            start = self._file.seek(0, os.SEEK_END)
+            size = 0
+            for piece in pieces:
+                size += self._file.write(
+                    np.ascontiguousarray(piece).view(np.uint8).data if isinstance(piece, np.ndarray) else piece
+                )
+            self._entries[name] = (dtype, (size,) if shape is None else shape, start)
+            self.bytes += size
         except OSError as error:
             raise _full(self._folder, error) from error
+
+
+def _byte_planes(bits: Bits) -> Iterator[tuple[str, int, Iterator[np.ndarray]]]:
+    """Yield name, size and pieces of the planes of a tensor in full, as ``packed.encode_full`` names them."""
+    rows = np.ascontiguousarray(bits).view(np.uint8).reshape(bits.size, bits.itemsize)
+    starts = range(0, bits.size, PIECE_BYTES)
+    for byte in range(bits.itemsize):
+        pieces = (np.ascontiguousarray(rows[start : start + PIECE_BYTES, byte]) for start in starts)
+        yield f"bits.{byte}", bits.size, pieces
+
+
+class _PlaneFiles:
+    """Uncompressed planes of a block, each in an unnamed file in a folder: they may be as large as the tensor."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, IO[bytes]] = {}
+
+    def write(self, part: str, plane: np.ndarray) -> None:
+        """Append to a plane. Raises StoreError if the disk is full."""
+        try:
+            if part not in self._files:
+                self._files[part] = TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
+            data = np.ascontiguousarray(plane).data
+            while len(data):
+                data = data[self._files[part].write(data) :]
+        except OSError as error:
+            raise _full(self._folder, error) from error
+
+    def read(self) -> Iterator[tuple[str, int, Iterator[np.ndarray]]]:
+        """Yield name, size and pieces of each plane."""
+        for part, file in self._files.items():
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            yield part, size, (np.frombuffer(piece, np.uint8) for piece in iter(partial(file.read, PIECE_BYTES), b""))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files.values():
+            file.close()
 
 
 def _full(folder: Path, error: OSError) -> StoreError:

@@ -5,7 +5,7 @@ Every plane is entropy-coded separately. Entries of a sparse or dense block k: `
 kind full has whole tensors as byte planes of their bits, also in codec ``context``: ``@k.ids`` U32, ``@k.bits.0`` … U8.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -27,7 +27,7 @@ from vllm_delta_sync.errors import FormatError, LimitError
 from vllm_delta_sync.format.dtypes import DTYPES, DType
 from vllm_delta_sync.format.limits import MAX_DENSE_RATIO
 from vllm_delta_sync.format.safetensors_file import Container, aligned
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.changes import Full, Sparse
 
 DENSE_RATIO = 4
@@ -79,8 +79,11 @@ def _gap_planes(positions: np.ndarray, directory: Directory) -> dict[str, np.nda
     gaps, low = np.empty(positions.size, np.uint8), np.zeros(_low_bytes(counts, shifts), np.uint8)
     escapes = np.empty(positions.size, "<u8")
     used = packed_kernels.encode_gaps(positions, counts, shifts, gaps, low, escapes)
-    planes = np.ascontiguousarray(escapes[:used].view(np.uint8).reshape(used, 8).T).reshape(-1)
-    return {"gaps": gaps, "low": low, "escapes": planes}
+    return {"gaps": gaps, "low": low, "escapes": _planes_of(escapes[:used])}
+
+
+def _planes_of(escapes: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(escapes.view(np.uint8).reshape(escapes.size, 8).T).reshape(-1)
 
 
 def gap_shifts(directory: Directory) -> np.ndarray:
@@ -109,6 +112,65 @@ def value_planes(distances: np.ndarray, counts: np.ndarray) -> dict[str, np.ndar
     table = wide[:wides].view(np.uint8).reshape(wides, width)
     planes = {f"wide.{byte}": np.ascontiguousarray(table[:, byte]) for byte in range(width)}
     return {"codes": codes, "small": small[:smalls]} | planes
+
+
+def write_planes(
+    spec: TensorSpec,
+    count: int,
+    pieces: Iterable[tuple[np.ndarray, np.ndarray]],
+    write: Callable[[str, np.ndarray], None],
+) -> Kind:
+    """Write the uncompressed planes of a block that has one tensor, as ``encode`` makes them, piece by piece.
+
+    Args:
+        count: number of changed elements, at least 1. pieces: (n,) int64 positions and (n,) ULP distances, ascending.
+        write: called with the name of a plane and the (m,) uint8 that follow in it; with every plane at least once.
+
+    Returns:
+        The block's kind.
+    """
+    from vllm_delta_sync.codec import packed_kernels
+
+    dense = count * DENSE_RATIO > spec.numel
+    directory = Directory(np.zeros(1, np.uint32), np.array([count]), np.array([spec.numel]))
+    shifts = gap_shifts(directory)
+    mask = np.zeros(_mask_bytes(directory.numels) if dense else 0, np.uint8)
+    low = np.zeros(0 if dense else _low_bytes(directory.counts, shifts), np.uint8)
+    escapes: list[np.ndarray] = []
+    done, following = 0, np.int64(0)
+    for positions, distances in _in_whole_bytes(pieces):
+        size = np.array([positions.size])
+        if dense:
+            packed_kernels.encode_mask(positions, size, directory.numels, mask)
+        else:
+            gaps, over = np.empty(positions.size, np.uint8), np.empty(positions.size, "<u8")
+            begin = done * int(shifts[0]) >> 3
+            used = packed_kernels.encode_gaps(positions - following, size, shifts, gaps, low[begin:], over)
+            following = positions[-1] + 1
+            write("gaps", gaps)
+            escapes.append(over[:used].copy())
+        for part, plane in value_planes(distances, size).items():
+            write(part, plane)
+        done += positions.size
+    if dense:
+        write("mask", mask)
+        return "dense"
+    write("low", low)
+    write("escapes", _planes_of(np.concatenate(escapes)))
+    return "sparse"
+
+
+def _in_whole_bytes(pieces: Iterable[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Cut the pieces anew, so that all but the last one end where each plane ends a byte: after 8 elements."""
+    left = None
+    for piece in pieces:
+        positions, data = piece if left is None else map(np.concatenate, zip(left, piece, strict=True))
+        cut = positions.size & ~7
+        if cut:
+            yield positions[:cut], data[:cut]
+        left = positions[cut:], data[cut:]
+    if left is not None and left[0].size:
+        yield left
 
 
 def _low_bytes(counts: np.ndarray, shifts: np.ndarray) -> int:

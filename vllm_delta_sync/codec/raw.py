@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_delta_sync.errors import FormatError, TensorMismatchError, UsageError
 from vllm_delta_sync.format.safetensors_file import Container, aligned
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.changes import Sparse
 
 INDICES = ".indices"
@@ -33,11 +33,15 @@ def encode(groups: list[Sparse], table: TensorTable) -> Arrays:
     for group in groups:
         for tensor, positions, values in group.tensors():
             spec = table[tensor]
-            small = spec.numel <= np.iinfo(np.int32).max
-            indices = positions.astype("<i4" if small else "<i8")
-            arrays[spec.name + INDICES] = ("I32" if small else "I64", indices)
+            name, dtype = index_type(spec)
+            arrays[spec.name + INDICES] = (name, positions.astype(dtype))
             arrays[spec.name + VALUES] = (spec.dtype, values)
     return arrays
+
+
+def index_type(spec: TensorSpec) -> tuple[str, str]:
+    """Return the dtype of a tensor's indices, as safetensors and as numpy name it."""
+    return ("I32", "<i4") if spec.numel <= np.iinfo(np.int32).max else ("I64", "<i8")
 
 
 def decode(container: Container, table: TensorTable, what: str) -> list[Sparse]:

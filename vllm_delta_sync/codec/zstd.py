@@ -1,5 +1,6 @@
 """``compress``, ``decompress`` and ``Plane``: byte planes as zstd frames that declare their size, or uncompressed."""
 
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -26,6 +27,18 @@ def compress(plane: np.ndarray, compression: Compression) -> np.ndarray:
     if compression == "none":
         return plane
     return np.frombuffer(zstandard.ZstdCompressor(compression_params=_PARAMETERS).compress(plane.data), np.uint8)
+
+
+def compress_pieces(pieces: Iterable[np.ndarray], size: int, compression: Compression) -> Iterator[bytes]:
+    """Yield what ``compress`` returns for (size,) uint8 that come in pieces: a frame that expands to the same bytes."""
+    if compression == "none":
+        for piece in pieces:
+            yield piece.tobytes()
+        return
+    frame = zstandard.ZstdCompressor(compression_params=_PARAMETERS).compressobj(size=size)
+    for piece in pieces:
+        yield frame.compress(piece.data)
+    yield frame.flush()
 
 
 def decompress(data: np.ndarray, size: int, compression: Compression, what: str) -> np.ndarray:

@@ -1,7 +1,7 @@
 """``Changes``: the decoded changes between two versions, which encoders, decoders and receivers exchange."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -98,15 +98,7 @@ class Changes:
         for group in self.sparse:
             width = group.positions.itemsize + group.data.itemsize
             sizes.update(dict(zip(group.ids.tolist(), (group.counts * width).tolist(), strict=True)))
-        found: list[set[int]] = [set()]
-        room = most_bytes
-        for tensor in sorted(sizes):
-            if found[-1] and sizes[tensor] > room:
-                found.append(set())
-                room = most_bytes
-            found[-1].add(tensor)
-            room -= sizes[tensor]
-        limits.check_object_count(len(found), most_bytes, sizes.total(), most_parts)
+        found = split_by_bytes(sizes, most_bytes, most_parts)
         return [self._only(tensors) for tensors in found] if len(found) > 1 else [self]
 
     def _only(self, tensors: set[int]) -> "Changes":
@@ -126,3 +118,24 @@ class Changes:
         sparse = [replace(group, data=group.data.dtype.type(0) - group.data) for group in self.sparse]
         none = Fingerprint()
         return Changes(sparse, [], {tensor: none - change for tensor, change in self.fingerprints.items()})
+
+
+def split_by_bytes(sizes: Mapping[int, int], most_bytes: int, most_parts: int) -> list[set[int]]:
+    """Split tensor ids, ascending, into parts of at most ``most_bytes``; a larger tensor gets its own part.
+
+    Args:
+        sizes: tensor id → bytes.
+
+    Raises:
+        LimitError: there are more than ``most_parts``.
+    """
+    found: list[set[int]] = [set()]
+    room = most_bytes
+    for tensor in sorted(sizes):
+        if found[-1] and sizes[tensor] > room:
+            found.append(set())
+            room = most_bytes
+        found[-1].add(tensor)
+        room -= sizes[tensor]
+    limits.check_object_count(len(found), most_bytes, sum(sizes.values()), most_parts)
+    return found
