@@ -11,7 +11,7 @@ from typing import TypeVar
 from trainer_side import manifests
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.encode.budget_selection import BudgetSelection
-from trainer_side.encode.encoder import Encoder
+from trainer_side.encode.encoder import EncodedObject, Encoder
 from trainer_side.encode.update_gate import UpdateGate
 from trainer_side.maintenance import BackgroundMaintenance, RebaseTag
 from trainer_side.options import Options
@@ -60,7 +60,7 @@ class _RankContents:
 
     codec: Codec
     refs: list[ObjectRef] = field(default_factory=list)
-    data: list[bytes] = field(default_factory=list)
+    data: list[EncodedObject] = field(default_factory=list)
     changes: Mapping[int, Fingerprint] = field(default_factory=dict)
     found: int = 0
     changed: int = 0
@@ -121,7 +121,6 @@ class Committer:
         self.writer = opened.writer
         self.current = opened.current
         self.stopped: DeltaSyncError | None = None
-        self.suspect = False
         self._closed = False
         self._encoder = Encoder(self.baseline, weights.table, options, opened.writer.bandwidth, group.size)
         self._gate = None if options.gate is None else UpdateGate(options.gate, self.baseline)
@@ -132,6 +131,14 @@ class Committer:
     def newest(self) -> Manifest:
         """The newest durable version."""
         return self.current if self.writer.newest is None else self.writer.newest
+
+    @property
+    def suspect(self) -> bool:
+        return self.baseline.suspect
+
+    @suspect.setter
+    def suspect(self, value: bool) -> None:
+        self.baseline.suspect = value
 
     @property
     def run(self) -> Run:
@@ -177,6 +184,7 @@ class Committer:
                 logger.error("version %d: %s", version, error)
             raise
         finally:
+            self._encoder.release()
             if pending.open and self._uncertain is None:
                 pending.revert()
         if self._maintenance is not None:

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from hashlib import sha256
 from pathlib import Path
 
+from trainer_side.encode.encoder import EncodedObject, ObjectFile
 from trainer_side.encode.upload_bandwidth import UploadBandwidth
 from trainer_side.options import Options
 from vllm_delta_sync.bucket import Bucket
@@ -130,8 +131,11 @@ class RunWriter:
         self._notice = notice
         self.notify()
 
-    def put_object(self, data: bytes) -> ObjectRef:
+    def put_object(self, data: EncodedObject) -> ObjectRef:
         """Store a version's object under its digest; from any thread."""
+        if isinstance(data, ObjectFile):
+            self.put_file(data.ref, data.path)
+            return data.ref
         digest = sha256(data).hexdigest()
         ref = ObjectRef(key=object_key(digest), bytes=len(data), sha256=digest)
         self.put_file(ref, data)
@@ -164,7 +168,7 @@ class RunWriter:
         if not intact:
             raise StoreError(f"object {ref.key} reads back with another SHA-256 than its name: check the store")
 
-    def restore_if_collected(self, ref: Stored, data: bytes) -> None:
+    def restore_if_collected(self, ref: Stored, data: EncodedObject) -> None:
         """Store a committed version's object again if it was collected before the manifest was written.
 
         A garbage collection whose ``min_age`` is shorter than the upload took sees an object without a manifest. A
@@ -178,7 +182,7 @@ class RunWriter:
             return
         logger.warning("object %s was removed while its version was committed; it is stored again", ref.key)
         try:
-            self._bucket.put(ref.key, data)
+            self._bucket.put(ref.key, data.path if isinstance(data, ObjectFile) else data)
         except DeltaSyncError as error:
             logger.error("object %s of a committed version is gone and could not be stored again: %s", ref.key, error)
 

@@ -17,8 +17,8 @@ import zstandard
 from benchmarks.common.training_data import Bits, Weights
 from trainer_side.diff.buffers import HostBuffer
 from trainer_side.diff.engine import Detector
-from trainer_side.diff.pending_delta import batches, join_logs
 from trainer_side.diff.undo_log import ChangeLog
+from trainer_side.diff.version_changes import SparseTensor, VersionChanges
 from vllm_delta_sync.codec import delta_reader, delta_writer
 from vllm_delta_sync.codec.context import tile_threads
 from vllm_delta_sync.codec.delta_object import DeltaContext
@@ -108,14 +108,13 @@ def find_changes(baseline: list[Bits], new: list[Bits], table: TensorTable, rela
         change = detector.collect(spec, HostBuffer(baseline[tensor]), live, log)
         if log.size:
             logs[tensor], fingerprints[tensor] = log, change
-    groups = []
-    for batch in batches({tensor: log.size for tensor, log in logs.items()}, table):
-        group = join_logs(DTYPE, batch, [logs[tensor] for tensor in batch])
-        if not relative:
-            bits = [new[tensor][positions] for tensor in batch for positions, _ in logs[tensor].pieces()]
-            group = replace(group, data=np.concatenate(bits), relative=False)
-        groups.append(group)
-    return Changes(groups, [], fingerprints)
+    sparse = [SparseTensor(tensor, log.size, log.pieces) for tensor, log in logs.items()]
+    changes = VersionChanges(table, sparse=sparse, fingerprints=fingerprints).load()
+    if not relative:
+        for number, group in enumerate(changes.sparse):
+            bits = [new[tensor][positions] for tensor, positions, _ in group.tensors()]
+            changes.sparse[number] = replace(group, data=np.concatenate(bits), relative=False)
+    return changes
 
 
 def flats(weights: Weights) -> list[Bits]:

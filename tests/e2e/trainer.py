@@ -61,7 +61,7 @@ def upload_by_processes(url: str, writers: int) -> set[int]:
         putting.add(process)
         return ref
 
-    RunWriter.put_object = put  # type: ignore[method-assign]
+    RunWriter.put_object = put  # type: ignore[assignment, method-assign]
     return putting
 
 

@@ -26,6 +26,7 @@ from tests.support.samples import CONTEXT
 from trainer_side import Gate, Publisher
 from trainer_side.diff.dense_or_sparse import SPARSE_RATIO, full_is_smaller
 from trainer_side.diff.undo_log import ChangeLog, ExpandedChanges
+from trainer_side.diff.version_changes import FullTensor, SparseTensor, VersionChanges
 from trainer_side.encode import upload_bandwidth as module
 from trainer_side.encode.codec_policy import (
     CONTEXT_SHARE,
@@ -117,10 +118,9 @@ def test_positions_take_their_entropy() -> None:
 
 def test_full_tensors_are_no_work() -> None:
     table = TensorTable([TensorSpec(name, "BF16", (size,)) for name, size in (("a", 100), ("b", 50), ("c", 7))])
-    positions, data = np.array([1, 5, 2]), np.ones(3, np.uint16)
-    group = Sparse("BF16", np.array([0, 2], np.uint32), np.array([2, 1]), positions, data, relative=True)
-    changes = Changes([group], [Full(1, np.zeros(50, np.uint16))])
-    assert Work.of(changes, table) == Work(107, 3)
+    sparse = [SparseTensor(0, 2, lambda: iter(())), SparseTensor(2, 1, lambda: iter(()))]
+    changes = VersionChanges(table, True, sparse, [FullTensor(1, lambda: np.zeros(50, np.uint16))])
+    assert Work.of(changes) == Work(107, 3)
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:

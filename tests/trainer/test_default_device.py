@@ -90,7 +90,12 @@ def without_device(tree: ast.AST) -> Iterator[str]:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         owner, given = node.func.value, {keyword.arg for keyword in node.keywords}
-        if isinstance(owner, ast.Name) and owner.id == "torch" and node.func.attr in FACTORIES and "device" not in given:
+        if (
+            isinstance(owner, ast.Name)
+            and owner.id == "torch"
+            and node.func.attr in FACTORIES
+            and "device" not in given
+        ):
             yield f"{node.lineno}: {ast.unparse(node)}"
 
 

@@ -19,6 +19,7 @@ from trainer_side.diff import device as detection_device
 from trainer_side.diff import engine
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, DeviceBuffer, HostBuffer, move_buffer
+from trainer_side.diff.change_spool import ChangeSpool
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.diff.undo_log import ChangeLog
@@ -152,6 +153,7 @@ WATCHED = {
     "diff/buffers.py",
     "diff/reader.py",
     "diff/undo_log.py",
+    "diff/change_spool.py",
     "tensors/segments.py",
 }
 
@@ -186,6 +188,7 @@ def interrupted(number: int, work: Callable[[], object]) -> bool:
     return False
 
 
+@pytest.mark.parametrize("limit", [0, 1 << 30], ids=["to a file", "in memory"])
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("hold", "size", "on_device"),
@@ -197,6 +200,7 @@ def test_interrupt_at_any_line(
     size: int,
     on_device: bool,
     given: torch.dtype,
+    limit: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Element 0 changed too: where a note counts it twice, or its room is taken for entries, it comes out wrong."""
@@ -214,7 +218,7 @@ def test_interrupt_at_any_line(
     held, lines = hold(start.copy()), 0
     collect = detection_device.collect if on_device else detector.collect
     while True:
-        found = ChangeLog(spec.element)
+        found = ChangeLog(spec.element, ChangeSpool(limit))
         if not interrupted(lines, partial(collect, spec, held, live, found)):
             break
         detector.wait_idle()
@@ -222,6 +226,8 @@ def test_interrupt_at_any_line(
         assert np.array_equal(held.read(), start), f"interrupted before line {lines}"
         lines += 1
     assert lines > 30
+    assert found.spool is not None
+    assert (found.spool.spilled > 0) == (limit == 0)
     assert np.array_equal(held.read(), new)
     found.revert(held)
     assert np.array_equal(held.read(), start)

@@ -7,7 +7,8 @@ from typing import Self
 import numpy as np
 import torch
 
-from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, HostBuffer, move_buffer
+from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, DeviceBuffer, HostBuffer, move_buffer
+from trainer_side.diff.memory_limits import MemoryUse
 from trainer_side.diff.reader import host_bits
 from trainer_side.diff.slab import HostSlab
 from trainer_side.model.matching import check_fits, own_spec, target_names
@@ -71,6 +72,8 @@ class Baseline:
         location: where the bits are kept. ``device`` concerns live tensors on a device; others are on the host.
         table: the run's tensors.
         targets_of: live tensor name (aliases included) → ids of the tensors that get its values.
+        suspect: the bits may be damaged, and are compared with what was published before the next comparison.
+        on_cuda: whether a live tensor is on a CUDA device, as far as is known.
         fingerprints: per tensor id, of the newest durable version; empty before ``scan`` or ``replace``.
         first_difference: with a base: the first tensor whose bits differ from the base, None if none does.
     """
@@ -93,11 +96,14 @@ class Baseline:
         self.table = table
         self.targets_of = {name: tuple(table.index(target) for target in targets) for name, targets in names.items()}
         self.first_difference: str | None = None
+        self.on_cuda = False
+        self.suspect = False
         self.fingerprints: list[Fingerprint] = []
         self._partial = frozenset(partial)
         self._checkpoint = checkpoint
         self._buffers: list[BaselineBuffer | None] = [None] * len(table)
         self._slab: HostSlab | None = None
+        self._on_devices: set[int] = set()
         self._scrub_position = 0
 
     @classmethod
@@ -109,6 +115,7 @@ class Baseline:
         """
         table, names, checkpoint = new_run_tensors(live, base)
         baseline = cls(table, names, checkpoint, location=location)
+        baseline.expect_on_devices(live)
         baseline.capture(live)
         if checkpoint is not None:
             baseline.warn_of_missing("base")
@@ -119,8 +126,30 @@ class Baseline:
     def of_run(cls, live: LiveTensors, table: TensorTable) -> Self:
         """Return the baseline of an existing run, still without values."""
         baseline = cls(table, names_in_run(live, table), None)
+        baseline.expect_on_devices(live)
         baseline.warn_of_missing("run")
         return baseline
+
+    def expect_on_devices(self, live: LiveTensors) -> None:
+        """Learn which live tensors are on a device, to know before the first comparison what will be where."""
+        there = [name for name, tensor in live.tensors.items() if tensor.device.type != "cpu"]
+        self._on_devices = {tensor for name in there for tensor in self.targets_of.get(name, ())}
+        self.on_cuda = any(live.tensors[name].device.type == "cuda" for name in there)
+
+    def memory(self) -> MemoryUse:
+        """Return the bytes of the bits, where they are once each tensor was compared."""
+        host = device = 0
+        for tensor, buffer in enumerate(self._buffers):
+            if buffer is None or self._slab_place(tensor) is not None:
+                continue
+            moves = self.location == "device" and tensor in self._on_devices
+            device += self.table[tensor].nbytes if moves or isinstance(buffer, DeviceBuffer) else 0
+            host += 0 if moves or isinstance(buffer, DeviceBuffer) else self.table[tensor].nbytes
+        slab = self._slab.nbytes if self._slab is not None else 0
+        if self.location == "disk":
+            return MemoryUse(host=host, device=device, disk=slab)
+        pinned = self._slab is not None and (self._slab.pinned or (self.on_cuda and self._slab.pinnable))
+        return MemoryUse(host=host + (0 if pinned else slab), pinned=slab if pinned else 0, device=device)
 
     def buffer_on(self, tensor: int, device: torch.device) -> BaselineBuffer:
         """Return a tensor id's bits, moved to where a live tensor on ``device`` is compared; read from a base once."""

@@ -14,6 +14,7 @@ from vllm_delta_sync.tensors.bits import Bits
 
 SAMPLE_PIECES = 16
 SAMPLE_ELEMENTS = 16_384
+COUNTED_ELEMENTS = 64 * 1024
 SPARSE_RATIO = 32
 """If fewer than one in this many elements changed, the changes are smaller, and nothing is estimated."""
 
@@ -35,7 +36,7 @@ def full_is_smaller(
         return changed * (index + width) >= spec.nbytes
     if changed * SPARSE_RATIO < spec.numel:
         return False
-    positions, distances = (np.concatenate(arrays) for arrays in zip(*log.samples(SAMPLE_PIECES), strict=True))
+    gaps, distances = _sampled(log)
     planes = value_planes(distances, np.array([distances.size], np.int64)).values()
     mask = spec.numel / 8
     if compression == "none":
@@ -44,10 +45,19 @@ def full_is_smaller(
     values = sum(_entropy(plane) * plane.size for plane in planes) / distances.size
     share = changed / spec.numel
     where = -share * np.log2(share) - (1 - share) * np.log2(1 - share) if changed < spec.numel else 0.0
-    # At each border between samples one gap is wrong: one among thousands.
-    gaps = np.clip(np.diff(positions, prepend=-1) - 1, 0, 255).astype(np.uint8)
     difference = min(mask * where, changed * _entropy(gaps)) + changed * values
     return difference > spec.numel * _bytes_per_element(bits()) + BLOCK_BYTES
+
+
+def _sampled(log: ChangeLog) -> tuple[npt.NDArray[np.uint8], Bits]:
+    """Return (n,) gaps before changed elements, up to 255, and their (n,) distances, from samples of the log."""
+    gaps, distances, last = [], [], np.int64(-1)
+    for positions, values in log.samples(SAMPLE_PIECES):
+        # At each border between samples one gap is wrong: one among thousands.
+        gaps.append(np.clip(np.diff(positions, prepend=last) - 1, 0, 255).astype(np.uint8))
+        distances.append(values.copy())
+        last = positions[-1]
+    return np.concatenate(gaps), np.concatenate(distances)
 
 
 def _bytes_per_element(bits: Bits) -> float:
@@ -61,5 +71,8 @@ def _entropy(plane: npt.NDArray[np.uint8]) -> float:
     """Return the bytes per symbol of a memoryless source with these byte frequencies."""
     if not plane.size:
         return 0.0
-    share = np.bincount(plane, minlength=256)[np.bincount(plane, minlength=256) > 0] / plane.size
+    # In pieces, because bincount makes 64-bit integers of its argument.
+    starts = range(0, plane.size, COUNTED_ELEMENTS)
+    counts = np.sum([np.bincount(plane[start : start + COUNTED_ELEMENTS], minlength=256) for start in starts], axis=0)
+    share = counts[counts > 0] / plane.size
     return float(-(share * np.log2(share)).sum() / 8)

@@ -71,7 +71,7 @@ def _record(spec: TensorSpec, buffer: BaselineBuffer, found: Differences, log: C
     """Update the baseline to what was found, and log it; return the change of fingerprint."""
     relative, distances, new, sums = _on_host(found.relative, found.distances, found.new, found.sums)
     starts = found.start + CHUNK_ELEMENTS * np.arange(found.ends.size)
-    # The transfer's memory is pinned, and these are kept until the version is durable.
+    # The transfer's memory is pinned, and these are kept until the version is durable, or moved to a file.
     kept = relative.view(np.uint16).copy(), distances.view(spec.element.uint).copy()
     arrays = SegmentArrays(*kept, starts, found.ends, np.zeros(3, np.int64))
     entries = log.parts[0]
@@ -82,12 +82,15 @@ def _record(spec: TensorSpec, buffer: BaselineBuffer, found: Differences, log: C
         entries.append(Segment.open(arrays))
         diff_kernels.put(buffer.bits, new.view(spec.element.uint), *arrays.as_arguments())
     elif isinstance(buffer, DeviceBuffer):
+        arrays.state[:2] = relative.size, starts.size
         complete = Segment(arrays, (0, 0), (relative.size, starts.size))
         where = found.where.long() + found.start
         # From here on an interrupt may leave the baseline half updated; this restores the old bits.
         entries.append(PendingWrite(partial(buffer.put, where, found.old)))
         buffer.put(where, found.new)
         entries[-1] = complete
+    if log.spool is not None:
+        log.spool.keep(arrays)
     low, high = sums.view(np.uint64).tolist()
     return Fingerprint(low, high)
 

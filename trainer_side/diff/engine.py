@@ -15,6 +15,7 @@ import torch
 
 from trainer_side.background_thread import BackgroundJob, BackgroundThread
 from trainer_side.diff.buffers import BaselineBuffer, HostBuffer
+from trainer_side.diff.change_spool import ChangeSpool
 from trainer_side.diff.reader import Box, Reader, split_boxes
 from trainer_side.diff.undo_log import ChangeLog, LogEntry
 from vllm_delta_sync.format.dtypes import DType
@@ -87,13 +88,13 @@ class Detector:
         parts = len(self._comparers) if spec.numel >= PARALLEL_ELEMENTS else 1
         flat, boxes = split_boxes(live, parts)
         if len(boxes) == 1:
-            return self._comparers[0].collect(spec, buffer.bits, flat, boxes[0], log.parts[0])
+            return self._comparers[0].collect(spec, buffer.bits, flat, boxes[0], log.parts[0], log.spool)
         log.parts = [[] for _ in boxes]
         changes = [Fingerprint() for _ in boxes]
 
         def work(number: int) -> None:
             comparer = self._comparers[number]
-            changes[number] = comparer.collect(spec, buffer.bits, flat, boxes[number], log.parts[number])
+            changes[number] = comparer.collect(spec, buffer.bits, flat, boxes[number], log.parts[number], log.spool)
 
         jobs = [(BackgroundJob(), number) for number in range(1, len(boxes))]
         for job, number in jobs:
@@ -129,7 +130,7 @@ class Detector:
             if done == len(tensors):
                 return [Fingerprint(low, high) for low, high in sums.tolist()]
             compared = arrays.state[2]
-            arrays = self._comparers[0].renew(element)
+            arrays = self._comparers[0].renew(element, logs[0].spool)
             arrays.state[2] = compared
 
     def wait_idle(self) -> None:
@@ -155,7 +156,13 @@ class _Comparer:
         self._arrays: dict[str, SegmentArrays] = {}
 
     def collect(
-        self, spec: TensorSpec, bits: Bits, live: torch.Tensor, boxes: list[Box], entries: list[LogEntry]
+        self,
+        spec: TensorSpec,
+        bits: Bits,
+        live: torch.Tensor,
+        boxes: list[Box],
+        entries: list[LogEntry],
+        spool: ChangeSpool | None = None,
     ) -> Fingerprint:
         """Compare consecutive boxes of one tensor, log its changes in ``entries``; return what they add to its
         fingerprint."""
@@ -183,7 +190,7 @@ class _Comparer:
                     if compared == old.size:
                         break
                     _close(segment, entries)
-                    arrays = self.renew(element)
+                    arrays = self.renew(element, spool)
                     arrays.state[2] = compared
                     segment = _open(arrays, entries)
         _close(segment, entries)
@@ -194,9 +201,12 @@ class _Comparer:
         """Return room for changes, which may be used up."""
         return self._arrays.get(element.name) or self.renew(element)
 
-    def renew(self, element: DType) -> SegmentArrays:
-        """Return new room for changes. The room before lives as long as the segments in it."""
+    def renew(self, element: DType, spool: ChangeSpool | None = None) -> SegmentArrays:
+        """Return new room for changes. The room before lives as long as the segments in it, which ``spool`` keeps."""
+        full = self._arrays.get(element.name)
         arrays = self._arrays[element.name] = SegmentArrays.empty(element)
+        if full is not None and spool is not None:
+            spool.keep(full)
         return arrays
 
 

@@ -1,25 +1,28 @@
 """``PendingDelta``: the changes of one version, reverted if the version cannot be made durable."""
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from trainer_side.diff.baseline import Baseline
+from trainer_side.diff.change_spool import ChangeSpool
 from trainer_side.diff.dense_or_sparse import full_is_smaller
 from trainer_side.diff.engine import BATCH_ELEMENTS, Detector, SmallTensor
+from trainer_side.diff.memory_limits import MemoryLimits
 from trainer_side.diff.undo_log import ChangeLog
-from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS
+from trainer_side.diff.version_changes import FullTensor, SparseTensor, VersionChanges
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import TensorMismatchError
 from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.bits import Bits, Positions, revert_distances
-from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
+
+logger = guarded_logger(__name__)
 
 
 class PendingDelta:
@@ -39,6 +42,7 @@ class PendingDelta:
         self._codec = codec
         self._compression = compression
         self._detector = detector
+        self._spool = ChangeSpool(MemoryLimits.of(baseline.table).log_bytes)
         self._touched: list[tuple[int, ChangeLog]] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -85,7 +89,7 @@ class PendingDelta:
         if not batch.ids:
             return
         self.compared.update(batch.ids)
-        logs = [ChangeLog(tensor.spec.element) for tensor in batch.tensors]
+        logs = [ChangeLog(tensor.spec.element, self._spool) for tensor in batch.tensors]
         before = len(self._touched)
         self._touched += zip(batch.ids, logs, strict=True)
         changes = self._detector.collect_each(batch.tensors, logs)
@@ -110,7 +114,7 @@ class PendingDelta:
         self.compared.add(tensor)
         spec = self._baseline.table[tensor]
         buffer = self._baseline.buffer_on(tensor, live.device)
-        log = ChangeLog(spec.element)
+        log = ChangeLog(spec.element, self._spool)
         self._touched.append((tensor, log))
         change = self._detector.collect(spec, buffer, live, log)
         changed = log.size
@@ -133,9 +137,10 @@ class PendingDelta:
             ]
             self._closed = True
             self._touched.clear()
+            self._spool.close()
 
     def revert(self) -> None:
-        """Restore the baseline, unless that was done or the changes were kept.
+        """Restore the baseline, unless that was done or the changes were kept; else it is ``suspect``.
 
         Call it where no signal handler can interrupt it: not in the main thread.
         """
@@ -144,10 +149,16 @@ class PendingDelta:
                 return
             # An interrupted caller may have left the detector's threads running.
             self._detector.wait_idle()
-            for tensor, log in reversed(self._touched):
-                log.revert(self._baseline.buffer(tensor))
+            try:
+                for tensor, log in reversed(self._touched):
+                    log.revert(self._baseline.buffer(tensor))
+            except OSError as error:
+                # It is half reverted, and cannot be reverted again. The next publish restores it from the bucket.
+                self._baseline.suspect = True
+                logger.error("the temporary file of a version's changes cannot be read: %s", error)
             self._closed = True
             self._touched.clear()
+            self._spool.close()
 
     def hold_back(self, tensor: int, keep: npt.NDArray[np.bool_]) -> tuple[Bits, Bits]:
         """Revert changed elements of a tensor and drop them: the next comparison finds them again.
@@ -196,21 +207,23 @@ class PendingDelta:
                     revert_distances(log.element, bits, positions, distances)
         return found
 
-    def changes(self) -> Changes:
-        """Return the delta as the codecs take it; valid until it is reverted or the next delta begins."""
-        full: list[Full] = []
-        sparse: dict[int, ChangeLog] = {}
+    def changes(self) -> VersionChanges:
+        """Return the delta as it is encoded; valid until it is reverted or the next delta begins."""
+        changes = VersionChanges(
+            self._baseline.table, self._codec in RELATIVE_CODECS, fingerprints=dict(self.fingerprints)
+        )
         # Decided here and not during the comparison, since training waits for that.
         for tensor, log in self._touched:
             if self._is_smaller_in_full(tensor, log):
-                full.append(Full(tensor, self._baseline.read(tensor)))
+                changes.full.append(FullTensor(tensor, partial(self._baseline.read, tensor)))
             else:
-                sparse[tensor] = log
-        sizes = {tensor: log.size for tensor, log in sparse.items()}
-        groups = [
-            self._group(batch, [sparse[tensor] for tensor in batch]) for batch in batches(sizes, self._baseline.table)
-        ]
-        return Changes(groups, full, dict(self.fingerprints))
+                read = log.pieces if changes.relative else partial(self._new_bits, tensor, log)
+                changes.sparse.append(SparseTensor(tensor, log.size, read))
+        return changes
+
+    def _new_bits(self, tensor: int, log: ChangeLog) -> Iterator[tuple[Positions, Bits]]:
+        for positions, _ in log.pieces():
+            yield positions, self._baseline.buffer(tensor).get(positions)
 
     def _is_smaller_in_full(self, tensor: int, log: ChangeLog) -> bool:
         baseline = self._baseline
@@ -221,34 +234,6 @@ class PendingDelta:
                 baseline.table[tensor], log, self._codec, self._compression, lambda: baseline.read(tensor)
             )
         )
-
-    def _group(self, batch: list[int], logs: list[ChangeLog]) -> Sparse:
-        group = join_logs(self._baseline.table[batch[0]].dtype, batch, logs)
-        if self._codec in RELATIVE_CODECS:
-            return group
-        pieces = [
-            self._baseline.buffer(tensor).get(positions)
-            for tensor, log in zip(batch, logs, strict=True)
-            for positions, _ in log.pieces()
-        ]
-        return replace(group, data=np.concatenate(pieces), relative=False)
-
-
-def join_logs(dtype: str, batch: list[int], logs: list[ChangeLog]) -> Sparse:
-    """Return the changes of some tensors as one relative group.
-
-    Args:
-        batch: ids of tensors of this dtype, ascending. logs: their changes; each then holds views of the group's arrays
-            instead of arrays of its own, so that both exist for one batch only.
-    """
-    counts = np.array([log.size for log in logs], np.int64)
-    positions = np.empty(counts.sum(), np.int64)
-    distances = np.empty(positions.size, logs[0].element.uint)
-    start = 0
-    for log, count in zip(logs, counts.tolist(), strict=True):
-        log.join_into(positions[start : start + count], distances[start : start + count])
-        start += count
-    return Sparse(dtype, np.array(batch, np.uint32), counts, positions, distances, relative=True)
 
 
 class _Batch:
@@ -272,21 +257,3 @@ class _Batch:
         self.ids.append(tensor)
         self.tensors.append(small)
         self._elements += small.spec.numel
-
-
-def batches(sizes: Mapping[int, int], table: TensorTable) -> Iterator[list[int]]:
-    """Yield tensor ids of one dtype, ascending, in batches of about a block: bounds what joining a batch copies.
-
-    Args:
-        sizes: tensor id → number of changed elements.
-    """
-    batch: list[int] = []
-    size = 0
-    for tensor in sorted(sizes, key=lambda tensor: (table[tensor].dtype, tensor)):
-        if batch and (size + sizes[tensor] > BLOCK_ELEMENTS or table[tensor].dtype != table[batch[0]].dtype):
-            yield batch
-            batch, size = [], 0
-        batch.append(tensor)
-        size += sizes[tensor]
-    if batch:
-        yield batch

@@ -1,6 +1,6 @@
 """``HostSlab``: the host memory of a baseline in one piece, which CUDA can pin as it is.
 
-torch's own pinned memory is rounded up to a power of two per tensor: 29.0 GB for the 15.2 GB of Qwen2.5-7B. A slab takes
+torch rounds its own pinned memory up to a power of two per tensor: 29.0 GB for the 15.2 GB of Qwen2.5-7B. A slab takes
 the tensors' bytes, and up to 63 between two of them.
 """
 
@@ -50,6 +50,11 @@ class HostSlab:
     def pinned(self) -> bool:
         return self._unregister is not None and self._unregister.alive
 
+    @property
+    def pinnable(self) -> bool:
+        """Whether ``pin`` may still succeed."""
+        return not self._tried
+
     def pin(self, device: torch.device) -> None:
         """Pin the memory for CUDA devices, at the first call; if that fails, it stays pageable, and the log says so."""
         if self._tried:
@@ -59,6 +64,8 @@ class HostSlab:
         if error is None:
             # Also if nobody calls ``close``: memory that is freed must not stay registered.
             self._unregister = weakref.finalize(self._memory, _unregister, self._memory.ctypes.data)
+            # The end of the process does it too. A forked child must not: it cannot use CUDA.
+            self._unregister.atexit = False
         else:
             logger.warning(
                 "%s bytes of the baseline could not be pinned (%s): publish works all the same, but copies to %s are "

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer_side.diff.buffers import BaselineBuffer
+from trainer_side.diff.change_spool import ChangeSpool
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.tensors.bits import Bits, Positions
 from vllm_delta_sync.tensors.segments import Segment
@@ -49,11 +50,12 @@ class ChangeLog:
     step.
 
     Attributes:
+        spool: what bounds the memory of the entries; None if they all stay in memory.
         parts: entries of consecutive ranges of the tensor; one thread fills each part.
     """
 
-    def __init__(self, element: DType) -> None:
-        self.element = element
+    def __init__(self, element: DType, spool: ChangeSpool | None = None) -> None:
+        self.element, self.spool = element, spool
         self.parts: list[list[LogEntry]] = [[]]
 
     @property
@@ -70,7 +72,7 @@ class ChangeLog:
                 buffer.revert(self.element, *_expanded(entry))
 
     def pieces(self) -> Iterator[tuple[Positions, Bits]]:
-        """Yield (positions, distances) in consecutive pieces of bounded size, or as they were joined."""
+        """Yield (positions, distances) in consecutive pieces: of bounded size, unless part was held back."""
         yield from map(_expanded, self._entries())
 
     def samples(self, most: int) -> Iterator[tuple[Positions, Bits]]:
@@ -79,6 +81,7 @@ class ChangeLog:
         for number in np.unique(np.linspace(0, len(entries) - 1, most).astype(int)).tolist():
             positions, distances = _expanded(entries[number])
             yield positions[:SAMPLE_ELEMENTS], distances[:SAMPLE_ELEMENTS]
+            del positions, distances
 
     def join_into(self, positions: Positions, distances: Bits) -> None:
         """Write all elements into arrays of that size, and keep views of these instead of the entries."""

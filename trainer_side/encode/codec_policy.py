@@ -9,10 +9,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
+from trainer_side.diff.version_changes import VersionChanges
 from vllm_delta_sync.format.codecs import Codec
-from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.tensors.changes import Changes
 
 logger = guarded_logger(__name__)
 
@@ -39,9 +38,9 @@ class Work:
     changed: int
 
     @classmethod
-    def of(cls, changes: Changes, table: TensorTable) -> "Work":
-        ids = [tensor for group in changes.sparse for tensor in group.ids.tolist()]
-        return cls(sum(table[tensor].numel for tensor in ids), sum(group.positions.size for group in changes.sparse))
+    def of(cls, changes: VersionChanges) -> "Work":
+        counts = changes.counts
+        return cls(sum(changes.table[tensor].numel for tensor in counts), sum(counts.values()))
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,47 @@
 """``Encoder``: choose the codec of a version, encode its changes, and measure the time."""
 
 import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from trainer_side.diff.baseline import Baseline
+from trainer_side.diff.memory_limits import MemoryLimits
+from trainer_side.diff.version_changes import VersionChanges
 from trainer_side.encode.codec_policy import CodecChoice, Work
 from trainer_side.encode.upload_bandwidth import UploadBandwidth
 from trainer_side.options import Options
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.codec.merge_spool import DeltaSpool
+from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.manifest import ObjectRef
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions, revert_distances
-from vllm_delta_sync.tensors.changes import Changes, Sparse
+from vllm_delta_sync.process_folders import ProcessFolder
+from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits, revert_distances
+from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
+
+logger = guarded_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ObjectFile:
+    """An encoded object in a temporary file, and its reference."""
+
+    ref: ObjectRef
+    path: Path
+
+    def __len__(self) -> int:
+        return self.ref.bytes
+
+
+EncodedObject = bytes | ObjectFile
 
 
 class Encoder:
@@ -36,29 +62,81 @@ class Encoder:
         self._most_objects = limits.MAX_OBJECTS_PER_VERSION // ranks
         self._choice = CodecChoice(options.receiver_bytes_per_second)
         self._compiled: set[Codec] = set()
+        self._limits = MemoryLimits.of(baseline.table)
+        self._folder: ProcessFolder | None = None
 
     def compile(self) -> None:
         """Compile the kernels of the first version; call it where no interrupt can hit the compiler."""
         self._compile(self._options.base_codec)
 
-    def encode(self, changes: Changes, context: DeltaContext) -> tuple[Codec, list[bytes]]:
-        """Return the codec chosen, and the version's objects: parts of at most ``shard_bytes`` when decoded."""
+    def encode(self, changes: VersionChanges, context: DeltaContext) -> tuple[Codec, list[EncodedObject]]:
+        """Return the codec chosen, and the version's objects: parts of at most ``shard_bytes`` when decoded.
+
+        The objects of a large version are files, which ``release`` removes.
+        """
+        self.release()
         codec, auto = self._options.base_codec, self._options.codec == "auto"
         if not changes.changed:
             return codec, []
-        work = Work.of(changes, self._table)
+        work = Work.of(changes)
         if auto:
             codec = self._choice.choose(context.version, work, self._bandwidth.bytes_per_second)
         # Compile before measuring: otherwise the time of the first version would include it.
         self._compile(codec)
         started = time.perf_counter()
-        base_bits = BaseCopies(self._baseline, changes)
-        coding = (codec, self._options.compression)
-        parts = changes.parts(self._options.shard_bytes, self._most_objects)
-        objects = [encode(part, self._table, *coding, context, base_bits) for part in parts]
+        objects = self._encode(changes, codec, context)
         if auto and not changes.full:
             self._choice.learn(codec, work, sum(map(len, objects)), time.perf_counter() - started)
         return codec, objects
+
+    def release(self) -> None:
+        """Remove the files of the objects encoded last."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.close()
+
+    def _encode(self, changes: VersionChanges, codec: Codec, context: DeltaContext) -> list[EncodedObject]:
+        base_bits = BaseCopies(self._baseline, changes)
+        if changes.decoded_bytes > self._limits.loaded_bytes:
+            try:
+                return self._encode_in_pieces(changes, codec, context, base_bits)
+            except StoreError as error:
+                self.release()
+                logger.warning(
+                    "version %d is encoded in memory, which takes %s bytes or more: %s",
+                    context.version, f"{changes.decoded_bytes:,}", error,
+                )  # fmt: skip
+        coding = (codec, self._options.compression)
+        parts = changes.load().parts(self._options.shard_bytes, self._most_objects)
+        return [encode(part, self._table, *coding, context, base_bits) for part in parts]
+
+    def _encode_in_pieces(
+        self, changes: VersionChanges, codec: Codec, context: DeltaContext, base_bits: BaseLookup
+    ) -> list[EncodedObject]:
+        """Encode a large version into files, with few changes in memory at a time.
+
+        Raises:
+            StoreError: the files cannot be written.
+        """
+        parts = changes.parts(self._options.shard_bytes, self._most_objects)
+        try:
+            self._folder = ProcessFolder()
+        except OSError as error:
+            raise StoreError(f"a temporary folder cannot be made: {error.strerror}; set TMPDIR to another") from error
+        path, most, objects = self._folder.path, self._limits.block_elements, list[EncodedObject]()
+        for number, part in enumerate(parts):
+            coding = (self._options.compression, codec, base_bits, most)
+            with closing(DeltaSpool(path, self._table, context, *coding)) as spool:
+                for tensor in sorted(part.sparse, key=lambda tensor: (self._table[tensor.id].dtype, tensor.id)):
+                    if tensor.count > most:
+                        spool.add_large(tensor.id, tensor.count, tensor.pieces)
+                    else:
+                        spool.add(part.group([tensor]))
+                for full in part.full:
+                    spool.add(Full(full.id, full.read()))
+                file = path / str(number)
+                objects.append(ObjectFile(spool.finish(file, part.fingerprints), file))
+        return objects
 
     def _compile(self, codec: Codec) -> None:
         if codec not in self._compiled:
@@ -72,14 +150,9 @@ class BaseCopies:
     A codec that needs base bits calls it with a tensor id; see ``tensors.bits``.
     """
 
-    def __init__(self, baseline: Baseline, changes: Changes) -> None:
+    def __init__(self, baseline: Baseline, changes: VersionChanges) -> None:
         self._baseline = baseline
-        self._found: dict[int, tuple[Positions, Bits]] = {
-            tensor: (positions, distances)
-            for group in changes.sparse
-            if group.relative
-            for tensor, positions, distances in group.tensors()
-        }
+        self._found = {tensor.id: tensor.pieces for tensor in changes.sparse}
         self._last: tuple[int, Bits] | None = None
 
     def __call__(self, tensor: int) -> BaseTensor:
@@ -87,7 +160,8 @@ class BaseCopies:
             # First release the previous tensor, so that two large ones are never held at once.
             self._last = None
             bits = np.array(self._baseline.read(tensor))
-            revert_distances(self._baseline.table[tensor].element, bits, *self._found[tensor])
+            for positions, distances in self._found[tensor]():
+                revert_distances(self._baseline.table[tensor].element, bits, positions, distances)
             self._last = tensor, bits
         return BaseTensor(self._last[1])
 

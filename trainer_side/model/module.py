@@ -84,7 +84,9 @@ class ModuleForm:
         for name, route in self.routes.items():
             check_name(name)
             source = route.sources[0]
-            self.tensors[name] = CheckpointTensor(name, route.shape, _dtype(state[source]), configured.get(source))
+            self.tensors[name] = CheckpointTensor(
+                name, route.shape, _dtype(state[source]), configured.get(source), state[source].device
+            )
         if self.tensors.keys() <= self.excluded:
             left = " that include= and exclude= leave" if self.tensors else ""
             raise ModelError(f"{type(model).__name__} has no tensor to publish{left}")

@@ -93,7 +93,9 @@ class QuantizedTensors(LiveTensors):
             self.tensors[name] = tensor
             for target in () if name not in recipes else (name, recipes[name].scale):
                 spec = specs[target]
-                self.tensors[target] = CheckpointTensor(target, spec.shape, TORCH_DTYPES[spec.dtype])
+                self.tensors[target] = CheckpointTensor(
+                    target, spec.shape, TORCH_DTYPES[spec.dtype], device=tensor.device
+                )
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._quantize(self._source.read())

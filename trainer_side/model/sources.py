@@ -15,6 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from trainer_side.model.selection import Selection
 from vllm_delta_sync.errors import ModelError, TensorMismatchError, UsageError
 
+CPU = torch.device("cpu")
+
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -25,12 +27,14 @@ class CheckpointTensor:
     Attributes:
         dtype: of the live tensor.
         configured: dtype that the model's configuration gives to checkpoints; None if it does not say.
+        device: of the live tensor; the CPU if that is not known yet.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     configured: torch.dtype | None = None
+    device: torch.device = CPU
 
 
 class LiveTensors(ABC):
@@ -212,7 +216,7 @@ class IterableTensors(LiveTensors):
             identities.append(StorageWeakRef(tensor.untyped_storage()))
             owner = name if key is None else owners.setdefault(key, name)
             if owner == name:
-                self.tensors[name] = CheckpointTensor(name, tuple(tensor.shape), tensor.dtype)
+                self.tensors[name] = CheckpointTensor(name, tuple(tensor.shape), tensor.dtype, device=tensor.device)
             else:
                 self.aliases[name] = owner
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.pending_delta import PendingDelta
+from trainer_side.diff.version_changes import VersionChanges
 from trainer_side.manifests import FullState, Put
 from trainer_side.model.sources import ModelLike
 from trainer_side.options import Options
@@ -36,7 +37,6 @@ from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.partial import restore_boxes
 from vllm_delta_sync.run.restore import check_base_bits
 from vllm_delta_sync.tensors.bits import Bits
-from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 logger = guarded_logger(__name__)
@@ -109,7 +109,7 @@ class RankCoordinator:
         found = restore_boxes(self.run, manifest, baseline.wanted(), self.base, require_base)
         return baseline.in_part_order(found)
 
-    def changes(self, pending: PendingDelta) -> Changes:
+    def changes(self, pending: PendingDelta) -> VersionChanges:
         return changes_of_tensors(self._shards, pending)
 
     def keep(self, changes: Mapping[int, Fingerprint]) -> None:

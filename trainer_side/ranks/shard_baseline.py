@@ -1,6 +1,8 @@
 """``ShardBaseline``: the bits of one rank's parts, and how they relate to whole tensors."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -9,7 +11,8 @@ import torch
 
 from trainer_side.diff.baseline import Baseline, names_in_run, new_run_tensors
 from trainer_side.diff.buffers import BaselineLocation
-from trainer_side.diff.pending_delta import PendingDelta, batches
+from trainer_side.diff.pending_delta import PendingDelta
+from trainer_side.diff.version_changes import FullTensor, SparseTensor, VersionChanges
 from trainer_side.model.sources import LiveTensors
 from trainer_side.ranks.shard_parts import ModuleParts
 from vllm_delta_sync.errors import ModelError
@@ -18,7 +21,6 @@ from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.partial import fingerprint_box
 from vllm_delta_sync.tensors.bits import Bits, Positions
 from vllm_delta_sync.tensors.boxes import Box
-from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 _PIECE_ELEMENTS = 1024**2
@@ -76,6 +78,7 @@ class ShardBaseline:
         partial = {part for part, spec in enumerate(parts) if spec.name not in table}
         self.parts = Baseline(parts, targets_of, checkpoint, partial)
         live.unused = [name for name in live.excluded if name not in targets_of]
+        self.parts.expect_on_devices(live)
         self.whole = table
         self.boxes = [found[spec.name][1:] for spec in parts]
         self.shares: dict[int, Fingerprint] = {}
@@ -143,22 +146,35 @@ class ShardBaseline:
         return self._of_tensor.get(name, [])
 
 
-def changes_of_tensors(baseline: ShardBaseline, pending: PendingDelta) -> Changes:
+def changes_of_tensors(baseline: ShardBaseline, pending: PendingDelta) -> VersionChanges:
     """Return the changes of a pending delta of this rank's parts, in terms of whole tensors.
 
-    Valid as long as ``PendingDelta.changes``, whose positions and distances are not modified: a revert needs them.
+    Valid as long as ``PendingDelta.changes``.
     """
     own = pending.changes()
-    found: dict[int, list[tuple[Positions, Bits]]] = {}
-    for group in own.sparse:
-        for part, positions, data in group.tensors():
-            tensor, box = baseline.boxes[part]
-            found.setdefault(tensor, []).append((box.positions(positions), data))
-    full = [Full(baseline.boxes[one.id][0], one.bits) for one in own.full]
-    relative = all(group.relative for group in own.sparse)
-    sizes = {tensor: sum(positions.size for positions, _ in pieces) for tensor, pieces in found.items()}
-    sparse = [_group(batch, found, baseline.whole, relative) for batch in batches(sizes, baseline.whole)]
-    return Changes(sparse, full, _fingerprint_changes(baseline, pending))
+    found: dict[int, list[_PartChanges]] = {}
+    for part in own.sparse:
+        tensor, box = baseline.boxes[part.id]
+        found.setdefault(tensor, []).append(_PartChanges(box, part))
+    changes = VersionChanges(baseline.whole, own.relative, fingerprints=_fingerprint_changes(baseline, pending))
+    changes.full = [FullTensor(baseline.boxes[one.id][0], one.read) for one in own.full]
+    for tensor, parts in found.items():
+        read = parts[0].pieces if len(parts) == 1 else partial(_merged, parts)
+        changes.sparse.append(SparseTensor(tensor, sum(part.of.count for part in parts), read))
+    return changes
+
+
+@dataclass(frozen=True)
+class _PartChanges:
+    """Changes of one part, and the part's box in its tensor."""
+
+    box: Box
+    of: SparseTensor
+
+    def pieces(self) -> Iterator[tuple[Positions, Bits]]:
+        """Yield the changes with positions in the whole tensor."""
+        for positions, data in self.of.pieces():
+            yield self.box.positions(positions), data
 
 
 def _fingerprint_changes(baseline: ShardBaseline, pending: PendingDelta) -> dict[int, Fingerprint]:
@@ -171,27 +187,12 @@ def _fingerprint_changes(baseline: ShardBaseline, pending: PendingDelta) -> dict
     return changes
 
 
-def _group(
-    batch: list[int], found: dict[int, list[tuple[Positions, Bits]]], table: TensorTable, relative: bool
-) -> Sparse:
-    rows = [_ascending(found.pop(tensor)) for tensor in batch]
-    return Sparse(
-        table[batch[0]].dtype,
-        np.array(batch, np.uint32),
-        np.array([positions.size for positions, _ in rows], np.int64),
-        np.concatenate([positions for positions, _ in rows]),
-        np.concatenate([data for _, data in rows]),
-        relative,
-    )
-
-
-def _ascending(pieces: list[tuple[Positions, Bits]]) -> tuple[Positions, Bits]:
-    """Return one tensor's changes from those of its parts, whose elements may interleave."""
-    if len(pieces) == 1:
-        return pieces[0]
-    positions = np.concatenate([piece for piece, _ in pieces])
+def _merged(parts: Sequence[_PartChanges]) -> Iterator[tuple[Positions, Bits]]:
+    """Yield one tensor's changes, in one piece, from those of its parts, whose elements may interleave."""
+    pieces = [piece for part in parts for piece in part.pieces()]
+    positions = np.concatenate([where for where, _ in pieces])
     order = np.argsort(positions, kind="stable")
-    return positions[order], np.concatenate([data for _, data in pieces])[order]
+    yield positions[order], np.concatenate([data for _, data in pieces])[order]
 
 
 def check_same_tables(reports: Sequence[Mapping[str, object]]) -> None:

@@ -127,7 +127,7 @@ class ModuleParts(LiveTensors):
         known = self.whole[part.name]
         name = part_name(part)
         self.parts[name] = part
-        self.tensors[name] = CheckpointTensor(name, part.box.shape, known.dtype, known.configured)
+        self.tensors[name] = CheckpointTensor(name, part.box.shape, known.dtype, known.configured, known.device)
         if place is not None:
             self._places[name] = place
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,15 @@ ROOM = 4 * CHUNK_ELEMENTS
 CHUNKS = 1024
 
 
+class StoredEntries(Protocol):
+    """The entries of arrays, kept elsewhere. Both methods return ``size`` of them from entry ``first`` on."""
+
+    def distances(self, first: int, size: int) -> Bits: ...
+
+    def relative(self, first: int, size: int) -> npt.NDArray[np.uint16] | None:
+        """Return None if each chunk's entries are its first elements: 0, 1, 2 …"""
+
+
 @dataclass
 class SegmentArrays:
     """Room for the segments of tensors of one element width, one after another. The rest takes no memory until used.
@@ -25,6 +34,7 @@ class SegmentArrays:
         starts: (CHUNKS,) int64 flat index of the first element of each chunk with changes. ends: (CHUNKS,) int64 end
             of its entries.
         state: (3,) int64 counters of the loops in diff_kernels.py: used entries, used chunks, compared elements.
+        stored: instead of ``relative`` and ``distances``, once they have moved.
     """
 
     relative: npt.NDArray[np.uint16]
@@ -32,6 +42,7 @@ class SegmentArrays:
     starts: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
     state: npt.NDArray[np.int64]
+    stored: StoredEntries | None = None
 
     @classmethod
     def empty(cls, element: DType) -> Self:
@@ -44,6 +55,32 @@ class SegmentArrays:
     ) -> tuple[npt.NDArray[np.uint16], Bits, npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the arrays in the order in which the loops in diff_kernels.py take them."""
         return self.relative, self.distances, self.starts, self.ends, self.state
+
+    def move(self, stored: StoredEntries) -> None:
+        """Release the entries, which are also stored elsewhere; nothing may be added any more."""
+        # Set before anything is released, so that an interrupt in between loses nothing.
+        self.stored = stored
+        used = int(self.state[1])
+        self.starts, self.ends = self.starts[:used].copy(), self.ends[:used].copy()
+        self.relative, self.distances = self.relative[:0].copy(), self.distances[:0].copy()
+
+    def distances_from(self, first: int, size: int) -> Bits:
+        """(size,) ULP distances from entry ``first`` on."""
+        if self.stored is not None:
+            return self.stored.distances(first, size)
+        return self.distances[first : first + size]
+
+    def relative_from(self, first: int, size: int) -> npt.NDArray[np.uint16]:
+        """(size,) indices in their chunks, from entry ``first`` on."""
+        if self.stored is None:
+            return self.relative[first : first + size]
+        found = self.stored.relative(first, size)
+        if found is not None:
+            return found
+        ends = self.ends[: int(self.state[1])]
+        entries = np.arange(first, first + size)
+        chunks = np.searchsorted(ends, entries, side="right")
+        return (entries - np.concatenate([[0], ends])[chunks]).astype(np.uint16)
 
 
 class Segment:
@@ -74,7 +111,7 @@ class Segment:
     @property
     def distances(self) -> Bits:
         """(size,) ULP distances new − old."""
-        return self._arrays.distances[self._start[0] :][: self.size]
+        return self._arrays.distances_from(int(self._start[0]), self.size)
 
     def expand(self, positions: Positions) -> None:
         """Write the flat positions to (size,) int64."""
@@ -83,7 +120,7 @@ class Segment:
         arrays, (first, first_chunk) = self._arrays, self._start[:2]
         chunks = slice(first_chunk, self._stop[1])
         ends = arrays.ends[chunks] - first
-        diff_kernels.expand(arrays.relative[first:][: self.size], arrays.starts[chunks], ends, positions)
+        diff_kernels.expand(arrays.relative_from(int(first), self.size), arrays.starts[chunks], ends, positions)
 
 
 def joined(segments: list[Segment], element: DType) -> tuple[Positions, Bits]:

@@ -238,12 +238,12 @@ def test_changes_of_parts_are_those_of_the_whole(seed: int, codec: Codec, monkey
         for tensor in tensors.values():
             mask = torch.rand(tensor.shape) < 0.3
             tensor[mask] += 1
-    reference = patched(alone, whole, codec).changes()
+    reference = patched(alone, whole, codec).changes().load()
     found: dict[int, dict[int, int]] = {}
     change = Fingerprint()
     for baseline, live in zip(parts, lives, strict=True):
         patch = patched(baseline.parts, live, codec)
-        changes = changes_of_tensors(baseline, patch)
+        changes = changes_of_tensors(baseline, patch).load()
         # As others read it.
         data = encode(changes, baseline.whole, codec, "zstd", DeltaContext("r", 1, 0))
         read = decode(data, baseline.whole, DeltaContext("r", 1, 0))
