@@ -18,6 +18,7 @@ from trainer_side.diff.buffers import BaselineLocation
 from trainer_side.diff.engine import Detector
 from trainer_side.maintenance import BackgroundMaintenance
 from trainer_side.manifests import SHARD_BYTES
+from trainer_side.memory import PublisherMemory, publisher_memory
 from trainer_side.model.selection import Patterns, Rename, Selection
 from trainer_side.model.sources import ModelLike, live_tensors
 from trainer_side.options import (
@@ -73,6 +74,7 @@ class Publisher:
     Attributes:
         run: id of the run, 32 hex digits.
         url: the run's URL.
+        memory: bytes that it takes, at rest and for the largest version; logged at construction.
     """
 
     def __init__(
@@ -258,8 +260,16 @@ class Publisher:
             )
             if self._notice is not None:
                 opened.writer.use_notice(self._notice)
+            self._threads = options.diff_threads or torch.get_num_threads()
+            self._options = options
+            logger.info("memory of the publisher of %s: %s", self.run, self.memory)
             self._unclosed = weakref.finalize(self, _end_unclosed, self._background, opened.writer, undo.pop_all())
             self._unclosed.atexit = False
+
+    @property
+    def memory(self) -> PublisherMemory:
+        """What this publisher takes in this process, at rest and for the largest version."""
+        return publisher_memory(self._committer.baseline, self._options, self._threads)
 
     @property
     def run(self) -> str:

@@ -88,7 +88,7 @@ def main() -> None:
             publisher.flush()
             seconds = time.perf_counter() - started
             peak = status("VmHWM") - at_rest
-            found = {
+            found: dict[str, object] = {
                 "model_bytes": nbytes,
                 "peak_bytes": peak,
                 "share": round(peak / nbytes, 3),

@@ -23,6 +23,7 @@ from tests.tools.gpu.report import LeftOutError, Report
 from trainer_side import Publisher
 from trainer_side.diff import device as diff
 from trainer_side.diff.buffers import BaselineLocation, DeviceBuffer
+from trainer_side.diff.slab import HostSlab
 from vllm_delta_sync import open_run
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.compat import write_hooks
@@ -333,6 +334,7 @@ class Trial:
                 self.change(0.01)
                 results.append(publisher.publish(step=step, wait=True))
                 publisher.flush()
+            self.expect_kept(publisher, location)
         with open_run(url) as run:
             pairs = ((name, bits_of(found), bits_of(self.tensors[name]).cpu()) for name, found in run.tensors())
             wrong = [name for name, found, expected in pairs if not torch.equal(found, expected)]
@@ -343,6 +345,35 @@ class Trial:
             f"{results[-1].changed:,} elements: {ours:.0f} ms (first {first:.0f}), {ours / copy:.2f} × copying all "
             f"weights to pinned memory ({copy:.0f} ms)"
         )
+
+    def expect_kept(self, publisher: Publisher, location: BaselineLocation) -> None:
+        """The baseline is where ``publisher.memory`` says, and pinned in one piece if it is in host memory."""
+        if self.device.type != "cuda":
+            return
+        at_rest, baseline = publisher.memory.at_rest, publisher._committer.baseline
+        if location == "device":
+            assert (at_rest.host, at_rest.pinned, at_rest.device) == (0, 0, self.nbytes)
+            return
+        assert (at_rest.host, at_rest.device) == (0, 0)
+        assert self.nbytes <= at_rest.pinned <= 1.03 * self.nbytes
+        held = torch.from_numpy(baseline.bits(0).view(np.int16))
+        assert held.is_pinned(), "the baseline is not pinned"
+        publisher.close()
+        assert not held.is_pinned(), "the baseline is still pinned after close"
+
+    def unpinnable(self) -> str:
+        """Memory that CUDA refuses to pin, since it is pinned already: a warning, and the next kernel runs."""
+        if self.device.type != "cuda":
+            raise LeftOutError("takes a device")
+        spec = TensorSpec("pinned", "BF16", (1 << 20,))
+        first, second = HostSlab([spec]), HostSlab([spec])
+        second._memory = first._memory
+        for slab in (first, second):
+            slab.pin(self.device)
+        assert [slab.pinned for slab in (first, second)] == [True, False]
+        assert torch.ones(5, device=self.device).sum().item() == 5
+        first.close()
+        return "stays pageable"
 
     def streams(self) -> str:
         """A baseline on the device is written in the trainer's stream, and read and put back in another thread's."""
@@ -426,6 +457,7 @@ def check_modules(report: Report, parameters: dict[str, Parts], device: torch.de
         report.check("staging without device memory", trial.out_of_memory)
         for location, where in LOCATIONS.items():
             report.check(f"publishing, 1% changed, baseline {where}", partial(trial.publish_from, location))
+        report.check("a baseline that cannot be pinned", trial.unpinnable)
         report.check("a baseline on the device, two streams", trial.streams)
         for dtype in (torch.bfloat16, torch.float32):
             report.check(f"the publisher's comparison, {str(dtype)[6:]}", partial(trial.compare, dtype))
