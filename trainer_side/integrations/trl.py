@@ -113,6 +113,11 @@ class DeltaWeightTransfer:
             return
         if self.publisher is not None:
             self._close_logging_errors()
+        if in_world() and not self.callback.waiting:
+            logger.warning(
+                "this is one of several processes, and the others do not wait for the store: give the trainer "
+                "callbacks=[transfer.callback] in all of them, or a slow store makes their collective calls time out"
+            )
         weights = StreamedWeights(self._base)
         self._reports = MetricReporter()
         options = self._reports.listening(self._options)
@@ -252,6 +257,11 @@ class WaitingCallback(TrainerCallback):
         self._waiting: ProcessGroup | None = None
         self._stop: StopSignal | None = None
         self.opened = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a training calls it, so that all processes wait together."""
+        return self._waiting is not None
 
     @property
     def seconds_left(self) -> float:

@@ -111,6 +111,56 @@ def test_ranks_that_gather_for_one_wait_for_it(nursery: Nursery, tmp_path: Path)
     assert nursery.run(2, gather, group_seconds=GROUP_SECONDS, folder=str(tmp_path)) == [[1, 2], [None, None]]
 
 
+def transfer_weights(rank: int, size: int, folder: str) -> list[str]:
+    """The calls that TRL makes, on the first process alone, with the collective calls between them."""
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler
+
+    from tests.support.tiny import make_model, save_checkpoint
+    from tests.support.trainers import SIZES
+    from trainer_side.integrations.trl import DeltaWeightTransfer
+
+    model = make_model("qwen3", **SIZES)
+    base = save_checkpoint(model, Path(folder) / f"base{rank}")
+    store = slow_store(folder)
+    transfer = DeltaWeightTransfer(store, base)
+    given = TrainingArguments(output_dir=f"{folder}/out", use_cpu=True, report_to="none")
+    state, control = TrainerState(is_world_process_zero=rank == 0), TrainerControl()
+    handler = CallbackHandler([transfer.callback], model, None, None, None)
+    handler.on_train_begin(given, state, control)
+    for step in (1, 2):
+        distributed.all_reduce(torch.zeros(1))
+        state.global_step = step
+        if rank == 0:
+            if step == 1:
+                opened = transfer.publisher
+                transfer.init_weight_transfer()
+                assert transfer.publisher is opened, "the callback has opened it"
+            assert transfer.publisher is not None
+            if step == 2:
+                transfer.publisher.flush()
+                store.seconds = 3 * GROUP_SECONDS
+            transfer.send_weights(iter((name, tensor + step) for name, tensor in model.named_parameters()))
+            transfer.resume()
+        distributed.all_reduce(torch.zeros(1))
+        handler.on_step_end(given, state, control)
+        assert not control.should_training_stop
+    handler.on_train_end(given, state, control)
+    distributed.all_reduce(torch.zeros(1))
+    closed = transfer.publisher is None
+    transfer.destroy()
+    return ["closed"] if closed else []
+
+
+@pytest.mark.slow
+def test_processes_wait_for_the_one_that_trl_calls(nursery: Nursery, tmp_path: Path) -> None:
+    told = nursery.run(2, transfer_weights, group_seconds=GROUP_SECONDS, folder=str(tmp_path))
+    assert told == [["closed"], ["closed"]]
+    run = open_run(str(tmp_path / "run"))
+    assert run.manifest(0).kind == "reference"
+    assert run.head().version == 2
+
+
 def stop_one(rank: int, size: int, folder: str) -> int:
     """SIGTERM reaches one rank only, in the middle of training."""
     from tests.support.tiny import make_model
