@@ -26,7 +26,7 @@ from vllm_delta_sync.tensors.checkpoint import EXPORT_NAME, INDEX_NAME, SINGLE_N
 LONGEST_SECONDS, MOST_SECONDS = 0.8, 3.0
 """How long a publisher may live, at least; and at most, where the first one took long for its first version."""
 AFTER_CLAIM, VERIFY_EVERY = 4, 5
-"""One of so many publishers is killed after it has claimed the run, however slow the machine is; the rest at any time."""
+"""Of so many publishers one is killed after it has claimed the run, even on a slow machine; the rest at any time."""
 SHARD_BYTES = (10**9, 3 * 128 * 1024 * 2)
 """Of an export: one file, or eight."""
 STEPS = 40
