@@ -5,7 +5,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -86,10 +85,11 @@ def test_iterator_that_breaks_changes_nothing(bucket: Hooked, trainer: Trainer) 
 def test_interrupts_at_any_moment_lose_nothing(bucket: Hooked, trainer: Trainer) -> None:
     """SIGALRM stands for Ctrl-C: its handler raises KeyboardInterrupt wherever the main thread is."""
 
-    armed = threading.Event()
+    # Not an Event: an interrupt in its code would leave its lock held, and the next call would wait for ever.
+    armed: list[bool] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if armed.is_set() and not logs(frame):
+        if armed and not logs(frame):
             raise KeyboardInterrupt
 
     chance = random.Random(5)
@@ -100,7 +100,7 @@ def test_interrupts_at_any_moment_lose_nothing(bucket: Hooked, trainer: Trainer)
             trainer.step()
             try:
                 try:
-                    armed.set()
+                    armed.append(True)
                     signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 3e-3))
                     publisher.publish(step=step, wait=chance.random() < 0.5)
                 finally:
