@@ -384,7 +384,7 @@ def test_lag_is_that_of_the_slowest_receiver(model: PreTrainedModel, url: str) -
 
 @pytest.mark.slow
 def test_the_documentation_runs(tmp_path: Path) -> None:
-    """Both loops, on a tiny model in place of the one downloaded; and it lists the metrics that there are."""
+    """All of its code, on a tiny model in place of the one downloaded; and it lists the metrics that there are."""
     text = DOCUMENT.read_text()
     assert set(re.findall(r"^\| `(delta_sync/\w+)` \|", text, re.MULTILINE)) == {*FIGURES, "delta_sync/receivers_lag"}
     checkpoint = save_checkpoint(make_model("qwen3", **SIZES), tmp_path / "Qwen3-0.6B")
@@ -392,9 +392,9 @@ def test_the_documentation_runs(tmp_path: Path) -> None:
         block.replace("/mnt/shared", str(tmp_path / "shared")).replace("bf16=True,", "bf16=True, use_cpu=True,")
         for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     ]
-    trainer, again, accelerate = blocks
+    trainer, again, accelerate, *others = blocks
     script = tmp_path / "block.py"
-    script.write_text("\n".join((accelerate, trainer, again)))
+    script.write_text("\n".join((accelerate, trainer, again, *others)))
     done = subprocess.run(
         [sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
