@@ -37,6 +37,7 @@ from vllm_delta_sync.errors import (
     StoreError,
     UsageError,
 )
+from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust import Keyring
 
@@ -70,19 +71,23 @@ class LastCall:
 
     Attributes:
         handed: whether its weights came with the call.
-        progress: of the version it published; None while it has not published one.
+        version, progress: of the version it published; None while it has not published one.
         failure: why it has not.
     """
 
     step: int
     handed: bool
+    version: int | None = None
     progress: PublishProgress | None = None
     failure: str = "its call was skipped"
 
-    @property
-    def published(self) -> bool:
-        """Whether the run has its weights. Ask once nothing is under way."""
-        return self.progress is not None and self.progress.done and self.progress.error is None
+    def is_published(self, newest: Manifest) -> bool:
+        """Return whether the run has its weights. Ask once nothing is under way. Args: newest: durable version."""
+        if self.progress is None or not self.progress.done:
+            return False
+        if isinstance(self.progress.error, UncertainError):
+            return newest.version == self.version  # a recovery has found it in the bucket
+        return self.progress.error is None
 
 
 class PublishSession:
@@ -207,7 +212,7 @@ class PublishSession:
             self._last = None  # the run has these weights
             return self._skipped_result(step, watch)
         result, progress = self._hand_over(step, pending, watch, sidecar_bytes, exact)
-        self._last = LastCall(step, weights is not None, progress)
+        self._last = LastCall(step, weights is not None, result.version, progress)
         return result
 
     def publish_last(self, seconds: float) -> None:
@@ -227,7 +232,8 @@ class PublishSession:
             problem = self._unraised_error()
             latest = problem or latest
             wanted = self._is_last_wanted()
-            gone = wanted and self._last is not None and self._last.handed
+            # While it is not known whether a version was written, its weights may still be in the run.
+            gone = wanted and self._last is not None and self._last.handed and not self._is_dirty()
             final = problem is not None and (attempts == _ATTEMPTS or not _is_temporary(problem))
             flags = [self._busy, problem is not None, gone or final, self._is_dirty(), wanted, deadline.passed]
             busy, failed, ended, dirty, missing, late = self._group.ranks_where("closing", flags)
@@ -261,14 +267,14 @@ class PublishSession:
         except Exception as error:  # noqa: BLE001 - whatever it is, ``publish_last`` raises it on all ranks together
             self._withdraw(error, step, watch, raised=False)
             return
-        _, progress = self._hand_over(step, pending, watch, {}, exact=True)
-        self._last = LastCall(step, False, progress)
+        result, progress = self._hand_over(step, pending, watch, {}, exact=True)
+        self._last = LastCall(step, False, result.version, progress)
 
     def _is_last_wanted(self) -> bool:
         """Return whether the run lacks weights of the last call."""
-        if self._last is not None and not self._last.published:
-            return True
         newest = self._committer.newest
+        if self._last is not None and not self._last.is_published(newest):
+            return True
         own = newest is self._committer.current and newest.epoch == self._committer.writer.epoch
         if newest.held_back is None or not own or self._options.budget is None:
             return False
@@ -282,7 +288,7 @@ class PublishSession:
 
     def _not_published(self, problem: DeltaSyncError | None, failed: list[int], deadline: Deadline) -> DeltaSyncError:
         """Return the error of a close that could not publish the last weights."""
-        last = None if self._last is None or self._last.published else self._last
+        last = None if self._last is None or self._last.is_published(self._committer.newest) else self._last
         if problem is not None:
             reason = problem.message
         elif failed:
@@ -312,7 +318,7 @@ class PublishSession:
             logger.error("the version under way has not become durable within %s; %s", deadline, self._served())
         elif problem is not None:
             logger.error("closing the publisher: %s; %s", problem, self._served())
-        elif self._last is not None and not self._last.published:
+        elif self._last is not None and not self._last.is_published(self._committer.newest):
             logger.warning(
                 "step %d, of the last call, is not published, because an exception ends the training; %s",
                 self._last.step, self._served(),

@@ -127,6 +127,16 @@ def test_weights_that_came_with_the_last_call_are_named_if_they_are_lost(bucket:
     assert steps_of(bucket) == [0, 1]
 
 
+def test_handed_weights_of_a_version_that_was_written_after_all(bucket: Hooked, trainer: Trainer) -> None:
+    """The store fails after it has written the manifest, and then does not answer whether it did."""
+    with Publisher(trainer.live, bucket) as publisher:
+        bucket.after, bucket.reading = FailAt("versions/"), FailAt("versions/")
+        trainer.step()
+        publisher.publish(1, weights=trainer.copy().items())
+    assert steps_of(bucket) == [0, 1]
+    assert_holds(bucket, 1, trainer.live)
+
+
 def test_after_an_exception_nothing_new_is_published(
     bucket: Hooked, trainer: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:

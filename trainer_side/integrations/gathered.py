@@ -19,7 +19,7 @@ Pairs = Iterable[tuple[str, torch.Tensor]]
 
 
 _waiting: ProcessGroup | None = None
-"""The ranks that wait together for the one that publishes; None where only that one calls these functions."""
+"""The ranks that wait together for the publisher made last; None where only the one that publishes calls it."""
 
 
 def gathered_publisher(
@@ -42,8 +42,9 @@ def gathered_publisher(
         As ``StreamedWeights`` and ``Publisher``.
     """
     global _waiting
-    if all_wait and _waiting is None and in_world():
-        _waiting = ProcessGroup(WORK_SECONDS)
+    if _waiting is not None:
+        _waiting.close()
+    _waiting = ProcessGroup(WORK_SECONDS) if all_wait and in_world() else None
     return _together("beginning", lambda: Publisher(StreamedWeights(base), bucket, base, **options) if leads else None)
 
 
