@@ -432,7 +432,7 @@ def test_a_trainer_that_starts_again_from_an_earlier_step_is_followed(restarts: 
 
 
 def test_after_a_restart_the_order_is_that_of_the_times(out: Path, url: str) -> None:
-    """Nobody watched while the trainer wrote step 80, and started again from step 20."""
+    """No watcher ran while the trainer wrote step 80, and started again from step 20."""
     write_checkpoint(out / "checkpoint-60", weights(60))
     assert watch_once(out, url) == [("checkpoint-60", "published", 0)]
     for seconds, step in enumerate((80, 30, 40), 1):

@@ -21,7 +21,7 @@ FACTORIES = {
     "normal", "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices",
     "triu_indices", "zeros",
 }  # fmt: skip
-"""Functions of torch that make a tensor on the default device unless they are told another."""
+"""Functions of torch that make a tensor on the default device unless they get another one."""
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def train(publisher: Publisher, trainer: Trainer, steps: range) -> list[str]:
 def test_a_store_that_is_away_in_the_middle_of_training(at: str, bucket: Hooked, trainer: Trainer) -> None:
     Publisher(trainer.live, bucket, resume=True).close()
     store = OffTheTrainingThread(bucket, at)
-    # Nobody listens there, so that no notice is delivered.
+    # No process listens there, so no notice is delivered.
     with Publisher(trainer.live, store, notice="connect:tcp://127.0.0.1:9") as publisher:
         store.training = threading.current_thread()
         train(publisher, trainer, range(1, 30))

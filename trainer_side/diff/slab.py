@@ -62,7 +62,7 @@ class HostSlab:
         self._tried = True
         error = _register(self._memory, device)
         if error is None:
-            # Also if nobody calls ``close``: memory that is freed must not stay registered.
+            # Also without a call of ``close``: memory that is freed must not stay registered.
             self._unregister = weakref.finalize(self._memory, _unregister, self._memory.ctypes.data)
             # The end of the process does it too. A forked child must not: it cannot use CUDA.
             self._unregister.atexit = False

@@ -16,7 +16,7 @@ from vllm_delta_sync.redaction import guarded_logger
 logger = guarded_logger(__name__)
 
 GRACE_SECONDS = 25.0
-"""Kubernetes and Slurm kill a process 30 s after SIGTERM unless they are told otherwise."""
+"""Kubernetes and Slurm kill a process 30 s after SIGTERM by default."""
 
 
 class StopSignal:

@@ -1,6 +1,6 @@
 """Locate a version 0 that is not in the run: ``locate_base`` finds a checkpoint, ``open_branch_source`` a run.
 
-Whatever is wrong with the data of either raises BaseUnavailableError, so that nobody takes it for damage in the bucket.
+Whatever is wrong with the data of either raises BaseUnavailableError, and is never taken for damage in the bucket.
 """
 
 from collections.abc import Iterator

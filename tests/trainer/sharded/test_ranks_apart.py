@@ -1,4 +1,4 @@
-"""Ranks that each make a publisher of their own take one run over from each other, and are told why."""
+"""Ranks that each make a publisher of their own take one run over from each other, and the errors say why."""
 
 import logging
 from pathlib import Path
