@@ -1,26 +1,46 @@
-"""Draw the pictures of architecture.md from its tables: ``python docs/draw_architecture.py [--check]``."""
+"""Draw pictures from tables of pages: ``python docs/draw_architecture.py [--check]``.
+
+The README's picture comes from how-it-works.md, the others come from architecture.md.
+"""
 
 import argparse
 import html
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("architecture.md")
+OVERVIEW_SOURCE = Path(__file__).with_name("how-it-works.md")
+OVERVIEW = Path(__file__).with_name("overview.svg")
 PACKAGES = Path(__file__).with_name("architecture.svg")
 STATES = Path(__file__).with_name("receiver-states.svg")
 COLUMNS = {"trainer_side": 0, "vllm_delta_sync": 1, "vllm_delta_sync/engine": 2}
 TITLES = ("trainer: trainer_side", "shared: vllm_delta_sync", "server: vllm_delta_sync.engine")
-WIDTH, BOX, GAP, TOP, LINE = 330, 46, 10, 56, 21
-STYLE = """
-text { font: 13px system-ui, sans-serif; fill: #1f2328 }
-.title { font-weight: 600 } .small { font-size: 11px; fill: #59636e } .step { font-size: 12px }
-rect { fill: #f6f8fa; stroke: #d1d9e0; rx: 6 } .ground { fill: #ffffff; stroke: none }
-.publish { fill: #0969da } .apply { fill: #1a7f37 } .badge { font: 600 11px system-ui, sans-serif; fill: #ffffff }
+WIDTH, BOX, GAP, TOP, LINE = 350, 46, 10, 56, 21
+SIZES = {"title": 13, "label": 12, "step": 12, "small": 11, "badge": 11}
+"""Class of a text → size of its font."""
+BOLD = ("title", "label", "badge")
+STYLE = f"""
+text {{ font-family: system-ui, sans-serif; fill: #1f2328 }}
+{" ".join(f".{name} {{ font-size: {size}px }}" for name, size in SIZES.items())}
+{", ".join(f".{name}" for name in BOLD)} {{ font-weight: 600 }} .small {{ fill: #59636e }}
+rect {{ fill: #f6f8fa; stroke: #d1d9e0; rx: 6 }} .ground {{ fill: #ffffff; stroke: none }}
+.publish {{ fill: #0969da }} .apply {{ fill: #1a7f37 }} .badge {{ fill: #ffffff }}
+.group {{ fill: none; stroke-dasharray: 4 3 }} .head {{ fill: #59636e }}
+.arrow {{ fill: none; stroke: #59636e; marker-end: url(#head) }} .optional {{ stroke-dasharray: 4 3 }}
+@media (prefers-color-scheme: dark) {{
+text {{ fill: #f0f6fc }} .small {{ fill: #9198a1 }}
+rect {{ fill: #151b23; stroke: #3d444d }} .ground {{ fill: #0d1117 }}
+.publish {{ fill: #1f6feb }} .apply {{ fill: #238636 }}
+.head {{ fill: #9198a1 }} .arrow {{ stroke: #9198a1 }}
+}}
 """
-STATE_STYLE = ".group { fill: none; stroke-dasharray: 4 3 } .arrow { stroke: #59636e; marker-end: url(#head) }\n"
+"""The ground has a color in both themes, so a picture can be read on a page of either."""
+PART, PART_GAP, CHARACTERS = 216, 36, 30
+"""Of the overview: width of a part, gap between two parts, and the most characters in a line."""
 
 Box = tuple[int, int, int, int]
 """Left, top, width, height."""
@@ -51,7 +71,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a picture is out of date")
     options = parser.parse_args(arguments)
     text = SOURCE.read_text()
-    pictures = {PACKAGES: draw_packages(text), STATES: draw_states(text)}
+    pictures = {
+        OVERVIEW: draw_overview(OVERVIEW_SOURCE.read_text()),
+        PACKAGES: draw_packages(text),
+        STATES: draw_states(text),
+    }
     if not options.check:
         for path, picture in pictures.items():
             path.write_text(picture)
@@ -64,6 +88,36 @@ def rows(text: str, heading: str) -> list[list[str]]:
     section = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
+
+
+def draw_overview(text: str) -> str:
+    """The README's picture as SVG: trainer, bucket and servers side by side, and below them the way of a notice."""
+    table = rows(text, "Trainer, bucket, servers")
+    parts = [row for row in table if " → " not in row[0]]
+    (notice,) = [row[1] for row in table if " → " in row[0]]
+    columns = [_part_lines(steps) for _, _, steps in parts]
+    high = TOP + max(map(len, columns)) * 18
+    width, height = 2 * GAP + len(parts) * PART + (len(parts) - 1) * PART_GAP + 8, GAP + high + 60
+    out = _opening(width, height, "A trainer, a bucket and vLLM servers, and what passes between them")
+    last = len(parts) - 1
+    for number, ((name, program, _), lines) in enumerate(zip(parts, columns, strict=True)):
+        left = GAP + number * (PART + PART_GAP)
+        for behind in (8, 4, 0) if number == last else (0,):  # there can be any number of servers
+            out.append(f'<rect x="{left + behind}" y="{GAP + behind}" width="{PART}" height="{high}"/>')
+        out.append(f'<text class="title" x="{left + 10}" y="{GAP + 22}">{html.escape(name)}</text>')
+        out.append(f'<text class="small" x="{left + 10}" y="{GAP + 39}">{html.escape(program)}</text>')
+        for place, (style, line) in enumerate(lines):
+            y = GAP + TOP + 8 + place * 18
+            out.append(f'<text class="{style}" x="{left + 10}" y="{y}">{html.escape(line)}</text>')
+        if number < last:
+            x1, x2, y = left + PART + 4, left + PART + PART_GAP - 4, GAP + high // 2
+            out.append(f'<line class="arrow" x1="{x1}" y1="{y}" x2="{x2}" y2="{y}"/>')
+    start, end, bottom = GAP + PART // 2, GAP + last * (PART + PART_GAP) + PART // 2, GAP + high + 40
+    path = f"M{start},{GAP + high + 2} V{bottom} H{end} V{GAP + high + 11}"
+    out.append(f'<path class="arrow optional" d="{path}"/>')
+    x, y = width // 2, bottom - 8
+    out.append(f'<text class="step" x="{x}" y="{y}" text-anchor="middle">{html.escape(notice)}</text>')
+    return "\n".join([*out, "</svg>", ""])
 
 
 def draw_packages(text: str) -> str:
@@ -79,12 +133,7 @@ def draw_packages(text: str) -> str:
     steps = max(map(len, paths.values()))
     height = bottom + 40 + (steps + 1) * LINE + 20
     total = 3 * WIDTH + 4 * GAP
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total} {height}" role="img">',
-        "<title>Packages, and the paths of a publish and of an apply</title>",
-        f"<style>{STYLE}</style>",
-        f'<rect class="ground" width="{total}" height="{height}"/>',
-    ]
+    out = _opening(total, height, "Packages, and the paths of a publish and of an apply")
     for number, (title, column) in enumerate(zip(TITLES, columns, strict=True)):
         left = GAP + number * (WIDTH + GAP)
         out.append(f'<text class="title" x="{left + 4}" y="24">{title}</text>')
@@ -93,7 +142,7 @@ def draw_packages(text: str) -> str:
             y = TOP + place * (BOX + GAP)
             out.append(f'<rect x="{left}" y="{y}" width="{WIDTH}" height="{BOX}"/>')
             out.append(f'<text class="title" x="{left + 10}" y="{y + 19}">{html.escape(_short(row[0]))}</text>')
-            out.append(f'<text class="small" x="{left + 10}" y="{y + 36}">{html.escape(_clipped(row[1]))}</text>')
+            out.append(f'<text class="small" x="{left + 10}" y="{y + 36}">{html.escape(row[1])}</text>')
             x = left + WIDTH - 14
             for path in ("apply", "publish"):
                 for step in reversed([step[0] for step in paths[path] if _package(step[2], packages) == row[0]]):
@@ -117,14 +166,7 @@ def draw_states(text: str) -> str:
     table = rows(text, "The states of a receiver")
     width, legend = 1020, 620
     height = legend + (len(table) + 1) // 2 * LINE + 20
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
-        "<title>The states of a receiver and the changes between them</title>",
-        f"<style>{STYLE}{STATE_STYLE}</style>",
-        '<marker id="head" markerWidth="9" markerHeight="8" refX="8" refY="4" orient="auto">'
-        '<path d="M0,0 L9,4 L0,8 z" fill="#59636e"/></marker>',
-        f'<rect class="ground" width="{width}" height="{height}"/>',
-    ]
+    out = _opening(width, height, "The states of a receiver and the changes between them")
     for name, ((left, top, wide, high), _) in sorted(GROUPS.items(), key=lambda item: -item[1][0][2]):
         out.append(f'<rect class="group" x="{left}" y="{top}" width="{wide}" height="{high}"/>')
         out.append(f'<text class="small" x="{left + 8}" y="{top + 16}">{name}</text>')
@@ -146,6 +188,28 @@ def draw_states(text: str) -> str:
         x, y = 14 + column * width // 2, legend + line_number * LINE
         out.append(f'<text class="small" x="{x}" y="{y}">{html.escape(f"{step}. {names}")}</text>')
     return "\n".join([*out, *badges, "</svg>", ""])
+
+
+def _opening(width: int, height: int, title: str) -> list[str]:
+    """The first lines of a picture: its size, title, style, arrowhead and ground."""
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+        f"<title>{title}</title>",
+        f"<style>{STYLE}</style>",
+        '<marker id="head" markerWidth="9" markerHeight="8" refX="8" refY="4" orient="auto">'
+        '<path class="head" d="M0,0 L9,4 L0,8 z"/></marker>',
+        f'<rect class="ground" width="{width}" height="{height}"/>',
+    ]
+
+
+def _part_lines(cell: str) -> list[tuple[str, str]]:
+    """Class and text of each line of a part: a line for each phrase, and one for a label before its colon."""
+    lines = []
+    for phrase in cell.split("; "):
+        label, _, rest = phrase.rpartition(": ")
+        lines += [("label", f"{label}:")] if label else []
+        lines += [("step", line) for line in textwrap.wrap(rest, CHARACTERS, break_long_words=False)]
+    return lines
 
 
 def _grouped(cell: str) -> list[str]:
@@ -186,10 +250,6 @@ def _nearest(box: Box, other: Box) -> tuple[float, float]:
 
 def _short(package: str) -> str:
     return re.sub(r"^(vllm_delta_sync/engine/|vllm_delta_sync/|trainer_side/)", "", package)
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= 54 else text[:53].rstrip(" ,;") + "…"
 
 
 def _package(module: str, packages: list[list[str]]) -> str | None:
