@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 LONG = {"FORMAT.md", "REFERENCE.md"}
 """Pages that are looked up, not read from top to bottom."""
 LIMIT = 300
+COLUMNS = 95
+"""Characters in the widest line that a block of code shows without scrolling in a window of 1,300 pixels."""
 SEARCH = "search/search_index.json"
 STRUCTURE = ("table", "li", "blockquote", "h2", "h3", "img")
 """Elements of which a page of the site has as many as the repository shows of its file."""
@@ -138,6 +140,13 @@ def test_a_page_has_the_structure_of_its_file(path: Path, site: Path, pages: dic
 def test_pages_that_are_read_are_short() -> None:
     long = {path.name for path in (ROOT / "docs").rglob("*.md") if len(path.read_text().splitlines()) > LIMIT}
     assert long == LONG
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_pictures_drawn_with_characters_are_not_cut(path: Path) -> None:
+    for block in re.findall(r"^```\w*\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL):
+        if re.search("[\u2500-\u257f]", block):
+            assert [line for line in block.splitlines() if len(line) > COLUMNS] == []
 
 
 def links(text: str, tree: str | None) -> str:
