@@ -38,7 +38,7 @@ BENCH = "apply"
 NO_MEMORY = ("stage", "take back", "load_weights", "load from file", "bare_scatter")
 """What takes no memory beside what it is given, or that of the commit; or, from a file, that of the whole file."""
 LEFT_OUT = (
-    *("bare_scatter, prefetching", "bare_scatter into one array"),
+    *("take back", "load from file", "bare_scatter, prefetching", "bare_scatter into one array"),
     "load_checkpoint_weight_patches, duplicates unchecked",
 )
 """Rows of the results that the page leaves out, which has to stay short."""

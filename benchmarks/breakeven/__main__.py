@@ -132,22 +132,13 @@ def rows_of(case: str, ways: list[Way]) -> list[Row]:
 
 
 def tables(rows: list[Row]) -> list[str]:
-    """Markdown: where lines cross, then seconds at 1 %."""
-
-    def crossing(item: Row) -> Place:
-        if not item["metric"].endswith(" below"):
-            return None
-        share, _, cores = item["case"].removeprefix("dense ").partition(", projected to ")
-        if share in ("20%", "40%"):  # in the results and in the picture
-            return None
-        return share, item["metric"].removesuffix(" below") + (f", {cores}" if cores else "")
+    """Markdown: seconds at 1 %. Where lines cross is in the picture, and in the results."""
 
     def seconds(item: Row) -> Place:
         match = re.fullmatch(r"dense 1%, (.+ Gbit/s)", item["case"])
         return (item["metric"], match[1]) if match else None
 
-    lines = pivot(f"Gbit/s below which ({MOST:g}: always)", rows, crossing)
-    return [*lines, "", *pivot("1 % changed: s per GB of weights, at", rows, seconds)]
+    return pivot("1 % changed: s per GB of weights, at", rows, seconds)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -19,7 +19,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("bench", ["catchup", *SLOW])
+@pytest.mark.parametrize("bench", ["catchup", "published", *SLOW])
 def test_quick_run_writes_rows_that_become_tables(tmp_path: Path, bench: str) -> None:
     file = tmp_path / f"{bench}.json"
     module = importlib.import_module(f"benchmarks.{bench}.__main__")
