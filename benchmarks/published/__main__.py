@@ -35,7 +35,7 @@ MATRIX, MATRICES, QUICK_MATRICES = (768, 2048), 24, 1
 
 
 class Figure(NamedTuple):
-    """A figure that the paper gives; ``table`` is one of ``UNITS``, ``amount`` is *a* or the changed share."""
+    """A figure that arXiv 2610.08430 gives; ``table`` is one of ``UNITS``, ``amount`` is *a* or the changed share."""
 
     table: str
     amount: float

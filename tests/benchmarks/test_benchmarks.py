@@ -10,6 +10,7 @@ import pytest
 from benchmarks import render
 from benchmarks.common.rows import parser, row, start, write
 from benchmarks.common.tables import grid, value_of
+from benchmarks.published import __main__ as published
 from benchmarks.scaling import __main__ as scaling
 from benchmarks.scaling.shapes import scaled_models
 
@@ -96,6 +97,14 @@ def test_a_grid_has_a_line_for_each_case() -> None:
     ]
     with pytest.raises(KeyError, match="'none'"):
         value_of(rows, "one", "none")
+
+
+def test_a_paper_s_figures_are_found_again_to_the_last_digit() -> None:
+    rows = json.loads((render.SOURCE / "published.json").read_text())["rows"]
+    for table, amount, metric, given in published.PAPER:
+        found = value_of(rows, published.case_of(table, amount), metric)
+        digits = 1 if given > 20 and metric == published.CHANGED else 2
+        assert round(found, digits) == given, (table, amount, metric)
 
 
 def test_models_that_are_projected_have_the_parameters_that_are_known() -> None:
