@@ -59,10 +59,8 @@ WINDOW, JUDGED_STEPS, ERRORS = 10, 40, 3.0  # the rise: mean reward of the last 
 START_SECONDS, WAIT_SECONDS, END_SECONDS = 600, 120, 10
 FLAGS = "--generation-config vllm --max-model-len 256 --max-num-seqs 64 --enforce-eager"
 
-Answer = dict[str, Any]
 
-
-def reward(capital: str, answer: Answer) -> float:
+def reward(capital: str, answer: dict[str, Any]) -> float:
     """Half for naming the capital, half for an answer that ends by itself within ``MAX_WORDS`` words."""
     short = len(answer["text"].split()) <= MAX_WORDS and answer["finish_reason"] == "stop"
     return 0.5 * (capital in answer["text"]) + 0.5 * short
@@ -104,13 +102,13 @@ def serving(options: argparse.Namespace, notice: str, core: int) -> Iterator[htt
         process.wait()
 
 
-def sample(server: httpx.Client, prompts: Sequence[list[int]], count: int, temperature: float) -> list[Answer]:
+def sample(server: httpx.Client, prompts: Sequence[list[int]], count: int, temperature: float) -> list[Any]:
     """``count`` answers to each prompt, those to one prompt one after the other; of each the text, the tokens, and the
     log-prob and the version that each was sampled with. A version is None until a new server has proven its weights."""
     body = {"prompt": prompts, "n": count, "max_tokens": MAX_TOKENS, "temperature": temperature}
     body |= {"logprobs": 0, "return_token_ids": True}
     found = server.post("/v1/completions", json=body).raise_for_status().json()
-    answers: list[Answer] = sorted(found["choices"], key=lambda choice: choice["index"])
+    answers: list[Any] = sorted(found["choices"], key=lambda choice: choice["index"])
     for answer in answers:
         answer["versions"], answer["logprobs"] = [None] * len(answer["token_ids"]), answer["logprobs"]["token_logprobs"]
     for span in found["delta_sync"]["spans"]:
@@ -132,12 +130,11 @@ def padded(rows: Sequence[Sequence[Any]]) -> Tensor:
 def answer_logprobs(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> Tensor:
     """Log-prob of each token of the answers under the weights being trained, (n, longest) float32; 0 in the padding."""
     tokens = padded([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
-    # Matrices in bfloat16, as the server computes, where the processor has instructions for them. Padding is on the
-    # right, where causal attention does not see it.
+    # Matrices in bfloat16, as the server computes, where the processor has instructions for them.
     fast = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
     with torch.autocast("cpu", torch.bfloat16, enabled=fast):
         hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
-        # Each token is predicted by the state before it; only these states go through the large output layer.
+        # The state before each token predicts it; only these go through the large output layer.
         ends = [(len(prompt) - 1, len(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
         states = torch.cat([row[start : start + length] for row, (start, length) in zip(hidden, ends, strict=True)])
         logits = model.lm_head(states).float()
@@ -164,11 +161,17 @@ def train(model: Any, tokenizer: Any, publisher: Publisher, server: httpx.Client
     results: list[PublishResult] = []
     pauses_ms: dict[int | None, float] = {}
 
-    def rollout() -> tuple[list[str], list[list[int]], list[Answer]]:
+    def rollout() -> tuple[list[str], list[list[int]], list[Any]]:
         countries = rng.sample(sorted(CAPITAL_OF), PROMPTS)
         prompts = [chat(tokenizer, f"What is the capital of {country}?") for country in countries]
         answers = sample(server, prompts, SAMPLES, temperature=1.0)
         return [one for one in countries for _ in range(SAMPLES)], [p for p in prompts for _ in range(SAMPLES)], answers
+
+    def poll() -> None:
+        status = server.get("/delta_sync/status").raise_for_status().json()
+        if status["last_error"] is not None:
+            sys.exit(f"real_model: the server stopped following: {status['last_error']['message']}")
+        pauses_ms.update({commit["version"]: commit["timings_ms"]["pause"] for commit in status["recent"]})
 
     with ThreadPoolExecutor(1) as pool, tqdm(range(1, options.steps + 1), unit="step") as bar:
         coming = pool.submit(rollout)
@@ -188,17 +191,14 @@ def train(model: Any, tokenizer: Any, publisher: Publisher, server: httpx.Client
             optimizer.step()
             optimizer.zero_grad()
             ages = [publisher.version - version for a in answers for version in a["versions"] if version is not None]
-            # Compares and returns; encoding and upload run in the background. Waits for the version before, if need be.
+            # Compares and returns; encoding and upload run in the background, beside the next step.
             results.append(publisher.publish(step=step, wait=True))
-            status = server.get("/delta_sync/status").raise_for_status().json()
-            if status["last_error"] is not None:
-                sys.exit(f"real_model: the server stopped following: {status['last_error']['message']}")
-            pauses_ms |= {commit["version"]: commit["timings_ms"]["pause"] for commit in status["recent"]}
-            figures = {"step": step, "reward": float(rewards.mean()), "age": sum(ages) / max(1, len(ages))}
-            steps.append(figures)
+            poll()
+            steps.append({"step": step, "reward": float(rewards.mean()), "age": sum(ages) / max(1, len(ages))})
             bar.set_postfix_str(f"reward {pd.DataFrame(steps[-WINDOW:]).reward.mean():.2f}")
     publisher.flush()
     server.get(f"/delta_sync/wait?version={publisher.version}&timeout={WAIT_SECONDS}").raise_for_status()
+    poll()
     for figures, result in zip(steps, results, strict=True):
         figures |= {"changed": result.changed / result.total, "pause_ms": pauses_ms.get(result.version)}
         figures |= {"payload_bytes": result.payload_bytes, "full_bytes": result.full_bytes}
@@ -249,7 +249,7 @@ def run(options: argparse.Namespace) -> bool:
     panels = [("reward", "mean of ten steps"), ("MB of a version",), ("generation paused [ms]",)]
     title = f"{summary['full_bytes'] / 1e6:.0f} MB of weights, learning rate {options.lr:g}"
     axes = chart.set_index(steps.step).plot(subplots=panels, figsize=(9, 9), ylim=(0, None), title=title)
-    axes[0].figure.savefig(out / "real.png", dpi=110)
+    axes[0].figure.savefig(out / "real.png", dpi=110, bbox_inches="tight")
     for question, one, two in texts:
         print(f"\n{question}\n  before: {one!r}\n  after:  {two!r}")
     sent, full = summary["payload_bytes"], summary["full_bytes"]
