@@ -107,7 +107,7 @@ def _steps(kind: str, rate: float, count: int, say: Say) -> list[Step]:
     if not file.exists() or file.stat().st_mtime < weights.stat().st_mtime or _length(file) < count:
         say(f"{kind}, lr {rate:g}: {count} training steps, some seconds each")
         arrays: dict[str, Any] = {}
-        for step, (positions, values) in enumerate(_train(kind, rate, count)):
+        for step, (positions, values) in enumerate(train(kind, rate, count)):
             arrays |= {f"positions:{step}": positions, f"values:{step}": values}
         FOLDER.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial.npz")
@@ -122,7 +122,7 @@ def _length(file: Path) -> int:
         return int(data["steps"])
 
 
-def _train(kind: str, rate: float, count: int) -> Iterator[Step]:
+def train(kind: str, rate: float, count: int) -> Iterator[Step]:
     """Train, and say after each step what it changed in all tensors laid end to end, in the order of their names."""
     from pydoc_data.topics import topics
 

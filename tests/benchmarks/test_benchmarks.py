@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import render
 from benchmarks.common.rows import parser, row, start, write
@@ -13,10 +14,11 @@ from benchmarks.common.tables import grid, value_of
 from benchmarks.published import __main__ as published
 from benchmarks.scaling import __main__ as scaling
 from benchmarks.scaling.shapes import scaled_models
+from benchmarks.sparsity.movement import observed
 
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("apply", "breakeven", "codec", "notice", "publish", "quantized", "scaling", "stores")
+    for name in ("apply", "breakeven", "codec", "notice", "publish", "quantized", "scaling", "sparsity", "stores")
 ]
 
 
@@ -48,7 +50,8 @@ def test_the_committed_page_is_made_from_the_committed_results() -> None:
         document = json.loads(path.read_text())
         assert document["date"]
         assert document["commit"]
-        assert f"\n## {path.stem}\n" in text
+        page = getattr(importlib.import_module(f"benchmarks.{path.stem}.__main__"), "PAGE", None)
+        assert (f"({page})" if page else f"\n## {path.stem}\n") in text
     for page in render.PAGES:
         shown = page.read_text()
         assert shown == render.fill(shown), "run: python -m benchmarks.render"
@@ -126,3 +129,23 @@ def test_a_part_that_is_not_measured_keeps_its_rows(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(scaling.PARTS, "sizes", lambda quick: [new])
     scaling.main(["--part", "sizes", "--json", str(tmp_path / "scaling.json")])
     assert json.loads((tmp_path / "scaling.json").read_text())["rows"] == [new, old]
+
+
+def test_masters_anywhere_in_their_cells_change_as_often_as_an_update_is_of_a_rounding_step() -> None:
+    mantissas = 1 + torch.rand(1_000_000, generator=torch.Generator().manual_seed(0))
+    spread = torch.ldexp(mantissas, torch.tensor(-5)).requires_grad_()
+    on_the_grid = spread.detach().bfloat16().float().requires_grad_()
+    tiny = torch.ldexp(mantissas, torch.tensor(-14)).requires_grad_()
+    with observed() as steps:
+        for masters in (spread, on_the_grid, tiny):
+            masters.grad = torch.ones_like(masters)
+            torch.optim.SGD([masters], lr=1e-6).step()
+    expected = 100 * 1e-6 / 2**-12
+    for step in steps[:2]:
+        assert step.mean_update == pytest.approx(1e-6, rel=0.01)
+        assert step.share(step.expected) == pytest.approx(expected, rel=0.01)
+        assert step.predict(1e-6, finer=0.5) == pytest.approx(expected / 2, rel=0.02)
+        assert step.share(step.outright) == 0
+    assert steps[0].share(steps[0].changed) == pytest.approx(expected, rel=0.1)
+    assert steps[1].share(steps[1].changed) == 0
+    assert steps[2].share(steps[2].changed) == steps[2].share(steps[2].outright) == 100
