@@ -4,7 +4,7 @@
 ``tables(rows)`` → Markdown lines, and ``CHARTS``, {file name: (what it shows, function that draws rows to a path)},
 which ``--charts`` draws anew. ``blocks(rows)`` → {name: Markdown lines} is for the pages in ``PAGES``: each replaces
 what a page has between ``<!-- BENCH NAME -->`` and ``<!-- end -->``. ``<!-- claims readme -->`` has the claims
-marked so.
+marked so. A benchmark with a ``PAGE`` of its own, a file in docs/, has no section in docs/benchmarks.md, only a link.
 """
 
 import argparse
@@ -22,26 +22,28 @@ from benchmarks.common.tables import number, pivot, value_of
 
 ROOT = Path(__file__).parents[1]
 SOURCE, TARGET = ROOT / "benchmarks/results", ROOT / "docs/benchmarks.md"
-PAGES = (ROOT / "README.md", ROOT / "docs/scale.md")
+PAGES = (ROOT / "README.md", ROOT / "docs/scale.md", ROOT / "docs/sparsity.md")
 BLOCK = re.compile(r"(<!-- (\w+) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEAD = """\
 # Benchmarks
 
 Made by `python -m benchmarks.render` from `benchmarks/results/`, which `make bench` writes and which has more rows than
-these tables. What is measured, and how, is said by the first lines of each benchmark's `__main__.py`.
-"""
+these tables. What is measured, and how, is said by the first lines of each benchmark's `__main__.py`."""
 
 
 def render(source: Path = SOURCE) -> str:
     """The document's text."""
     results = {path.stem: json.loads(path.read_text()) for path in sorted(source.glob("*.json"))}
     notes = dict.fromkeys(str(document["note"]) for document in results.values() if "note" in document)
-    lines = [HEAD, *(f"{note}\n" for note in notes)]
+    apart = {name: str(_module(name).PAGE) for name in results if hasattr(_module(name), "PAGE")}
+    elsewhere = "".join(f" [{page}]({page}) has those of `{name}`." for name, page in apart.items())
+    lines = [f"{HEAD}{elsewhere}\n", *(f"{note}\n" for note in notes)]
     known = [claim for claim in CLAIMS if claim.bench in results]
     if known:
         lines += _claims(known, results)
     for name, document in results.items():
-        lines += ["", *_section(name, document)]
+        if name not in apart:
+            lines += ["", *_section(name, document)]
     return "\n".join(lines) + "\n"
 
 

@@ -125,7 +125,7 @@ def blocks(rows: list[Row]) -> dict[str, list[str]]:
 
 
 def _exponents(rows: list[Row]) -> list[str]:
-    """Those of the first kind's first case, and beside them what changed in that of the second kind."""
+    """Every second one of the first kind's first case, and beside it what changed in that of the second kind."""
     firsts: dict[str, str] = {}
     for item in rows:
         case, _, line = item["case"].rpartition(", ")
@@ -137,7 +137,7 @@ def _exponents(rows: list[Row]) -> list[str]:
         case, _, line = item["case"].rpartition(", ")
         if not line.startswith("2^") or case not in labels or (labels[case] and item["metric"] != "changed"):
             return None
-        return line, f"{labels[case]}{item['metric']} [{item['unit']}]"
+        return None if int(line[2:]) % 2 == 0 else (line, f"{labels[case]}{item['metric']} [{item['unit']}]")
 
     return pivot("weights of", rows, place)
 

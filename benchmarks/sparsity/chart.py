@@ -20,26 +20,24 @@ def sparsity(rows: list[Row], path: Path) -> None:
     shares.patch.set_visible(False)
     bars.bar(*zip(*next(iter(weights.values())), strict=True), color="0.9")
     bars.set(ylabel="share of all weights [%] (bars: settled)", ylim=(0, 60))
-    sizes.plot(*zip(*sorted({point for points in steps.values() for point in points}), strict=True), "k-",
-               label="rounding step, 2^(e − 7)")  # fmt: skip
+    rounding = sorted({point for points in steps.values() for point in points})
+    sizes.plot(*zip(*rounding, strict=True), "k-", label="rounding step, 2^(e − 7)")
+    sizes.annotate("", (-5, 2**-12 / 1e-6), (-5, 1), arrowprops={"arrowstyle": "<->", "color": "0.4"})
+    sizes.text(-4.8, 40, "244 updates of 1e-6", color="0.4", fontsize=8)
     colors: dict[str, str] = {}
     for name, points in changed.items():
         kind, _, rate = name.partition(", ")
         color = colors.setdefault(rate, f"C{len(colors)}")
-        face = "none" if kind == "fresh" else color
-        seen = [(power, share) for power, share in points if share]
-        shares.plot(
-            *zip(*seen, strict=True), MARKERS[kind], color=color, markerfacecolor=face, markersize=5, label=name
-        )
-        if kind != "fresh":
-            shares.plot(*zip(*predicted[name], strict=True), "-", color=color, linewidth=1)
-            sizes.plot(
-                *zip(*updates[name], strict=True), MARKERS[kind], color=color, markersize=5, label=f"update: {name}"
-            )
+        style = {"marker": MARKERS[kind], "color": color, "markersize": 5, "linewidth": 1}
+        if kind == "fresh":
+            seen = [(power, share) for power, share in points if share]
+            shares.plot(*zip(*seen, strict=True), **style, linestyle=":", markerfacecolor="none", label=name)
+        else:
+            shares.plot(*zip(*points, strict=True), **style, linestyle="none", label=name)
+            shares.plot(*zip(*predicted[name], strict=True), color=color, linewidth=1)
+            sizes.plot(*zip(*updates[name], strict=True), **style, linestyle="none", label=f"update: {name}")
     sizes.set(yscale="log", ylabel="size [1e-6]", title="An update is as large for large weights as for small ones")
-    shares.set(
-        yscale="log", ylim=(0.005, 150), ylabel="changed [%]", title="What changes: predicted (lines) and measured"
-    )
+    shares.set(yscale="log", ylim=(0.005, 150), ylabel="changed [%]", title="Predicted (solid lines) and measured")
     for axis in (sizes, shares):
         axis.set(xlabel="power of two of the weight's magnitude, e")
     sizes.legend(frameon=False, fontsize=8)
