@@ -12,10 +12,14 @@ float32 weights (masters). Exit status: 0 all of this holds, and from 40 steps o
 errors; 1 it does not, or something failed; 2 wrong usage; 130 interrupted.
 """
 
+import os
+
+if __name__ == "__main__":  # before torch is imported: threads sleep while they wait, as trainer and server share cores
+    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+
 import argparse
 import copy
 import json
-import os
 import random
 import shutil
 import signal
@@ -28,9 +32,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads sleep while they wait: trainer and server share the cores
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import httpx
 import pandas as pd  # type: ignore[import-untyped]

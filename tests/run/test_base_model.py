@@ -51,7 +51,7 @@ def publish(model: Path, endpoint: str, *jobs: tuple[str, str, int]) -> list[Any
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     environment |= {
         "HF_ENDPOINT": endpoint, "HF_HOME": str(model.parent / "cache"), "PYTHONPATH": os.getcwd(),
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0",
     }  # fmt: skip
     placed = json.dumps([(str(model.parent / name), *rest) for name, *rest in jobs])
     arguments = [sys.executable, "-c", PUBLISH, str(model / "model.safetensors"), placed]
