@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from benchmarks.common import real_model
+
 Pick = tuple[str, str] | tuple[str, str, str]
 """Case, metric, and the peer of a ratio."""
 
@@ -38,12 +40,14 @@ CLAIMS = (
     ),
     Claim(
         "codec",
-        "Bytes per changed element at 1 %: packed, context; all weights over packed",
-        "{} B, {} B; {} times",
+        f"SmolLM2-135M, {real_model.ORIGIN}, data set *settled*, lr 1e-6: weights that a step changes; "
+        "bytes for each of them, packed and context; all weights over packed",
+        "{} %; {} B, {} B; {} times",
         (
-            ("synthetic dense 1%, packed", "size"),
-            ("synthetic dense 1%, context", "size"),
-            ("synthetic dense 1%, packed", "ratio", "dense bf16"),
+            ("settled lr 1e-6", "changed share"),
+            ("settled lr 1e-6, packed", "size"),
+            ("settled lr 1e-6, context", "size"),
+            ("settled lr 1e-6, packed", "ratio", "dense bf16"),
         ),
         readme=True,
     ),
