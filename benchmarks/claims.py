@@ -33,12 +33,6 @@ CLAIMS = (
         readme=True,
     ),
     Claim(
-        "apply",
-        "The same of 332 M weights of experts",
-        "{} ms; {} times; {} times that",
-        (("moe 1%", "commit"), ("moe 1%", "ratio", PATCHES), ("moe 1%", "ratio", "load_weights")),
-    ),
-    Claim(
         "codec",
         f"SmolLM2-135M, {real_model.ORIGIN}, data set *settled*, lr 1e-6: weights that a step changes; "
         "bytes for each of them, packed and context; all weights over packed",
@@ -60,12 +54,6 @@ CLAIMS = (
             ("seconds to fresh", "ratio", "full weights, stored and fetched"),
         ),
         readme=True,
-    ),
-    Claim(
-        "scaling",
-        "Comparing and encoding a model of a billion elements, of which 1 % changed, on one thread",
-        "{} s",
-        (("1 B dense 1%, packed", "encode"),),
     ),
     Claim(
         "scaling",

@@ -19,7 +19,7 @@ LEFT_OUT = (
 TIMED = ("compare_and_copy", "detect changes, bfloat16", "packed", "context")
 """What the page leaves out of sizes, and what it has of speeds: it has to stay short."""
 DATA = r"(?:fresh|settled|trained) lr \S+|(?:policy|synthetic) dense [\d.]+%"
-MERGED = ("1", "8", "64")
+MERGED = ("4", "64")
 """Numbers of merged deltas that are on the page."""
 
 
