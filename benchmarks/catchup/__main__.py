@@ -1,11 +1,17 @@
 """Catch up over n versions: merged deltas, against reading each delta and against a fresh anchor.
 
-A real run in a local directory, written by ``Publisher`` and completed by ``compact``: bfloat16 weights rounded from
-float32 masters that Adam moves, about 1 % changed a version. A reader that holds version head − n reads, verifies,
-decodes and applies whatever leads to the head, and ends bit for bit there. The head is 13 versions past a multiple of
-100, so that no range happens to fit. Objects, bytes and requests are what the bucket was asked for; documents that
-are looked for and not there count as requests. One thread; a local disk, where a request costs next to nothing: over a
-network each costs a round trip.
+Two runs in a local directory, written by ``Publisher`` and completed by ``compact``. *settled* is SmolLM2-135M at
+learning rate 1e-6, 100 versions (``benchmarks.common.real_steps``). *synthetic* is 3.1 M bfloat16 weights rounded from
+float32 masters that Adam moves, about 1 % changed a version; its head is 13 versions past a multiple of 100, so that no
+range happens to fit. ``--quick`` has *synthetic* only, smaller.
+
+A reader that holds version head − n reads, verifies, decodes and applies whatever leads to the head, and ends bit for
+bit there. Objects, bytes and requests are what the bucket was asked for; documents that are looked for and not there
+count as requests. One thread; a local disk, where a request costs next to nothing: over a network each costs a round
+trip.
+
+*width* w: merged deltas that span w, w², w³ … versions; the runs have 4. Sizes of what a writer writes beside the
+deltas, and what a reader that knows all versions reads, over all distances from the head.
 """
 
 import shutil
@@ -16,8 +22,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.catchup.widths import widths
+from benchmarks.common import real_model, real_steps
 from benchmarks.common.rows import Row, parse, row, write
 from benchmarks.common.tables import Place, pivot
+from benchmarks.common.training_data import Weights
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
 from vllm_delta_sync.client import Run, open_run
@@ -31,8 +40,12 @@ from vllm_delta_sync.run.restore import apply_step, load_root, restore
 BENCH = "catchup"
 LR = 1.1e-6
 FAST_BETA, SLOW_BETA, EPSILON = 0.9, 0.999, 1e-8
+TRIES = 3
 SPANS = (1, 10, 100, 1000)
 EXTRA = 13
+REAL, REAL_SPANS = "settled lr 1e-6", (1, 10, 50, 100)
+LEFT_OUT = ("synthetic: 1", "synthetic: 10", "synthetic: 100")
+"""Lines that the page leaves out, which has to stay short."""
 
 
 class Counting(Bucket):
@@ -118,7 +131,7 @@ class Adam:
 
 
 def publish(url: str, versions: int, tensors: int, shape: tuple[int, int]) -> None:
-    """Write a run of so many versions after version 0, and nothing beside it."""
+    """Write a synthetic run of so many versions after version 0, and nothing beside it."""
     adam = Adam(tensors, shape)
     with Publisher(lambda: adam.weights.items(), bucket=url, fold=False) as publisher:
         for step in range(1, versions + 1):
@@ -126,7 +139,45 @@ def publish(url: str, versions: int, tensors: int, shape: tuple[int, int]) -> No
             publisher.publish(step=step, wait=True)
 
 
-def measure(url: str, span: int) -> list[Row]:
+def publish_real(url: str, versions: int) -> None:
+    """Write a run of the real model, as ``publish``."""
+    made = real_steps.sequence(versions, say=print)
+
+    def tensors(weights: Weights) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(bits.view("int16")).view(torch.bfloat16) for name, bits in weights.items()}
+
+    served = tensors({name: bits.copy() for name, bits in made.base.items()})
+    with Publisher(served.items, bucket=url, fold=False) as publisher:
+        for step, version in enumerate(made.versions(), 1):
+            for name, tensor in tensors(version).items():
+                served[name].copy_(tensor)
+            publisher.publish(step=step, wait=True)
+
+
+def measure_run(url: str, data: str, spans: Sequence[int]) -> list[Row]:
+    """Complete a run, and measure each distance from its head.
+
+    Args:
+        data: what cases begin with.
+    """
+    run = open_run(url)
+    deltas = [manifest for manifest in run.log() if manifest.kind == "delta"]
+    case = f"{data}{len(deltas)} versions"
+    share = sum(manifest.changed for manifest in deltas) / (len(deltas) * run.table.total)
+    payload = sum(manifest.payload_bytes for manifest in deltas)
+    report = compact(run, anchor="head")
+    rows = [
+        row(BENCH, case, "changed share", 100 * share, "%"),
+        row(BENCH, case, "model", run.table.full_bytes / 1e6, "MB"),
+        row(BENCH, case, "deltas", payload / 1e6, "MB"),
+    ]
+    merged = sum(run.merged_delta(*pair).payload_bytes for pair in run.merged_deltas())
+    rows.append(row(BENCH, case, "merged deltas", merged / 1e6, "MB"))
+    rows.append(row(BENCH, case, "making them", report.seconds, "s"))
+    return [*rows, *(item for span in spans for item in measure(url, data, span))]
+
+
+def measure(url: str, data: str, span: int) -> list[Row]:
     """Rows of one distance from the head."""
     bucket = Counting(open_bucket(url))
     runs = {"merged_deltas": Run(bucket), "each_delta": EachDelta(bucket), "fresh_anchor": Run(bucket)}
@@ -153,17 +204,17 @@ def measure(url: str, span: int) -> list[Row]:
     rows: list[Row] = []
     found: dict[str, list[float]] = {}
     for ways in runs:
-        tries = [counted(ways) for _ in range(1 if span >= 1000 else 3)]
+        tries = [counted(ways) for _ in range(TRIES)]
         found[ways] = min(tries, key=lambda values: values[-1])
     for ways, values in found.items():
-        case = f"{span} versions, {ways.replace('_', ' ')}"
+        case = f"{data}{span} versions, {ways.replace('_', ' ')}"
         names = (("objects", "objects", 1), ("requests", "requests", 1), ("read", "MB", 1e6), ("time", "s", 1))
         for (name, unit, divisor), value in zip(names, values, strict=True):
             rows.append(row(BENCH, case, name, value / divisor, unit))
     for peer in ("each_delta", "fresh_anchor"):
         for place, name in ((0, "objects"), (1, "requests"), (2, "bytes"), (3, "time")):
             ratio = found[peer][place] / found["merged_deltas"][place]
-            rows.append(row(BENCH, f"{span} versions, {name}", "ratio", ratio, "x", peer))
+            rows.append(row(BENCH, f"{data}{span} versions, {name}", "ratio", ratio, "x", peer))
     return rows
 
 
@@ -172,10 +223,14 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
     def place(item: Row) -> Place:
         behind, _, way = item["case"].partition(" versions, ")
-        known = bool(way) and "peer" not in item
-        return (behind, f"{way}: {item['metric']} [{item['unit']}]") if known else None
+        data, _, span = behind.rpartition(": ")
+        line = f"{data or 'synthetic'}: {span}"
+        known = bool(way) and "peer" not in item and item["metric"] != "requests" and line not in LEFT_OUT
+        return (line, f"{way}: {item['metric']} [{item['unit']}]") if known else None
 
-    return pivot("versions behind", rows, place)
+    shares = [f"{item['value']:.2f} %" for item in rows if item["metric"] == "changed share"]
+    lines = [f"Changed in each version, in this order: {', '.join(shares)}. SmolLM2-135M was {real_model.ORIGIN}.", ""]
+    return [*lines, *pivot("versions behind", rows, place)]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -183,25 +238,14 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     tensors, shape, spans = (4, (256, 512), SPANS[:3]) if options.quick else (12, (512, 512), SPANS)
     folder = Path(tempfile.mkdtemp(prefix="delta-sync-catchup-"))
+    rows: list[Row] = []
     try:
-        url = str(folder / "run")
-        publish(url, spans[-1] + EXTRA, tensors, shape)
-        run = open_run(url)
-        deltas = [manifest for manifest in run.log() if manifest.kind == "delta"]
-        case = f"{len(deltas)} versions"
-        share = sum(manifest.changed for manifest in deltas) / (len(deltas) * run.table.total)
-        payload = sum(manifest.payload_bytes for manifest in deltas)
-        report = compact(run, anchor="head")
-        rows = [
-            row(BENCH, case, "changed share", 100 * share, "%"),
-            row(BENCH, case, "model", run.table.full_bytes / 1e6, "MB"),
-            row(BENCH, case, "deltas", payload / 1e6, "MB"),
-        ]
-        merged = sum(run.merged_delta(*pair).payload_bytes for pair in run.merged_deltas())
-        rows.append(row(BENCH, case, "merged deltas", merged / 1e6, "MB"))
-        rows.append(row(BENCH, case, "making them", report.seconds, "s"))
-        for span in spans:
-            rows += measure(url, span)
+        if not options.quick:
+            publish_real(str(folder / "real"), REAL_SPANS[-1])
+            rows += measure_run(str(folder / "real"), f"{REAL}: ", REAL_SPANS)
+            rows += widths(BENCH, REAL, real_steps.sequence(REAL_SPANS[-1]))
+        publish(str(folder / "run"), spans[-1] + EXTRA, tensors, shape)
+        rows += measure_run(str(folder / "run"), "", spans)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     write(options.json, rows)

@@ -16,8 +16,12 @@ def powers(most: int) -> list[int]:
     return [1 << exponent for exponent in range(most.bit_length())]
 
 
-def merging(bench: str, sequence: Sequence, codecs: list[Own]) -> list[Row]:
-    """Rows for the first 1, 2, 4 … versions of a real run: bytes beside the sum of the single deltas, and seconds."""
+def merging(bench: str, data: str, sequence: Sequence, codecs: list[Own]) -> list[Row]:
+    """Rows for the first 1, 2, 4 … versions of a run: bytes beside the sum of the single deltas, and seconds.
+
+    Args:
+        data: the case of the versions.
+    """
     table = table_of(sequence.base)
     codecs = [codec for codec in codecs if codec.name != "raw"]
     baseline = [bits.copy() for bits in flats(sequence.base)]
@@ -34,7 +38,7 @@ def merging(bench: str, sequence: Sequence, codecs: list[Own]) -> list[Row]:
         raise SystemExit("the merged delta did not give the last version bit for bit")
     rows = []
     for count in powers(len(parts)):
-        case = f"real dense 1%, {count} merged"
+        case = f"{data}, {count} merged"
         merged = merge_changes(parts[:count], table)
         taken = best_seconds(lambda count=count: merge_changes(parts[:count], table), REPEATS)  # type: ignore[misc]
         rows += [

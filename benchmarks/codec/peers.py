@@ -141,6 +141,11 @@ PUBLISHED = (
     Published("NeMo-RL xor", 1.58, 3.0, "NeMo-RL: 1.51 to 1.58"),
 )
 """slime publishes no figure of this kind."""
+PUBLISHED_RATIOS = {
+    "published, TRL's post: Qwen3-0.6B, at least": 34.0,
+    "published, TRL's post: Qwen3-0.6B, at most": 60.0,
+}
+"""All weights over a version: 20 to 35 MB instead of 1.2 GB."""
 
 
 def peer_formats() -> list[Format]:

@@ -12,6 +12,7 @@ The cache holds what each step changed, and no weights: those come from the chec
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ Say = Callable[[str], None]
 
 def is_there(kind: str) -> bool:
     """Whether the weights that this kind begins at can be had; those of *trained* come from an example."""
-    return kind != "trained" or MASTERS.exists()
+    return kind != "trained" or (MASTERS / "model.safetensors").exists()
 
 
 def pairs(kind: str, rates: tuple[float, ...] = RATES, say: Say = lambda text: None) -> list[Pair]:
@@ -57,7 +58,8 @@ def pairs(kind: str, rates: tuple[float, ...] = RATES, say: Say = lambda text: N
     """
     found = []
     for rate in rates:
-        *_, before, old, new = Sequence(_base(kind), _steps(kind, rate, STEPS, say)).versions()
+        versions = Sequence(_base(kind), _steps(kind, rate, STEPS, say)).versions()
+        before, old, new = deque(versions, maxlen=3)
         found.append(Pair(changed_share(old, new), rate, old, new, before))
     return found
 
@@ -65,8 +67,7 @@ def pairs(kind: str, rates: tuple[float, ...] = RATES, say: Say = lambda text: N
 def sequence(versions: int = SEQUENCE_VERSIONS, say: Say = lambda text: None) -> Sequence:
     """Consecutive versions of *settled* at 1e-6; the first is ``new`` of that pair, the base its ``old``."""
     steps = _steps("settled", SEQUENCE_RATE, STEPS - 1 + versions, say)
-    base = _base("settled")
-    *_, base = Sequence(base, steps[: STEPS - 1]).versions()
+    [base] = deque(Sequence(_base("settled"), steps[: STEPS - 1]).versions(), maxlen=1)
     return Sequence(base, steps[STEPS - 1 :])
 
 
@@ -93,7 +94,7 @@ def _base(kind: str) -> Weights:
 def _checkpoint(kind: str) -> Path:
     if kind != "trained":
         return real_model.checkpoint()
-    if not MASTERS.exists():
+    if not is_there(kind):
         raise SystemExit(f"the trained weights are not in {MASTERS}: run make example-real first")
     return MASTERS
 

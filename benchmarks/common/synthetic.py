@@ -73,25 +73,6 @@ SHAPES = transformer_shapes(layers=6, hidden=1024, inner=4096, vocabulary=16_384
 QUICK_SHAPES = transformer_shapes(layers=2, hidden=256, inner=1024, vocabulary=4096)
 
 
-def qwen3_0_6b() -> Shapes:
-    """Names and shapes of Qwen3-0.6B (596 M elements, tied head), from its configuration alone."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-    )
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(config)
-    return {name: tuple(parameter.shape) for name, parameter in sorted(model.named_parameters())}
-
-
 def learning_rate(shapes: Shapes, share: float) -> float:
     """The rate at which about this share changes: bisection on a sample of every tensor."""
     total = sum(int(np.prod(shape)) for shape in shapes.values())

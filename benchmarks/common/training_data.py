@@ -1,6 +1,6 @@
 """Weights as training leaves them: consecutive versions of a small transformer that is really trained, cached.
 
-It is the demo's policy, a Qwen3 of 3.2 M parameters over characters: supervised until it answers some words
+It is *policy*, the demo's, a Qwen3 of 3.2 M parameters over characters: supervised until it answers some words
 right, then moved by clipped policy gradients on answers that it samples itself, with Adam on float32 masters. The
 learning rate is steered to the changed share that is asked for. Masters stay the same through both phases, so they lie
 anywhere between two bfloat16 numbers, as they do well into a run, and not on the numbers themselves, as right after
@@ -81,8 +81,8 @@ def changed_share(old: Weights, new: Weights) -> float:
     return differ / sum(bits.size for bits in old.values())
 
 
-def real_pairs(quick: bool = False, say: Callable[[str], None] = lambda text: None) -> list[Pair]:
-    """Pairs of the real model at about ``SHARES``, from the cache or after some minutes of training.
+def policy_pairs(quick: bool = False, say: Callable[[str], None] = lambda text: None) -> list[Pair]:
+    """Pairs of the policy at about ``SHARES``, from the cache or after some minutes of training.
 
     Args:
         quick: only the pair at ``SEQUENCE_SHARE``, after a few steps of training if there is no cache.
@@ -98,8 +98,8 @@ def real_pairs(quick: bool = False, say: Callable[[str], None] = lambda text: No
     return pairs
 
 
-def real_sequence(quick: bool = False, say: Callable[[str], None] = lambda text: None) -> Sequence:
-    """Consecutive versions of the real model at about ``SEQUENCE_SHARE`` each; see ``real_pairs``."""
+def policy_sequence(quick: bool = False, say: Callable[[str], None] = lambda text: None) -> Sequence:
+    """Consecutive versions of the policy at about ``SEQUENCE_SHARE`` each; see ``policy_pairs``."""
     _make(quick, say)
     with np.load(_folder(quick) / "sequence.npz") as data:
         base = {name.removeprefix("base:"): data[name] for name in data if name.startswith("base:")}
@@ -125,9 +125,9 @@ def _make(quick: bool, say: Callable[[str], None]) -> None:
 def main() -> None:
     quick = "--quick" in sys.argv[1:]
     began = time.perf_counter()
-    for pair in real_pairs(quick, say=print):
+    for pair in policy_pairs(quick, say=print):
         print(f"{pair.share:.3%} changed at lr {pair.lr:.2g}, {sum(bits.size for bits in pair.old.values())} elements")
-    print(f"{len(real_sequence(quick).steps)} consecutive versions; {time.perf_counter() - began:.0f} s")
+    print(f"{len(policy_sequence(quick).steps)} consecutive versions; {time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":

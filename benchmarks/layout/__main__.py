@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.rows import Row, best_seconds, parse, row, write
-from benchmarks.common.tables import grid
+from benchmarks.common.tables import Place, pivot
 
 BENCH = "layout"
 PEER = "vLLM packed weights"
@@ -140,7 +140,12 @@ def compare(name: str, kind: str, sizes: dict[str, Any], size: str) -> list[Row]
 
 def tables(rows: Sequence[Row]) -> list[str]:
     """Speeds, and plain over packed."""
-    return grid("tokens per second", rows, ("packed", "plain", "/ vLLM packed weights"))
+
+    def place(item: Row) -> Place:
+        kind, size, work = item["case"].split(" ", 2)
+        return f"{kind} {size}", f"{work}: {'plain over packed' if 'peer' in item else item['metric']} [{item['unit']}]"
+
+    return pivot("speed", rows, place)
 
 
 def main(arguments: list[str] | None = None) -> None:

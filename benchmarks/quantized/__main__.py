@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from benchmarks.common import policy
 from benchmarks.common.rows import Row, parse, row, write
 from benchmarks.common.tables import grid
-from benchmarks.common.training_data import Pair, Weights, real_pairs
+from benchmarks.common.training_data import Pair, Weights, policy_pairs
 
 BENCH = "quantized"
 PLAIN = "bf16"
@@ -80,7 +80,7 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(BENCH, __doc__ or "", arguments, minutes=15)
-    write(options.json, [item for pair in real_pairs(options.quick, say=print) for item in compare(pair)])
+    write(options.json, [item for pair in policy_pairs(options.quick, say=print) for item in compare(pair)])
 
 
 if __name__ == "__main__":

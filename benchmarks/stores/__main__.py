@@ -112,12 +112,13 @@ def tables(rows: Sequence[Row]) -> list[str]:
     """Large objects, and beside them documents."""
 
     def place(item: Row) -> Place:
-        line, _, name = item["case"].partition(", ")
+        case, _, name = item["case"].partition(", ")
+        store, _, direction = case.partition(" ")
         if name == "document":
-            return f"{line} {'up' if item['metric'].startswith('put') else 'down'}", "document, p50 [ms]"
+            return store, f"document {'up' if item['metric'].startswith('put') else 'down'}, p50 [ms]"
         if "peer" in item:
-            return line, "ours / peer [x]"
-        return line, f"{'ours' if name == 'ours' else 'peer'}: {item['metric']} [{item['unit']}]"
+            return store, f"{direction}: ours / peer [x]"
+        return store, f"{direction}, {'ours' if name == 'ours' else 'peer'}: {item['metric']} [{item['unit']}]"
 
     return pivot("1 GB (peers: cp, boto3, huggingface_hub)", rows, place)
 

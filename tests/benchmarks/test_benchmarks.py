@@ -5,16 +5,21 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks import render
+from benchmarks.catchup.widths import WIDTHS, ranges, way, widths
 from benchmarks.common.rows import parser, row, start, write
 from benchmarks.common.tables import grid, value_of
+from benchmarks.common.training_data import Sequence
 from benchmarks.published import __main__ as published
 from benchmarks.scaling import __main__ as scaling
 from benchmarks.scaling.shapes import scaled_models
 from benchmarks.sparsity.movement import observed
+from vllm_delta_sync.maintenance.compact import due_ranges
+from vllm_delta_sync.run.read_plan import MERGE_WIDTH
 
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
@@ -108,6 +113,23 @@ def test_a_paper_s_figures_are_found_again_to_the_last_digit() -> None:
         found = value_of(rows, published.case_of(table, amount), metric)
         digits = 1 if given > 20 and metric == published.CHANGED else 2
         assert round(found, digits) == given, (table, amount, metric)
+
+
+def test_widths_of_merged_deltas_are_those_of_a_run() -> None:
+    assert ranges(MERGE_WIDTH, 100) == sorted(due_ranges(0, 100, []), key=lambda pair: (pair[1] - pair[0], pair))
+    known = set(ranges(4, 100))
+    assert way(50, 100, known) == [
+        *((50, 51), (51, 52), (52, 56), (56, 60), (60, 64)),
+        *((64, 80), (80, 96), (96, 100)),
+    ]
+    base = {"weight": np.arange(1, 4001, dtype=np.uint16).reshape(40, 100)}
+    steps = [(np.arange(step, 4000, 50, dtype=np.uint32), np.full(80, 5000 + step, np.uint16)) for step in range(20)]
+    rows = widths("catchup", "made", Sequence(base, steps))
+    most = [value_of(rows, f"made, width {width}", "objects read, most") for width in WIDTHS]
+    assert most == [max(len(way(start, 20, set(ranges(width, 20)))) for start in range(20)) for width in WIDTHS]
+    written = [value_of(rows, f"made, width {width}", "merged deltas") for width in WIDTHS]
+    assert written == sorted(written, reverse=True)
+    assert written[-1] > 0
 
 
 def test_models_that_are_projected_have_the_parameters_that_are_known() -> None:

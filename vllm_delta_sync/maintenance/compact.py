@@ -39,7 +39,8 @@ from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner
 logger = guarded_logger(__name__)
 
 ANCHOR_RATIO = 1.0
-"""An anchor is due when a replay reads more than this many times the bytes of the model."""
+"""An anchor is due when a replay reads more than this many times the bytes of the model. 100 versions of SmolLM2-135M
+at learning rate 1e-6, merged, are 6 % of that (``benchmarks.catchup``)."""
 MERGES_PER_CALL = 8
 """Maximum number of merged deltas that one call of ``maintain`` makes."""
 READ_PER_CALL = 64

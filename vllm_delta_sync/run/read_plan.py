@@ -26,8 +26,10 @@ from vllm_delta_sync.run.prefetch import read_ahead
 logger = guarded_logger(__name__)
 
 MERGE_WIDTH = 4
-"""How many of the next shorter merged deltas one merged delta spans. Powers of two up to 8 make little difference:
-larger ones mean fewer bytes for a writer, which writes each change once per level, and more steps for a reader."""
+"""How many of the next shorter merged deltas one merged delta spans. Smaller ones mean more bytes for a writer, which
+writes each change once per level; larger ones more steps and bytes for a reader. Over 100 versions of SmolLM2-135M at
+learning rate 1e-6 (``benchmarks.catchup``), 2, 4 and 8 write 3.0, 1.3 and 0.7 times the bytes of the deltas, and a
+reader reads 4, 6 and 13 objects, 9.6, 11.3 and 13.8 MB, on average. Readers find no merged deltas of another width."""
 
 
 GALLOP = 1024
