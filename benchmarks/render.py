@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.claims import CLAIMS, Claim
+from benchmarks.common import real_model
 from benchmarks.common.charts import Chart
 from benchmarks.common.tables import number, pivot, value_of
 
@@ -24,11 +25,12 @@ ROOT = Path(__file__).parents[1]
 SOURCE, TARGET = ROOT / "benchmarks/results", ROOT / "docs/benchmarks.md"
 PAGES = (ROOT / "README.md", ROOT / "docs/scale.md", ROOT / "docs/sparsity.md")
 BLOCK = re.compile(r"(<!-- (\w+) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-HEAD = """\
+HEAD = f"""\
 # Benchmarks
 
 Made by `python -m benchmarks.render` from `benchmarks/results/`, which `make bench` writes and which has more rows than
-these tables. What is measured, and how, is said by the first lines of each benchmark's `__main__.py`."""
+these tables. What is measured, and how, is said by the first lines of each benchmark's `__main__.py`.
+*Settled* is SmolLM2-135M, {real_model.ORIGIN}, as after hundreds of steps of AdamW."""
 
 
 def render(source: Path = SOURCE) -> str:

@@ -31,7 +31,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.apply.models import pinned_environment
-from benchmarks.common.rows import Row, parse
+from benchmarks.common import real_case, real_steps
+from benchmarks.common.rows import Row, parser, start
 from benchmarks.common.tables import Place, grid, pivot
 
 BENCH = "apply"
@@ -66,11 +67,18 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(BENCH, __doc__ or "", arguments, minutes=5)
+    known = parser(BENCH, __doc__ or "", minutes=6)
+    real_case.add_flag(known)
+    options = start(known, arguments)
+    flags = [f"--{name}" for name in ("quick", "real") if getattr(options, name)]
+    checkpoint = real_case.find_checkpoint(options)
+    if checkpoint is not None:
+        flags += ["--checkpoint", str(checkpoint)]
+        real_steps.pairs("settled", rates=(1e-6,))  # cached here, where training has all cores
     # Thread counts are read when libraries load, and vLLM's state stays in its process for good.
     command = [sys.executable, "-m", "benchmarks.apply.measure", "--json", str(options.json.absolute())]
     done = subprocess.run(
-        [*command, "--quick"] if options.quick else command,
+        [*command, *flags],
         cwd=Path(__file__).parents[2],
         env=pinned_environment(),
         check=False,

@@ -1,6 +1,6 @@
 """A new version of a checkpoint, in the form that each way of applying it wants."""
 
-import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from vllm_delta_sync.format.dtypes import DTYPES
-from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
+from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import apply_distances
+from vllm_delta_sync.tensors.bits import apply_distances, diff
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 ELEMENT = DTYPES["BF16"]
@@ -66,21 +66,17 @@ def bits_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(-1).view(torch.int16).numpy().view(np.uint16)
 
 
-def make_version(table: TensorTable, old: Path, density: float, folder: Path) -> NewVersion:
-    """Change each element with probability ``density``; write the new checkpoint to ``folder``."""
-    random = np.random.default_rng(0)
-    tensors = read_checkpoint(old)
+def make_version(table: TensorTable, old: Path, new: dict[str, torch.Tensor], folder: Path) -> NewVersion:
+    """Find what differs between a checkpoint and the new tensors, and write those as a checkpoint to ``folder``."""
+    before = read_checkpoint(old)
     ids, positions, distances, patches = [], [], [], []
     fingerprints: dict[int, Fingerprint] = {}
     for tensor, spec in enumerate(table):
-        where = _draw_positions(random, spec.numel, density)
+        bits = bits_of(new[spec.name])
+        where, steps, fingerprint = diff(spec.name, ELEMENT, bits_of(before.pop(spec.name)), bits)
         if not where.size:
             continue
-        steps = _draw_distances(random, where.size)
-        bits = bits_of(tensors[spec.name])
-        before = bits[where]
-        apply_distances(ELEMENT, bits, where, steps)
-        fingerprints[tensor] = fingerprint_change(spec.name, where, before, bits[where])
+        fingerprints[tensor] = fingerprint
         ids.append(tensor)
         positions.append(where)
         distances.append(steps)
@@ -89,10 +85,25 @@ def make_version(table: TensorTable, old: Path, density: float, folder: Path) ->
     sparse = Sparse(
         "BF16", np.array(ids, np.uint32), counts, np.concatenate(positions), np.concatenate(distances), relative=True
     )
-    folder.mkdir()
-    os.link(old / "config.json", folder / "config.json")
+    save_tensors(new, old, folder)
+    return NewVersion(Changes([sparse], [], fingerprints), patches, new, folder)
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], like: Path, folder: Path) -> None:
+    """Write tensors as a checkpoint with the configuration of another."""
+    folder.mkdir(parents=True)
+    shutil.copy(like / "config.json", folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return NewVersion(Changes([sparse], [], fingerprints), patches, tensors, folder)
+
+
+def randomly_changed(old: Path, density: float) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors with each element changed with probability ``density``."""
+    random = np.random.default_rng(0)
+    tensors = read_checkpoint(old)
+    for tensor in tensors.values():
+        where = _draw_positions(random, tensor.numel(), density)
+        apply_distances(ELEMENT, bits_of(tensor), where, _draw_distances(random, where.size))
+    return tensors
 
 
 def _draw_positions(random: np.random.Generator, numel: int, density: float) -> np.ndarray:

@@ -12,9 +12,18 @@ import torch
 from vllm.model_executor.model_loader.checkpoint_weight_patch import load_checkpoint_weight_patches
 from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 
-from benchmarks.apply.change import NewVersion, bits_of, make_version, read_checkpoint, table_of
-from benchmarks.apply.models import FULL, QUICK, Loader, Shape, digests, write_checkpoint
+from benchmarks.apply.change import (
+    NewVersion,
+    bits_of,
+    make_version,
+    randomly_changed,
+    read_checkpoint,
+    save_tensors,
+    table_of,
+)
+from benchmarks.apply.models import FULL, QUICK, Loader, digests, write_checkpoint
 from benchmarks.apply.proof import measure_proof
+from benchmarks.common import real_case, real_steps
 from benchmarks.common.rows import Row, parser, row, write
 from benchmarks.common.timing import Method, load_average, peak_extra_bytes, time_all
 from vllm_delta_sync.engine.commit.apply import apply_patch
@@ -25,6 +34,7 @@ from vllm_delta_sync.format import kernels
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 
 BENCH = "apply"
+REAL = f"{real_case.CASE}, settled, lr 1e-6"
 DENSITIES = {"0.1%": 0.001, "1%": 0.01, "5%": 0.05, "10%": 0.1}
 QUICK_DENSITIES = {"1%": 0.01}
 PATCHES, UNCHECKED = "load_checkpoint_weight_patches", "load_checkpoint_weight_patches, duplicates unchecked"
@@ -51,12 +61,14 @@ def scatter_prefetching(bits: np.ndarray, positions: np.ndarray, values: np.ndar
 
 
 class Subject:
-    """A model with its routes, and the weights it starts from."""
+    """A model with its routes, and the weights it starts from.
 
-    def __init__(self, shape: Shape, work: Path) -> None:
-        self.shape = shape
-        self.work = work / shape.name
-        self.folder = write_checkpoint(shape, self.work / "old")
+    Attributes:
+        name: of its cases. folder: checkpoint of the weights. work: an empty folder for more of them.
+    """
+
+    def __init__(self, name: str, folder: Path, work: Path) -> None:
+        self.name, self.folder, self.work = name, folder, work
         self.loader = Loader(self.folder, work / "store")
         self.model = self.loader.load(self.folder)
         self.digests = digests(self.model)
@@ -80,9 +92,9 @@ class Subject:
         self.model.load_weights(weights)
 
 
-def measure(subject: Subject, density: float, case: str, turns: tuple[int, int]) -> list[Row]:
-    """Rows of one density on one model."""
-    new = make_version(subject.table, subject.folder, density, subject.work / "new")
+def measure(subject: Subject, tensors: dict[str, torch.Tensor], case: str, turns: tuple[int, int]) -> list[Row]:
+    """Rows of one model that gets these tensors."""
+    new = make_version(subject.table, subject.folder, tensors, subject.work / "new")
     expected = digests(subject.loader.load(new.folder))
     gc.collect()
     patch = route_changes(1, new.changes, subject.routes, subject.held)
@@ -100,6 +112,7 @@ def measure(subject: Subject, density: float, case: str, turns: tuple[int, int])
     found = {method.name: method for method in methods}
     ours = found["commit"].seconds
     rows += [
+        row(BENCH, case, "changed share", 100 * new.changed / subject.table.total, "%"),
         row(BENCH, case, "staged patch", patch.nbytes / new.changed, "B/changed"),
         row(BENCH, case, "load average", max(0.01, load_average()), "processes"),
         row(BENCH, case, "disturbance", max(method.disturbance for method in methods), "x"),
@@ -193,19 +206,37 @@ def _absolute_rows(case: str, methods: list[Method], extra: dict[str, int], chan
     return rows
 
 
+def real_subject(checkpoint: Path, work: Path) -> tuple[Subject, dict[str, torch.Tensor]]:
+    """The real model before a step of a settled run, and its tensors after it."""
+    [pair] = real_steps.pairs("settled", rates=(1e-6,))
+    old, new = (
+        {name: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for name, bits in weights.items()}
+        for weights in (pair.old, pair.new)
+    )
+    save_tensors(old, checkpoint, work / "old")
+    return Subject(REAL, work / "old", work), new
+
+
 def main(arguments: list[str] | None = None) -> None:
-    options = parser(BENCH, __doc__ or "", minutes=5).parse_args(arguments)
+    known = parser(BENCH, __doc__ or "", minutes=5)
+    real_case.add_flag(known)
+    known.add_argument("--checkpoint", type=Path, help="of the real model; without it, that is left out")
+    options = known.parse_args(arguments)
     torch.set_num_threads(1)
     rows: list[Row] = []
     densities, turns = (QUICK_DENSITIES, (3, 5)) if options.quick else (DENSITIES, (4, 8))
     with tempfile.TemporaryDirectory() as scratch:
-        for shape in QUICK if options.quick else FULL:
-            subject = Subject(shape, Path(scratch))
-            rows += measure_proof(subject, turns)
+        work = Path(scratch)
+        for shape in () if options.real else QUICK if options.quick else FULL:
+            subject = Subject(shape.name, write_checkpoint(shape, work / shape.name / "old"), work / shape.name)
+            rows += measure_proof(subject, turns, shape.experts == 0)
             for name, density in densities.items():
-                rows += measure(subject, density, f"{shape.name} {name}", turns)
+                tensors = randomly_changed(subject.folder, density)
+                rows += measure(subject, tensors, f"{shape.name} {name}", turns)
             del subject
             gc.collect()
+        if options.checkpoint is not None:
+            rows += measure(*real_subject(options.checkpoint, work / "real"), REAL, turns)
     write(options.json, rows)
 
 

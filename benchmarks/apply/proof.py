@@ -52,12 +52,12 @@ class RowParallelSlices(nn.Module):
             parameter.data.copy_(tensor.narrow(1, 0, parameter.shape[1]))
 
 
-def measure_proof(subject: "Subject", turns: tuple[int, int]) -> list[Row]:
-    """Rows of one model: all of it on one rank, and what row-parallel layers have of it on one of two."""
+def measure_proof(subject: "Subject", turns: tuple[int, int], sliced: bool) -> list[Row]:
+    """Rows of one model: all of it on one rank; if ``sliced``, what row-parallel layers have of it on one of two."""
     tensors = read_checkpoint(subject.folder)
     found = {"TP 1": (subject.model, subject.routes)}
     cut = {name: tensor for name, tensor in tensors.items() if name.endswith(ROW_PARALLEL)}
-    if subject.shape.experts == 0:
+    if sliced:
         slices = RowParallelSlices(cut)
         found[f"row-parallel slices of TP {RANKS}"] = (slices, trace_routes(slices, table_of(cut)))
     _check(tensors, found)
@@ -72,7 +72,7 @@ def measure_proof(subject: "Subject", turns: tuple[int, int]) -> list[Row]:
         for method in methods:
             method.run()
         time_all(methods, lambda: None, *turns)
-        case = f"{subject.shape.name} {layout}"
+        case = f"{subject.name} {layout}"
         seconds = {method.name: method.seconds for method in methods}
         hashed = sum(route.target.numel for of_tensor in routes.routes for route in of_tensor)
         rows.append(row(BENCH, case, "hashed", hashed, "elements"))

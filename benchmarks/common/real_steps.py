@@ -1,8 +1,7 @@
 """Consecutive versions of the real model, cached: ``python -m benchmarks.common.real_steps``.
 
-AdamW (weight decay 0, gradients clipped to norm 1) moves float32 masters of SmolLM2-135M on English text that comes
-with Python, 256 tokens a step, at three learning rates; a version is the masters rounded to bfloat16. Where the masters
-start decides what changes:
+AdamW moves float32 masters at three learning rates (``benchmarks.common.real_training``); a version is the masters
+rounded to bfloat16. Where the masters start decides what changes:
 
 - *fresh*: on the bfloat16 numbers of the checkpoint, as when a run begins.
 - *settled*: anywhere within the cells that round to those numbers, as after hundreds of steps.
@@ -19,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from benchmarks.common import real_model
+from benchmarks.common.real_training import SETTLING_STEPS, RealTraining
 from benchmarks.common.training_data import CACHE, Bits, Pair, Sequence, Weights, changed_share
 from vllm_delta_sync.tensors.torch_views import bits_of
 
@@ -30,16 +29,9 @@ MASTERS = Path("real-out/masters")
 """Float32 weights that ``make example-real`` leaves."""
 KINDS = ("fresh", "settled", "trained")
 RATES = (1e-6, 3e-6, 1e-5)
-STEPS = 8
+STEPS = SETTLING_STEPS + 1
 """A pair is what the last of so many steps changed."""
 SEQUENCE_RATE, SEQUENCE_VERSIONS = 1e-6, 100
-TOKENS, STRIDE = 256, 1000
-"""Tokens of a step, and how many characters further the next one begins."""
-MAX_NORM = 1.0
-SEED = 0
-MANTISSA = 0x007F
-HALF_CELL = 0x8000
-"""A bfloat16 number's rounding cell reaches so many float32 numbers up and down."""
 
 Step = tuple[npt.NDArray[np.uint32], Bits]
 Say = Callable[[str], None]
@@ -69,18 +61,6 @@ def sequence(versions: int = SEQUENCE_VERSIONS, say: Say = lambda text: None) ->
     steps = _steps("settled", SEQUENCE_RATE, STEPS - 1 + versions, say)
     [base] = deque(Sequence(_base("settled"), steps[: STEPS - 1]).versions(), maxlen=1)
     return Sequence(base, steps[STEPS - 1 :])
-
-
-def spread(weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Float32 masters, uniform within the cells that round to these bfloat16 weights, ends left out; zeros stay."""
-    bits = weights.to(torch.bfloat16).float().view(torch.int32)
-    # Below a power of two a cell is half as wide, with as many float32 numbers, which lie twice as close there.
-    is_power = (bits >> 16) & MANTISSA == 0
-    least = torch.where(is_power, -HALF_CELL // 2, -HALF_CELL) + 1
-    drawn = torch.rand(bits.shape, generator=generator, dtype=torch.float64)
-    offset = (least + (drawn * (HALF_CELL - least))).floor().int()
-    offset = torch.where(is_power & (offset < 0), 2 * offset, offset)
-    return torch.where(bits & 0x7FFFFFFF == 0, bits, bits + offset).view(torch.float32)
 
 
 def _base(kind: str) -> Weights:
@@ -125,33 +105,17 @@ def _length(file: Path) -> int:
 
 def train(kind: str, rate: float, count: int) -> Iterator[Step]:
     """Train, and say after each step what it changed in all tensors laid end to end, in the order of their names."""
-    from pydoc_data.topics import topics
-
     from tqdm import trange
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(_checkpoint(kind), dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(real_model.checkpoint())
-    masters = [parameter for _, parameter in sorted(model.named_parameters())]
-    if kind == "settled":
-        generator = torch.Generator().manual_seed(SEED)
-        with torch.no_grad():
-            for master in masters:
-                master.copy_(spread(master, generator))
-    optimizer = torch.optim.AdamW(masters, lr=rate, weight_decay=0.0)
-    text = "\n\n".join(topic for _, topic in sorted(topics.items()))
+    training = RealTraining(_checkpoint(kind), real_model.checkpoint(), rate, settled=kind == "settled")
 
     def rounded() -> Bits:
+        masters = training.masters.values()
         return np.concatenate([bits_of(master.detach().bfloat16()).reshape(-1) for master in masters])
 
     last = rounded()
-    for step in trange(1, count + 1, desc=f"{kind}, lr {rate:g}", unit=" steps"):
-        start = STRIDE * step % (len(text) - 2 * STRIDE)
-        tokens = tokenizer(text[start : start + 2 * STRIDE], return_tensors="pt").input_ids[:, :TOKENS]
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        torch.nn.utils.clip_grad_norm_(masters, MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
+    for _ in trange(count, desc=f"{kind}, lr {rate:g}", unit=" steps"):
+        training.step()
         now = rounded()
         positions = np.flatnonzero(now != last)
         yield positions.astype(np.uint32), now[positions]

@@ -25,23 +25,28 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import httpx
 
+from benchmarks.common import real_case
+from benchmarks.common.real_case import CASE
 from benchmarks.common.rows import Row, parser, start, write
-from benchmarks.common.tables import grid
-from benchmarks.fleet.noise import SIZES
-from benchmarks.fleet.record import BENCH
+from benchmarks.common.tables import Place, pivot
+from benchmarks.fleet.noise import SIZES, NoisyAdam
+from benchmarks.fleet.real import RealTrainer
+from benchmarks.fleet.record import BENCH, RATIO, Record
 from benchmarks.fleet.replica import ReplicaError
-from benchmarks.fleet.run import Fleet, Options
+from benchmarks.fleet.run import Fleet, Options, Trainer
 from vllm_delta_sync.errors import DeltaSyncError
 
 
 def main(arguments: list[str]) -> int:
     """Run it; 0 only if everything holds."""
-    known = parser(BENCH, "Servers that follow a trainer over slow links, beside sending full weights.", minutes=5)
+    known = parser(BENCH, "Servers that follow a trainer over slow links, beside sending full weights.", minutes=12)
+    real_case.add_flag(known)
     known.add_argument("--replicas", type=int, help="servers at the start, of some 3 GB each; one joins (default 3)")
     known.add_argument("--versions", type=int, help="versions before the first server is killed (default 8)")
     known.add_argument("--mbit", type=float, default=100.0, help="Mbit/s of each link, each way (default 100)")
@@ -50,45 +55,65 @@ def main(arguments: list[str]) -> int:
     known.add_argument("--signed", action="store_true", help="the publisher signs, and servers trust that key alone")
     known.add_argument("--poll-seconds", type=float, help="no notices: servers poll the bucket so often")
     given = start(known, arguments)
-    size = SIZES["small" if given.quick else "full"]
     replicas, versions = given.replicas or (1 if given.quick else 3), given.versions or (2 if given.quick else 8)
     if min(replicas, versions, given.mbit, given.round_trip_ms, given.poll_seconds or 1) <= 0:
         known.error("give numbers above 0")
-    options = Options(
-        size,
-        replicas,
-        versions,
-        bits=1e6 * given.mbit,
-        round_trip=given.round_trip_ms / 1e3,
-        slow_start=given.slow_start,
-        signed=given.signed,
-        poll_seconds=given.poll_seconds,
-    )
+    size = SIZES["small" if given.quick else "full"]
+    trainers: dict[str, Callable[[], Trainer]] = {} if given.real else {"": partial(NoisyAdam, size)}
+    checkpoint = real_case.find_checkpoint(given)
+    if checkpoint is not None:
+        trainers[f"{CASE}: "] = partial(RealTrainer, checkpoint)
     # SIGTERM ends the servers too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    folder, began = Path(tempfile.mkdtemp(prefix="delta-sync-fleet-")), time.monotonic()
-    fleet = Fleet(options, folder, lambda text: print(f"[{time.monotonic() - began:5.1f} s] {text}", file=sys.stderr))
+    ratio = None if given.quick else RATIO
+    rows: list[Row] = []
+    holds = True
     try:
-        fleet.run()
+        for case, make in trainers.items():
+            options = Options(
+                make,
+                replicas,
+                versions,
+                bits=1e6 * given.mbit,
+                round_trip=given.round_trip_ms / 1e3,
+                slow_start=given.slow_start,
+                signed=given.signed,
+                poll_seconds=given.poll_seconds,
+            )
+            record = measure(options)
+            rows += [{**item, "case": case + item["case"]} for item in record.rows(ratio)]
+            holds = holds and all(record.claims(ratio).values())
     except KeyboardInterrupt:
         return 130
     except (ReplicaError, DeltaSyncError, httpx.HTTPError, OSError, RuntimeError) as error:
         print(f"fleet: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    write(given.json, rows)
+    return 0 if holds else 1
+
+
+def measure(options: Options) -> Record:
+    """Run one fleet; raises what ``Fleet.run`` does."""
+    folder, began = Path(tempfile.mkdtemp(prefix="delta-sync-fleet-")), time.monotonic()
+    fleet = Fleet(options, folder, lambda text: print(f"[{time.monotonic() - began:5.1f} s] {text}", file=sys.stderr))
+    try:
+        fleet.run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    write(given.json, fleet.record.rows(size.ratio))
-    return 0 if all(fleet.record.claims(size.ratio).values()) else 1
+    return fleet.record
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
-    """Rows as Markdown: the comparison, and where the time of a version goes. The results have each version too, and
-    docs/slow-links.md the ratios."""
-    phases = list(dict.fromkeys(row["metric"] for row in rows if row["case"] == "way of a version"))
-    return [
-        *grid("over one replica's link", rows, ["bytes down", "seconds to fresh"]),
-        *["", *grid("median", [row for row in rows if row["case"] == "way of a version"], phases)],
-    ]
+    """Rows as Markdown: the comparison. The results have each version too, and where its time goes."""
+
+    def compared(item: Row) -> Place:
+        if item["metric"] not in ("bytes down", "seconds to fresh"):
+            return None
+        case = item["case"].removeprefix(f"{CASE}: ")
+        model = f"{CASE}: " if item["case"] != case else ""
+        return (case, f"{model}{item['metric']} [{item['unit']}]")
+
+    return pivot("over one replica's link", rows, compared, lambda column: "seconds" in column)
 
 
 if __name__ == "__main__":

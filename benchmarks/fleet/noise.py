@@ -13,25 +13,25 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.fleet.replica import CONTEXT
+
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8
 SAMPLE = 1_000_000
 HALVINGS = 30
 SHARE = 0.01
 """Of the elements that change with each version: what reinforcement learning of large models was seen to do."""
-CONTEXT = 256
-"""Tokens."""
+PROMPTS = ("DELTA>", "A FLEET OF FOUR", "0123", "TRAINER")
 IDS = {entry: number for number, entry in enumerate(["<pad>", "<eos>", "<unk>", *map(chr, range(32, 93))])}
 
 
 @dataclass(frozen=True)
 class Size:
-    """Shape of a Qwen3 with tied embeddings over characters. ``ratio``: what the verdict asks for, if at all."""
+    """Shape of a Qwen3 with tied embeddings over characters."""
 
     layers: int
     hidden: int
     inner: int
     heads: int
-    ratio: float | None
 
     def config(self) -> Qwen3Config:
         """For transformers."""
@@ -53,8 +53,8 @@ class Size:
 
 
 SIZES = {
-    "small": Size(layers=4, hidden=256, inner=768, heads=4, ratio=None),
-    "full": Size(layers=8, hidden=1024, inner=3072, heads=16, ratio=20.0),
+    "small": Size(layers=4, hidden=256, inner=768, heads=4),
+    "full": Size(layers=8, hidden=1024, inner=3072, heads=16),
 }
 """3.2 M and 100.7 M parameters; beside the small one round trips weigh more than all its bytes."""
 
@@ -96,6 +96,10 @@ class NoisyAdam:
         special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
         self.model.save_pretrained(path)
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=CONTEXT, **special).save_pretrained(path)
+
+    def prompts(self) -> list[list[int]]:
+        """Token ids of some characters."""
+        return [[IDS[character] for character in text] for text in PROMPTS]
 
     def _noise(self, like: torch.Tensor) -> torch.Tensor:
         return torch.randn(like.shape, generator=self._generator)

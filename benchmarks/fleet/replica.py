@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.fleet.noise import CONTEXT, IDS
-
 MODEL = "policy"
+CONTEXT = 256
+"""Tokens."""
 SERVE_ARGUMENTS = (
     *("--host", "127.0.0.1", "--served-model-name", MODEL, "--dtype", "bfloat16", "--max-model-len", str(CONTEXT)),
     *("--max-num-seqs", "16", "--generation-config", "vllm", "--uvicorn-log-level", "warning", "--enforce-eager"),
@@ -26,7 +26,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 START_SECONDS, FRESH_SECONDS, END_SECONDS = 600.0, 120.0, 20.0
-PROMPTS = ("DELTA>", "A FLEET OF FOUR", "0123", "TRAINER")
 ANSWER_TOKENS = 24
 
 
@@ -149,12 +148,12 @@ class Replica:
         answer: dict[str, Any] = self.http.post("/delta_sync/verify").raise_for_status().json()
         return answer
 
-    def answers(self) -> list[Any]:
-        """Tokens and log-probs of greedy answers, one request at a time: kernels round by the shape of a batch."""
+    def answers(self, prompts: list[list[int]]) -> list[Any]:
+        """Tokens and log-probs of greedy answers to prompts of token ids, one request at a time: kernels round by the
+        shape of a batch."""
         body = {"model": MODEL, "max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
         found = []
-        for text in PROMPTS:
-            prompt = [IDS[character] for character in text]
+        for prompt in prompts:
             asked = body | {"return_token_ids": True, "prompt": prompt}
             choice = self.http.post("/v1/completions", json=asked).raise_for_status().json()["choices"][0]
             found.append([choice["token_ids"], choice["logprobs"]["token_logprobs"]])

@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from benchmarks.fleet.noise import NoisyAdam, Size
+from transformers import PreTrainedModel
+
 from benchmarks.fleet.probe import far_end, measure
 from benchmarks.fleet.record import MB, Arrival, Change, Full, Record
 from benchmarks.fleet.replica import Replica
@@ -29,14 +31,29 @@ SETTLE_SECONDS = 3.0
 """For a fleet that has just started: vLLM's processes are busy for a while after their first work."""
 
 
+class Trainer(Protocol):
+    """A model in bfloat16; ``step`` moves it in place."""
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    def step(self) -> None: ...
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint directory that vLLM loads, with its tokenizer."""
+
+    def prompts(self) -> list[list[int]]:
+        """Token ids that servers are asked to continue."""
+
+
 @dataclass(frozen=True)
 class Options:
-    """``replicas`` at the start; one joins. ``versions`` before the first server is killed. ``bits``: per second.
+    """``make`` the trainer. ``replicas`` at the start; one joins. ``versions`` before the first server is killed.
 
-    ``poll_seconds``: the servers get no notices and poll so often; None: they get notices.
+    ``bits``: per second. ``poll_seconds``: the servers get no notices and poll so often; None: they get notices.
     """
 
-    size: Size
+    make: Callable[[], Trainer]
     replicas: int
     versions: int
     bits: float
@@ -71,10 +88,10 @@ class Fleet:
             self._links = stack.enter_context(Links(options.bits, options.round_trip, options.slow_start))
             self._far = stack.enter_context(far_end())
             self._measure_links(TRAINER, "replica-1")
-            self._adam = NoisyAdam(options.size)
-            parameters = sum(parameter.numel() for parameter in self._adam.model.parameters())
+            self._trainer = options.make()
+            parameters = sum(parameter.numel() for parameter in self._trainer.model.parameters())
             self._base = self._folder / "base"
-            self._adam.save(self._base)
+            self._trainer.save(self._base)
             # This process is the trainer's machine: it reaches the store through the trainer's link.
             os.environ.update(self._store.environment | {"AWS_ENDPOINT_URL": self._endpoint(TRAINER)})
             self._say(f"{parameters / MB:.1f} M parameters; version 0 is stored through the trainer's link")
@@ -84,7 +101,7 @@ class Fleet:
                 generate(key)
                 self._flags += ["--trusted-keys", f"{key}.pub"]
             publisher = Publisher(
-                self._adam.model,
+                self._trainer.model,
                 "s3://runs/run",
                 notice=None if options.poll_seconds else "tcp://127.0.0.1:*",
                 files=self._base,
@@ -139,7 +156,7 @@ class Fleet:
         self._step += 1
         for replica in watched:
             replica.check()
-        self._adam.step()
+        self._trainer.step()
         before = self._links.passed()
         waiting = {replica.name: self._waiters.submit(replica.fresh, self._step) for replica in watched}
         called = time.monotonic()
@@ -195,7 +212,7 @@ class Fleet:
             open_bucket("s3://runs/full", StoreOptions(store_endpoint=self._endpoint(replica.name))) as far,
         ):
             began = time.monotonic()
-            self._adam.save(self.checkpoint)
+            self._trainer.save(self.checkpoint)
             near.put(WEIGHTS, self.checkpoint / WEIGHTS)
             stored = time.monotonic()
             far.get_file(WEIGHTS, file)
@@ -221,7 +238,7 @@ class Fleet:
         for replica in self._replicas:
             scan = replica.verify()
             record.fingerprints[replica.name], record.served[replica.name] = scan["fingerprint"], scan["version"]
-            record.answers[replica.name] = replica.answers()
+            record.answers[replica.name] = replica.answers(self._trainer.prompts())
 
     def _measure_links(self, *names: str) -> None:
         for name in names:

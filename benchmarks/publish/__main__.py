@@ -45,7 +45,9 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.common import real_case
 from benchmarks.common.processes import Child
+from benchmarks.common.real_case import CASE
 from benchmarks.common.rows import Row, parser, start, write
 from benchmarks.common.tables import grid
 from benchmarks.publish.figures import BENCH, Rank, cost, loop, memory
@@ -55,14 +57,18 @@ PATIENCE_SECONDS = 3600.0
 LOOK_SECONDS = 0.1
 
 
-def plans(quick: bool) -> list[Plan]:
-    """What is measured: calls of a large model, the loop of a smaller one."""
+def plans(quick: bool, checkpoint: Path | None) -> list[Plan]:
+    """What is measured: calls of a large model, the loop of a smaller one, and both of the real one."""
     cores = len(os.sched_getaffinity(0))
     shares = [(1, threads) for threads in sorted({1, cores})] + [(2, max(1, cores // 2))]
     if quick:
         return [Plan("7 M", ranks, 1, turns=3, blocks=2, steps=2, settle=0.0) for ranks in (1, 2)]
     calls = [Plan("0.5 B", *share, turns=5, blocks=0, steps=2, settle=0.0) for share in shares]
-    return calls + [Plan("0.1 B", *share, turns=0, blocks=3, steps=2, settle=0.5) for share in shares]
+    loops = [Plan("0.1 B", *share, turns=0, blocks=3, steps=2, settle=0.5) for share in shares]
+    if checkpoint is None:
+        return calls + loops
+    real = Plan(CASE, 1, 1, turns=5, blocks=3, steps=2, settle=0.5, checkpoint=str(checkpoint))
+    return [*calls, *loops, real]
 
 
 def case_of(plan: Plan) -> str:
@@ -146,7 +152,8 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    known = parser(BENCH, (__doc__ or "").partition("\n")[0], minutes=9)
+    known = parser(BENCH, (__doc__ or "").partition("\n")[0], minutes=10)
+    real_case.add_flag(known)
     known.add_argument("--ranks", type=int, action="append", metavar="N", help="only with N processes; may be repeated")
     return start(known, arguments)
 
@@ -154,8 +161,8 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = options_of(arguments)
     rows: list[Row] = []
-    for plan in plans(options.quick):
-        if options.ranks is not None and plan.ranks not in options.ranks:
+    for plan in plans(options.quick, real_case.find_checkpoint(options)):
+        if (options.ranks is not None and plan.ranks not in options.ranks) or (options.real and plan.size != CASE):
             continue
         with tempfile.TemporaryDirectory(prefix="delta-sync-bench-") as folder:
             rows += figures(plan, run(plan, Path(folder)))

@@ -1,7 +1,8 @@
-"""The training of ``benchmarks.publish``: Qwen3 in bfloat16 under AdamW, whole in one process or sharded by FSDP2.
+"""The trainings of ``benchmarks.publish``: Qwen3 in bfloat16 under AdamW, whole or sharded by FSDP2; the real model.
 
-Weights are as they are before the first step of a training, tokens are random: what counts is that each step is a real
-one of the optimizer, which moves every weight by about its rate, and so changes the bits of those that are small.
+Weights of Qwen3 are as they are before the first step of a training, tokens are random: what counts is that each step
+is a real one of the optimizer, which moves every weight by about its rate, and so changes the bits of those that are
+small.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.common.real_training import RoundedTraining
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.torch_views import bits_of
 
@@ -104,3 +106,19 @@ class Training:
             folder.mkdir()
             tensors = {name: value for name, value in gathered.items() if isinstance(value, torch.Tensor)}
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+class WholeRealTraining:
+    """The real model under AdamW with float32 masters, with what ``Training`` has."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        training = RoundedTraining(checkpoint)
+        self.model, self.step = training.model, training.step
+
+    def held(self) -> Iterator[Bits]:
+        """Bits of each parameter; they share its memory."""
+        return map(bits_of, self.model.parameters())
+
+    def save(self, folder: Path) -> None:
+        """``save_pretrained``."""
+        self.model.save_pretrained(folder)

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.common.timing import peak_extra_bytes
 from benchmarks.publish.figures import Memory, Phase, Rank, Turn
-from benchmarks.publish.model import SIZES, Training
+from benchmarks.publish.model import SIZES, Training, WholeRealTraining
 from trainer_side import Publisher
 from vllm_delta_sync.tensors.bits import Bits
 
@@ -42,6 +42,7 @@ class Plan:
         turns: times that publishing, saving and passes over memory are timed; 0 for none of it, nor of memory.
         blocks, steps: of four phases each, and the steps of a phase; 0 blocks for no loop.
         settle: seconds between two phases, in which nothing is done.
+        checkpoint: of the real model, which is trained then; one process only.
     """
 
     size: str
@@ -51,6 +52,7 @@ class Plan:
     blocks: int
     steps: int
     settle: float
+    checkpoint: str | None = None
 
 
 Meet = Callable[[], None]
@@ -140,7 +142,11 @@ class Measurement:
 
     def __init__(self, plan: Plan, rank: int, folder: Path, meet: Meet) -> None:
         self._plan, self._rank, self._folder, self._meet = plan, rank, folder, meet
-        self._training = Training(SIZES[plan.size], rank, plan.ranks)
+        self._training: Training | WholeRealTraining
+        if plan.checkpoint is None:
+            self._training = Training(SIZES[plan.size], rank, plan.ranks)
+        else:
+            self._training = WholeRealTraining(Path(plan.checkpoint))
         self._number = 0
 
     def all(self) -> Rank:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from benchmarks.codec.bounds import bounds, tally
 from benchmarks.common import real_model, real_steps, synthetic
+from benchmarks.common.real_training import spread
 from benchmarks.common.training_data import changed_share
 from tests.support.tiny import make_model, save_checkpoint
 from vllm_delta_sync.tensors.torch_views import bits_of
@@ -30,7 +31,7 @@ def test_settled_masters_round_to_the_same_bits_and_fill_their_cells() -> None:
     weights = torch.tensor([1.0, 1.0078125, -0.3, 2.0**-9, -2.0, 0.0]).bfloat16()
     upper = (weights.view(torch.int16) + 1).view(torch.bfloat16).float()
     lower = (weights.view(torch.int16) - 1).view(torch.bfloat16).float()
-    masters = real_steps.spread(weights.float().repeat(SAMPLES, 1), torch.Generator().manual_seed(0))
+    masters = spread(weights.float().repeat(SAMPLES, 1), torch.Generator().manual_seed(0))
     assert torch.equal(masters.bfloat16().view(torch.int16), weights.view(torch.int16).repeat(SAMPLES, 1))
     assert not masters[:, -1].any()
     for column, value in enumerate(weights.float().tolist()[:-1]):
