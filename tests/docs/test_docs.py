@@ -31,6 +31,8 @@ SHARED = "/mnt/shared"
 """Where the documents put their run."""
 # Arguments of vLLM, pip, hf, torchrun, slime and our scripts.
 FOREIGN_FLAGS = {
+    "--lr",
+    "--real",
     "--write",
     "--check",
     "--enforce-eager",
