@@ -55,9 +55,8 @@ def capital_and_short(completions: Any, completion_ids: Any, country: list[str],
     """Reward of each answer, as in real_model.py. TRL calls it in its rollout process."""
     ended = ["stop" if len(ids) < MAX_TOKENS else "length" for ids in completion_ids]
     answers = zip(completions, ended, country, strict=True)
-    return [
-        reward(CAPITAL_OF[asked], {"text": one[-1]["content"], "finish_reason": end}) for one, end, asked in answers
-    ]
+    return [reward(CAPITAL_OF[asked], {"text": one[-1]["content"], "finish_reason": end})
+            for one, end, asked in answers]  # fmt: skip
 
 
 def train(options: argparse.Namespace, tokenizer: Any, url: str, transfer: DeltaWeightTransfer) -> Any:
@@ -66,26 +65,27 @@ def train(options: argparse.Namespace, tokenizer: Any, url: str, transfer: Delta
     async_grpo_trainer.get_peak_flops_per_device = lambda accelerator, dtype: None
     packing.tree_attention = tree_attention
     countries = [country for _ in range(100) for country in CAPITAL_OF]
-    system = {"role": "system", "content": ""}
-    asked = [[system, {"role": "user", "content": f"What is the capital of {country}?"}] for country in countries]
+    asked = [[{"role": "system", "content": ""}, {"role": "user", "content": f"What is the capital of {country}?"}]
+             for country in countries]  # fmt: skip
     settings = AsyncGRPOConfig(
         output_dir=str(options.out / "trl"),
         vllm_server_base_url=url,
         max_steps=options.steps,
         learning_rate=options.lr,
+        lr_scheduler_type="constant",
         epsilon_high=0.28,
         num_generations=SAMPLES,
         per_device_train_batch_size=BATCH,
         max_completion_length=MAX_TOKENS,
         token_budget=0,  # each step learns from as many answers; otherwise TRL asks the server how long a row may be
         max_inflight_tasks=BATCH,
-        queue_maxsize=SAMPLES,  # waiting answers make the batch older if training is slower than the server
+        queue_maxsize=SAMPLES,  # training is slower than this server, so answers that wait would only grow old
+        max_staleness=1,  # TRL buffers four batches nevertheless; older answers are dropped
         save_strategy="no",
         seed=options.seed,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        dataloader_pin_memory=False,
     )
     trainer = AsyncGRPOTrainer(
         model=str(options.checkpoint),
@@ -122,8 +122,8 @@ def main() -> int:
         notice = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
     # How to parse an answer into a message; TRL knows that only for the chat templates of large models.
-    content = {"close_pattern": tokenizer.eos_token, "content": "text"}
-    tokenizer.response_template = {"defaults": {"role": "assistant"}, "fields": {"content": content}}
+    parts = {"content": {"close_pattern": tokenizer.eos_token, "content": "text"}}
+    tokenizer.response_template = {"defaults": {"role": "assistant"}, "fields": parts}
     core, *others = cores = sorted(os.sched_getaffinity(0))
     transfer = DeltaWeightTransfer(options.bucket, base=options.checkpoint, notice=notice)
     with serving(options, notice, core) as server:
