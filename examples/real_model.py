@@ -240,15 +240,14 @@ def run(options: argparse.Namespace) -> bool:
     summary = {"proven": proven, "steps": len(steps), "learning_rate": options.lr, "seed": options.seed}
     summary |= {"reward_first": first.mean(), "reward_last": last.mean(), "standard_error": error}
     texts = [(asked, b["text"], a["text"]) for asked, b, a in zip(ASKED, before, after, strict=True)]
-    summary |= {"pause_ms": steps.pause_ms.median(), "answers": texts}
-    summary |= steps[["changed", "payload_bytes", "full_bytes", "age"]].mean().to_dict()
-    summary |= {"training_seconds": trained - began, "seconds": time.monotonic() - began}
+    summary |= {"pause_ms": steps.pause_ms.median(), "answers": texts, "training_seconds": trained - began}
+    summary |= {"seconds": time.monotonic() - began, **steps[["changed", "payload_bytes", "full_bytes", "age"]].mean()}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     steps.to_json(out / "details.json", orient="records", indent=2)
     chart = pd.DataFrame({"reward": steps.reward, "mean of ten steps": steps.reward.rolling(WINDOW).mean()})
     chart["MB of a version"], chart["generation paused [ms]"] = steps.payload_bytes / 1e6, steps.pause_ms
     panels = [("reward", "mean of ten steps"), ("MB of a version",), ("generation paused [ms]",)]
-    title = f"{summary['full_bytes'] / 1e6:.0f} MB of weights, learning rate {options.lr:g}"
+    title = [f"{summary['full_bytes'] / 1e6:.0f} MB of weights, learning rate {options.lr:g}", "", ""]
     axes = chart.set_index(steps.step).plot(subplots=panels, figsize=(9, 9), ylim=(0, None), title=title)
     axes[0].figure.savefig(out / "real.png", dpi=110, bbox_inches="tight")
     for question, one, two in texts:
