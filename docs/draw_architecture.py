@@ -46,7 +46,7 @@ Box = tuple[int, int, int, int]
 """Left, top, width, height."""
 BOXES: dict[str, Box] = {
     "waiting_for_run": (30, 45, 150, 40),
-    "proving": (410, 115, 150, 40),
+    "identifying": (410, 115, 150, 40),
     "idle": (350, 260, 110, 40),
     "held": (510, 260, 110, 40),
     "staging": (790, 115, 110, 40),

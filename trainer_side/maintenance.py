@@ -112,7 +112,7 @@ class BackgroundMaintenance:
             manifest,
             base=self._base,
             anchor_every=options.anchor_every,
-            merge=options.fold,
+            merge=options.merge,
             stop=self._stop,
         )
 

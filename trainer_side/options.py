@@ -145,7 +145,7 @@ class Options(BaseModel):
     read_back: bool
     rescan_bytes: Annotated[int, Field(ge=0, strict=True)]
     anchor_every: Annotated[int, Field(ge=1, strict=True)] | None
-    fold: bool
+    merge: bool
     shard_bytes: Annotated[int, Field(ge=1, strict=True)]
     # Without InstanceOf, pydantic would also make a Gate of a dictionary.
     gate: InstanceOf[Gate] | None = None

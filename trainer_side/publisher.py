@@ -92,7 +92,7 @@ class Publisher:
         notice_allowed: str | Path | None = None,
         resume: bool = True,
         anchor_every: int | None = None,
-        fold: bool = True,
+        merge: bool = True,
         read_back: bool = False,
         rescan_bytes: int = RESCAN_BYTES,
         shard_bytes: int = SHARD_BYTES,
@@ -143,7 +143,7 @@ class Publisher:
                 broker.
             resume: False refuses an existing run.
             anchor_every: write an anchor of each k-th version; if None, when replaying costs more than an anchor.
-            fold: write merged deltas, so that a receiver that is far behind catches up with few objects.
+            merge: write merged deltas, so that a receiver that is far behind catches up with few objects.
             read_back: read each object and manifest back and compare before a version counts as durable.
             rescan_bytes: at each version, compare this many bytes of the baseline in memory with what was published,
                 rotating over the tensors; 0 for none.
@@ -194,7 +194,7 @@ class Publisher:
             key, trusted = chosen_keys(signing_key, trusted_keys) if signs else (None, None)
             return checked(
                 key, trusted, codec=codec, compression=compression, every=every, resume=resume, read_back=read_back,
-                rescan_bytes=rescan_bytes, anchor_every=anchor_every, fold=fold, shard_bytes=shard_bytes, gate=gate,
+                rescan_bytes=rescan_bytes, anchor_every=anchor_every, merge=merge, shard_bytes=shard_bytes, gate=gate,
                 budget=budget,
                 head_seconds=head_seconds, baseline=baseline, diff_threads=diff_threads,
                 receiver_bytes_per_second=receiver_bytes_per_second, first_step=first_step,

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from vllm_delta_sync import admin_token, units
 from vllm_delta_sync.errors import SettingsError, UsageError
 from vllm_delta_sync.format.documents import RECEIVER_ID, TAG_NAME
-from vllm_delta_sync.format.limits import MAX_LEASE_SECONDS, MAX_SLOTS
+from vllm_delta_sync.format.limits import MAX_HEARTBEAT_SECONDS, MAX_SLOTS
 from vllm_delta_sync.redaction import public_url, redact
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.urls import check_url, scheme_of
@@ -306,11 +306,11 @@ class Settings(StoreOptions):
             "for retention. Without it nothing is written.",
         ),
     ] = None
-    lease_seconds: Annotated[
+    heartbeat_seconds: Annotated[
         int,
         Field(
             ge=3,
-            le=MAX_LEASE_SECONDS,
+            le=MAX_HEARTBEAT_SECONDS,
             description="Validity of a heartbeat under `receiver_id`: after it nothing waits for a lost server, and "
             "its versions are no longer retained. Heartbeats are written after a third of it, and at each change.",
         ),

@@ -133,7 +133,7 @@ class Adam:
 def publish(url: str, versions: int, tensors: int, shape: tuple[int, int]) -> None:
     """Write a synthetic run of so many versions after version 0, and nothing beside it."""
     adam = Adam(tensors, shape)
-    with Publisher(lambda: adam.weights.items(), bucket=url, fold=False) as publisher:
+    with Publisher(lambda: adam.weights.items(), bucket=url, merge=False) as publisher:
         for step in range(1, versions + 1):
             adam.step()
             publisher.publish(step=step, wait=True)
@@ -147,7 +147,7 @@ def publish_real(url: str, versions: int) -> None:
         return {name: torch.from_numpy(bits.view("int16")).view(torch.bfloat16) for name, bits in weights.items()}
 
     served = tensors({name: bits.copy() for name, bits in made.base.items()})
-    with Publisher(served.items, bucket=url, fold=False) as publisher:
+    with Publisher(served.items, bucket=url, merge=False) as publisher:
         for step, version in enumerate(made.versions(), 1):
             for name, tensor in tensors(version).items():
                 served[name].copy_(tensor)

@@ -46,7 +46,7 @@ def last_delta(versions: Sequence[Weights], scheme: str | None, codec: Literal["
     with tempfile.TemporaryDirectory() as folder:
         path, url = Path(folder) / "base", str(Path(folder) / "run")
         base = save_checkpoint(model, path) if scheme is None else save_quantized(model, path, scheme)
-        with Publisher(model, url, base=base, codec=codec, fold=False) as publisher:
+        with Publisher(model, url, base=base, codec=codec, merge=False) as publisher:
             for step, weights in enumerate(versions[1:], start=1):
                 model.load_state_dict(model_of(weights).state_dict())
                 result = publisher.publish(step, wait=True)

@@ -251,7 +251,7 @@ def poll_requests() -> int:
     weights = {"weight": torch.ones(64, dtype=torch.bfloat16)}
     with TemporaryDirectory(prefix="delta-sync-scaling-") as folder:
         url = str(Path(folder) / "run")
-        with Publisher(lambda: weights.items(), bucket=url, fold=False) as publisher:
+        with Publisher(lambda: weights.items(), bucket=url, merge=False) as publisher:
             weights["weight"] += 1
             publisher.publish(step=1, wait=True)
         bucket = Counting(open_bucket(url))

@@ -286,7 +286,7 @@ def test_what_a_store_repeats_of_a_request_is_in_no_traceback(url: str, action: 
 @pytest.mark.usefixtures("signed")
 @pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", "az://bucket/run"])
 def test_409_is_no_conflict_for_a_put_that_overwrites(url: str, answers: Answers) -> None:
-    body = b"<?xml version='1.0'?><Error><Code>LeaseIdMissing</Code><Message>there is a lease</Message></Error>"
+    body = b"<?xml version='1.0'?><Error><Code>LeaseIdMissing</Code><Message>there is a heartbeat</Message></Error>"
     answers.reply = lambda asked: Answer(409 if asked.method == "PUT" else 404, body)
     bucket = opened(url, answers.url)
     with pytest.raises(StoreError, match=r"409.*LeaseIdMissing"):

@@ -150,14 +150,17 @@ def test_what_a_bucket_or_file_says_cannot_move_the_cursor(path: Path, tmp_path:
     texts.append(shown("verify", "--bucket", tmp_path / "reference"))
     texts.append(shown("inspect", "--bucket", tmp_path / "reference", "--version", "0"))
     (path / side.tag_key("best")).parent.mkdir()
-    (path / side.tag_key("best")).write_bytes(b'{"format_version":1,"x":"\x1b[2J"}')
+    (path / side.tag_key("best")).write_bytes(b'{"format_version":2,"x":"\x1b[2J"}')
     texts += [shown(*command, "--bucket", path, code=1) for command in (["verify", "--all"], ["repair"])]
     assert not any("\x1b" in text or "\x9b" in text for text in texts)
 
 
 def test_verify(path: Path) -> None:
     document = answer("verify", "--bucket", path)
-    found = {name: document[name] for name in ("verdict", "versions", "head", "replayed", "notes", "anchors", "folds")}
+    found = {
+        name: document[name]
+        for name in ("verdict", "versions", "head", "replayed", "notes", "anchors", "merged_deltas")
+    }
     assert list(found.values()) == [True, 6, 5, True, [], 1, 1]
     assert "findings" not in document
     assert answer("verify", "--bucket", path, "--all")["findings"] == []
@@ -252,7 +255,7 @@ USAGE = (
     *("tag rm best --bucket x --version 3", "branch", "branch --bucket x", "branch --to y", "compact", "tag list"),
     *("keys", "keys list", "keys add --bucket x", "keys add k --bucket x --version 1", "keys retire --bucket x"),
     *("keys retire k --bucket x --version none", "keys revoke k --bucket x --version two", "keys list k --bucket x"),
-    *("compact --bucket RUN --no-folds", "compact --bucket RUN --anchor -1", "compact --bucket RUN --anchor best"),
+    *("compact --bucket RUN --no-merge", "compact --bucket RUN --anchor -1", "compact --bucket RUN --anchor best"),
     *("fleet", "fleet --bucket RUN", "fleet watch --bucket RUN --poll 0", "fleet watch --bucket RUN --poll soon"),
     *(
         "fleet list --bucket RUN --replicas 2",

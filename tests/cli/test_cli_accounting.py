@@ -50,7 +50,7 @@ def written(tmp_path: Path) -> Written:
     written = Written(tmp_path / "run")
     written.deltas(*KINDS_OF_DELTA)
     written.publish_by_ranks(3)
-    written.folds()
+    written.merged_deltas()
     written.beside(5)
     written.tag("best", 3)
     written.claim()
@@ -88,7 +88,7 @@ def by_plain_reading(folder: Path) -> dict[str, tuple[int, int]]:
         "deltas": named([row for row in versions if row["kind"] == "delta"]),
         "anchors": named([row for row in versions if row["kind"] == "anchor"]),
         "standalone anchors": named(documents("anchors/")),
-        "merged deltas": named(documents("folds/")),
+        "merged deltas": named(documents("merged/")),
         "sidecars": named(versions, "sidecars"),
         "files": named(documents("run.json"), "files"),
         "manifests": {key for key in lying if key.startswith("versions/")},
@@ -227,7 +227,7 @@ def test_groups_of_tensors() -> None:
 
 
 def test_du_notes_a_damaged_merged_delta(written: Written) -> None:
-    key = "folds/0000000000-0000000004.json"
+    key = "merged/0000000000-0000000004.json"
     written.bucket.put(key, b"{")
     document = du(written)
     assert [row["key"] for row in document["unreadable"]] == [key]
@@ -305,7 +305,7 @@ def test_each_manifest_is_read_once_and_no_object(written: Written, command: str
     read = {key: n for key, n in requests.items() if key.startswith("versions/") and key != version_key(head + 1)}
     assert read == once
     assert document["read"]["manifests"] == len(once)
-    documents = sum(n for key, n in requests.items() if key.startswith(("anchors/", "folds/")))
+    documents = sum(n for key, n in requests.items() if key.startswith(("anchors/", "merged/")))
     assert requests.total() <= len(once) + documents + 30
 
 
@@ -533,8 +533,8 @@ def test_stats_of_receivers(written: Written) -> None:
     assert (rows["r2"]["served"], rows["r2"]["behind"], rows["r2"]["behind_seconds"]) == (None, None, None)
     text = shown("stats", "--bucket", written.folder)
     assert "2 live receivers, 0 ended; behind the newest version: median 2, max 2" in text
-    written.lose("receivers/r1.json")
-    written.lose("receivers/r2.json")
+    written.lose("heartbeats/r1.json")
+    written.lose("heartbeats/r2.json")
     assert "no live receivers, 0 ended\nread 10 manifests, no heartbeats" in shown("stats", "--bucket", written.folder)
 
 
@@ -605,8 +605,8 @@ def test_every_command_takes_them(written: Written, tmp_path: Path) -> None:
     assert answer("export", *bucket, "--version", "head~1", "--to", tmp_path / "export")["version"] == 8
     assert answer("tag", "set", "older", *bucket, "--version", "head~3")["version"] == 6
     assert answer("branch", "--to", tmp_path / "branch", *bucket, "--version", "head~4")["source"]["version"] == 5
-    assert answer("compact", *bucket, "--no-folds", "--anchor", "head~5", "--dry-run")["anchor"] == 4
-    written.lose("receivers/r2.json")
+    assert answer("compact", *bucket, "--no-merge", "--anchor", "head~5", "--dry-run")["anchor"] == 4
+    written.lose("heartbeats/r2.json")
     assert answer("fleet", "wait", *bucket, "--version", "head~2", "--timeout", "1")["lowest"] == 7
     kept = tmp_path / "kept"
     assert [row["version"] for row in answer("follow", *bucket, "--version", "head~1", "--to", kept)["versions"]] == [8]

@@ -26,16 +26,16 @@ def test_folds_and_an_anchor(written: Written) -> None:
     assert planned["dry_run"]
     assert not written.run.merged_deltas()
     document = answer("compact", DELTA_SYNC_BUCKET=url)
-    pairs = [(row["first"], row["last"]) for row in document["folds"]]
+    pairs = [(row["first"], row["last"]) for row in document["merged_deltas"]]
     assert pairs == [(0, 4), (4, 8), (8, 12), (12, 16), (0, 16)]
-    assert planned["folds"] == document["folds"]
+    assert planned["merged_deltas"] == document["merged_deltas"]
     assert document["bytes"] > 0
     assert (document["head"], document["skipped"], document["anchor"]) == (17, [], None)
     for pair in pairs:
         written.check(*pair)
     assert len(find_steps(written.run, 0, 17)) == 2
-    anchored = answer("compact", "--bucket", url, "--no-folds", "--anchor", "head")
-    assert (anchored["anchor"], anchored["anchor_present"], anchored["folds"]) == (17, False, [])
+    anchored = answer("compact", "--bucket", url, "--no-merge", "--anchor", "head")
+    assert (anchored["anchor"], anchored["anchor_present"], anchored["merged_deltas"]) == (17, False, [])
     assert restore(written.run, written.run.head()).plan.root.anchor is not None
 
 
@@ -44,11 +44,11 @@ def test_codec_context(tmp_path: Path) -> None:
     for _ in range(4):
         written.publish(share=0.3, codec="context")
     document = answer("compact", "--bucket", written.folder, "--codec", "context")
-    assert (document["folds"], document["skipped"]) == ([{"first": 0, "last": 4}], [])
+    assert (document["merged_deltas"], document["skipped"]) == ([{"first": 0, "last": 4}], [])
     assert written.run.merged_delta(0, 4).requires == ["context", "zstd"]
     written.check(0, 4)
     checked = answer("verify", "--bucket", written.folder)
-    assert (checked["verdict"], checked["undecoded"], checked["folds"]) == (True, [], 1)
+    assert (checked["verdict"], checked["undecoded"], checked["merged_deltas"]) == (True, [], 1)
     assert "context, compression zstd" in shown("inspect", "--bucket", written.folder, "--version", "3")
 
 
@@ -79,7 +79,7 @@ def test_text(written: Written) -> None:
         assert part in text
     assert "anchor         of version 4, already exists" in shown(*compact, "--anchor", "4", code=1)
     help_text = delta_sync("compact", "--help").out
-    for word in ("--dry-run", f"--anchor {VERSION}", "--no-folds", "--codec {packed,context}", "Ctrl-C"):
+    for word in ("--dry-run", f"--anchor {VERSION}", "--no-merge", "--codec {packed,context}", "Ctrl-C"):
         assert word in help_text
 
 
@@ -100,7 +100,7 @@ times = int(sys.argv.pop(1))
 put = LocalBucket.put
 def counted(bucket, key, *rest, **options):
     put(bucket, key, *rest, **options)
-    if key.startswith("folds/"):
+    if key.startswith("merged/"):
         for _ in range(times):
             os.kill(os.getpid(), signal.SIGINT)
 LocalBucket.put = counted
@@ -129,7 +129,7 @@ def test_interrupted_in_the_middle(written: Written, tmp_path: Path, times: int)
     assert len(made) == 1
     written.check(*made[0])
     document = answer("compact", "--bucket", written.folder)
-    assert (document["folds_present"], len(document["folds"])) == (1, 4)
+    assert (document["merged_deltas_present"], len(document["merged_deltas"])) == (1, 4)
 
 
 def test_an_interrupt_that_is_ignored_stays_ignored(written: Written) -> None:

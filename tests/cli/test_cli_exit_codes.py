@@ -168,7 +168,7 @@ def test_ranges_that_there_cannot_be_are_no_failure_of_compact(tmp_path: Path) -
     for _ in range(16):
         written.publish(codec="raw")
     code, document = code_of(written, "compact")
-    assert (code, document["folds"], len(document["skipped"])) == (0, [], 5)
+    assert (code, document["merged_deltas"], len(document["skipped"])) == (0, [], 5)
     written.lose(written.object_of(6))
     assert code_of(written, "compact")[0] == 0
 

@@ -13,7 +13,7 @@ from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.written import Written
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.format.documents import Lease, lease_key
+from vllm_delta_sync.format.documents import Heartbeat, heartbeat_key
 from vllm_delta_sync.format.manifest import timestamp
 from vllm_delta_sync.maintenance.gc import collect as retention
 
@@ -26,8 +26,8 @@ def url(tmp_path: Path) -> str:
     written = Written(tmp_path / "run", table=TABLE)
     for _ in range(VERSIONS):
         written.publish(0.2)
-    written.writer.fold(0, 4)
-    written.writer.fold(0, 16)
+    written.writer.merge(0, 4)
+    written.writer.merge(0, 16)
     age(written.folder, 24 * 3600)
     return str(written.folder)
 
@@ -43,7 +43,7 @@ def test_gc(url: str) -> None:
     planned = answer("gc", "--bucket", url, "--keep-last", "2", "--dry-run")
     assert planned["dry_run"]
     assert len(planned["removed"]["objects"]) == 17
-    assert planned["removed"]["folds"] == [{"first": 0, "last": 4}]
+    assert planned["removed"]["merged_deltas"] == [{"first": 0, "last": 4}]
     assert not open_run(url).retention()
     done = answer("gc", "--bucket", url, "--keep-last", "2")
     assert done["removed"] == planned["removed"]
@@ -124,7 +124,7 @@ def test_gc_says_why_nothing_goes(url: str) -> None:
         r"objects were put less than 1d 6h ago \(--min-age\); the first can be removed in (5h 59m|6h)$", young
     )
     assert "are needed by the head, version 20" in young
-    # Deltas that folded ranges replace are removed first.
+    # Deltas that merged deltas replace are removed first.
     assert len(answer("gc", "--bucket", url, "--keep-last", "1", "--keep-for", "7d")["removed"]["objects"]) == 2
     assert "versions published in the last 7d (--keep-for)" in reasons(url, "--keep-last", "1", "--keep-for", "7d")
     for version in range(1, 20):
@@ -139,10 +139,10 @@ def test_gc_says_why_nothing_goes(url: str) -> None:
 
 def test_gc_says_who_holds_what_would_go(url: str) -> None:
     run = open_run(url)
-    lease = Lease(
+    heartbeat = Heartbeat(
         run=run.info.run, receiver="east-1", served=7, target=7, pins=[], seconds=3600, created_at=timestamp()
     )
-    open_bucket(url).put(lease_key("east-1"), lease.to_bytes())
+    open_bucket(url).put(heartbeat_key("east-1"), heartbeat.to_bytes())
     answer("gc", "--bucket", url, "--keep-last", "1")
     assert "by receivers east-1" in reasons(url, "--keep-last", "1")
 

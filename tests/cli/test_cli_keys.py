@@ -87,7 +87,7 @@ def test_the_life_of_keys(world: KeyedRun) -> None:
     assert kind(1, *verify) == "signature"
     added = world.keys("add", world.pub("trainer"))
     assert (added["sequence"], [row["key"] for row in added["keys"]]) == (1, [world.public["trainer"]])
-    run.folds()
+    run.merged_deltas()
     assert world.verify()["signatures_checked"] is True
 
     # Rotated: the new key publishes on, and what the old one signed holds.
@@ -96,9 +96,9 @@ def test_the_life_of_keys(world: KeyedRun) -> None:
     assert (rotated["sequence"], rotated["versions"], rotated["documents"]) == (3, [], [])
     run.writer.keyring = world.keyring("next")
     run.deltas(*["packed"] * 3)
-    run.folds()
+    run.merged_deltas()
     verified = world.verify()
-    assert (verified["head"], verified["folds"]) == (6, 1)
+    assert (verified["head"], verified["merged_deltas"]) == (6, 1)
     listed = answer("keys", "list", "--bucket", world.url, "--trusted-keys", world.pub("root"))
     states = {row["key"]: (row["trusted"], row["state"]) for row in listed["keys"]}
     assert states == {
@@ -110,11 +110,11 @@ def test_the_life_of_keys(world: KeyedRun) -> None:
 
     # Stolen after version 6: the thief publishes 7 and 8.
     run.deltas("packed", "packed")
-    run.folds()
+    run.merged_deltas()
     revoked = world.keys("revoke", world.pub("next"), "--version", "head~2")
     assert (revoked["sequence"], revoked["versions"], revoked["head"]) == (4, [7, 8], 6)
     world.keys("add", world.pub("stranger"))
-    assert revoked["documents"] == ["folds/0000000000-0000000004.json", "folds/0000000004-0000000008.json"]
+    assert revoked["documents"] == ["merged/0000000000-0000000004.json", "merged/0000000004-0000000008.json"]
     notes = "\n".join(revoked["notes"])
     for word in ("REVOKED", "versions no longer valid: 7, 8", "delta-sync compact --signing-key", "another"):
         assert word in notes
@@ -128,10 +128,10 @@ def test_the_life_of_keys(world: KeyedRun) -> None:
     run.delta(base=6)
     keys = ("--bucket", world.url, "--signing-key", str(world.path("stranger")), "--trusted-keys", world.pub("root"))
     # The range over the thief's versions is refused.
-    assert answer("compact", *keys, code=1)["folds"] == [{"first": 0, "last": 4}]
+    assert answer("compact", *keys, code=1)["merged_deltas"] == [{"first": 0, "last": 4}]
     assert answer("repair", *keys)["verdict"] is True
     after = world.verify()
-    assert (after["verdict"], after["head"], after["refused"], after["folds"]) == (True, 9, [7, 8], 1)
+    assert (after["verdict"], after["head"], after["refused"], after["merged_deltas"]) == (True, 9, [7, 8], 1)
     assert answer("log", "--bucket", world.url, code=0)["versions"][9]["signed_by"] == world.public["stranger"]
 
 

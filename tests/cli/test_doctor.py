@@ -686,7 +686,7 @@ STATES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "refused": ({"state": "refused", "served": None, "last_error": {"kind": "tensor", "message": "w is odd; mend it"}},
                 "state", "failed", "refused: w is odd; mend it"),
     "lost": ({"state": "lost"}, "state", "failed", "lost: the server gives no reason"),
-    "proving": ({"state": "proving", "served": None}, "state", "warning", "serves no version"),
+    "identifying": ({"state": "identifying", "served": None}, "state", "warning", "serves no version"),
     "unknown state": ({"state": "\x1b[2J"}, "state", "failed", "no reason"),
     "no run": ({"run": None}, "same run", "warning", "no run yet"),
     "lags": ({"head": AHEAD, "lag": 6}, "lag", "warning", "6 behind the head"),

@@ -46,11 +46,11 @@ def test_settings_take_the_same() -> None:
         "bucket": "/x",
         "poll_seconds": "500ms",
         "cache_bytes": "200GB",
-        "lease_seconds": "2m",
+        "heartbeat_seconds": "2m",
         "store_deadline": "1m",
     }
     settings = load_settings(given, {"DELTA_SYNC_STORE_UPLOAD_LIMIT": "10MB", "DELTA_SYNC_UNDO_BYTES": "1GiB"})
-    assert (settings.poll_seconds, settings.cache_bytes, settings.lease_seconds) == (0.5, 200 * 10**9, 120)
+    assert (settings.poll_seconds, settings.cache_bytes, settings.heartbeat_seconds) == (0.5, 200 * 10**9, 120)
     assert (settings.store_deadline, settings.store_upload_limit, settings.undo_bytes) == (60, 10**7, 2**30)
     for name, text in (("poll_seconds", "2x"), ("cache_bytes", "2h"), ("poll_seconds", "2h")):
         with pytest.raises(SettingsError, match=name):

@@ -119,7 +119,7 @@ METADATA: list[tuple[dict[str, Any], type[DeltaSyncError]]] = [
     ({"base_version": 1}, ChainError),
     ({"base_version": None}, FormatError),
     ({"base_version": False}, FormatError),
-    ({"format_version": 2}, UnsupportedError),
+    ({"format_version": 3}, UnsupportedError),
     ({"format_version": True}, FormatError),
     ({"format_version": None}, FormatError),
     ({"codec": "context", "blocks": [{"dtype": "BF16", "kind": "tiles"}]}, UnsupportedError),

@@ -153,7 +153,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with mock.patch("tests.support.samples.CREATED", datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:05Z")):
         for _ in range(3):  # in the last hour
             run.publish()
-    run.folds()
+    run.merged_deltas()
     for name, version in (("best", 18), ("release-1", 20), ("old", 7)):
         run.tag(name, version)
     for number in range(RECEIVERS):

@@ -92,7 +92,7 @@ def test_the_path_of_a_publish(tmp_path: Path) -> None:
         tracing() as tracer,
         open_bucket(tmp_path / "run", limited) as bucket,
         Publisher(
-            model, bucket, notice="tcp://127.0.0.1:*", gate=Gate(), budget=Budget(max_share=0.01), fold=False
+            model, bucket, notice="tcp://127.0.0.1:*", gate=Gate(), budget=Budget(max_share=0.01), merge=False
         ) as publisher,
     ):
         for step in (1, 2):

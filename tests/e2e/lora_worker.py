@@ -47,7 +47,7 @@ class Adapter:
         from trainer_side import Publisher
 
         self.alpha = alpha
-        self.publisher = Publisher(lambda: self._tensors.items(), self.url, files=self.save(), fold=False)
+        self.publisher = Publisher(lambda: self._tensors.items(), self.url, files=self.save(), merge=False)
 
     def replace(self, alpha: int) -> None:
         """Begin another run with the same tensors, in the place of the one that is there."""

@@ -15,7 +15,7 @@ from vllm_delta_sync import cli, open_run
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 WAIT = 300.0
-TINY_FLAGS = ("--poll-seconds", "0.2", "--fleet-pauses", "1", "--lease-seconds", "6")
+TINY_FLAGS = ("--poll-seconds", "0.2", "--fleet-pauses", "1", "--heartbeat-seconds", "6")
 
 
 def test_two_servers_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,10 +35,10 @@ def test_two_servers_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[st
                 parameter.data.view(-1)[::7] += 0.01
             publisher.publish(step=step, wait=True)
             served = publisher.wait_served(replicas=2, timeout=WAIT)
-            assert [replica.lease.served for replica in served] == [step, step]
+            assert [replica.heartbeat.served for replica in served] == [step, step]
         for server in servers.values():
             status = server.status()
-            assert all(commit["timings_ms"]["turn"] > 0 for commit in status["recent"])
+            assert all(commit["timings_ms"]["queued"] > 0 for commit in status["recent"])
             assert server.post("/delta_sync/verify").json()["verdict"]
         assert cli.run(["fleet", "list", "--bucket", url, "--json"]) == 0
         rows = json.loads(capsys.readouterr().out)["data"]["replicas"]

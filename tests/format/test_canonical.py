@@ -111,6 +111,6 @@ def test_values_without_a_canonical_form_are_not_written(value: object) -> None:
     ],
 )
 def test_format_version(version: object, error: type[Exception]) -> None:
-    check_format_version({"format_version": 1}, "document")
+    check_format_version({"format_version": 2}, "document")
     with pytest.raises(error, match=r"document.*format_version"):
         check_format_version({"format_version": version}, "document")

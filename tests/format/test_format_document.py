@@ -15,9 +15,9 @@ from vllm_delta_sync.format.documents import (
     Anchor,
     Claim,
     Collection,
+    Heartbeat,
     KeyEntry,
     KeyFile,
-    Lease,
     MergedDelta,
     PauseSlotClaim,
     Retention,
@@ -91,9 +91,9 @@ def test_members_of_documents() -> None:
         assert f"`{name}`" in section("HEAD.json")
 
 
-@pytest.mark.parametrize("kind", [Anchor, MergedDelta, Tag, Claim, Lease, PauseSlotClaim, Collection, Retention])
+@pytest.mark.parametrize("kind", [Anchor, MergedDelta, Tag, Claim, Heartbeat, PauseSlotClaim, Collection, Retention])
 def test_members_of_what_lies_beside_the_chain(kind: type[Document]) -> None:
-    titles = {Anchor: "Anchors", MergedDelta: "Folded ranges", PauseSlotClaim: "Turns"}
+    titles = {Anchor: "Anchors", MergedDelta: "Merged deltas", PauseSlotClaim: "Pause slots"}
     title = titles.get(kind) or (kind.__name__ if kind is Retention else f"{kind.__name__}s")
     found = re.search(rf"^### {title}\n(.*?)(?=^### |\Z)", section("Beside the chain"), re.MULTILINE | re.DOTALL)
     assert found is not None
@@ -115,7 +115,7 @@ def test_members_of_the_key_file_and_kinds_of_signed_documents() -> None:
         MergedDelta,
         Head,
         KeyFile,
-        Lease,
+        Heartbeat,
         Manifest,
         Retention,
         RunInfo,
@@ -151,4 +151,4 @@ def test_keys() -> None:
     }
     assert (SIGNED / KEYS_KEY).is_file()
     assert f"`{CHANGES_PREFIX}<s>.json`" in section("Keys and commit order")
-    assert [anchor_key(5), merged_delta_key(0, 4)] == ["anchors/0000000005.json", "folds/0000000000-0000000004.json"]
+    assert [anchor_key(5), merged_delta_key(0, 4)] == ["anchors/0000000005.json", "merged/0000000000-0000000004.json"]

@@ -197,7 +197,7 @@ def test_the_signed_run_is_read_with_the_first_key_alone_and_not_without_it() ->
         ("versions/0000000000.json", "manifest"),
         ("versions/0000000002.json", "manifest"),
         ("anchors/0000000002.json", "anchor"),
-        ("folds/0000000000-0000000002.json", "fold"),
+        ("merged/0000000000-0000000002.json", "merged-delta"),
         ("tags/best.json", "tag"),
     ],
 )

@@ -25,7 +25,7 @@ RUN, DIGEST, TIME = "5eed" * 8, "ab" * 32, "2026-01-02T03:04:05.678901Z"
 REF = {"bytes": 9, "key": object_key(DIGEST), "rank": 0, "sha256": DIGEST}
 INFO: dict[str, Any] = {
     "created_at": TIME,
-    "format_version": 1,
+    "format_version": 2,
     "full_bytes": 20,
     "requires": [],
     "run": RUN,
@@ -43,7 +43,7 @@ DELTA: dict[str, Any] = {
     "created_at": TIME,
     "epoch": 2,
     "fingerprint": "0" * 32,
-    "format_version": 1,
+    "format_version": 2,
     "full_bytes": 20,
     "kind": "delta",
     "objects": [REF],
@@ -93,7 +93,7 @@ HEAD: dict[str, Any] = {
     "created_at": TIME,
     "epoch": 2,
     "expires_at": None,
-    "format_version": 1,
+    "format_version": 2,
     "manifest": DIGEST,
     "parent": DIGEST,
     "run": RUN,
@@ -130,8 +130,8 @@ def test_fields_of_a_later_release_are_ignored_but_stay_in_the_digest(
 
 @pytest.mark.parametrize(("cls", "value"), ALL)
 def test_a_later_format_is_unsupported_whatever_else_it_says(cls: type[Document], value: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match="format_version is 2, this release reads 1"):
-        cls.from_bytes(rfc8785.dumps({"format_version": 2, "run": 5}))
+    with pytest.raises(UnsupportedError, match="format_version is 3, this release reads 2"):
+        cls.from_bytes(rfc8785.dumps({"format_version": 3, "run": 5}))
     without = {name: item for name, item in value.items() if name != "format_version"}
     for broken in (without, {**value, "format_version": True}, {**value, "format_version": 0}):
         with pytest.raises(FormatError, match="format_version"):

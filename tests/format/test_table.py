@@ -13,7 +13,7 @@ ROW = {"name": "w", "dtype": "BF16", "shape": [2, 3]}
 
 
 def document(*rows: Any, **fields: Any) -> bytes:
-    return rfc8785.dumps({"format_version": 1, "tensors": list(rows), **fields})
+    return rfc8785.dumps({"format_version": 2, "tensors": list(rows), **fields})
 
 
 def test_round_trip_and_totals() -> None:
@@ -54,11 +54,11 @@ def test_fields_of_a_later_release_are_ignored_but_stay_in_the_digest() -> None:
 @pytest.mark.parametrize(
     ("data", "error"),
     [
-        (document(format_version=2), UnsupportedError),
+        (document(format_version=3), UnsupportedError),
         (document(format_version=True), FormatError),
         (document(tensors={}), FormatError),
         (rfc8785.dumps([]), FormatError),
-        (rfc8785.dumps({"format_version": 1}), FormatError),
+        (rfc8785.dumps({"format_version": 2}), FormatError),
         (document("w"), FormatError),
         (document({"name": "w", "dtype": "BF16"}), FormatError),
         (document({**ROW, "name": 1}), FormatError),

@@ -2,8 +2,8 @@
 
 ``run`` has one tensor of each width and kind, and one version of each kind of object. Everything is a function of
 constants, except the bytes of zstd frames, which may differ between releases of that library. ``tree`` has what lies
-beside a chain: a folded range, an anchor, a tag, a claim, a lease, what is gone; and a version that builds on an older
-one. ``signed`` is signed, by two keys: one that was retired, and the one that took its place.
+beside a chain: a merged delta, an anchor, a tag, a claim, a heartbeat, what is gone; and a version that builds on an
+older one. ``signed`` is signed, by two keys: one that was retired, and the one that took its place.
 """
 
 import shutil
@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.support.samples import CREATED, RunWriter
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.format import documents as side
-from vllm_delta_sync.format.documents import Claim, KeyEntry, KeyValidity, Lease, PauseSlotClaim, Retention, Tag
+from vllm_delta_sync.format.documents import Claim, Heartbeat, KeyEntry, KeyValidity, PauseSlotClaim, Retention, Tag
 from vllm_delta_sync.format.manifest import Document
 from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -103,10 +103,10 @@ def write_tree(directory: Path) -> RunWriter:
         writer.epoch = 1
         writer.delta(bits[3], base=2)
         writer.delta(bits[1])
-        writer.fold(0, 4)
+        writer.merge(0, 4)
         writer.beside(5, Path(scratch))
     named = {"run": RUN, "version": 5, "manifest": writer.manifests[5].digest, "created_at": CREATED}
-    lease = {"run": RUN, "receiver": "rollout-1", "served": 5, "target": 7, "pins": [4], "seconds": 60}
+    heartbeat = {"run": RUN, "receiver": "rollout-1", "served": 5, "target": 7, "pins": [4], "seconds": 60}
     told = {
         "step": 5,
         "head": 7,
@@ -122,7 +122,7 @@ def write_tree(directory: Path) -> RunWriter:
     documents: dict[str, Document] = {
         side.tag_key("best"): Tag.model_validate({**named, "name": "best", "milestone": True}),
         side.claim_key(1): Claim.model_validate({**named, "epoch": 1, "writer": RUN}),
-        side.lease_key("rollout-1"): Lease.model_validate({**lease, **told, "created_at": CREATED}),
+        side.heartbeat_key("rollout-1"): Heartbeat.model_validate({**heartbeat, **told, "created_at": CREATED}),
         side.pause_slot_key(0, 1): PauseSlotClaim.model_validate({**turn, "number": 1, "created_at": CREATED}),
         side.pause_slot_key(0, 2): PauseSlotClaim.model_validate({**turn, "number": 2, "created_at": CREATED}),
         side.RETENTION_KEY: Retention.model_validate({"run": RUN, "gone": [[3, 3]], "created_at": CREATED}),
@@ -154,7 +154,7 @@ def write_signed(directory: Path) -> RunWriter:
         writer.key_file(1, entries)
         writer.keyring = second
         writer.delta(bits[2])
-        writer.fold(0, 2)
+        writer.merge(0, 2)
         writer.beside(2, Path(scratch), 1)
     tag = Tag(run=RUN, name="best", version=2, manifest=writer.manifests[2].digest, created_at=CREATED)
     writer.bucket.put(side.tag_key("best"), second.signed(tag).to_bytes())

@@ -726,7 +726,7 @@ LOOKED_AT = ("poll", "describe")
 
 
 class FaultyPort(ModulePort):
-    """An engine with a lease on its pause, whose calls fail by chance: before they act, after, or as a whole."""
+    """An engine with a heartbeat on its pause, whose calls fail by chance: before they act, after, or as a whole."""
 
     def __init__(self, chance: random.Random, *models: Any) -> None:
         super().__init__(*models)

@@ -88,7 +88,7 @@ def test_follows_every_version_and_goes_back(chain: Trained) -> None:
 def test_versions_of_all_codecs_and_ranges_are_one_commit(chain: Trained) -> None:
     """Each is decoded against what those before it make of the weights, tensors in full included."""
     chain.learn(4)
-    chain.fold(0, 4)
+    chain.merge(0, 4)
     chain.lose(1, 2, 3)
     chain.grow(1)
     chain.learn(2, full=[0, 3])

@@ -262,7 +262,7 @@ def test_weights_that_are_another_version_are_not_taken_for_one_whose_head_diffe
     save_base(tmp_path / "base", world.tensors)
     world.publisher.close()
     world.url = str(tmp_path / "other")
-    world.publisher = Publisher(world.pairs, world.url, tmp_path / "base", fold=False)
+    world.publisher = Publisher(world.pairs, world.url, tmp_path / "base", merge=False)
     world.use(ModulePort(*world.fresh()))
     error = world.expect_fails("chain")
     assert f"first {HEAD!r}" in error.message

@@ -143,7 +143,7 @@ def test_publisher_with_a_budget_and_two_servers(tmp_path: Path) -> None:
     world = World(tmp_path, ranks=2)
     world.publisher.close()
     budget = Budget(max_share=0.01, exact_every=3)
-    world.publisher = Publisher(world.pairs, world.url, budget=budget, fold=False)
+    world.publisher = Publisher(world.pairs, world.url, budget=budget, merge=False)
     world.receiver.advance()
     for step in range(1, 7):
         world.train(step)

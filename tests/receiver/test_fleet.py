@@ -21,7 +21,7 @@ from tests.support.stores import STORES
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.engine.follow import heartbeat as keeper_module
-from vllm_delta_sync.engine.follow.heartbeat import Heartbeat
+from vllm_delta_sync.engine.follow.heartbeat import HeartbeatWriter
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.errors import AccessError, SettingsError, StoreError
 from vllm_delta_sync.fleet.heartbeats import read_heartbeats
@@ -63,13 +63,13 @@ def test_no_more_pause_at_once_and_everyone_gets_there(
             for step in (1, 2):
                 fleet.train(step)
                 served = fleet.publisher.wait_served(replicas=5, timeout=WAIT)
-                assert [replica.lease.served for replica in served] == [step] * 5
+                assert [replica.heartbeat.served for replica in served] == [step] * 5
             assert fleet.pauses.most <= slots
             assert sorted(fleet.pauses.log) == sorted(2 * NAMES)
             for service in fleet.services.values():
                 assert service.receiver.verify()["verdict"]
                 wait_until(lambda: service.receiver.status()["commits"] == 2)  # noqa: B023
-                assert service.receiver.status()["timings_ms"]["turn"] > 0
+                assert service.receiver.status()["timings_ms"]["queued"] > 0
 
 
 def test_without_the_setting_nobody_waits(fleet: Rollouts) -> None:
@@ -86,7 +86,7 @@ def test_without_the_setting_nobody_waits(fleet: Rollouts) -> None:
     fleet.train(1)
     fleet.publisher.wait_served(replicas=3, timeout=WAIT)
     assert fleet.pauses.most == 3
-    assert [*open_bucket(fleet.url).list(side.TURNS_PREFIX)] == []
+    assert [*open_bucket(fleet.url).list(side.PAUSE_SLOTS_PREFIX)] == []
 
 
 def test_killed_holder_delays_others_by_the_life_of_its_claim(fleet: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_killed_holder_delays_others_by_the_life_of_its_claim(fleet: Rollouts, m
     assert service.receiver.status()["state"] == "staging"
     assert fleet.pauses.log == []
     wait_until(lambda: service.receiver.status()["commits"] == 1)
-    assert service.receiver.status()["timings_ms"]["turn"] > 0
+    assert service.receiver.status()["timings_ms"]["queued"] > 0
     assert fleet.pauses.log == ["a"]
 
 
@@ -124,7 +124,7 @@ def test_request_does_not_wait_for_the_turn(fleet: Rollouts, action: str, argume
     fleet.train(1)
     wait_until(lambda: service.receiver.served_version == 1)
     wait_until(lambda: service.receiver.status()["state"] == "idle")
-    wait_until(lambda: any(info.key.endswith(".end") for info in open_bucket(fleet.url).list(side.TURNS_PREFIX)))
+    wait_until(lambda: any(info.key.endswith(".end") for info in open_bucket(fleet.url).list(side.PAUSE_SLOTS_PREFIX)))
     holding(fleet)
     fleet.train(2)
     wait_until(lambda: service.receiver.status()["fleet"]["waiting"])
@@ -141,7 +141,7 @@ class Broken:
         put = bucket.put
 
         def failing(key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-            if key.startswith(side.TURNS_PREFIX) and self.error is not None:
+            if key.startswith(side.PAUSE_SLOTS_PREFIX) and self.error is not None:
                 raise self.error
             put(key, data, if_absent=if_absent)
 
@@ -197,7 +197,7 @@ def test_turns_are_taken_under_names() -> None:
     with pytest.raises(SettingsError, match="'receiver_id' is missing"):
         load_settings({"bucket": "/run", "fleet_pauses": "1"}, {})
     assert load_settings({"bucket": "/run", "fleet_pauses": "2", "receiver_id": "a"}, {}).fleet_pauses == 2
-    for fields in ({"fleet_pauses": 0}, {"fleet_pauses": 65}, {"lease_seconds": 2}):
+    for fields in ({"fleet_pauses": 0}, {"fleet_pauses": 65}, {"heartbeat_seconds": 2}):
         with pytest.raises(ValueError):
             Settings.model_validate({"bucket": "/run", "receiver_id": "a", **fields})
 
@@ -212,35 +212,35 @@ def chain(tmp_path: Path) -> Chain:
     return chain
 
 
-def leases(chain: Chain) -> list[Any]:
-    return [held.lease for held in read_heartbeats(open_run(chain.url)).stored]
+def heartbeats(chain: Chain) -> list[Any]:
+    return [held.heartbeat for held in read_heartbeats(open_run(chain.url)).stored]
 
 
 def test_lease_says_what_is_served_and_what_can_be_gone_back_to(chain: Chain) -> None:
     server = Server(chain, chain.bits[0])
-    keeper = Heartbeat(server.receiver, "one")
+    keeper = HeartbeatWriter(server.receiver, "one")
     keeper.write_if_due()
-    assert leases(chain) == []
+    assert heartbeats(chain) == []
     for version in (2, 5):
         server.receiver.advance(version)
     keeper.write_if_due()
-    (lease,) = leases(chain)
-    assert (lease.receiver, lease.served, lease.target, lease.pins) == ("one", 5, None, [2, 0])
+    (heartbeat,) = heartbeats(chain)
+    assert (heartbeat.receiver, heartbeat.served, heartbeat.target, heartbeat.pins) == ("one", 5, None, [2, 0])
     server.receiver.advance()
     keeper.write_if_due()
-    assert [(lease.served, lease.pins) for lease in leases(chain)] == [(6, [5, 2, 0])]
+    assert [(heartbeat.served, heartbeat.pins) for heartbeat in heartbeats(chain)] == [(6, [5, 2, 0])]
 
 
 def test_lease_is_written_again_before_it_ends(chain: Chain) -> None:
     server = Server(chain, chain.bits[0])
     server.receiver.advance()
     path = chain.folder / "receivers" / "one.json"
-    slow = Heartbeat(server.receiver, "one")
+    slow = HeartbeatWriter(server.receiver, "one")
     slow.write_if_due()
     path.unlink()
     slow.write_if_due()
     assert not path.exists()
-    fast = Heartbeat(server.receiver, "one", seconds=1)
+    fast = HeartbeatWriter(server.receiver, "one", seconds=1)
     stop = threading.Event()
     thread = threading.Thread(target=fast.run, args=(stop,))
     thread.start()
@@ -257,7 +257,7 @@ def test_lease_that_cannot_be_written_is_said_once(chain: Chain, caplog: pytest.
     server = Server(chain, chain.bits[0])
     server.receiver.advance()
     (chain.folder / "receivers").write_text("in the way")
-    keeper = Heartbeat(server.receiver, "one", seconds=0)
+    keeper = HeartbeatWriter(server.receiver, "one", seconds=0)
     for _ in range(3):
         keeper.write_if_due()
     assert sum("could not write the heartbeat" in record.getMessage() for record in caplog.records) == 1
@@ -279,27 +279,27 @@ def test_a_heartbeat_outlives_an_unexpected_error(
 
     monkeypatch.setattr(server.receiver.board, "document", broken)
     monkeypatch.setattr(keeper_module, "SPACING_SECONDS", 0.01)
-    keeper, stop = Heartbeat(server.receiver, "one", seconds=1), threading.Event()
+    keeper, stop = HeartbeatWriter(server.receiver, "one", seconds=1), threading.Event()
     thread = threading.Thread(target=keeper.run, args=(stop,))
     thread.start()
     wait_until(lambda: any("failed unexpectedly" in record.getMessage() for record in caplog.records))
     assert thread.is_alive()
     failing.clear()
-    wait_until(lambda: [lease.served for lease in leases(chain)] == [6])
+    wait_until(lambda: [heartbeat.served for heartbeat in heartbeats(chain)] == [6])
     # It says that it ends even where it cannot tell its last state.
     failing.set()
     stop.set()
     keeper.notify()
     thread.join(WAIT)
     assert not thread.is_alive()
-    assert [lease.state for lease in leases(chain)] in ([], ["left"])
+    assert [heartbeat.state for heartbeat in heartbeats(chain)] in ([], ["left"])
 
 
 def test_heartbeat_whose_only_write_seemed_to_fail_is_ended(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store may have kept what it did not answer."""
     server = Server(chain, chain.bits[0])
     server.receiver.advance()
-    keeper, stop = Heartbeat(server.receiver, "one"), threading.Event()
+    keeper, stop = HeartbeatWriter(server.receiver, "one"), threading.Event()
     write, lost = keeper._write, [True]
 
     def unanswered(*content: Any) -> None:
@@ -310,10 +310,10 @@ def test_heartbeat_whose_only_write_seemed_to_fail_is_ended(chain: Chain, monkey
 
     monkeypatch.setattr(keeper, "_write", unanswered)
     assert not keeper.write_if_due()
-    assert [lease.state for lease in leases(chain)] == ["idle"]
+    assert [heartbeat.state for heartbeat in heartbeats(chain)] == ["idle"]
     stop.set()
     keeper.run(stop)
-    assert [lease.state for lease in leases(chain)] == ["left"]
+    assert [heartbeat.state for heartbeat in heartbeats(chain)] == ["left"]
 
 
 @pytest.mark.parametrize(("policy", "name"), [("follow", "one"), ("manual", "one"), ("follow", None)])
@@ -324,7 +324,7 @@ def test_service_writes_a_lease_only_under_a_name(chain: Chain, policy: str, nam
         if name is None:
             assert not (chain.folder / "receivers").exists()
         else:
-            wait_until(lambda: [lease.served for lease in leases(chain)] == [6])
+            wait_until(lambda: [heartbeat.served for heartbeat in heartbeats(chain)] == [6])
 
 
 def test_receiver_alone_writes_nothing(chain: Chain) -> None:
@@ -337,19 +337,24 @@ def test_server_says_what_it_does_and_that_it_leaves(fleet: Rollouts) -> None:
     service = fleet.serve("a")
     run = open_run(fleet.url)
     fleet.train(1)
-    wait_until(lambda: [held.lease.served for held in read_heartbeats(run).stored] == [1])
-    wait_until(lambda: read_heartbeats(run).stored[0].lease.state == "idle")
+    wait_until(lambda: [held.heartbeat.served for held in read_heartbeats(run).stored] == [1])
+    wait_until(lambda: read_heartbeats(run).stored[0].heartbeat.state == "idle")
     service.request("hold").result(WAIT)
-    wait_until(lambda: read_heartbeats(run).stored[0].lease.state == "held")
+    wait_until(lambda: read_heartbeats(run).stored[0].heartbeat.state == "held")
     (held,) = read_heartbeats(run).stored
-    lease = held.lease
-    said = (lease.step, lease.head, lease.lag, lease.following, lease.holding, lease.pins)
+    heartbeat = held.heartbeat
+    said = (heartbeat.step, heartbeat.head, heartbeat.lag, heartbeat.following, heartbeat.holding, heartbeat.pins)
     assert said == (1, 1, 0, "head", True, [0])
-    assert lease.pause_ms == service.receiver.status()["timings_ms"]["pause"]
-    assert lease.error is None
+    assert heartbeat.pause_ms == service.receiver.status()["timings_ms"]["pause"]
+    assert heartbeat.error is None
     fleet.end("a")
     (held,) = read_heartbeats(run).stored
-    assert (held.lease.state, held.lease.seconds, held.lease.served, held.lease.pins) == ("left", 1, 1, [])
+    assert (held.heartbeat.state, held.heartbeat.seconds, held.heartbeat.served, held.heartbeat.pins) == (
+        "left",
+        1,
+        1,
+        [],
+    )
     assert [replica.left for replica in run.fleet().replicas] == [True]
 
 
@@ -358,10 +363,10 @@ def test_server_that_goes_to_another_run_leaves_the_one_before(fleet: Rollouts, 
     run = open_run(fleet.url)
     other = branch(run, 1, str(tmp_path / "branch"))
     service = fleet.serve("a")
-    wait_until(lambda: [held.lease.served for held in read_heartbeats(run).stored] == [1])
+    wait_until(lambda: [held.heartbeat.served for held in read_heartbeats(run).stored] == [1])
     service.request("target", ("head", other.bucket.url)).result(WAIT)
-    wait_until(lambda: [held.lease.served for held in read_heartbeats(other).stored] == [0])
-    assert [held.lease.state for held in read_heartbeats(run).stored] == ["left"]
+    wait_until(lambda: [held.heartbeat.served for held in read_heartbeats(other).stored] == [0])
+    assert [held.heartbeat.state for held in read_heartbeats(run).stored] == ["left"]
     assert fleet.publisher.wait_served(1, replicas=1, timeout=WAIT)
 
 
@@ -394,4 +399,4 @@ def test_process_that_ends_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with rollouts(place.url, tmp_path) as fleet:
             subprocess.run([sys.executable, "-c", LEAVING, fleet.url], check=True, timeout=WAIT)
             (held,) = read_heartbeats(open_run(fleet.url)).stored
-    assert (held.lease.state, held.lease.served) == ("left", 0)
+    assert (held.heartbeat.state, held.heartbeat.served) == ("left", 0)

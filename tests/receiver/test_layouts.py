@@ -195,9 +195,9 @@ def test_engine_that_sleeps_stops_none(site: Site, engine: int) -> None:
 
 def expire(core: Core) -> None:
     """As if the pause had lasted too long: the watchdog settles the engine, which goes on."""
-    lease = core.guard._active
-    assert lease is not None
-    lease.deadline = 0.0
+    heartbeat = core.guard._active
+    assert heartbeat is not None
+    heartbeat.deadline = 0.0
     core.guard.check_deadline()
 
 

@@ -1,4 +1,4 @@
-"""The way that a receiver takes to a version: folded ranges, over breaks, around what is lost, by anchors. Nothing on
+"""The way that a receiver takes to a version: merged deltas, over breaks, around what is lost, by anchors. Nothing on
 the way is ever served."""
 
 import random
@@ -61,18 +61,18 @@ def anchor_behind_damage(chain: Chain) -> None:
 
 
 def repair_by_a_range_of_one(chain: Chain) -> None:
-    chain.fold(1, 2)
+    chain.merge(1, 2)
     chain.lose(2)
 
 
 def range_around_a_hole(chain: Chain) -> None:
-    chain.fold(4, 8)
+    chain.merge(4, 8)
     chain.lose(7)
 
 
 def no_way_back_from_a_hole(chain: Chain) -> None:
-    chain.fold(0, 4)
-    chain.fold(4, 8)
+    chain.merge(0, 4)
+    chain.merge(4, 8)
     chain.lose(5, 7)
 
 
@@ -84,7 +84,7 @@ def only_an_anchor(chain: Chain) -> None:
 @pytest.mark.parametrize(
     ("versions", "held", "change", "commits"),
     [
-        pytest.param(5, 0, lambda chain: chain.damage(chain.fold(0, 4)), 1, id="bad folded range is avoided"),
+        pytest.param(5, 0, lambda chain: chain.damage(chain.merge(0, 4)), 1, id="bad merged delta is avoided"),
         pytest.param(3, 0, repair_by_a_range_of_one, 1, id="lost version is crossed by its repair"),
         pytest.param(9, 5, range_around_a_hole, 1, id="around a hole by a range that begins before it"),
         pytest.param(9, 5, no_way_back_from_a_hole, 1, id="rebuilt where the way back is lost too"),
@@ -99,7 +99,7 @@ def test_head_is_reached_around_what_is_lost(
     chain: Chain, versions: int, held: int | None, change: Callable[[Chain], None], commits: int
 ) -> None:
     """Args: held: what is served before the change (None: other weights). commits: how many it may take at most."""
-    # Not compressed, or a folded range of one version would be the same object.
+    # Not compressed, or a merged delta of one version would be the same object.
     chain.grow(versions, compression="none")
     server = Server(chain, [bits ^ np.uint16(1) for bits in chain.bits[0]] if held is None else chain.bits[0])
     if held is not None:
@@ -113,7 +113,7 @@ def test_head_is_reached_around_what_is_lost(
 def test_folded_ranges_spare_what_is_below_them(chain: Chain, ranks: int) -> None:
     chain.grow(21)
     for first, last in ((0, 4), (4, 8), (8, 12), (12, 16), (0, 16), (16, 20)):
-        chain.fold(first, last)
+        chain.merge(first, last)
     server = Server(chain, chain.bits[0], ranks)
     server.receiver.advance(0)
     chain.lose(*range(1, 21))
@@ -233,15 +233,15 @@ def test_damaged_manifest_in_the_middle_is_named(chain: Chain) -> None:
     with pytest.raises(FormatError, match=r"0000000004\.json"):
         server.receiver.advance()
     server.serves(3)
-    chain.fold(0, 4)
-    chain.fold(3, 4)
+    chain.merge(0, 4)
+    chain.merge(3, 4)
     server.reaches(6, commits=1)
 
 
 def test_range_whose_distances_are_wrong_is_taken_back_and_avoided(chain: Chain) -> None:
     """It declares the right sums, so that only the commit finds out; and it is not tried twice."""
     chain.grow(6)
-    folded = chain.fold(0, 4)
+    folded = chain.merge(0, 4)
     changes = changes_between(chain.table, chain.bits[0], chain.bits[4])
     changes.sparse[0].data[3] += 1
     data = encode(changes, chain.table, "packed", "zstd", DeltaContext(chain.run, 4, 0))
@@ -345,7 +345,7 @@ class Story:
     def __init__(self, root: Path, seed: int) -> None:
         self.chance = random.Random(seed)
         self.chain = Chain(root, seed=seed, base=self.chance.random() < 0.3)
-        self.folds: list[tuple[int, int]] = []
+        self.merged_deltas: list[tuple[int, int]] = []
         self.anchors: list[int] = []
         for _ in range(self.chance.randint(6, 30)):
             self.publish()
@@ -372,8 +372,8 @@ class Story:
         while size <= self.head:
             for first in range(0, self.head + 1 - size, size):
                 if not breaks.intersection(range(first + 1, first + size + 1)) and self.chance.random() < 0.6:
-                    self.chain.fold(first, first + size)
-                    self.folds.append((first, first + size))
+                    self.chain.merge(first, first + size)
+                    self.merged_deltas.append((first, first + size))
             size *= MERGE_WIDTH
         for version in self.chance.sample(range(1, self.head + 1), k=self.chance.randint(0, 2)):
             self.chain.beside_it(version)
@@ -385,7 +385,7 @@ class Story:
         share = chance.choice([0.0, 0.1, 0.3, 0.8])
         run = open_run(chain.url)
         documents: list[Manifest | MergedDelta | Anchor] = [*chain.manifests[1:]]
-        documents += [run.merged_delta(*pair) for pair in self.folds]
+        documents += [run.merged_delta(*pair) for pair in self.merged_deltas]
         documents += [run.anchor(version) for version in self.anchors]
         for document in documents:
             if chance.random() < share and all((chain.folder / ref.key).exists() for ref in document.objects):

@@ -223,7 +223,7 @@ def test_branch_that_begins_at_a_quarantined_version_is_a_run_like_others(chain:
 
 @pytest.mark.parametrize("seed", seeds(10, 40))
 def test_no_commit_ends_at_a_quarantined_version(seed: int, tmp_path: Path) -> None:
-    """Whatever is lost, and however little memory there is: random runs, anchors, folded ranges and losses."""
+    """Whatever is lost, and however little memory there is: random runs, anchors, merged deltas and losses."""
     chance = random.Random(seed)
     chain = MarkedChain(tmp_path, seed=seed)
     for _ in range(chance.randint(5, 20)):
@@ -234,7 +234,7 @@ def test_no_commit_ends_at_a_quarantined_version(seed: int, tmp_path: Path) -> N
     breaks = {item.version for item in chain.breaks}
     for first in range(0, head - 3, 4):
         if not breaks.intersection(range(first + 1, first + 5)) and chance.random() < 0.4:
-            chain.fold(first, first + 4)
+            chain.merge(first, first + 4)
     for version in chance.sample(range(1, head + 1), k=2):
         chain.beside_it(version)
     chain.lose(*(version for version in range(1, head + 1) if chance.random() < 0.08))
@@ -298,7 +298,7 @@ def test_commands_show_the_mark(chain: MarkedChain, capsys: pytest.CaptureFixtur
 def test_policy_that_breaks_and_is_mended_never_reaches_the_server(tmp_path: Path) -> None:
     world = World(tmp_path, ranks=2)
     world.publisher.close()
-    world.publisher = Publisher(world.pairs, world.url, gate=Gate(action="quarantine", max_norm_jump=1.0), fold=False)
+    world.publisher = Publisher(world.pairs, world.url, gate=Gate(action="quarantine", max_norm_jump=1.0), merge=False)
     world.train(1)
     world.receiver.advance()
     good, kept = world.bits(), {name: tensor.clone() for name, tensor in world.tensors.items()}

@@ -112,15 +112,15 @@ class Site:
         with pytest.raises(EngineError, match="following has stopped"):
             service.request("hold").result(WAIT)
         (heartbeat,) = read_heartbeats(open_run(self.world.url)).stored
-        assert heartbeat.lease.state == "left"
+        assert heartbeat.heartbeat.state == "left"
         gc.collect()
         assert self.warned == []
 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    # How its loop is woken up when a lease runs out would load vLLM.
-    monkeypatch.setattr(PauseWatchdog, "_watch", lambda guard, lease: None)
+    # How its loop is woken up when a heartbeat runs out would load vLLM.
+    monkeypatch.setattr(PauseWatchdog, "_watch", lambda guard, heartbeat: None)
     site = Site(tmp_path)
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: site.warned.append(record.getMessage())  # type: ignore[method-assign]

@@ -44,14 +44,14 @@ Source = tuple[Run, list[list[Bits]]]
 
 @pytest.fixture
 def source(tmp_path: Path) -> Source:
-    """A run whose base is nowhere, with a version in full, one that builds on an older one, folds and an anchor."""
+    """A run whose base is nowhere: a version in full, one that builds on an older one, merged deltas, an anchor."""
     random = np.random.default_rng(5)
     writer = RunWriter(open_bucket(str(tmp_path / "source")), TABLE)
     writer.reference(random_bits(TABLE, random), "/nowhere")
     for version in range(1, VERSIONS + 1):
         base = 4 if version == 6 else version - 1
         writer.delta(nudge(writer.bits[base], random, 0.2), full=[1] if version == 3 else [], base=base)
-    writer.fold(0, 4)
+    writer.merge(0, 4)
     writer.beside(8, tmp_path)
     return Run(writer.bucket), writer.bits
 

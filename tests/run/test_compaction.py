@@ -217,7 +217,7 @@ def test_gc_that_removed_an_object_meanwhile(tmp_path: Path, kind: type[side.Mer
     removed: list[str] = []
 
     def put(real: Callable[..., None], key: str, data: bytes | Path) -> None:
-        if key.startswith((side.FOLDS_PREFIX, side.ANCHORS_PREFIX)):
+        if key.startswith((side.MERGED_PREFIX, side.ANCHORS_PREFIX)):
             assert isinstance(data, bytes)
             removed.append(kind.from_bytes(data).objects[0].key)
             written.lose(removed[0])
@@ -262,7 +262,7 @@ def test_ranges_over_codec_context(
         written.check(first, last)
     assert run.merged_delta(4, 8).reversible == (codec == "packed")
     report = verify_run(run)
-    assert (report.folds, report.replayed, report.undecoded) == (4, True, [])
+    assert (report.merged_deltas, report.replayed, report.undecoded) == (4, True, [])
     assert_bits(run.snapshot(8), written.writer.bits[8])
     # Backwards over a range of codec packed, though its versions cannot be taken back.
     if codec == "packed":
@@ -305,8 +305,8 @@ def test_weights_go_on_from_where_they_are(tmp_path: Path) -> None:
 def test_compact_and_then_collect(tmp_path: Path, codec: RelativeCodec) -> None:
     written = grown(tmp_path, 17)
     report = compact(written.run, codec=codec)
-    assert (report.folds, report.skipped) == ([(0, 4), (4, 8), (8, 12), (12, 16), (0, 16)], [])
-    for pair in report.folds:
+    assert (report.merged_deltas, report.skipped) == ([(0, 4), (4, 8), (8, 12), (12, 16), (0, 16)], [])
+    for pair in report.merged_deltas:
         written.check(*pair)
     collect(written.run, RetentionPolicy(keep_last=1, keep_every=8, min_age=0.0), now=4e9)
     checked = verify_run(written.run)
@@ -329,7 +329,7 @@ def test_a_damaged_version_of_codec_context_is_skipped(tmp_path: Path) -> None:
     written.bucket.put(version_key(8), manifest.model_copy(update={"objects": [ref]}).to_bytes())
     written.bucket.delete(HEAD_KEY)
     report = compact(run)
-    assert (report.folds, [row[:2] for row in report.skipped]) == ([(0, 4)], [(4, 8)])
+    assert (report.merged_deltas, [row[:2] for row in report.skipped]) == ([(0, 4)], [(4, 8)])
     assert "it is damaged, or was made against other weights" in report.skipped[0][2]
     with pytest.raises(FormatError, match="other weights"):
         run.snapshot(8)
@@ -487,7 +487,7 @@ def test_scratch_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> N
 # When they are due
 
 
-def folds(*pairs: tuple[int, int]) -> list[str]:
+def merged_deltas(*pairs: tuple[int, int]) -> list[str]:
     return [side.merged_delta_key(*pair) for pair in pairs]
 
 
@@ -513,7 +513,7 @@ def test_maintenance_after_every_version_or_some(tmp_path: Path) -> None:
                 manifest = written.publish(share=0.001)
             made += maintain(run, manifest)
         assert written.run.merged_deltas() == sorted(due_ranges(0, 18, []))
-        assert sorted(made) == sorted(folds(*due_ranges(0, 18, [])))
+        assert sorted(made) == sorted(merged_deltas(*due_ranges(0, 18, [])))
         for pair in written.run.merged_deltas():
             written.check(*pair)
     assert maintain(make(tmp_path / "without", 4).run, manifest, merge=False) == []
@@ -537,7 +537,7 @@ def test_maintenance_looks_into_the_bucket_now_and_then(tmp_path: Path) -> None:
     maintain(run, written.writer.manifests[3])
     assert calls == [side.TAGS_PREFIX]
     maintain(run, written.publish(share=0.001))
-    assert calls.count(side.FOLDS_PREFIX + "000000000") == calls.count(side.ANCHORS_PREFIX) == 1
+    assert calls.count(side.MERGED_PREFIX + "000000000") == calls.count(side.ANCHORS_PREFIX) == 1
     maintain(run, written.publish(share=0.001))
     calls.clear()
     for _ in range(2):
@@ -550,11 +550,11 @@ def test_maintenance_makes_what_was_missed_a_few_at_a_time(tmp_path: Path) -> No
     asked = iter([False] * 20)
     stopped = maintain(written.run, written.writer.manifests[64], stop=lambda: next(asked, True))
     assert 0 < len(stopped) < 5
-    assert sorted(stopped) == folds(*written.run.merged_deltas())
+    assert sorted(stopped) == merged_deltas(*written.run.merged_deltas())
     for key in stopped:
         written.lose(key)
     first = maintain(written.run, written.writer.manifests[64])
-    assert (len(first), first[:3]) == (8, folds((60, 64), (48, 64), (0, 64)))
+    assert (len(first), first[:3]) == (8, merged_deltas((60, 64), (48, 64), (0, 64)))
     run = written.run
     for left in (8, 5, 0):
         assert len(maintain(run, written.writer.manifests[64])) == left
@@ -564,14 +564,14 @@ def test_maintenance_makes_what_was_missed_a_few_at_a_time(tmp_path: Path) -> No
 def test_maintenance_leaves_what_is_gone_or_was_left_behind(tmp_path: Path) -> None:
     written = make(tmp_path, 16)
     written.retire((1, 6))
-    assert maintain(written.run, written.writer.manifests[16]) == folds((12, 16), (8, 12))
-    assert compact(written.run).folds == []
+    assert maintain(written.run, written.writer.manifests[16]) == merged_deltas((12, 16), (8, 12))
+    assert compact(written.run).merged_deltas == []
     other = make(tmp_path / "other", 5)
     other.publish(base=2)
     for _ in range(10):
         other.publish()
     pairs = [(12, 16), (8, 12), (0, 4)]
-    assert maintain(other.run, other.writer.manifests[16]) == folds(*pairs)
+    assert maintain(other.run, other.writer.manifests[16]) == merged_deltas(*pairs)
     for pair in pairs:
         other.check(*pair)
 
@@ -617,7 +617,7 @@ def test_a_milestone_gets_an_anchor(tmp_path: Path) -> None:
 
     tag("old", 1, milestone=False)
     written.bucket.put(side.tag_key("broken"), b"{")
-    assert maintain(run, written.publish(share=0.001)) == folds((0, 4))
+    assert maintain(run, written.publish(share=0.001)) == merged_deltas((0, 4))
     tag("best", 2, milestone=True)
     assert maintain(run, written.publish(share=0.001)) == [side.anchor_key(2)]
     assert maintain(run, written.publish(share=0.001)) == []
@@ -636,7 +636,7 @@ def test_what_cannot_be_made_is_said_once_and_the_rest_is_made(
         assert maintain(run, written.publish(share=0.001), anchor_every=4) == []
     assert caplog.text.count("no merged delta of versions 0 to 4") == 1
     assert caplog.text.count("no anchor of version 4") == 1
-    assert maintain(run, written.publish(share=0.001)) == folds((4, 8))
+    assert maintain(run, written.publish(share=0.001)) == merged_deltas((4, 8))
 
     def full(real: Callable[..., None], key: str, data: bytes | Path) -> None:
         raise StoreError("full")
@@ -652,15 +652,20 @@ def test_compact_a_run(tmp_path: Path) -> None:
     assert (written.run.merged_deltas(), written.run.anchors()) == ([], [])
     seen: list[tuple[int, int]] = []
     report = compact(written.run, anchor="head", progress=lambda done, work, _what: seen.append((done, work)))
-    assert planned.folds == report.folds == list(due_ranges(0, 37, []))
+    assert planned.merged_deltas == report.merged_deltas == list(due_ranges(0, 37, []))
     assert (planned.anchor, report.anchor, report.anchor_present) == (37, 37, False)
-    assert (seen[0], seen[-1]) == ((0, len(report.folds) + 1), (len(report.folds) + 1,) * 2)
+    assert (seen[0], seen[-1]) == ((0, len(report.merged_deltas) + 1), (len(report.merged_deltas) + 1,) * 2)
     for pair in written.run.merged_deltas():
         written.check(*pair)
-    folded = sum(written.run.merged_delta(*pair).payload_bytes for pair in report.folds)
+    folded = sum(written.run.merged_delta(*pair).payload_bytes for pair in report.merged_deltas)
     assert report.bytes == folded + written.run.anchor(37).payload_bytes
     again = compact(written.run, anchor=37)
-    assert (again.folds, again.present, again.bytes, again.anchor_present) == ([], len(report.folds), 0, True)
+    assert (again.merged_deltas, again.present, again.bytes, again.anchor_present) == (
+        [],
+        len(report.merged_deltas),
+        0,
+        True,
+    )
     # A reader takes few steps from anywhere.
     assert len(find_steps(written.run, 0, 37)) == 4
     assert max(len(find_steps(written.run, held, 37)) for held in range(37)) <= 9
@@ -671,7 +676,7 @@ def test_compact_skips_what_cannot_be_made(tmp_path: Path) -> None:
     lost = written.object_of(6)
     written.lose(lost)
     report = compact(written.run)
-    assert report.folds == [(0, 4), (8, 12), (12, 16)]
+    assert report.merged_deltas == [(0, 4), (8, 12), (12, 16)]
     assert [row[:2] for row in report.skipped] == [(4, 8), (0, 16)]
     assert lost in report.skipped[0][2]
 
@@ -691,10 +696,10 @@ def test_compact_with_another_base_makes_what_does_not_need_it(tmp_path: Path) -
     written.deltas(*["context"] * 4, *["packed"] * 4)
     other = save_base(tmp_path / "other", written.writer.bits[1], TABLE).parent
     report = compact(written.run, other)
-    assert (report.folds, report.damaged) == ([(4, 8)], False)
+    assert (report.merged_deltas, report.damaged) == ([(4, 8)], False)
     assert isinstance(report.base_error, BaseUnavailableError)
     ((first, last, reason),) = report.skipped
     assert (first, last) == (0, 4)
     assert f"{str(other)!r} is not the one that the run started from" in reason
     again = compact(written.run, tmp_path / "checkpoint")
-    assert (again.folds, again.base_error) == ([(0, 4)], None)
+    assert (again.merged_deltas, again.base_error) == ([(0, 4)], None)

@@ -211,7 +211,7 @@ def test_a_lost_manifest_is_crossed_by_its_object() -> None:
 def test_a_collection_keeps_what_leads_to_versions() -> None:
     whole = Whole(seed=8)
     whole.deltas(*["context", "packed"] * 6)
-    whole.folds()
+    whole.merged_deltas()
     whole.beside(8)
     collect(whole.run, RetentionPolicy(keep_last=2, keep_every=4, min_age=0.0), now=whole.bucket.clock + 1e7)
     assert {4, 8, 11, 12} <= set(whole.readable())

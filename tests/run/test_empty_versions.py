@@ -61,7 +61,7 @@ def test_a_receiver_follows_and_rolls_back_and_a_publisher_resumes(tmp_path: Pat
     world.receiver.advance(3)
     world.expect_exact()
     world.publisher.close()
-    with Publisher(world.pairs, bucket=world.url, base=tmp_path / "base", fold=False) as publisher:
+    with Publisher(world.pairs, bucket=world.url, base=tmp_path / "base", merge=False) as publisher:
         publisher.publish(step=4, wait=True)
     run = open_run(world.url)
     assert [len(manifest.objects) for manifest in run.log()][1:] == [0, 1, 0, 0]

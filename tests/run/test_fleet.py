@@ -28,7 +28,7 @@ from vllm_delta_sync.fleet.fleet import FleetLateError
 from vllm_delta_sync.fleet.heartbeats import read_heartbeats, write_heartbeat
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import limits
-from vllm_delta_sync.format.documents import Lease
+from vllm_delta_sync.format.documents import Heartbeat
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.gc.policy import DAY
 from vllm_delta_sync.maintenance.tags import set_tag
@@ -85,7 +85,7 @@ def test_wait_is_over_when_every_live_one_is_there(world: FleetRun) -> None:
 
 def test_more_than_asked_for_are_waited_for_too(world: FleetRun) -> None:
     world.heartbeat("a", 2)
-    world.heartbeat("b", None, state="proving")
+    world.heartbeat("b", None, state="identifying")
     with pytest.raises(FleetLateError, match=r"'b' serves nothing yet \(proving\)"):
         world.fleet().wait(2, replicas=1, timeout=5)
 
@@ -151,31 +151,31 @@ def test_leases_that_did_not_change_are_read_once(world: FleetRun, monkeypatch: 
         reads.append(key)
         return get(key, max_bytes=max_bytes)
 
-    listed = [*world.bucket.list(side.LEASES_PREFIX)]
+    listed = [*world.bucket.list(side.HEARTBEATS_PREFIX)]
     monkeypatch.setattr(world.bucket, "list", lambda prefix: iter(listed))
     monkeypatch.setattr(world.bucket, "get", counted)
-    assert [replica.lease.served for replica in fleet.poll()] == [1, 1, 1, 1, 1]
-    assert reads == [side.lease_key("r4")]
+    assert [replica.heartbeat.served for replica in fleet.poll()] == [1, 1, 1, 1, 1]
+    assert reads == [side.heartbeat_key("r4")]
 
 
 def test_older_leases_are_read_and_newer_members_ignored(world: FleetRun) -> None:
     world.heartbeat("a", 2)
-    document = json.loads(world.bucket.get(side.lease_key("a")))
+    document = json.loads(world.bucket.get(side.heartbeat_key("a")))
     kept = ("format_version", "requires", "run", "receiver", "served", "target", "pins", "seconds", "created_at")
     old = {name: document[name] for name in (*kept, "signature")}
     for fields in (old, old | {"mood": "good"}):
         data = json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
-        world.bucket.put(side.lease_key("a"), data)
+        world.bucket.put(side.heartbeat_key("a"), data)
         (replica,) = world.fleet().poll()
-        assert (replica.lease.served, replica.lease.holding, replica.lease.state) == (2, False, None)
+        assert (replica.heartbeat.served, replica.heartbeat.holding, replica.heartbeat.state) == (2, False, None)
 
 
 WRONG: tuple[dict[str, Any], ...] = (
-    {"error": {"kind": "store", "message": "x" * (limits.MAX_LEASE_TEXT + 1)}},
+    {"error": {"kind": "store", "message": "x" * (limits.MAX_HEARTBEAT_TEXT + 1)}},
     {"error": {"kind": "Not a kind", "message": ""}},
     *({"state": "IDLE"}, {"following": "tag:"}, {"following": "s3://elsewhere/run"}, {"pause_ms": -1.0}, {"lag": -1}),
-    *({"holding": 1}, {"seconds": 0}, {"seconds": limits.MAX_LEASE_SECONDS + 1}, {"served": -1}),
-    *({"pins": list(range(limits.MAX_LEASE_PINS + 1))}, {"receiver_id": "a/b"}, {"receiver_id": ""}),
+    *({"holding": 1}, {"seconds": 0}, {"seconds": limits.MAX_HEARTBEAT_SECONDS + 1}, {"served": -1}),
+    *({"pins": list(range(limits.MAX_HEARTBEAT_PINS + 1))}, {"receiver_id": "a/b"}, {"receiver_id": ""}),
     {"receiver_id": "a" * 101},
 )
 
@@ -185,19 +185,19 @@ def test_bounds_of_a_heartbeat(world: FleetRun, fields: dict[str, Any]) -> None:
     named = next(iter(fields)).replace("receiver_id", "receiver")
     with pytest.raises(UsageError, match=named):
         write_heartbeat(world.run, **{"receiver_id": "a", "served": 1, **fields})
-    assert not list(world.bucket.list(side.LEASES_PREFIX))
+    assert not list(world.bucket.list(side.HEARTBEATS_PREFIX))
 
 
 def test_a_heartbeat_is_replaced_and_its_time_counts_from_when_the_store_has_it(world: FleetRun) -> None:
     run = world.run
     world.heartbeat("a", None)
-    lease = write_heartbeat(run, "a", 3, target=5, pins=[1, 2], seconds=60)
+    heartbeat = write_heartbeat(run, "a", 3, target=5, pins=[1, 2], seconds=60)
     put = world.bucket.clock
     (found,) = read_heartbeats(run).live(put)
     assert (found.receiver, found.served, found.target, found.pins, found.seconds) == ("a", 3, 5, [1, 2], 60)
     # What it says of itself counts for nothing.
-    late = lease.model_copy(update={"created_at": "2999-01-01T00:00:00Z"})
-    world.bucket.held[side.lease_key("a")] = (late.to_bytes(), put)
+    late = heartbeat.model_copy(update={"created_at": "2999-01-01T00:00:00Z"})
+    world.bucket.held[side.heartbeat_key("a")] = (late.to_bytes(), put)
     assert [len(read_heartbeats(run).live(put + seconds)) for seconds in (59, 60)] == [1, 0]
     assert len(read_heartbeats(run).stored) == 1
 
@@ -214,11 +214,11 @@ def test_what_is_not_believed(world: FleetRun, monkeypatch: pytest.MonkeyPatch) 
         "newer": good.to_bytes().replace(b'"requires":[]', b'"requires":["telepathy"]'),
     }
     for name, data in documents.items():
-        world.bucket.put(side.lease_key(name), data)
+        world.bucket.put(side.heartbeat_key(name), data)
     found = read_heartbeats(run)
-    assert [item.lease for item in found.stored] == [Lease.from_bytes(good.to_bytes())]
+    assert [item.heartbeat for item in found.stored] == [Heartbeat.from_bytes(good.to_bytes())]
     assert len(found.ignored) == len(documents)
-    assert [lease.receiver for lease in found.live(world.bucket.clock)] == ["good"]
+    assert [heartbeat.receiver for heartbeat in found.live(world.bucket.clock)] == ["good"]
 
     def fail(key: str, *, max_bytes: int | None = None) -> bytes:
         raise StoreError("gone")
@@ -235,7 +235,7 @@ def test_a_flood_is_read_up_to_a_bound(world: FleetRun, monkeypatch: pytest.Monk
         world.bucket.now += 1
         world.heartbeat(f"r{number}", number)
     found = read_heartbeats(world.run)
-    assert {item.lease.served for item in found.stored} == {3, 4, 5, 6, 7}, "the newest"
+    assert {item.heartbeat.served for item in found.stored} == {3, 4, 5, 6, 7}, "the newest"
     assert len(found.ignored) == 1
 
 
@@ -254,11 +254,13 @@ def test_collection_removes_what_is_long_over_and_nothing_live(world: FleetRun) 
     dry = collect(world.run, RetentionPolicy(), dry_run=True, now=world.bucket.now)
     assert {info.key for info in world.bucket.list()} == before
     report = collect(world.run, RetentionPolicy())
-    assert report.leases == dry.leases == [side.lease_key("dead")]
-    assert report.turns == dry.turns != []
+    assert report.heartbeats == dry.heartbeats == [side.heartbeat_key("dead")]
+    assert report.pause_slots == dry.pause_slots != []
     left = {info.key for info in world.bucket.list()}
-    assert {key for key in left if key.startswith(side.LEASES_PREFIX)} == {side.lease_key(n) for n in ("live", "shown")}
-    assert {key for key in left if key.startswith(side.TURNS_PREFIX)} == {
+    assert {key for key in left if key.startswith(side.HEARTBEATS_PREFIX)} == {
+        side.heartbeat_key(n) for n in ("live", "shown")
+    }
+    assert {key for key in left if key.startswith(side.PAUSE_SLOTS_PREFIX)} == {
         side.pause_slot_key(0, 6),
         side.pause_slot_end_key(0, 6),
     }

@@ -34,7 +34,9 @@ quiet = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, Hea
 LEASES = st.lists(st.tuples(st.integers(0, 30), st.none() | st.integers(0, 30), st.integers(1, 20_000)), max_size=2)
 
 
-def expected(grown: Grown, policy: RetentionPolicy, leases: list[tuple[int, int | None, int]], now: float) -> set[int]:
+def expected(
+    grown: Grown, policy: RetentionPolicy, heartbeats: list[tuple[int, int | None, int]], now: float
+) -> set[int]:
     """What a policy promises to keep, in the plainest words."""
     head = grown.newest
     found = {head, *range(max(0, head - policy.keep_last + 1), head + 1)}
@@ -45,17 +47,17 @@ def expected(grown: Grown, policy: RetentionPolicy, leases: list[tuple[int, int 
     for tag in Run(grown.memory).tags().values():
         if policy.keep_tagged or tag.branch:
             found.add(tag.version)
-    for number, (served, target, seconds) in enumerate(leases):
-        if now < grown.memory.held[side.lease_key(f"r{number}")][1] + seconds:
+    for number, (served, target, seconds) in enumerate(heartbeats):
+        if now < grown.memory.held[side.heartbeat_key(f"r{number}")][1] + seconds:
             named = {version for version in (served, target) if version is not None and version <= head}
             found |= {version for version in named if now - grown.put_at(version) < policy.longest_pin}
     return found
 
 
-def lay(grown: Grown, leases: list[tuple[int, int | None, int]]) -> list[tuple[int, int | None, int]]:
-    """Write leases of versions that exist."""
+def lay(grown: Grown, heartbeats: list[tuple[int, int | None, int]]) -> list[tuple[int, int | None, int]]:
+    """Write heartbeats of versions that exist."""
     count = grown.newest + 1
-    laid = [(served % count, None if target is None else target % count, s) for served, target, s in leases]
+    laid = [(served % count, None if target is None else target % count, s) for served, target, s in heartbeats]
     for number, (served, target, seconds) in enumerate(laid):
         write_heartbeat(grown.run_, f"r{number}", served, target, seconds=seconds)
     return laid
@@ -82,7 +84,7 @@ def check(grown: Grown, report: CollectionReport, wanted: set[int], policy: Rete
     whole=st.booleans(),
     steps=st.lists(STEPS, min_size=1, max_size=14),
     policy=POLICIES,
-    leases=LEASES,
+    heartbeats=LEASES,
     later=st.integers(0, 8000),
 )
 # Version 1 replaces bits, and only a merged delta over it leads back.
@@ -91,7 +93,7 @@ def check(grown: Grown, report: CollectionReport, wanted: set[int], policy: Rete
     whole=False,
     steps=[("full", 0), ("rebase", 0), ("repair", 1)],
     policy=RetentionPolicy(keep_last=2, min_age=0.0),
-    leases=[(1, None, 1)],
+    heartbeats=[(1, None, 1)],
     later=0,
 )
 def test_whatever_is_kept_can_be_rebuilt(
@@ -100,13 +102,13 @@ def test_whatever_is_kept_can_be_rebuilt(
     whole: bool,
     steps: list[tuple[str, int]],
     policy: RetentionPolicy,
-    leases: list[tuple[int, int | None, int]],
+    heartbeats: list[tuple[int, int | None, int]],
     later: int,
 ) -> None:
     bucket = MemoryBucket()
     grown = Grown(bucket, tmp_path, seed, whole)
     play(grown, steps)
-    laid = lay(grown, leases)
+    laid = lay(grown, heartbeats)
     bucket.clock += later
     before = {key for key in bucket.held if bucket.clock + 1 - bucket.held[key][1] < policy.min_age}
     wanted = expected(grown, policy, laid, bucket.clock + 1)
@@ -118,8 +120,8 @@ def test_whatever_is_kept_can_be_rebuilt(
     check(grown, report, wanted, policy)
     assert before <= set(bucket.held), "something young was removed"
     assert {*collectable.objects} == {*report.objects}
-    assert (collectable.anchors, collectable.folds) == (report.anchors, report.folds)
-    removable = (keys.OBJECTS_PREFIX, side.ANCHORS_PREFIX, side.FOLDS_PREFIX)
+    assert (collectable.anchors, collectable.merged_deltas) == (report.anchors, report.merged_deltas)
+    removable = (keys.OBJECTS_PREFIX, side.ANCHORS_PREFIX, side.MERGED_PREFIX)
     assert {key for key in there - bucket.held.keys() if not key.startswith(removable)} == set()
     again = collect(grown.run_, policy, now=bucket.clock)
     assert again.kept.keys() <= wanted
@@ -213,9 +215,9 @@ def test_a_writer_at_work_keeps_its_objects(tmp_path: Path) -> None:
 def test_what_goes_and_what_stays(tmp_path: Path) -> None:
     grown = long_run(tmp_path)
     grown.bucket.put("objects/README.txt", b"not ours")
-    grown.bucket.put("folds/notes.json", b"not ours")
+    grown.bucket.put("merged/notes.json", b"not ours")
     grown.memory.clock += 2 * HOUR
-    manifests = {key for key in grown.memory.held if not key.startswith(("objects/", "folds/"))}
+    manifests = {key for key in grown.memory.held if not key.startswith(("objects/", "merged/"))}
     before = sum(map(len, without_claims(grown.memory).values()))
     told: list[tuple[int, int, int]] = []
     held = dict(grown.memory.held)
@@ -233,7 +235,7 @@ def test_what_goes_and_what_stays(tmp_path: Path) -> None:
     assert (record.gone, record.going, record.head) == (report.gone, [], 40)
     assert record.kept == [[0, 0], [16, 16], [32, 32], [36, 40]]
     assert len(objects(grown.memory)) == 1 + 1 + 4 + 4
-    assert {"objects/README.txt", "folds/notes.json"} < grown.memory.held.keys()
+    assert {"objects/README.txt", "merged/notes.json"} < grown.memory.held.keys()
     assert manifests < grown.memory.held.keys()
     hint = len(grown.memory.held[side.RETENTION_KEY][0])
     assert report.bytes == before - sum(map(len, without_claims(grown.memory).values())) + hint
@@ -293,7 +295,7 @@ def test_a_receiver_with_a_lease_finds_its_way_on(tmp_path: Path) -> None:
     grown = long_run(tmp_path)
     write_heartbeat(grown.run_, "slow", 7, target=19, seconds=600)
     report = collect(grown.run_, RetentionPolicy(keep_last=1))
-    assert report.kept[7] == report.kept[19] == ["lease slow"]
+    assert report.kept[7] == report.kept[19] == ["heartbeat slow"]
     for step in find_steps(grown.run_, 7, 40, [side.merged_delta_key(0, 4)]):
         assert {ref.key for ref in step.objects} <= objects(grown.memory)
     grown.memory.clock += 600
@@ -305,10 +307,10 @@ def test_forged_leases_do_not_hold_for_ever(tmp_path: Path) -> None:
     grown.memory.clock += 7 * 24 * HOUR
     for number in range(20):
         write_heartbeat(grown.run_, f"forged-{number}", number, pins=list(range(20)), seconds=7 * 24 * 3600)
-    grown.bucket.put("receivers/huge.json", b"{" * 100_000)
+    grown.bucket.put("heartbeats/huge.json", b"{" * 100_000)
     report = collect(grown.run_, FEW)
     assert set(report.kept) == {18, 19, 20}
-    assert any("lease ignored" in note for note in report.notes)
+    assert any("heartbeat ignored" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("truncated", [False, True])
@@ -418,7 +420,7 @@ def test_what_cannot_be_read_stops_a_collection_or_spares_orphans(tmp_path: Path
     orphan = grown._put(b"whose is it")
     grown.memory.clock += 2 * HOUR
     report = collect(grown.run_, FEW)
-    assert any("folds/0000000000-0000000004.json cannot be read; it stays" in note for note in report.notes)
+    assert any("merged/0000000000-0000000004.json cannot be read; it stays" in note for note in report.notes)
     assert orphan.key in grown.memory.held
     assert side.merged_delta_key(0, 4) in grown.memory.held
     assert report.objects
@@ -436,7 +438,7 @@ def test_documents_of_another_run_or_that_do_not_fit_are_not_believed(tmp_path: 
     report = collect(grown.run_, FEW)
     assert 4 not in report.kept
     assert any("tag ignored" in note for note in report.notes)
-    assert any(note.startswith("folds/0000000000-0000000004.json does not fit") for note in report.notes)
+    assert any(note.startswith("merged/0000000000-0000000004.json does not fit") for note in report.notes)
     assert {ref.key for ref in other.objects} <= objects(grown.memory)
     assert grown.run_.merged_delta(0, 4).last_manifest == "0" * 64
     assert grown.equals(12)
@@ -450,9 +452,9 @@ def test_ranges_that_readers_do_not_look_for_are_no_path(tmp_path: Path) -> None
             grown.grow(base=3)
         for _ in range(9 - grown.newest):
             grown.grow()
-        grown.fold(*ends)
+        grown.merge(*ends)
         grown.memory.clock += 2 * HOUR
-        assert collect(grown.run_, FEW).folds == [ends]
+        assert collect(grown.run_, FEW).merged_deltas == [ends]
         assert grown.equals(9)
 
 
@@ -530,19 +532,19 @@ def test_anchor_that_leads_to_the_sound_version_is_kept(tmp_path: Path) -> None:
 
 
 @quiet
-@example(marks=".....!!!", folds=True, anchors=set(), keep_last=1, more="")
+@example(marks=".....!!!", merged_deltas=True, anchors=set(), keep_last=1, more="")
 @given(
     marks=st.text("..!~~?", min_size=1, max_size=16),
-    folds=st.booleans(),
+    merged_deltas=st.booleans(),
     anchors=st.sets(st.integers(1, 16), max_size=3),
     keep_last=st.integers(1, 4),
     more=st.text("..!~", max_size=4),
 )
 def test_sound_version_stays_readable_whatever_is_collected(
-    tmp_path: Path, marks: str, folds: bool, anchors: set[int], keep_last: int, more: str
+    tmp_path: Path, marks: str, merged_deltas: bool, anchors: set[int], keep_last: int, more: str
 ) -> None:
     run = marked(tmp_path, marks)
-    if folds:
+    if merged_deltas:
         run.fold_all()
     for version in anchors:
         if version <= run.newest:

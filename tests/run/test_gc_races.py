@@ -191,7 +191,7 @@ def test_a_long_collection_renews_its_claim_and_old_claims_are_removed(tmp_path:
 
     grown.memory.before = hook
     report = collect(grown.run_, FEW, monotonic=grown.seconds)
-    assert len(report.objects) + len(report.folds) == len(refused) > 10
+    assert len(report.objects) + len(report.merged_deltas) == len(refused) > 10
     claims = [key for key in grown.memory.held if side.collection_of_key(key) is not None]
     newest = max(key for key in claims if key.endswith(".json"))
     assert int(newest[-15:-5]) >= len(refused) // 3

@@ -612,5 +612,5 @@ def test_writers_beside_the_history_keep_to_the_limit(chain: Chain, ring: Keyrin
         run.document_limit = usual
         with pytest.raises(LimitError, match="document_limit"):
             make()
-    assert not (chain.folder / "folds").exists()
+    assert not (chain.folder / "merged_deltas").exists()
     assert not (chain.folder / "anchors").exists()

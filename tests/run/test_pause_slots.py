@@ -25,7 +25,7 @@ def world(tmp_path: Path) -> FleetRun:
 
 
 def claims(world: FleetRun) -> list[str]:
-    return [info.key for info in world.bucket.list(side.TURNS_PREFIX)]
+    return [info.key for info in world.bucket.list(side.PAUSE_SLOTS_PREFIX)]
 
 
 def taken(turns: PauseSlots) -> PauseSlot:
@@ -65,7 +65,7 @@ def test_dead_holder_delays_others_by_the_life_of_its_claim(world: FleetRun, ske
 def test_claim_of_long_ago_delays_nobody_who_has_a_lease(world: FleetRun) -> None:
     taken(world.turns("dead"))
     world.passes(LIFE + 5)
-    world.bucket.put(side.lease_key("b"), b"{}")
+    world.bucket.put(side.heartbeat_key("b"), b"{}")
     assert world.turns("b").try_acquire(1) is not None
 
 
@@ -155,9 +155,14 @@ def test_turn_costs_few_requests(world: FleetRun, monkeypatch: pytest.MonkeyPatc
         assert asked == ["list", "put", "list", "put"] + ["delete"] * (2 if number > CLAIMS_KEPT else 0)
 
 
-@pytest.mark.parametrize("data", [b"{", b"x" * 200_000, b'{"format_version":2}'])
+@pytest.mark.parametrize("data", [b"{", b"x" * 200_000, b'{"format_version":3}'])
 def test_claim_that_cannot_be_read_holds_as_long_as_ones_own(world: FleetRun, data: bytes) -> None:
-    for key in ("turns/00/7.json", "turns/0/0000000007.json", "turns/64x", "turns/00/0000000007.txt"):
+    for key in (
+        "pause-slots/00/7.json",
+        "pause-slots/0/0000000007.json",
+        "pause-slots/64x",
+        "pause-slots/00/0000000007.txt",
+    ):
         world.bucket.put(key, b"{}")  # claims of nobody
     world.bucket.put(side.pause_slot_key(0, 7), data)
     turns = world.turns("a")
@@ -169,7 +174,7 @@ def test_claim_that_cannot_be_read_holds_as_long_as_ones_own(world: FleetRun, da
 def test_numbers_that_are_used_up_are_a_failure(world: FleetRun) -> None:
     world.bucket.put(side.pause_slot_key(0, 10**10 - 1), b"{}")
     world.bucket.put(side.pause_slot_end_key(0, 10**10 - 1), side.PAUSE_SLOT_END)
-    with pytest.raises(Exception, match=r"turns/00/ has no numbers left"):
+    with pytest.raises(Exception, match=r"pause-slots/00/ has no numbers left"):
         world.turns("a").acquire(1)
 
 

@@ -62,7 +62,7 @@ def test_versions_one_by_one_without_merged_deltas(tree: Written) -> None:
 
 def test_merged_deltas_make_a_long_path_short_with_few_reads(tree: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     grow(tree, 75)
-    tree.folds()
+    tree.merged_deltas()
     steps = find_steps(tree.run, 3, 75)
     assert spans(steps) == [(3, 4), (4, 8), (8, 12), (12, 16), (16, 32), (32, 48), (48, 64), (64, 68), (68, 72), (72, 73), (73, 74), (74, 75)]  # fmt: skip # noqa: E501
     expect(tree, steps, 3, 75)
@@ -84,7 +84,7 @@ def test_merged_deltas_make_a_long_path_short_with_few_reads(tree: Written, monk
 
 def test_backwards_takes_the_same_versions_back(tree: Written) -> None:
     grow(tree, 9)
-    tree.folds()
+    tree.merged_deltas()
     steps = find_steps(tree.run, 9, 1)
     assert spans(steps) == [(9, 8), (8, 4), (4, 3), (3, 2), (2, 1)]
     expect(tree, steps, 9, 1)
@@ -101,7 +101,7 @@ def test_version_that_builds_on_an_older_one(tree: Written) -> None:
     assert spans(find_steps(tree.run, 1, 7)) == [(1, 2), (2, 6), (6, 7)]
     assert spans(find_steps(tree.run, 7, 4)) == [(7, 6), (6, 2), (2, 3), (3, 4)]
     # Nothing stands in for such a version.
-    tree.writer.fold(5, 6)
+    tree.writer.merge(5, 6)
     with pytest.raises(GapError, match="version 6 is damaged or missing"):
         find_steps(tree.run, 1, 6, avoid={keys.version_key(6)})
 
@@ -120,7 +120,7 @@ def test_version_that_replaces_bits_cannot_be_taken_back(tree: Written) -> None:
 def test_version_that_replaces_bits_is_taken_back_by_a_merged_delta_over_it(tree: Written) -> None:
     """Collecting counts on it: it replaced objects that were lost, and that are there again."""
     tree.deltas("full", "packed")
-    tree.writer.fold(0, 1)
+    tree.writer.merge(0, 1)
     steps = find_steps(tree.run, 2, 0)
     assert [step.key for step in steps] == [keys.version_key(2), side.merged_delta_key(0, 1)]
     expect(tree, steps, 2, 0)
@@ -128,7 +128,7 @@ def test_version_that_replaces_bits_is_taken_back_by_a_merged_delta_over_it(tree
 
 def test_damaged_merged_delta_is_avoided(tree: Written) -> None:
     grow(tree, 17)
-    tree.folds()
+    tree.merged_deltas()
     tree.bucket.put(side.merged_delta_key(0, 16), b"{}")
     assert spans(find_steps(tree.run, 0, 17)) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 17)]
     forge(tree, side.merged_delta_key(4, 8), tree.run.merged_delta(4, 8), last_manifest="ab" * 32)
@@ -140,7 +140,7 @@ def test_damaged_merged_delta_is_avoided(tree: Written) -> None:
 def test_of_two_ranges_that_disagree_the_version_between_tells_which_is_wrong(tree: Written) -> None:
     """Though the version at the other end of one of them is lost, and those inside it."""
     grow(tree, 12)
-    tree.folds()
+    tree.merged_deltas()
     forge(tree, side.merged_delta_key(8, 12), tree.run.merged_delta(8, 12), first_manifest="ab" * 32)
     for version in range(4, 8):
         tree.lose(keys.version_key(version))
@@ -157,14 +157,14 @@ def test_bad_version_is_crossed_by_a_range_of_one(tree: Written, how: str) -> No
         forge(tree, keys.version_key(2), tree.run.manifest(2), step=7)
     with pytest.raises(GapError, match=f"version 2 is {'damaged or missing' if how == 'lost' else 'not the one'}"):
         find_steps(tree.run, 0, 4, avoid)
-    tree.writer.fold(1, 2)
+    tree.writer.merge(1, 2)
     expect(tree, find_steps(tree.run, 0, 4, avoid), 0, 4)
 
 
 def test_manifest_that_the_next_one_contradicts_hides_no_merged_delta(tree: Written) -> None:
     """It is read on the way from the anchor, which leads nowhere."""
     grow(tree, 9)
-    tree.folds()
+    tree.merged_deltas()
     tree.beside(2)
     forge(tree, keys.version_key(4), tree.run.manifest(4), step=7)
     found = plan_read(tree.run, tree.run.manifest(8), {keys.version_key(7)})
@@ -175,7 +175,7 @@ def test_manifest_that_the_next_one_contradicts_hides_no_merged_delta(tree: Writ
 def test_gap_is_crossed_by_a_step_back_and_a_merged_delta(tree: Written) -> None:
     """Collecting may keep just these, since they are the cheapest way on."""
     grow(tree, 9)
-    tree.folds()
+    tree.merged_deltas()
     for version in (6, 7):
         tree.bucket.delete(keys.version_key(version))
     steps = find_steps(tree.run, 5, 9)
@@ -188,7 +188,7 @@ def test_gap_is_crossed_by_a_step_back_and_a_merged_delta(tree: Written) -> None
 
 def test_what_retention_says_is_gone_is_not_planned_once_a_hole_was_met(tree: Written) -> None:
     grow(tree, 8)
-    tree.folds()
+    tree.merged_deltas()
     gone = side.Retention(run=tree.run.info.run, gone=[[1, 7]], created_at="2026-01-02T03:04:05Z")
     tree.bucket.put(side.RETENTION_KEY, gone.to_bytes())
     with pytest.raises(GapError, match="version 6 is no longer kept"):
@@ -214,7 +214,7 @@ def test_cheapest_root_is_taken(tree: Written) -> None:
 
 def test_an_anchor_that_leads_nowhere_leaves_the_other_roots(tree: Written) -> None:
     grow(tree, 17)
-    tree.folds()
+    tree.merged_deltas()
     tree.beside(6)
     avoid = {keys.version_key(6), keys.version_key(8)}
     best = plan_read(tree.run, tree.run.head(), avoid)
@@ -249,7 +249,7 @@ def test_every_path_in_a_random_tree_is_exact(tmp_path_factory: pytest.TempPathF
         full = (1,) if data.draw(st.integers(0, 9)) == 0 else ()
         tree.publish(0.1, full=full, base=None if base == version - 1 else base)
     if data.draw(st.booleans()):
-        tree.folds()
+        tree.merged_deltas()
     held, target = data.draw(st.integers(0, tree.head)), data.draw(st.integers(0, tree.head))
     avoid = {keys.version_key(version) for version in data.draw(st.sets(st.integers(1, max(1, tree.head)), max_size=2))}
     try:
@@ -270,7 +270,7 @@ def test_every_path_in_a_random_tree_is_exact(tmp_path_factory: pytest.TempPathF
 def test_reading_ahead_changes_no_path_and_reads_nothing_twice(tmp_path: Path) -> None:
     """As on distant stores, where the documents of a path are read side by side."""
     written = Written(tmp_path / "run", 70, table=TABLE)
-    written.folds()
+    written.merged_deltas()
 
     def path(start: int, target: int, is_remote: bool) -> tuple[list[str], list[str]]:
         run, read = written.run, list[str]()

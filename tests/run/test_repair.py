@@ -31,10 +31,10 @@ DAMAGES = st.lists(st.builds(Damage, *[st.integers(0, 10**6)] * 3), min_size=1, 
 
 @pytest.fixture
 def whole() -> Whole:
-    """Eight versions that can all be taken back, and folded ranges over them."""
+    """Eight versions that can all be taken back, and merged deltas over them."""
     made = Whole()
     made.deltas(*["packed"] * 8)
-    made.folds()
+    made.merged_deltas()
     made.tag("best", 5)
     return made
 
@@ -86,7 +86,7 @@ def test_a_version_whose_object_is_lost_gets_a_merged_delta(kind: str) -> None:
     whole.deltas("packed", "packed", kind, "packed")
     whole.beside(3)
     if kind == "packed":
-        whole.folds()
+        whole.merged_deltas()
     key = whole.object_of(3)
     right = whole.bucket.get(key)
     whole.flip(key)
@@ -168,7 +168,7 @@ def test_a_bridge_from_a_manifest_that_was_altered_unnoticed_is_replaced(whole: 
 def test_damaged_anchors_and_folded_ranges_are_made_again(what: str, whole: Whole) -> None:
     whole.beside(5)
     whole.deltas("raw", "raw", "raw", "raw")
-    whole.writer.fold(8, 12)
+    whole.writer.merge(8, 12)
     for key in (side.anchor_key(5), side.merged_delta_key(0, 4), side.merged_delta_key(8, 12)):
         if what != "document":
             run = whole.run
@@ -187,12 +187,12 @@ def test_damaged_anchors_and_folded_ranges_are_made_again(what: str, whole: Whol
         f"{side.merged_delta_key(8, 12)}: rebuilt from the history",
     ]
     assert report.lost == []
-    assert (verify_run(whole.run).anchors, verify_run(whole.run).folds) == (1, 3)
+    assert (verify_run(whole.run).anchors, verify_run(whole.run).merged_deltas) == (1, 3)
     assert_whole(whole)
 
 
 def test_what_is_lost_is_listed_with_its_tags(whole: Whole) -> None:
-    for key in [key for key in whole.bucket.held if key.startswith("folds/")]:
+    for key in [key for key in whole.bucket.held if key.startswith("merged/")]:
         whole.bucket.delete(key)
     whole.bucket.delete(whole.object_of(4))
     report = repair(whole.run)
@@ -213,16 +213,16 @@ def test_everything_comes_back_from_a_mirror(whole: Whole) -> None:
     report = repair(whole.bucket, mirror=mirror)
     assert report.lost == []
     assert all(line.endswith(": from the mirror") for line in report.repaired)
-    # Nothing that is left names the tag, the anchor and the folded ranges: they may have been removed on purpose.
+    # Nothing that is left names the tag, the anchor and the merged deltas: they may have been removed on purpose.
     missing = {key.split("/")[0] for key in right if key not in whole.bucket.held}
-    assert missing == {"tags", "anchors", "folds", "objects"}
+    assert missing == {"tags", "anchors", "merged_deltas", "objects"}
     assert_whole(whole)
 
 
 def test_a_mirror_is_believed_only_where_digests_prove_it(whole: Whole) -> None:
     mirror = Whole(seed=77)  # says that it is the same run
     mirror.deltas(*["packed"] * 8)
-    mirror.folds()
+    mirror.merged_deltas()
     mirror.beside(5)
     mirror.tag("best", 5)
     whole.beside(5)
@@ -263,7 +263,7 @@ def test_the_newest_manifest_comes_from_a_mirror_before_any_head_names_it(whole:
     """Its publisher was killed before it wrote HEAD.json."""
     before = whole.writer.manifests[7]
     for key in [
-        item.key for item in whole.bucket.list("") if "8" in item.key and item.key.startswith(("folds/", "tags/"))
+        item.key for item in whole.bucket.list("") if "8" in item.key and item.key.startswith(("merged/", "tags/"))
     ]:
         whole.bucket.delete(key)
     whole.bucket.put(keys.HEAD_KEY, Head(run=before.run, version=7, manifest=before.digest).to_bytes())
@@ -353,7 +353,7 @@ def test_a_repair_that_is_ended_in_the_middle_is_harmless(stop: int) -> None:
         whole = random_run(5016)
         whole.flip(whole.object_of(2))
         for key in list(whole.bucket.held):
-            if key.startswith("folds/"):
+            if key.startswith("merged/"):
                 whole.bucket.put(key, b"{")
         whole.bucket.put(keys.HEAD_KEY, b"{")
         return whole
@@ -412,7 +412,7 @@ def test_without_a_mirror_what_is_said_to_be_lost_is_what_cannot_be_read(seed: i
     assert said == lost - doubtful or any(key.startswith("versions/") for key in hit)
     assert bool(report.lost) == bool(verify_run(whole.run, findings=True).findings)
     held = contents(whole)
-    beside = ("anchors/", "folds/", keys.HEAD_KEY)
+    beside = ("anchors/", "merged/", keys.HEAD_KEY)
     assert {key for key in intact if held[key] != good[key] and not key.startswith(beside)} <= hit
     assert repair(whole.run).repaired == []
     assert contents(whole) == held
@@ -462,7 +462,7 @@ def test_what_was_kept_comes_back_from_a_mirror(seed: int, policy: RetentionPoli
 def test_what_was_removed_is_not_lost_and_what_is_needed_is_missed() -> None:
     whole = Whole()
     whole.deltas(*["packed"] * 12)
-    whole.folds()
+    whole.merged_deltas()
     whole.beside(8)
     collect(whole.run, RetentionPolicy(keep_last=2, keep_every=8, min_age=0.0), now=whole.bucket.clock + 1e7)
     assert whole.readable() == [8, 9, 10, 11, 12]
@@ -506,7 +506,7 @@ def test_what_is_written_from_weights_is_as_that_of_the_history() -> None:
     make_anchor(run, 3, state=states[3])
     put_merged_delta(run, manifests[1], manifests[4], states[1], states[4])
     report = verify_run(run)
-    assert (report.anchors, report.folds) == (1, 1)
+    assert (report.anchors, report.merged_deltas) == (1, 1)
 
 
 WIDE = TensorTable(TensorSpec(f"layers.{layer}.weight", ["BF16", "F32"][layer % 2], (512, 512)) for layer in range(32))

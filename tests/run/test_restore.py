@@ -36,7 +36,7 @@ State = dict[str, torch.Tensor]
 def tree(tmp_path: Path) -> Written:
     made = Written(tmp_path / "run", table=TABLE)
     made.deltas(*["packed"] * 9)
-    made.folds()
+    made.merged_deltas()
     return made
 
 

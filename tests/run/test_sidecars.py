@@ -264,7 +264,7 @@ def test_commands_show_them(bucket: Hooked, trainer: Trainer, publisher: Publish
 
 
 def test_gc_keeps_and_drops_them_with_their_versions(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket, fold=False) as publisher:
+    with Publisher(trainer.live, bucket, merge=False) as publisher:
         for step in range(1, 7):
             publish(publisher, trainer, step, state=b"state %d" % step, common=STATE)
             if step == 3:
@@ -322,7 +322,7 @@ class CrashesAt(Hooked):
 
 @pytest.mark.parametrize("removals", [0, 2])
 def test_gc_that_crashed_is_finished_by_the_next(removals: int, bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket, fold=False) as publisher:
+    with Publisher(trainer.live, bucket, merge=False) as publisher:
         for step in range(1, 6):
             publish(publisher, trainer, step, state=b"state %d" % step)
         publisher.anchor()

@@ -131,7 +131,7 @@ def row_boxes(table: TensorTable, rank: int, size: int) -> Boxes:
 def grove(tmp_path: Path) -> Grove:
     made = Grove(tmp_path)
     made.grow(*["delta", "shards"] * 4, "delta")
-    made.folds(MERGE_WIDTH)
+    made.merged_deltas(MERGE_WIDTH)
     return made
 
 
@@ -150,7 +150,7 @@ def test_random_boxes_of_random_runs(
                 patch.setattr(f"vllm_delta_sync.run.{bound}", 0)
         made = Grove(Path(folder), start, seed)
         made.grow(*kinds)
-        made.folds(MERGE_WIDTH)
+        made.merged_deltas(MERGE_WIDTH)
         for version in {0, len(made.writer.manifests) - 1, int(made.random.integers(len(made.writer.manifests)))}:
             made.expect(version, random_boxes(made.random))
 

@@ -116,7 +116,7 @@ def test_what_a_collection_is_about_to_remove_gets_no_tag(grown: Grown) -> None:
     grown.memory.put(RETENTION_KEY, record.to_bytes())
     with pytest.raises(NotFoundError):
         set_tag(run, "best", 3)
-    assert set_tag(run, "best", 5).version == 5, "over the folded range from 0 to 4"
+    assert set_tag(run, "best", 5).version == 5, "over the merged delta from 0 to 4"
     going = record.model_copy(update={"going": [side.merged_delta_key(0, 4)]})
     grown.memory.put(RETENTION_KEY, going.to_bytes())
     with pytest.raises(NotFoundError):

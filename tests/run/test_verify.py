@@ -47,7 +47,7 @@ DAMAGES = st.lists(st.builds(Damage, *[st.integers(0, 10**6)] * 3), min_size=1, 
 
 @pytest.fixture
 def whole() -> Whole:
-    """Sixteen versions with a break, an anchor in the chain, folded ranges, anchors, a tag and a second writer."""
+    """Sixteen versions with a break, an anchor in the chain, merged deltas, anchors, a tag and a second writer."""
     made = Whole()
     made.deltas("packed", "raw", "packed", "full", "packed", "same", "packed", "packed")
     made.claim()
@@ -55,7 +55,7 @@ def whole() -> Whole:
     made.deltas("packed", "packed")
     made.anchor(nudge(made.writer.bits[-1], made.random, 0.3))
     made.deltas("packed", "packed", "packed", "packed")
-    made.folds()
+    made.merged_deltas()
     made.beside(5)
     made.beside(14, shards=1)
     made.tag("best", 7)
@@ -83,7 +83,7 @@ def test_a_whole_run(whole: Whole) -> None:
     report = verify_run(whole.run, progress=lambda so_far: seen.append(so_far.head))
     assert seen == list(range(17))
     assert (report.versions, report.head, report.pointed, report.replayed) == (17, 16, 16, True)
-    assert (report.anchors, report.folds, report.gone) == (2, 3, 0)
+    assert (report.anchors, report.merged_deltas, report.gone) == (2, 3, 0)
     assert report.objects == sum(1 for key in whole.bucket.held if key.startswith("objects/"))
     assert (report.notes, report.findings, report.unreadable) == ([], [], [])
     assert all_of(whole) == report
@@ -249,7 +249,7 @@ def test_all_problems_are_listed_and_what_they_make_unreadable(whole: Whole) -> 
     whole.bucket.delete(whole.object_of(7))
     report = all_of(whole)
     assert [finding.version for finding in report.findings] == [2, 7, 13]
-    # Version 4 is reached over a folded range, 8 and 16 too; 5 has an anchor, 9 builds on 6, 14 has an anchor.
+    # Version 4 is reached over a merged delta, 8 and 16 too; 5 has an anchor, 9 builds on 6, 14 has an anchor.
     assert report.unreadable == [2, 3, 7, 13]
     assert whole.readable() == [v for v in range(17) if v not in report.unreadable]
     assert not report.replayed
@@ -288,7 +288,7 @@ def test_a_version_that_is_kept_has_to_be_reachable() -> None:
 
 def test_a_folded_range_stands_in_for_a_lost_version(whole: Whole) -> None:
     whole.bucket.delete(whole.object_of(4))
-    whole.writer.fold(3, 4)
+    whole.writer.merge(3, 4)
     report = verify_run(whole.run)
     assert ["version 4: its own objects" in note for note in report.notes] == [True]
     assert report.replayed
@@ -306,7 +306,7 @@ def test_objects_that_a_collection_removes_meanwhile(whole: Whole) -> None:
             whole.bucket.delete(side.anchor_key(14))
 
     report = verify_run(whole.run, progress=collect)
-    assert (report.gone, report.anchors, report.folds) == (1, 1, 2)
+    assert (report.gone, report.anchors, report.merged_deltas) == (1, 1, 2)
 
 
 @given(seed=SEEDS, share=st.floats(0.01, 1.0), raw=st.booleans(), full=st.booleans())
@@ -393,7 +393,7 @@ BESIDE: dict[str, type[side.Claim] | type[side.Tag] | type[side.Anchor] | type[s
     "claims": side.Claim,
     "tags": side.Tag,
     "anchors": side.Anchor,
-    "folds": side.MergedDelta,
+    "merged_deltas": side.MergedDelta,
 }
 UNBOUND = {"created_at", "writer", "requires", "signature", "milestone", "branch"}
 """Fields of documents beside the chain that nothing else of the run says anything about."""

@@ -264,7 +264,7 @@ def _warm() -> None:
     with tempfile.TemporaryDirectory() as folder:
         written = Written(Path(folder) / "run", 1)
         written.publish(codec="raw")
-        written.writer.fold(0, 1)
+        written.writer.merge(0, 1)
         url = str(written.folder)
         for door, arguments in (
             ("tensors", []),

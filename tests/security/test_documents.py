@@ -81,7 +81,7 @@ def test_numbers_in_a_manifest(field: str, reader: Reader, written: Written) -> 
     ("key", "field"), [(HEAD_KEY, "version"), ("run.json", "format_version"), ("run.json", "total")]
 )
 def test_numbers_in_other_documents(key: str, field: str, reader: Reader, written: Written) -> None:
-    value = {"version": 4, "format_version": 1, "total": written.writer.table.total}[field]
+    value = {"version": 4, "format_version": 2, "total": written.writer.table.total}[field]
     good = (written.folder / key).read_bytes()
     for name in SOME:
         (written.folder / key).write_bytes(good)
@@ -107,8 +107,8 @@ SHAPES: dict[str, list[object]] = {
 
 def run_of_table(folder: Path, *rows: dict[str, object]) -> Path:
     """A run with any tensors.json, and a run.json that fits it."""
-    data = dump_canonical({"format_version": 1, "tensors": rows})
-    info = {"format_version": 1, "requires": [], "run": RUN, "created_at": CREATED, "total": 1, "full_bytes": 1}
+    data = dump_canonical({"format_version": 2, "tensors": rows})
+    info = {"format_version": 2, "requires": [], "run": RUN, "created_at": CREATED, "total": 1, "full_bytes": 1}
     bucket = open_bucket(folder)
     bucket.put("tensors.json", data)
     bucket.put("run.json", dump_canonical({**info, "tensors": sha256(data).hexdigest()}))
@@ -152,7 +152,7 @@ def test_numbers_in_folded_ranges_and_anchors(reader: Reader, written: Written, 
     """They are hints: readers go by the versions themselves."""
     for key, fields in FOLDS.values():
         document: dict[str, object] = {
-            "format_version": 1,
+            "format_version": 2,
             "requires": [],
             "run": RUN,
             "created_at": CREATED,
@@ -273,7 +273,7 @@ def crowded(request: pytest.FixtureRequest, template: Written) -> Iterator[Path]
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as parent:
         folder = Path(parent) / "run"
         shutil.copytree(template.folder, folder)
-        for name in ("versions", "anchors", "folds", "tags"):
+        for name in ("versions", "anchors", "merged_deltas", "tags"):
             (folder / name).mkdir(exist_ok=True)
             for number in range(request.param // 4):
                 (folder / name / f"stray-{number}").touch()
@@ -369,7 +369,7 @@ def doubled(value: object, spot: tuple[object, ...]) -> str:
 
 def test_members_that_stand_twice(reader: Reader, written: Written, tmp_path: Path) -> None:
     """At every level of every document: two readers would believe two things."""
-    written.writer.fold(0, 4)
+    written.writer.merge(0, 4)
     written.writer.beside(3, tmp_path)
     tag(written, 2)
     doors: dict[str, tuple[Any, ...]] = {
@@ -501,7 +501,7 @@ def test_names_that_commands_print(text: str, reader: Reader, written: Written) 
 
 def test_a_log_line_is_one_line(written: Written, caplog: pytest.LogCaptureFixture) -> None:
     """What a reader logs when it looks for another way."""
-    written.writer.fold(0, 4)
+    written.writer.merge(0, 4)
     next_changed(written, lambda arrays, metadata: arrays.update({ALL_NAMES: plain(b"x")}))
     with caplog.at_level(logging.INFO), pytest.raises(DeltaSyncError):
         list(open_run(str(written.folder)).tensors())

@@ -142,7 +142,7 @@ def huge_run(folder: Path, changed: int, frame: bytes, count: int) -> Path:
     bucket = open_bucket(folder)
     RunWriter(bucket, table)
     metadata = {
-        "format_version": 1,
+        "format_version": 2,
         "run": RUN,
         "version": 1,
         "base_version": 0,
@@ -160,7 +160,7 @@ def huge_run(folder: Path, changed: int, frame: bytes, count: int) -> Path:
     digest = sha256(data).hexdigest()
     bucket.put(object_key(digest), data)
     manifest = {
-        "format_version": 1,
+        "format_version": 2,
         "requires": ["packed", "zstd"],
         "run": RUN,
         "version": 1,

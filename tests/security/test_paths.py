@@ -92,7 +92,7 @@ def test_keys_in_a_manifest(reader: Reader, written: Written) -> None:
 
 @pytest.mark.usefixtures("secret")
 def test_keys_in_folded_ranges_and_anchors(reader: Reader, written: Written, tmp_path: Path) -> None:
-    written.writer.fold(0, 4)
+    written.writer.merge(0, 4)
     written.writer.beside(4, tmp_path)
     for name in ("up, after a folder", "zero byte", "upper case", "very long"):
         for key, door in ((side.merged_delta_key(0, 4), ("folded", 0, 4)), (side.anchor_key(4), ("anchor", 4))):
@@ -130,7 +130,7 @@ def test_names_on_the_disk_that_no_key_has(reader: Reader, written: Written) -> 
     before = reader.reads("list", written.folder)
     names = [b"..%2f..%2fetc", b"\xff\xfe.json", b"0000000099.json\n", b"\x1b[2J.json", "0000000099.jsоn".encode()]
     names += [b"back\\slash", b" ", b"...json ", b"x" * 250 + b"\xe2\x80\xae"]
-    for folder in ("versions", "objects", "anchors", "folds", "tags", "claims", "receivers", "."):
+    for folder in ("versions", "objects", "anchors", "merged_deltas", "tags", "claims", "receivers", "."):
         (written.folder / folder).mkdir(exist_ok=True)
         for name in names:
             Path(os.fsdecode(os.path.join(os.fsencode(written.folder / folder), name))).write_bytes(b"{}")
@@ -159,7 +159,7 @@ def test_urls_of_runs(url: str) -> None:
 def test_names_of_tags_and_receivers(reader: Reader, written: Written) -> None:
     names = ["../x", "..", ".", "/etc/passwd", "a/b", "a\\b", "a\0", "a\n", "%2e%2e", "", "a" * 101, "tаg", "-rf"]
     for name in [*names, "\x1b[2J"]:
-        for key in (side.tag_key, side.lease_key):
+        for key in (side.tag_key, side.heartbeat_key):
             with pytest.raises(UsageError) as caught:
                 key(name)
             assert caught.value.message.isprintable()
@@ -301,10 +301,10 @@ def test_a_directory_that_is_a_link(folder: str, reader: Reader, written: Writte
 
 def test_names_that_are_listed(reader: Reader, written: Written, outside: Path) -> None:
     """They are left out, and hold nobody up."""
-    for folder in ("anchors", "folds", "tags", "claims"):
+    for folder in ("anchors", "merged_deltas", "tags", "claims"):
         (written.folder / folder).mkdir()
         for number, odd in enumerate(ODD, 1):
-            name = f"0000000000-{number:010}.json" if folder == "folds" else f"{number:010}.json"
+            name = f"0000000000-{number:010}.json" if folder == "merged_deltas" else f"{number:010}.json"
             odd(written.folder / folder / name, outside)
     assert reader.reads("head", written.folder) == 4
     assert reader.reads("findings", written.folder) == []

@@ -1,4 +1,4 @@
-"""Runs of any shape for the receiver: breaks, folded ranges, anchors, branches, objects that are gone."""
+"""Runs of any shape for the receiver: breaks, merged deltas, anchors, branches, objects that are gone."""
 
 from pathlib import Path
 from typing import Any, ClassVar

@@ -165,13 +165,13 @@ class Grown(RunWriter):
         return all(np.array_equal(found, bits) for found, bits in zip(state.bits, self.bits[version], strict=True))
 
     def fold_all(self) -> None:
-        """Every folded range that readers look for."""
+        """Every merged delta that readers look for."""
         breaks = {item.version for item in self.breaks}
         size = MERGE_WIDTH
         while size <= self.newest:
             for first in range(0, self.newest - size + 1, size):
                 if not any(first < number <= first + size for number in breaks):
-                    self.fold(first, first + size)
+                    self.merge(first, first + size)
             size *= MERGE_WIDTH
 
 
@@ -181,7 +181,7 @@ def objects(bucket: MemoryBucket) -> set[str]:
 
 
 def long_run(folder: Path, versions: int = 40, table: TensorTable = TABLE) -> Grown:
-    """Many versions with all their folded ranges, all of it old."""
+    """Many versions with all their merged deltas, all of it old."""
     grown = Grown(MemoryBucket(), folder, 7, table=table)
     for _ in range(versions):
         grown.grow()
@@ -236,7 +236,7 @@ def play(grown: Grown, steps: list[tuple[str, int]]) -> None:
         elif action == "fold":
             grown.fold_all()
         elif action == "repair" and version and version not in breaks:
-            grown.fold(version - 1, version)
+            grown.merge(version - 1, version)
         elif action in ("tag", "milestone", "branch"):
             url = "file:///elsewhere" if action == "branch" else None
             grown.tag(f"{action}-{version}", version, action == "milestone", url)

@@ -42,7 +42,7 @@ def random_run(seed: int) -> Whole:
         if random.random() < 0.1:
             whole.claim()
     if random.random() < 0.7:
-        whole.folds()
+        whole.merged_deltas()
     head = len(whole.writer.manifests) - 1
     for version in random.choice(head + 1, int(random.integers(0, 3)), replace=False).tolist():
         whole.beside(version, int(random.integers(1, 3)))

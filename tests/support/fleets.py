@@ -80,7 +80,7 @@ class Rollouts:
         model = FusedModel()
         model.load_weights(load_file(self._folder / "base" / "model.safetensors").items())
         port = RecordedPort(model, name, self.pauses, lambda: self.lasting())
-        chosen = {"bucket": self.url, "poll_seconds": POLL, "lease_seconds": 3, "receiver_id": name}
+        chosen = {"bucket": self.url, "poll_seconds": POLL, "heartbeat_seconds": 3, "receiver_id": name}
         # Orders of an earlier test at the same place must not count.
         chosen |= {"state_dir": self._folder / f"state-{name}", **settings}
         service = ReceiverService(port, Settings.model_validate(chosen))

@@ -50,7 +50,7 @@ def good_parts(run: Run) -> tuple[dict[str, Any], Changes]:
     zeros = np.zeros(1, spec.element.uint)
     change = fingerprint_change(spec.name, positions, zeros, zeros + 1)
     fields = {
-        "format_version": 1,
+        "format_version": 2,
         "requires": ["packed"],
         "run": head.run,
         "version": head.version + 1,

@@ -158,7 +158,7 @@ class PageRun:
                 zip(("fetch", "verify", "decode", "route"), (180, 6, 25, 12) * (0.7 + noise[:4]), strict=True)
             )
             commit = 5.5 + 6 * noise[4] + (28 if version % 17 == 5 else 0)
-            timings |= {"rescan": 0.0, "turn": 0.0, "wait": 1.0 + noise[5], "commit": commit, "resume": 0.8}
+            timings |= {"rescan": 0.0, "queued": 0.0, "wait": 1.0 + noise[5], "commit": commit, "resume": 0.8}
             timings["pause"] = timings["wait"] + timings["commit"] + timings["resume"]
             recent.append(
                 {
@@ -232,7 +232,7 @@ def broken_run(folder: Path) -> PageRun:
     run.busy(38)
     run.delta(lambda name: 0.9, ["the update's norm is 52 times the median of the last 50 versions", "loss is NaN"])
     for version in (21, 30):
-        (folder / version_key(version)).write_bytes(b'{"format_version":1,"run"')
+        (folder / version_key(version)).write_bytes(b'{"format_version":2,"run"')
     error = {
         "kind": "fingerprint",
         "message": "served weights are not version 38: 3 tensors differ: changed from outside",

@@ -50,7 +50,7 @@ def assert_versions(url: str, history: list[Tensors]) -> Run:
 def keys(url: str) -> set[str]:
     """All keys, but those of upkeep, which comes when it comes."""
     with open_bucket(url) as bucket:
-        return {info.key for info in bucket.list() if not info.key.startswith(("anchors/", "folds/"))}
+        return {info.key for info in bucket.list() if not info.key.startswith(("anchors/", "merged/"))}
 
 
 def damage(url: str, key: str) -> None:

@@ -162,8 +162,8 @@ class RunWriter:
             reversible=changes.reversible and (codec != "context" or not carried),
         )
 
-    def fold(self, first: int, last: int) -> MergedDelta:
-        """Write a folded range between two versions, whatever lies between them."""
+    def merge(self, first: int, last: int) -> MergedDelta:
+        """Write a merged delta between two versions, whatever lies between them."""
         changes = changes_between(self.table, self.bits[first], self.bits[last])
         data = encode(changes, self.table, "packed", "zstd", DeltaContext(self.run, last, first))
         unsigned = MergedDelta(

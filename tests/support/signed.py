@@ -25,7 +25,7 @@ KINDS = {
     "keys.json": "keys",
     "versions": "manifest",
     "anchors": "anchor",
-    "folds": "fold",
+    "merged": "merged-delta",
     "tags": "tag",
     "claims": "claim",
 }

@@ -51,7 +51,7 @@ class Signed(Whole):
         self.deltas("packed", "raw", "packed", "full", "packed")
         self.claim()
         self.deltas("packed", "packed", "packed")
-        self.folds()
+        self.merged_deltas()
         self.beside(5)
         self.tag("best", 3)
         return self

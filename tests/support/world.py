@@ -36,8 +36,8 @@ class World:
         self.with_base = with_base
         self.tensors = checkpoint_tensors() if tensors is None else tensors
         base = save_base(root / "base", self.tensors) if with_base else None
-        # No folded ranges: how many versions a commit takes must not be a matter of time.
-        self.publisher = Publisher(self.pairs, self.url, base, codec=codec, notice=notice, fold=False)  # type: ignore[arg-type]
+        # No merged deltas: how many versions a commit takes must not be a matter of time.
+        self.publisher = Publisher(self.pairs, self.url, base, codec=codec, notice=notice, merge=False)  # type: ignore[arg-type]
         self.made.append(self)
         self.ranks = ranks
         self.models = self.fresh()

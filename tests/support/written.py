@@ -155,14 +155,14 @@ class Written:
 
     # Beside the versions
 
-    def folds(self, longest: int = 10**6) -> None:
+    def merged_deltas(self, longest: int = 10**6) -> None:
         """Every merged delta that a run of this length may have, up to a length."""
         size = MERGE_WIDTH
         breaks = {item.version for item in self.writer.breaks}
         while size <= min(self.head, longest):
             for first in range(0, self.head - size + 1, size):
                 if not breaks & set(range(first + 1, first + size + 1)):
-                    self.writer.fold(first, first + size)
+                    self.writer.merge(first, first + size)
             size *= MERGE_WIDTH
 
     def beside(self, version: int, shards: int = 2) -> None:

@@ -72,7 +72,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         url = str(Path(folder) / "run")
         with Publisher(
-            live, url, codec=options.codec, baseline=options.baseline, fold=False, anchor_every=1000
+            live, url, codec=options.codec, baseline=options.baseline, merge=False, anchor_every=1000
         ) as publisher:
             for step in (1, 2):
                 for tensor in live.values():

@@ -57,7 +57,7 @@ def test_budget_is_a_budget(bucket: Hooked) -> None:
 def test_sharded_model_is_refused() -> None:
     options = checked(
         None, None, codec="packed", compression="zstd", every=1, resume=True, read_back=False, rescan_bytes=0,
-        anchor_every=None, fold=False, shard_bytes=1, budget=Budget(max_bytes=9),
+        anchor_every=None, merge=False, shard_bytes=1, budget=Budget(max_bytes=9),
     )  # fmt: skip
     with pytest.raises(UsageError, match=r"budget is set.*publish from one rank"):
         _check_sharded(options)
@@ -111,7 +111,7 @@ def test_largest_relative_changes_go_first_and_the_rest_later(bucket: Hooked) ->
         "large": torch.full((10,), 100.0),
         "n": torch.zeros(4, dtype=torch.int32),
     }
-    with Publisher(live, bucket, codec="packed", budget=Budget(max_share=3 / 24), fold=False) as publisher:
+    with Publisher(live, bucket, codec="packed", budget=Budget(max_share=3 / 24), merge=False) as publisher:
         live["small"][:3] += torch.tensor([0.0001, 0.001, 0.0002])  # by 10, 100 and 20 %
         live["large"][:2] += torch.tensor([1.0, 15.0])  # by 1 and 15 %
         result = publisher.publish(1, wait=True)
@@ -135,7 +135,7 @@ def test_largest_relative_changes_go_first_and_the_rest_later(bucket: Hooked) ->
 def test_what_counts_as_largest(bucket: Hooked) -> None:
     live = {"a": torch.tensor([0.0, 1.0, -0.0, NAN, 1.0, 1.0, 1e-45, 1.0])}
     changed = torch.tensor([1e-30, 0.0, 0.0, 1.0, INF, 1e30, 3e-45, 1.001])
-    with Publisher(live, bucket, budget=Budget(min_change=1e32), fold=False) as publisher:
+    with Publisher(live, bucket, budget=Budget(min_change=1e32), merge=False) as publisher:
         live["a"].copy_(changed)
         assert publisher.publish(1).held_back.elements == 3  # type: ignore[union-attr]
         held = bits_of(dict(open_run(bucket.url).tensors(1))["a"])
@@ -149,7 +149,7 @@ def test_no_version_exceeds_its_bytes(codec: Any, bucket: Hooked) -> None:
     """The first estimate is too high for one dtype and too low for the other; both end within the bound."""
     torch.manual_seed(1)
     live = {"a": torch.randn(60_000).bfloat16(), "b": torch.randn(20_000, dtype=torch.float64)}
-    with Publisher(live, bucket, codec=codec, budget=Budget(max_bytes=20_000), fold=False) as publisher:
+    with Publisher(live, bucket, codec=codec, budget=Budget(max_bytes=20_000), merge=False) as publisher:
         for step in range(1, 5):
             live["a"] *= 1 + 0.02 * torch.randn(60_000)
             live["b"] *= 1 + 0.02 * torch.randn(20_000)
@@ -164,7 +164,7 @@ def test_no_version_exceeds_its_bytes(codec: Any, bucket: Hooked) -> None:
 
 def test_integers_beyond_the_bytes_are_sent_all_the_same(bucket: Hooked, caplog: pytest.LogCaptureFixture) -> None:
     live = {"a": torch.ones(100), "n": torch.arange(3000)}
-    with Publisher(live, bucket, budget=Budget(max_bytes=900), fold=False) as publisher:
+    with Publisher(live, bucket, budget=Budget(max_bytes=900), merge=False) as publisher:
         live["a"] += 1
         live["n"].random_()
         result = publisher.publish(1)
@@ -180,7 +180,7 @@ def test_budget_that_holds_nothing_back_writes_what_none_writes(tmp_path: Path) 
     for name, budget in (("with", Budget(max_share=1.0)), ("without", None)):
         torch.manual_seed(2)
         live = {"a": torch.randn(5000).bfloat16(), "b": torch.randn(2000)}
-        with Publisher(live, str(tmp_path / name), codec="raw", budget=budget, fold=False) as publisher:
+        with Publisher(live, str(tmp_path / name), codec="raw", budget=budget, merge=False) as publisher:
             live["a"][::4] *= 1.5
             live["b"][::2] *= 1.5
             publisher.publish(1)
@@ -206,7 +206,7 @@ def test_tied_tensors_are_held_back_alike(tmp_path: Path) -> None:
 
     model = Model()
     url = str(tmp_path / "run")
-    with Publisher(model, url, base=base, budget=Budget(max_share=0.2), fold=False) as publisher:
+    with Publisher(model, url, base=base, budget=Budget(max_share=0.2), merge=False) as publisher:
         with torch.no_grad():
             model.embed.mul_(1.5)
         publisher.publish(1, wait=True)
@@ -226,12 +226,12 @@ def exact_versions(url: str) -> list[bool]:
 def test_every_nth_version_is_exact_also_across_a_takeover(bucket: Hooked) -> None:
     live = {"a": torch.ones(50)}
     budget = Budget(max_share=0.1, exact_every=3)
-    first = Publisher(live, bucket, budget=budget, fold=False)
+    first = Publisher(live, bucket, budget=budget, merge=False)
     for step in range(1, 6):
         live["a"] *= 1.1
         first.publish(step, wait=True)
     first.flush()
-    second = Publisher(live, bucket, budget=budget, fold=False)
+    second = Publisher(live, bucket, budget=budget, merge=False)
     with pytest.raises(ConflictError):
         first.publish(6, exact=True).held_back  # noqa: B018
     with suppress(ConflictError):
@@ -289,7 +289,7 @@ def test_streamed_weights_that_lack_a_tensor(tmp_path: Path, caplog: pytest.LogC
     base.mkdir()
     live = {"a": torch.ones(20), "b": torch.ones(20)}
     save_file(live, base / "model.safetensors")
-    publisher = gathered_publisher(url, base, budget=Budget(max_share=0.1), fold=False)
+    publisher = gathered_publisher(url, base, budget=Budget(max_share=0.1), merge=False)
     assert publisher is not None
     live = {name: 2 * tensor for name, tensor in live.items()}
     assert publisher.publish(1, weights=live.items()).held_back.elements == 36  # type: ignore[union-attr]
@@ -301,7 +301,7 @@ def test_streamed_weights_that_lack_a_tensor(tmp_path: Path, caplog: pytest.LogC
         publisher.close()
     assert "version 2, the last one, is not exact: 16 changed elements are held back" in caplog.text
     # The next publisher does not know which tensor it is, until it has seen both.
-    publisher = gathered_publisher(url, base, budget=Budget(max_share=0.1), fold=False)
+    publisher = gathered_publisher(url, base, budget=Budget(max_share=0.1), merge=False)
     assert publisher is not None
     only_b = publisher.publish(3, weights=[("b", live["b"])], exact=True).held_back
     assert only_b is not None
@@ -316,7 +316,7 @@ def test_streamed_weights_that_lack_a_tensor(tmp_path: Path, caplog: pytest.LogC
 def test_gate_judges_what_is_sent(bucket: Hooked) -> None:
     live = {"a": torch.ones(100)}
     gate, budget = Gate(max_changed_share=0.5), Budget(max_share=0.4)
-    with Publisher(live, bucket, gate=gate, budget=budget, fold=False) as publisher:
+    with Publisher(live, bucket, gate=gate, budget=budget, merge=False) as publisher:
         live["a"] *= 2
         assert publisher.publish(1).held_back.elements == 60  # type: ignore[union-attr]
         with pytest.raises(PublishError, match="max_changed_share"):
@@ -365,7 +365,7 @@ class World:
         self.publisher = self.start()
 
     def start(self) -> Publisher:
-        return Publisher(self.live, self.bucket, codec=self.codec, budget=self.budget, fold=False)
+        return Publisher(self.live, self.bucket, codec=self.codec, budget=self.budget, merge=False)
 
     def copy(self) -> Tensors:
         return {name: tensor.clone() for name, tensor in self.live.items()}
@@ -522,7 +522,7 @@ def test_nothing_is_lost(steps: list[tuple[str, Any, Any]], budget: Budget, code
 
 def test_failed_version_goes_out_with_the_next(bucket: Hooked) -> None:
     live = {"a": torch.ones(100)}
-    with Publisher(live, bucket, budget=Budget(max_share=0.2), fold=False) as publisher:
+    with Publisher(live, bucket, budget=Budget(max_share=0.2), merge=False) as publisher:
         held: list[Bits] = []
         for step in range(1, 7):
             live["a"] *= 1.01

@@ -378,7 +378,7 @@ def test_lag_is_that_of_the_slowest_receiver(model: PreTrainedModel, url: str) -
         looked(2)
         serve(Run(bucket), "one", 3)
         lag.refresh()
-        assert lag.lag == 2, "leases were read again at once"
+        assert lag.lag == 2, "heartbeats were read again at once"
         lag.close()
 
 

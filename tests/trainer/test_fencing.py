@@ -262,7 +262,7 @@ def test_last_commit_that_only_the_base_leads_to_waits_for_the_base(
     bucket: Hooked, trainer: Trainer, tmp_path: Path
 ) -> None:
     base = write_checkpoint(tmp_path / "base", trainer.live)
-    former = Publisher(trainer.live, bucket, base=base, fold=False)
+    former = Publisher(trainer.live, bucket, base=base, merge=False)
     late: list[Publisher] = []
     mine = trainer.copy()
     bucket.before = Once("versions/", lambda: late.append(Publisher(mine, Hooked(bucket.folder), base=base)))

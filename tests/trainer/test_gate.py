@@ -189,7 +189,7 @@ def test_infinity_is_a_jump_where_only_norms_are_asked(bucket: Hooked, trainer: 
 
 def test_norms_do_not_drift(bucket: Hooked) -> None:
     live = {"a": torch.ones(500, dtype=torch.float64)}
-    with left_unfinished(Publisher(live, bucket, gate=Gate(max_norm_jump=1e30), fold=False)) as publisher:
+    with left_unfinished(Publisher(live, bucket, gate=Gate(max_norm_jump=1e30), merge=False)) as publisher:
         for step in range(1, 40):
             live["a"] *= 1e8 if step % 2 else 1e-8
             live["a"][step] += 1e-3
@@ -346,7 +346,7 @@ def test_wider_bounds_or_no_gate_end_quarantine(bucket: Hooked) -> None:
 
 
 def test_resume_where_the_sound_one_is_lost(bucket: Hooked, trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
-    with Publisher(trainer.live, bucket, gate=MARK, fold=False) as publisher:
+    with Publisher(trainer.live, bucket, gate=MARK, merge=False) as publisher:
         trainer.live["a"][5] = NAN
         publisher.publish(1)
         publisher.flush()
@@ -382,7 +382,7 @@ def test_resume_fails_where_the_store_does(bucket: Hooked, trainer: Trainer) -> 
 
 @pytest.mark.parametrize("action", ["refuse", "quarantine"])
 def test_run_that_begins_anew_is_looked_at_whole(action: Any, bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket, fold=False) as publisher:
+    with Publisher(trainer.live, bucket, merge=False) as publisher:
         trainer.step()
         publisher.publish(1)
     damage(bucket.url, open_run(bucket.url).head().objects[0].key)
@@ -418,7 +418,7 @@ def test_no_anchor_is_made_of_a_quarantined_version(
     every: int, bad: str, anchors: list[int], sound: list[int], bucket: Hooked, trainer: Trainer
 ) -> None:
     bucket.upkeep = left_to_the_test
-    with Publisher(trainer.live, bucket, gate=MARK, fold=False) as publisher:
+    with Publisher(trainer.live, bucket, gate=MARK, merge=False) as publisher:
         run = open_run(bucket.url)
         for step, mark in enumerate(bad, 1):
             trainer.live["b"][step, step] += 0.5

@@ -140,7 +140,7 @@ def test_verdicts_are_those_of_a_full_count(steps: list[tuple[str, Any, Any]], c
 
     with tempfile.TemporaryDirectory() as folder:
         bucket, action = Hooked(Path(folder) / "run"), "quarantine"
-        publisher = Publisher(model.live, bucket, codec=codec, gate=gate(action), fold=False)
+        publisher = Publisher(model.live, bucket, codec=codec, gate=gate(action), merge=False)
         try:
             # What a rebase or a new publisher has made of it shows at the version after.
             for how, what, value in [*steps, ("few", "a", 1)]:
@@ -151,7 +151,7 @@ def test_verdicts_are_those_of_a_full_count(steps: list[tuple[str, Any, Any]], c
                 elif how == "resume":
                     publisher.close(finish=False)
                     action = what
-                    publisher = Publisher(model.live, bucket, codec=codec, gate=gate(action), fold=False)
+                    publisher = Publisher(model.live, bucket, codec=codec, gate=gate(action), merge=False)
                     model.held = len(model.versions) - 1
                 elif how == "restore":
                     for name in names if value else [what]:

@@ -13,7 +13,7 @@ from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import NotFoundError, StoreError, UsageError
-from vllm_delta_sync.format.documents import ANCHORS_PREFIX, FOLDS_PREFIX, anchor_key, merged_delta_key
+from vllm_delta_sync.format.documents import ANCHORS_PREFIX, MERGED_PREFIX, anchor_key, merged_delta_key
 from vllm_delta_sync.format.manifest import version_key
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.run.read_plan import plan_read
@@ -72,16 +72,16 @@ def test_merged_deltas_are_made_in_the_background(watched: Watched, trainer: Tra
 
 def test_anchors_are_made_of_each_kth(watched: Watched) -> None:
     trainer = small_trainer()
-    with Publisher(trainer.live, watched, anchor_every=2, fold=False) as publisher:
+    with Publisher(trainer.live, watched, anchor_every=2, merge=False) as publisher:
         for version in (2, 4):
             publish(publisher, trainer, 2)
             watched.wait_for(anchor_key(version))
     assert open_run(watched.url).anchors() == [2, 4]
-    assert listed(watched, FOLDS_PREFIX) == []
+    assert listed(watched, MERGED_PREFIX) == []
 
 
 def test_anchors_are_made_where_replaying_costs_more(watched: Watched, trainer: Trainer) -> None:
-    with Publisher(trainer.live, watched, fold=False) as publisher:
+    with Publisher(trainer.live, watched, merge=False) as publisher:
         publish(publisher, trainer, 49)
         with watched.written:
             assert watched.written.wait_for(lambda: listed(watched, ANCHORS_PREFIX), 60)
@@ -89,7 +89,7 @@ def test_anchors_are_made_where_replaying_costs_more(watched: Watched, trainer: 
 
 def test_milestone_gets_an_anchor(watched: Watched) -> None:
     trainer = small_trainer()
-    with Publisher(trainer.live, watched, fold=False) as publisher:
+    with Publisher(trainer.live, watched, merge=False) as publisher:
         publish(publisher, trainer, 3)
         plain = publisher.tag("plain", 1)
         assert (plain.version, plain.milestone) == (1, False)
@@ -148,7 +148,7 @@ def test_upkeep_never_delays_publishing_and_is_stopped_at_the_end(watched: Watch
     assert begun.wait(120)
     publish(publisher, trainer, 12)
     assert publisher.version == 16
-    assert listed(watched, FOLDS_PREFIX) == []
+    assert listed(watched, MERGED_PREFIX) == []
     closing = threading.Thread(target=publisher.close)
     closing.start()
     # Whoever closes waits for the one call under way, and for nothing that would follow.
@@ -158,7 +158,7 @@ def test_upkeep_never_delays_publishing_and_is_stopped_at_the_end(watched: Watch
     closing.join(120)
     assert not closing.is_alive()
     assert THREAD_NAME not in {thread.name for thread in set(threading.enumerate()) - others}
-    assert len(listed(watched, FOLDS_PREFIX) + listed(watched, ANCHORS_PREFIX)) <= 1
+    assert len(listed(watched, MERGED_PREFIX) + listed(watched, ANCHORS_PREFIX)) <= 1
     assert_holds(watched, 16, trainer.live)
 
 
@@ -195,7 +195,7 @@ def test_object_removed_before_its_manifest_is_put_again(bucket: Hooked, caplog:
             removed.extend(collect(open_run(bucket.url), AT_ONCE).objects)
 
     bucket.before = collected
-    with Publisher(trainer.live, bucket, fold=False) as publisher, caplog.at_level(logging.WARNING):
+    with Publisher(trainer.live, bucket, merge=False) as publisher, caplog.at_level(logging.WARNING):
         publish(publisher, trainer)
     run = open_run(bucket.url)
     assert removed == [run.head().objects[0].key]
@@ -208,7 +208,7 @@ def test_object_of_a_version_that_is_committed_while_a_collection_removes_stays(
     trainer = Trainer()
     paused = Paused(bucket.folder)
     # What is nobody's, and older: removed first, or its key sorts behind and it stays for the next collection.
-    with open_bucket(bucket.url) as plain, Publisher(trainer.live, bucket, fold=False) as publisher:
+    with open_bucket(bucket.url) as plain, Publisher(trainer.live, bucket, merge=False) as publisher:
         plain.put(f"objects/{0:064x}.safetensors", b"nobody's")
         collector = threading.Thread(target=lambda: collect(Run(paused), AT_ONCE))
 
@@ -234,7 +234,7 @@ def test_shards_that_are_removed_before_their_anchor_is_there_are_put_again(buck
         if key == anchor_key(1):
             removed.extend(collect(open_run(bucket.url), AT_ONCE).objects)
 
-    with Publisher(trainer.live, bucket, fold=False, shard_bytes=4000) as publisher:
+    with Publisher(trainer.live, bucket, merge=False, shard_bytes=4000) as publisher:
         publish(publisher, trainer)
         bucket.before = collected
         assert publisher.anchor() == 1

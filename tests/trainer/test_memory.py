@@ -54,7 +54,7 @@ def table_of(config: PretrainedConfig) -> TensorTable:
 def options(**given: object) -> Options:
     defaults: dict[str, object] = {
         "codec": "auto", "compression": "zstd", "every": 1, "resume": True, "read_back": False, "rescan_bytes": 0,
-        "anchor_every": None, "fold": True, "shard_bytes": 1 << 30,
+        "anchor_every": None, "merge": True, "shard_bytes": 1 << 30,
     }  # fmt: skip
     return checked(None, None, **(defaults | given))
 

@@ -256,7 +256,7 @@ def test_what_a_former_writer_was_rebased_to_is_let_go_of(bucket: Hooked, traine
 
 
 def test_no_policy_lets_go_of_what_the_publisher_has_rebased_to(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket, fold=False) as publisher:
+    with Publisher(trainer.live, bucket, merge=False) as publisher:
         publish(publisher, trainer, 5)
         publisher.anchor()
         publisher.rebase(2)

@@ -185,7 +185,7 @@ def test_one_line_before_the_claim_says_what_is_read_and_written(
 ) -> None:
     live = tensors()
     base = write_checkpoint(tmp_path / "base", live)
-    with Publisher(live, bucket, base=base, fold=False) as publisher:
+    with Publisher(live, bucket, base=base, merge=False) as publisher:
         step(live, 1)
         publisher.publish(step=1)
     run = open_run(bucket.url)
@@ -254,7 +254,7 @@ def test_a_wrong_base_is_refused_before_the_claim_and_the_first_publisher_contin
     live = tensors()
     base = write_checkpoint(tmp_path / "base", live, sharded=True)
     original = shutil.copytree(base, tmp_path / "original")
-    with Publisher(live, url, base=base, fold=False) as first:
+    with Publisher(live, url, base=base, merge=False) as first:
         step(live, 1)
         first.publish(step=1, wait=True)
         first.flush()
@@ -314,7 +314,7 @@ LOST += ["every manifest damaged"]
 def test_lost_head_is_begun_anew_behind(
     case: str, shard_bytes: int, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    live, history = published(url, 3, fold=False)
+    live, history = published(url, 3, merge=False)
     manifest = open_run(url).manifest(3)
     with open_bucket(url) as bucket:
         if case == "object gone":

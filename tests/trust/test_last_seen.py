@@ -34,13 +34,13 @@ def expire(world: Trusted, moment: str) -> None:
 def test_status_says_what_is_trusted_and_what_was_seen(tmp_path: Path) -> None:
     world = Trusted(tmp_path)
     key = (world.trainer.public or "")[:16]
-    nothing = {"keys": [key], "key_file": None, "mark": None, "expires_at": None, "expired": False}
+    nothing = {"keys": [key], "key_file": None, "last_seen": None, "expires_at": None, "expired": False}
     assert world.receiver.status()["trust"] == nothing
     world.chain.key_file(4, [])
     world.serves(3)
     seen = {"run": world.chain.run, "keys": 4, "version": 3}
     mark = {**seen, "manifest": world.chain.manifests[3].digest, "kept": True}
-    expected = {**nothing, "key_file": 4, "mark": mark, "expires_at": world.chain.expires_at}
+    expected = {**nothing, "key_file": 4, "last_seen": mark, "expires_at": world.chain.expires_at}
     assert world.receiver.status()["trust"] == expected
     # Without trusted keys nothing is kept.
     world.settings = {"state_dir": tmp_path / "unused"}
@@ -69,7 +69,7 @@ def test_rollback_is_no_replay(tmp_path: Path) -> None:
     world = Trusted(tmp_path, stage_bytes=0)
     world.serves(3)
     world.receiver.rollback(1)
-    assert world.receiver.status()["trust"]["mark"]["version"] == 3
+    assert world.receiver.status()["trust"]["last_seen"]["version"] == 3
     world.receiver.release()
     world.chain.grow(1)
     world.serves(4)
@@ -218,7 +218,7 @@ def test_full_disk_later_does_not_keep_weights_from_being_current(
     blocked.mkdir()
     world.chain.grow(1)
     world.serves(4)
-    assert world.receiver.status()["trust"]["mark"]["kept"] is False
+    assert world.receiver.status()["trust"]["last_seen"]["kept"] is False
     assert "cannot be written" in caplog.text
     true = world.copied()
     world.put(world.copied(until=3).folder)
@@ -226,7 +226,7 @@ def test_full_disk_later_does_not_keep_weights_from_being_current(
     world.put(true.folder)
     blocked.rmdir()
     world.serves(4)
-    mark = world.receiver.status()["trust"]["mark"]
+    mark = world.receiver.status()["trust"]["last_seen"]
     assert (mark["version"], mark["manifest"], mark["kept"]) == (4, world.chain.manifests[4].digest, True)
 
 
@@ -345,7 +345,7 @@ def test_what_a_stolen_key_showed_and_took_away_is_forgotten_once_it_is_revoked(
     (world.folder / key).write_bytes((forged.folder / key).read_bytes())
     with pytest.raises(NotFoundError):
         world.receiver.advance()  # its objects are not there: seen, never served
-    assert world.receiver.status()["trust"]["mark"]["manifest"] == document.digest
+    assert world.receiver.status()["trust"]["last_seen"]["manifest"] == document.digest
     (world.folder / key).unlink()
     assert (world.folder / keys.HEAD_KEY).read_bytes() == honest_head
     world.refused("replay")
@@ -366,4 +366,4 @@ def test_a_revoked_key_that_was_not_the_one_seen_last_makes_nothing_forgotten(tm
     world.chain.key_file(1, [KeyEntry(key=other.public or "", revoked=True, last=last)])
     world.put(world.copied(until=2).folder)
     world.refused("replay")
-    assert world.receiver.status()["trust"]["mark"]["version"] == 3
+    assert world.receiver.status()["trust"]["last_seen"]["version"] == 3

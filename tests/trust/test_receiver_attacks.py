@@ -301,7 +301,7 @@ def test_forged_weights_with_the_right_fingerprint(tmp_path: Path) -> None:
     assert fingerprint_tensor("q.weight", bits[tensor]) == fingerprint_tensor("q.weight", forged.bits[4][tensor])
     assert (bits[tensor] != forged.bits[4][tensor]).any()
     forged.bits[4] = bits
-    forged.fold(0, 4)
+    forged.merge(0, 4)
     forged.beside_it(4)
     true = world.copied()
     world.put(forged.folder)
@@ -312,7 +312,7 @@ def test_forged_weights_with_the_right_fingerprint(tmp_path: Path) -> None:
     trusting.receiver.advance()
     assert trusting.receiver.verify()["verdict"]
     trusting.server.holds(bits)
-    # The folded range and the anchor do not exist for whoever asks for signatures.
+    # The merged delta and the anchor do not exist for whoever asks for signatures.
     world.serves(4)
     # Nor when there is nothing else.
     world.start()

@@ -242,7 +242,7 @@ def test_leftover_list_of_keys_is_not_begun_beside(folder: Path, keys: Keys, tra
 
 
 def signed_run(folder: Path, keys: Keys, trainer: Trainer, versions: int) -> Run:
-    with Publisher(trainer.live, str(folder), signing_key=keys.private("a"), fold=False) as publisher:
+    with Publisher(trainer.live, str(folder), signing_key=keys.private("a"), merge=False) as publisher:
         publish(publisher, trainer, versions)
     return Run(open_bucket(str(folder)), keys.ring("a"))
 
@@ -267,7 +267,7 @@ def test_what_nobody_trusted_has_signed_is_made_again(
     again = Run(open_bucket(str(folder)), keys.ring("a"))
     if by == "compact":
         report = compact(again, anchor="head")
-        assert (report.present, report.folds, report.anchor_present) == (0, [(0, 4)], False)
+        assert (report.present, report.merged_deltas, report.anchor_present) == (0, [(0, 4)], False)
         assert compact(again, anchor="head").anchor_present
     else:
         assert maintain(again, again.head(), anchor_every=4) == [merged_delta_key(0, 4), anchor_key(4)]
@@ -545,7 +545,7 @@ def test_newest_version_of_a_stranger_is_not_built_upon(
 @pytest.mark.parametrize("base", [0, 1])
 def test_older_version_of_a_stranger_is_not_built_upon(base: int, folder: Path, keys: Keys, trainer: Trainer) -> None:
     key = keys.private("a")
-    with Publisher(trainer.live, str(folder), signing_key=key, fold=False) as publisher:
+    with Publisher(trainer.live, str(folder), signing_key=key, merge=False) as publisher:
         publish(publisher, trainer, 3)
     honest = (folder / version_key(base)).read_bytes()
     sign_file(folder, version_key(base), Manifest, keys.ring("stranger"))
@@ -561,7 +561,7 @@ def test_older_version_of_a_stranger_is_not_built_upon(base: int, folder: Path, 
 def test_lost_objects_of_a_signed_version_are_begun_anew_behind(folder: Path, keys: Keys, trainer: Trainer) -> None:
     """That manifest is believed, and what is committed behind it are the trainer's own weights."""
     key = keys.private("a")
-    with Publisher(trainer.live, str(folder), signing_key=key, fold=False) as publisher:
+    with Publisher(trainer.live, str(folder), signing_key=key, merge=False) as publisher:
         publish(publisher, trainer, 2)
     newest = Run(open_bucket(str(folder))).head()
     (folder / newest.objects[0].key).unlink()
@@ -644,7 +644,7 @@ def test_forged_last_commit_is_not_adopted(folder: Path, keys: Keys, trainer: Tr
 def test_bucket_put_back_under_a_publisher(
     folder: Path, keys: Keys, trainer: Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    publisher = Publisher(trainer.live, str(folder), signing_key=keys.private("a"), fold=False)
+    publisher = Publisher(trainer.live, str(folder), signing_key=keys.private("a"), merge=False)
     publish(publisher, trainer)
     shutil.copytree(folder, tmp_path / "backup")
     publish(publisher, trainer, 3)

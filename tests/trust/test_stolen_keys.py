@@ -249,5 +249,5 @@ def test_a_last_word_that_falls_itself_leads_to_the_one_before(tmp_path: Path, r
     with pytest.raises(SignatureError, match="revoked after version 3"):
         world.receiver.advance()
     world.server.holds(world.chain.bits[3])
-    mark = world.receiver.status()["trust"]["mark"]
+    mark = world.receiver.status()["trust"]["last_seen"]
     assert (mark["version"], mark["manifest"]) == (3, words[0].manifest)

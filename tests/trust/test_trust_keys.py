@@ -59,9 +59,9 @@ from vllm_delta_sync.format.documents import (
     Anchor,
     Claim,
     Collection,
+    Heartbeat,
     KeyEntry,
     KeyFile,
-    Lease,
     MergedDelta,
     Retention,
     Tag,
@@ -195,7 +195,7 @@ def test_changed_bytes_are_refused(place: int, flip: int) -> None:
 
 
 def test_each_kind_has_a_name_of_its_own() -> None:
-    kinds: list[type[Document]] = [RunInfo, Manifest, Head, Anchor, MergedDelta, Tag, Claim, Lease, Collection]
+    kinds: list[type[Document]] = [RunInfo, Manifest, Head, Anchor, MergedDelta, Tag, Claim, Heartbeat, Collection]
     kinds += [Retention, KeyFile]
     assert len({kind.KIND for kind in kinds}) == len(kinds)
 
@@ -203,7 +203,7 @@ def test_each_kind_has_a_name_of_its_own() -> None:
 def test_a_document_of_one_kind_is_not_taken_for_another() -> None:
     """All fields of a claim and of a tag in one: it is well formed as both, and signed as one."""
     fields = {
-        "format_version": 1, "requires": [], "run": RUN, "name": "a", "version": 3, "manifest": "1" * 64, "epoch": 1,
+        "format_version": 2, "requires": [], "run": RUN, "name": "a", "version": 3, "manifest": "1" * 64, "epoch": 1,
         "writer": "2" * 32, "milestone": False, "branch": None, "created_at": TIME,
     }  # fmt: skip
     keys = RunKeys(ring(None, TRAINER), RUN)

@@ -130,7 +130,7 @@ def rotated() -> Signed:
     made = Signed(PUBLISHER)
     made.deltas(*["packed"] * 4)
     made.list_keys(1, KeyEntry(key=name_of(PUBLISHER)))
-    made.folds()
+    made.merged_deltas()
     made.list_keys(2, KeyEntry(key=name_of(PUBLISHER), last=made.last_word(4)), KeyEntry(key=name_of(NEXT)))
     made.writer.keyring = NEXT
     made.deltas(*["packed"] * 3)
@@ -140,7 +140,7 @@ def rotated() -> Signed:
 def test_what_a_retired_key_signed_holds() -> None:
     made = rotated()
     report = verify_run(made.run)
-    assert (report.head, report.replayed, report.folds, report.notes) == (7, True, 1, [])
+    assert (report.head, report.replayed, report.merged_deltas, report.notes) == (7, True, 1, [])
 
 
 def test_what_a_retired_key_signs_later_is_named() -> None:
@@ -166,7 +166,7 @@ def stolen() -> Signed:
     """Versions 5 and 6, an anchor and HEAD.json are a thief's; the key was revoked up to version 4."""
     made = Signed(PUBLISHER)
     made.deltas(*["packed"] * 6)
-    made.folds()
+    made.merged_deltas()
     made.beside(2)
     made.beside(6)
     made.list_keys(
@@ -188,7 +188,7 @@ def test_what_a_thief_has_published_is_named() -> None:
         "HEAD.json",
         "anchors/0000000002.json",
         "anchors/0000000006.json",
-        "folds/0000000000-0000000004.json",
+        "merged/0000000000-0000000004.json",
         "versions/0000000005.json",
         "versions/0000000006.json",
     ]
@@ -202,12 +202,18 @@ def test_once_the_chain_has_gone_past_a_thief_nothing_is_wrong_with_it() -> None
     assert report.refused == [5, 6]
     assert report.replayed
     assert not any(key.startswith("versions/") for key in named(report))
-    # Anchors and folded ranges are made again, and what the thief put beside its versions is removed.
+    # Anchors and merged deltas are made again, and what the thief put beside its versions is removed.
     keyring = Keyring(ROOT.trusted, Ed25519PrivateKey.from_private_bytes(bytes([3]) * 32))
     mended = repair(made.bucket, keyring=keyring)
     assert mended.lost == []
     report = verify_run(made.run)
-    assert (report.head, report.replayed, report.refused, report.anchors, report.folds) == (8, True, [5, 6], 1, 1)
+    assert (report.head, report.replayed, report.refused, report.anchors, report.merged_deltas) == (
+        8,
+        True,
+        [5, 6],
+        1,
+        1,
+    )
     assert ["versions 5, 6: signed by a key that was retired or revoked" in note for note in report.notes] == [True]
     assert np.array_equal(made.run.snapshot(8).bits[0], made.writer.bits[8][0])
 
@@ -241,7 +247,7 @@ def test_a_version_that_builds_on_a_thiefs_is_named() -> None:
 def assert_all_signed(made: Signed) -> None:
     """Nothing unsigned lies in the run but hints."""
     for key in made.bucket.held:
-        if key.endswith(".json") and not key.startswith(("claims/", "receivers/", "retention", "tensors")):
+        if key.endswith(".json") and not key.startswith(("claims/", "heartbeats/", "retention", "tensors")):
             assert b'"signature":{' in made.bucket.get(key), key
 
 
@@ -256,7 +262,7 @@ def test_what_is_made_again_is_signed(signed: Signed) -> None:
     assert_all_signed(signed)
     after = verify_run(signed.run)
     # A merged delta replaces the lost object of version 3.
-    assert (after.head, after.folds, after.replayed) == (whole.head, whole.folds + 1, True)
+    assert (after.head, after.merged_deltas, after.replayed) == (whole.head, whole.merged_deltas + 1, True)
 
 
 def test_nothing_unsigned_is_written_into_a_signed_run(signed: Signed) -> None:

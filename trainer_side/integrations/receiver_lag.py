@@ -69,5 +69,5 @@ class ReceiverLag:
             logger.debug("how far receivers are behind is not known: %s", error)
             self._lag = None
             return
-        served = [live.lease.served for live in self._fleet.live if live.lease.served is not None]
+        served = [live.heartbeat.served for live in self._fleet.live if live.heartbeat.served is not None]
         self._lag = max(0, self._newest() - min(served)) if served else None

@@ -40,7 +40,7 @@ examples:
   delta-sync compact --bucket /data/runs/a --dry-run
   delta-sync compact --bucket /data/runs/a
   delta-sync compact --bucket /data/runs/a --anchor head --base /models/qwen3
-  delta-sync compact --bucket /data/runs/a --no-folds --anchor tag:best --json
+  delta-sync compact --bucket /data/runs/a --no-merge --anchor tag:best --json
   delta-sync compact --bucket /data/archive/a --codec context --base /models/qwen3
   delta-sync compact --bucket /data/runs/a --signing-key trainer.key   (if the run is signed)
 """
@@ -58,7 +58,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     add_base(parser)
     add_trust(parser, signing=True)
     parser.add_argument("--anchor", type=version, metavar=VERSION, help="also make the anchor of this version")
-    parser.add_argument("--no-folds", action="store_true", help="make no merged deltas")
+    parser.add_argument("--no-merge", action="store_true", help="make no merged deltas")
     parser.add_argument(
         "--codec",
         choices=RELATIVE_CODECS,
@@ -75,8 +75,8 @@ def _compact(options: argparse.Namespace) -> Answer:
     from vllm_delta_sync.run.checks import check_base
 
     anchor = options.anchor
-    if options.no_folds and anchor is None:
-        raise UsageError("--no-folds without --anchor leaves nothing to do; name the version that gets an anchor")
+    if options.no_merge and anchor is None:
+        raise UsageError("--no-merge without --anchor leaves nothing to do; name the version that gets an anchor")
     run = opened(options, writes=not options.dry_run)
     # First check what the arguments name: NotFoundError after that means that the run is damaged.
     check_base(options.base)
@@ -87,7 +87,7 @@ def _compact(options: argparse.Namespace) -> Answer:
             report = compact(
                 run,
                 options.base,
-                folds=not options.no_folds,
+                merged_deltas=not options.no_merge,
                 anchor=anchor,
                 dry_run=options.dry_run,
                 scratch=options.scratch,
@@ -100,8 +100,8 @@ def _compact(options: argparse.Namespace) -> Answer:
     document = {
         "head": report.head,
         "dry_run": options.dry_run,
-        "folds": [{"first": first, "last": last} for first, last in report.folds],
-        "folds_present": report.present,
+        "merged_deltas": [{"first": first, "last": last} for first, last in report.merged_deltas],
+        "merged_deltas_present": report.present,
         "skipped": [{"first": first, "last": last, "reason": reason} for first, last, reason in report.skipped],
         "anchor": report.anchor,
         "anchor_present": report.anchor_present,
@@ -155,7 +155,10 @@ def _print(document: dict[str, Any]) -> None:
     verb = "to make" if document["dry_run"] else "made"
     fields = [
         ("head", f"version {document['head']}"),
-        ("merged deltas", f"{len(document['folds'])} {verb}, {document['folds_present']} already exist"),
+        (
+            "merged deltas",
+            f"{len(document['merged_deltas'])} {verb}, {document['merged_deltas_present']} already exist",
+        ),
     ]
     if document["anchor"] is not None:
         state = "already exists" if document["anchor_present"] else verb
@@ -163,7 +166,7 @@ def _print(document: dict[str, Any]) -> None:
     if not document["dry_run"]:
         fields += [("written", size(document["bytes"])), ("seconds", f"{document['seconds']:.1f}")]
     print_fields(fields)
-    if document["dry_run"] and document["folds"]:
-        print_columns(["first", "last"], [(row["first"], row["last"]) for row in document["folds"]], left=())
+    if document["dry_run"] and document["merged_deltas"]:
+        print_columns(["first", "last"], [(row["first"], row["last"]) for row in document["merged_deltas"]], left=())
     for row in document["skipped"]:
         print(clean(f"skipped versions {row['first']} to {row['last']}: {row['reason']}"))

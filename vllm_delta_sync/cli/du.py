@@ -148,7 +148,7 @@ def _gc(run: "Run", options: argparse.Namespace) -> dict[str, Any]:
         "kept": len(report.kept),
         "objects": len(report.objects),
         "anchors": len(report.anchors),
-        "folds": len(report.folds),
+        "merged_deltas": len(report.merged_deltas),
         "sidecars": len(report.sidecars),
         "bytes": report.bytes,
         "lost": list(report.lost),
@@ -245,7 +245,7 @@ def _print_gc(document: dict[str, Any]) -> None:
     every = "" if document["keep_every"] is None else f" --keep-every {document['keep_every']}"
     counts = (
         f"{many(document['objects'], 'object')}, {many(document['anchors'], 'anchor')}, "
-        f"{many(document['folds'], 'merged delta')}, {many(document['sidecars'], 'sidecar')}"
+        f"{many(document['merged_deltas'], 'merged delta')}, {many(document['sidecars'], 'sidecar')}"
     )
     fields: list[tuple[str, object]] = [
         (f"gc --keep-last {document['keep_last']}{every}", f"would free {size(document['bytes'])}: {counts}")

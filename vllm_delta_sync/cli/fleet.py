@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SERVERS = """
 Servers are listed that were started with --receiver-id and write heartbeats to the bucket. A server whose heartbeat is
-older than its setting lease_seconds counts as ended.
+older than its setting heartbeat_seconds counts as ended.
 
 """
 WAIT_TEXT = """
@@ -146,24 +146,24 @@ def fleet_document(run: "Run", fleet: "Fleet") -> dict[str, Any]:
 
 
 def _row(replica: "Replica") -> dict[str, Any]:
-    lease = replica.lease
+    heartbeat = replica.heartbeat
     return {
-        "receiver": lease.receiver,
+        "receiver": heartbeat.receiver,
         "live": replica.live,
         "left": replica.left,
-        "served": lease.served,
-        "step": lease.step,
-        "head": lease.head,
-        "lag": lease.lag,
-        "state": lease.state,
-        "following": lease.following,
-        "holding": lease.holding,
-        "waiting": lease.waiting,
-        "paused": lease.paused,
-        "pause_ms": lease.pause_ms,
-        "error": None if lease.error is None else lease.error.model_dump(),
+        "served": heartbeat.served,
+        "step": heartbeat.step,
+        "head": heartbeat.head,
+        "lag": heartbeat.lag,
+        "state": heartbeat.state,
+        "following": heartbeat.following,
+        "holding": heartbeat.holding,
+        "waiting": heartbeat.waiting,
+        "paused": heartbeat.paused,
+        "pause_ms": heartbeat.pause_ms,
+        "error": None if heartbeat.error is None else heartbeat.error.model_dump(),
         "age_seconds": round(replica.age, 1),
-        "started_at": lease.started_at,
+        "started_at": heartbeat.started_at,
     }
 
 

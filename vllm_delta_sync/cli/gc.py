@@ -23,8 +23,8 @@ GC_TEXT = """\
 Remove objects, anchors and merged deltas that no kept version needs. Kept versions are: the head; the last N versions
 with all their deltas; every K-th version; tagged versions; versions that another run branches from; versions published
 within --keep-for; versions that a live receiver serves, targets or pins, with its path to the head. Each kept version
-can still be rebuilt bit for bit. Manifests stay, so the log stays complete. Heartbeats (leases) that expired a day ago
-or more, and all pause slot entries (turns) but the newest, are removed too.
+can still be rebuilt bit for bit. Manifests stay, so the log stays complete. Heartbeats that expired a day ago
+or more, and all pause slot entries but the newest, are removed too.
 
 Without any --keep-… option, --yes or --dry-run is required. If nothing can be removed, the output says why. Safe beside
 publishers and receivers, and to interrupt with Ctrl-C: the next collection continues. Only one collection runs at a
@@ -107,10 +107,10 @@ def _gc(options: argparse.Namespace) -> Answer:
         "removed": {
             "objects": report.objects,
             "anchors": report.anchors,
-            "folds": [{"first": first, "last": last} for first, last in report.folds],
+            "merged_deltas": [{"first": first, "last": last} for first, last in report.merged_deltas],
             "sidecars": report.sidecars,
-            "leases": report.leases,
-            "turns": report.turns,
+            "heartbeats": report.heartbeats,
+            "pause_slots": report.pause_slots,
         },
         "bytes": report.bytes,
         "gone": report.gone,
@@ -137,13 +137,12 @@ def _print_gc(document: dict[str, Any]) -> None:
     from vllm_delta_sync.maintenance.gc.record import spelled
 
     removed = document["removed"]
-    counts = (
-        f"{len(removed['objects'])} objects, {len(removed['anchors'])} anchors, {len(removed['folds'])} merged deltas"
-    )
+    counts = f"{len(removed['objects'])} objects, {len(removed['anchors'])} anchors, "
+    counts += f"{len(removed['merged_deltas'])} merged deltas"
     if removed["sidecars"]:
         counts += f", {len(removed['sidecars'])} sidecars"
-    if removed["leases"] or removed["turns"]:
-        counts += f", {len(removed['leases'])} heartbeats, {len(removed['turns'])} pause slot entries"
+    if removed["heartbeats"] or removed["pause_slots"]:
+        counts += f", {len(removed['heartbeats'])} heartbeats, {len(removed['turns'])} pause slot entries"
     fields: list[tuple[str, object]] = [
         ("head", f"version {document['head']}"),
         ("kept", f"{len(document['kept'])} versions: {spelled(row['version'] for row in document['kept'])}"),

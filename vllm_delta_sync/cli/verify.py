@@ -73,7 +73,7 @@ def _verify(options: argparse.Namespace) -> Answer:
         "bytes": report.bytes,
         "replayed": report.replayed,
         "anchors": report.anchors,
-        "folds": report.folds,
+        "merged_deltas": report.merged_deltas,
         "gone": report.gone,
         "signed_by": report.signed,
         "signatures_checked": report.checked,
@@ -121,8 +121,10 @@ def _print(document: dict[str, Any]) -> None:
         fields.append(("files", f"{document['files']} of the model are undamaged"))
     if document["sidecars"]:
         fields.append(("sidecars", f"{document['sidecars']} are undamaged"))
-    if document["anchors"] or document["folds"]:
-        fields.append(("standalone", f"{document['anchors']} anchors and {document['folds']} merged deltas are valid"))
+    if document["anchors"] or document["merged_deltas"]:
+        fields.append(
+            ("standalone", f"{document['anchors']} anchors and {document['merged_deltas']} merged deltas are valid")
+        )
     if document["gone"]:
         fields.append(("removed", f"own objects of {document['gone']} versions, by gc"))
     if document.get("unreadable"):

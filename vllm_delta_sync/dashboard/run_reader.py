@@ -209,31 +209,31 @@ class RunReader:
         return [self._receiver(replica, head) for replica in chosen]
 
     def _receiver(self, replica: Replica, head: Manifest | None) -> dict[str, Any]:
-        lease = replica.lease
-        served = None if lease.served is None else self._rows.get(lease.served)
+        heartbeat = replica.heartbeat
+        served = None if heartbeat.served is None else self._rows.get(heartbeat.served)
         sound = None if head is None else head.sound
         newest = None if sound is None else self._rows.get(sound)
-        behind = None if lease.served is None or sound is None else max(0, sound - lease.served)
+        behind = None if heartbeat.served is None or sound is None else max(0, sound - heartbeat.served)
         seconds = None
         if served is not None and newest is not None and served.created is not None and newest.created is not None:
             seconds = max(0.0, newest.created - served.created)
         return {
-            "receiver": lease.receiver,
+            "receiver": heartbeat.receiver,
             "live": replica.live,
             "left": replica.left,
-            "served": lease.served,
-            "step": lease.step,
+            "served": heartbeat.served,
+            "step": heartbeat.step,
             "behind": behind,
             "behind_seconds": seconds,
-            "lag": lease.lag,
-            "state": lease.state,
-            "target": lease.following,
-            "holding": lease.holding,
-            "waiting": lease.waiting,
-            "pause_ms": lease.pause_ms,
-            "error": None if lease.error is None else lease.error.model_dump(),
+            "lag": heartbeat.lag,
+            "state": heartbeat.state,
+            "target": heartbeat.following,
+            "holding": heartbeat.holding,
+            "waiting": heartbeat.waiting,
+            "pause_ms": heartbeat.pause_ms,
+            "error": None if heartbeat.error is None else heartbeat.error.model_dump(),
             "age": round(replica.age, 1),
-            "started": None if lease.started_at is None else unix_time(lease.started_at),
+            "started": None if heartbeat.started_at is None else unix_time(heartbeat.started_at),
         }
 
 

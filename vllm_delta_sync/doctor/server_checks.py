@@ -11,7 +11,7 @@ WAIT_SECONDS = 5
 QUIET_SECONDS = 30.0
 """Seconds without a notice after which notices count as lost; publishers and brokers repeat the last every 2 s."""
 HEALTHY = ("idle", "held", "staging", "draining", "committing", "verifying")
-STARTING = ("waiting_for_run", "proving", "repairing")
+STARTING = ("waiting_for_run", "identifying", "repairing")
 
 
 class ServerProbe:

@@ -13,7 +13,7 @@ from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, UsageError
 from vllm_delta_sync.fleet.heartbeats import LEFT, StoredHeartbeat, read_heartbeats
 from vllm_delta_sync.fleet.store_clock import StoreClock
-from vllm_delta_sync.format.documents import Lease
+from vllm_delta_sync.format.documents import Heartbeat
 from vllm_delta_sync.format.manifest import version_key
 from vllm_delta_sync.run.documents import RunDocuments
 
@@ -36,27 +36,27 @@ class Replica:
     """One receiver.
 
     Attributes:
-        lease: its last heartbeat. live: whether that is still valid. age: of the heartbeat in seconds, at most.
+        heartbeat: its last heartbeat. live: whether that is still valid. age: of the heartbeat in seconds, at most.
         expires: when the heartbeat expires, by the store's clock.
     """
 
-    lease: Lease
+    heartbeat: Heartbeat
     live: bool
     age: float
     expires: float
 
     @property
     def receiver(self) -> str:
-        return self.lease.receiver
+        return self.heartbeat.receiver
 
     @property
     def left(self) -> bool:
         """Whether it has shut down in an orderly way."""
-        return self.lease.state == LEFT
+        return self.heartbeat.state == LEFT
 
     def serves(self, version: int) -> bool:
         """Return whether it serves that version or a newer one."""
-        return self.lease.served is not None and self.lease.served >= version
+        return self.heartbeat.served is not None and self.heartbeat.served >= version
 
 
 class Fleet:
@@ -124,8 +124,8 @@ class Fleet:
         unchanged_seconds = self._monotonic() - self._seen[stored.info.key][1]
         # The store truncates times to whole seconds.
         expired = now >= stored.expires + 1 or unchanged_seconds >= stored.expires - stored.modified + 1
-        live = not expired and stored.lease.state != LEFT
-        return Replica(stored.lease, live, max(0.0, unchanged_seconds, now - stored.modified), stored.expires)
+        live = not expired and stored.heartbeat.state != LEFT
+        return Replica(stored.heartbeat, live, max(0.0, unchanged_seconds, now - stored.modified), stored.expires)
 
     def wait(self, version: int, replicas: int = 1, timeout: float = 60.0) -> list[Replica]:
         """Wait until a version is served everywhere.
@@ -190,12 +190,12 @@ class Fleet:
 
 
 def _describe(replica: Replica) -> str:
-    lease = replica.lease
-    serves = "nothing yet" if lease.served is None else f"version {lease.served}"
-    notes = [lease.state or "", "waiting for a pause slot" if lease.waiting else ""]
-    notes += [f"{lease.error.kind}: {lease.error.message[:120]}"] if lease.error is not None else []
+    heartbeat = replica.heartbeat
+    serves = "nothing yet" if heartbeat.served is None else f"version {heartbeat.served}"
+    notes = [heartbeat.state or "", "waiting for a pause slot" if heartbeat.waiting else ""]
+    notes += [f"{heartbeat.error.kind}: {heartbeat.error.message[:120]}"] if heartbeat.error is not None else []
     text = ", ".join(note for note in notes if note)
-    return f"{lease.receiver!r} serves {serves}" + (f" ({text})" if text else "")
+    return f"{heartbeat.receiver!r} serves {serves}" + (f" ({text})" if text else "")
 
 
 def _check_numbers(version: int, replicas: int, timeout: float) -> None:

@@ -1,8 +1,8 @@
 """``write_heartbeat`` and ``read_heartbeats``: the heartbeats in which receivers report what they serve.
 
-The format calls a heartbeat a lease. Heartbeats are unsigned hints: write access to the bucket is enough to write
-one. So a heartbeat is valid from the time of its put by the store's clock, for at most MAX_LEASE_SECONDS, and garbage
-collection limits how long it can retain a version (``maintenance.gc.policy``).
+Heartbeats are unsigned hints: write access to the bucket is enough to write one. So a heartbeat is valid from the time
+of its put by the store's clock, for at most MAX_HEARTBEAT_SECONDS, and garbage collection limits how long it can retain
+a version (``maintenance.gc.policy``).
 """
 
 import heapq
@@ -16,7 +16,7 @@ from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.errors import DataError, FormatError, NotFoundError, UsageError
 from vllm_delta_sync.format import limits
-from vllm_delta_sync.format.documents import LEASES_PREFIX, Lease, lease_key
+from vllm_delta_sync.format.documents import HEARTBEATS_PREFIX, Heartbeat, heartbeat_key
 from vllm_delta_sync.format.manifest import timestamp
 from vllm_delta_sync.run.documents import RunDocuments
 
@@ -30,7 +30,7 @@ LEFT = "left"
 class StoredHeartbeat:
     """A heartbeat and its object in the bucket. Times are seconds since the epoch by the store's clock."""
 
-    lease: Lease
+    heartbeat: Heartbeat
     info: ObjectInfo
 
     @property
@@ -41,12 +41,12 @@ class StoredHeartbeat:
     @property
     def expires(self) -> float:
         """When the heartbeat expires."""
-        return self.modified + min(self.lease.seconds, limits.MAX_LEASE_SECONDS)
+        return self.modified + min(self.heartbeat.seconds, limits.MAX_HEARTBEAT_SECONDS)
 
 
 @dataclass
 class Heartbeats:
-    """The heartbeats of a run, read from receivers/.
+    """The heartbeats of a run, read from heartbeats/.
 
     Attributes:
         stored: heartbeats of this run, expired ones included. ignored: why other objects were ignored, one text each.
@@ -55,9 +55,9 @@ class Heartbeats:
     stored: list[StoredHeartbeat] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
 
-    def live(self, now: float) -> list[Lease]:
+    def live(self, now: float) -> list[Heartbeat]:
         """Return those that have not expired at ``now``, by the store's clock."""
-        return [item.lease for item in self.stored if now < item.expires]
+        return [item.heartbeat for item in self.stored if now < item.expires]
 
 
 def read_heartbeats(run: RunDocuments, unchanged: Mapping[ObjectInfo, StoredHeartbeat] | None = None) -> Heartbeats:
@@ -68,7 +68,7 @@ def read_heartbeats(run: RunDocuments, unchanged: Mapping[ObjectInfo, StoredHear
     """
     found = Heartbeats()
     unchanged = {} if unchanged is None else unchanged
-    listed = heapq.nlargest(MAX_HEARTBEATS + 1, run.bucket.list(LEASES_PREFIX), key=lambda item: item.modified)
+    listed = heapq.nlargest(MAX_HEARTBEATS + 1, run.bucket.list(HEARTBEATS_PREFIX), key=lambda item: item.modified)
     if len(listed) > MAX_HEARTBEATS:
         found.ignored.append(f"more than {MAX_HEARTBEATS} heartbeats: the older ones were not read")
     for answer in in_parallel(lambda item: unchanged.get(item) or _read(run, item), listed[:MAX_HEARTBEATS]):
@@ -82,16 +82,16 @@ def read_heartbeats(run: RunDocuments, unchanged: Mapping[ObjectInfo, StoredHear
 def _read(run: RunDocuments, item: ObjectInfo) -> StoredHeartbeat | str | None:
     """Read one heartbeat; returns the reason if it is ignored, None if it has just been deleted."""
     try:
-        lease = Lease.from_bytes(run.bucket.get(item.key, max_bytes=limits.MAX_SIDE_BYTES), item.key)
-        if lease.run != run.info.run:
-            raise FormatError(f"{item.key} belongs to run {lease.run}")
-        if lease_key(lease.receiver) != item.key:
-            raise FormatError(f"{item.key} is not the key of receiver {lease.receiver!r}")
+        heartbeat = Heartbeat.from_bytes(run.bucket.get(item.key, max_bytes=limits.MAX_SIDE_BYTES), item.key)
+        if heartbeat.run != run.info.run:
+            raise FormatError(f"{item.key} belongs to run {heartbeat.run}")
+        if heartbeat_key(heartbeat.receiver) != item.key:
+            raise FormatError(f"{item.key} is not the key of receiver {heartbeat.receiver!r}")
     except NotFoundError:
         return None
     except DataError as error:
         return error.message
-    return StoredHeartbeat(lease, item)
+    return StoredHeartbeat(heartbeat, item)
 
 
 def write_heartbeat(
@@ -102,19 +102,19 @@ def write_heartbeat(
     pins: list[int] | None = None,
     seconds: int = 600,
     **more: Any,
-) -> Lease:
+) -> Heartbeat:
     """Write a receiver's heartbeat, replacing its former one. Repeat this well before ``seconds`` have passed.
 
     Args:
         served: version served; None before it is identified. target: version that the receiver is moving to.
-        pins: further versions to keep readable. seconds: validity of the heartbeat. more: other fields of ``Lease``.
+        pins: further versions to keep readable. seconds: its validity. more: other fields of ``Heartbeat``.
 
     Raises:
         UsageError: the id is not a valid name, or a value is out of bounds. StoreError: the store failed.
     """
-    key = lease_key(receiver_id)
+    key = heartbeat_key(receiver_id)
     try:
-        lease = Lease(
+        heartbeat = Heartbeat(
             run=run.info.run,
             receiver=receiver_id,
             served=served,
@@ -130,5 +130,5 @@ def write_heartbeat(
         raise UsageError(
             f"heartbeat of {receiver_id!r}: {where} is {str(problem['input'])[:80]}: {problem['msg']}"
         ) from error
-    run.bucket.put(key, lease.to_bytes())
-    return lease
+    run.bucket.put(key, heartbeat.to_bytes())
+    return heartbeat

@@ -1,10 +1,10 @@
 """``PauseSlots``: lets at most m servers of a run pause at once, without a coordinator process.
 
-There are m slots. A claim on slot s is an object ``turns/<s>/<n>.json``, created if absent, with ascending n: the
+There are m slots. A claim on slot s is an object ``pause-slots/<s>/<n>.json``, created if absent, with ascending n: the
 writer of the newest claim holds the slot. The next claim may be created only after that one has ended: either
-``turns/<s>/<n>.end`` exists, or the claim's time has passed. Others measure that time by the store's later timestamps,
-or by how long they have seen the claim themselves, so clocks need not agree. The holder measures from before it
-requested the claim, so it never believes in its claim longer than others do.
+``pause-slots/<s>/<n>.end`` exists, or the claim's time has passed. Others measure that time by the store's later
+timestamps, or by how long they have seen the claim themselves, so clocks need not agree. The holder measures from before
+it requested the claim, so it never believes in its claim longer than others do.
 
 Later holders remove old claims and keep the last few. A writer so slow that it creates a removed claim again finds
 newer ones when it lists the claims once more, and does not hold the slot.
@@ -23,9 +23,9 @@ from vllm_delta_sync.fleet.store_clock import StoreClock
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
     PAUSE_SLOT_END,
-    TURNS_PREFIX,
+    PAUSE_SLOTS_PREFIX,
     PauseSlotClaim,
-    lease_key,
+    heartbeat_key,
     pause_slot_end_key,
     pause_slot_key,
     pause_slot_of_key,
@@ -62,7 +62,7 @@ class PauseSlot:
 
 @dataclass
 class _SlotClaims:
-    """The objects under turns/<s>/.
+    """The objects under pause-slots/<s>/.
 
     Attributes:
         number: of the newest claim, 0 if there is none. info: its object, None if it was removed. ended: whether it
@@ -169,7 +169,7 @@ class PauseSlots:
 
     def _list_claims(self) -> dict[int, _SlotClaims]:
         found: dict[int, _SlotClaims] = {}
-        for info in self._run.bucket.list(TURNS_PREFIX):
+        for info in self._run.bucket.list(PAUSE_SLOTS_PREFIX):
             parsed = pause_slot_of_key(info.key)
             if parsed is None:
                 continue
@@ -192,7 +192,7 @@ class PauseSlots:
             return False
         claim, first = self._read_claim(newest.info.key)
         # An unreadable claim states no duration; assume ours.
-        seconds = self._seconds if claim is None else min(claim.seconds, limits.MAX_TURN_SECONDS)
+        seconds = self._seconds if claim is None else min(claim.seconds, limits.MAX_SLOT_SECONDS)
         if self._monotonic() - first >= seconds + 1:
             return True
         self._observe_own_heartbeat()
@@ -217,7 +217,7 @@ class PauseSlots:
     def _observe_own_heartbeat(self) -> None:
         """Advance the store clock by this receiver's own heartbeat, which is rewritten regularly."""
         with contextlib.suppress(NotFoundError):
-            self._clock.observe(self._run.bucket.stat(lease_key(self._receiver)).modified)
+            self._clock.observe(self._run.bucket.stat(heartbeat_key(self._receiver)).modified)
 
     def _is_mine(self, key: str) -> bool:
         claim = self._read_claim(key)[0]
@@ -225,7 +225,7 @@ class PauseSlots:
 
     def _claim(self, slot: int, number: int, version: int) -> PauseSlot | None:
         if number > limits.MAX_VERSION:
-            raise LimitError(f"{TURNS_PREFIX}{slot:02d}/ has no numbers left; remove the objects there")
+            raise LimitError(f"{PAUSE_SLOTS_PREFIX}{slot:02d}/ has no numbers left; remove the objects there")
         key = pause_slot_key(slot, number)
         claim = PauseSlotClaim(
             run=self._run.info.run,
@@ -234,7 +234,7 @@ class PauseSlots:
             receiver=self._receiver,
             holder=self._holder,
             version=version,
-            seconds=min(self._seconds, limits.MAX_TURN_SECONDS),
+            seconds=min(self._seconds, limits.MAX_SLOT_SECONDS),
             created_at=timestamp(),
         )
         self._requested_at.setdefault(key, self._monotonic())

@@ -73,7 +73,7 @@ def check_format_version(document: dict[str, Any], what: str) -> None:
     """Check the field ``format_version`` of a document or a delta object.
 
     Raises:
-        FormatError: missing, or not a positive integer. UnsupportedError: written by a later release.
+        FormatError: missing, or not a positive integer. UnsupportedError: of another format.
     """
     version = document.get("format_version")
     if type(version) is not int or version < 1:
@@ -81,6 +81,11 @@ def check_format_version(document: dict[str, Any], what: str) -> None:
     if version > FORMAT_VERSION:
         raise UnsupportedError(
             f"{what}: format_version is {version}, this release reads {FORMAT_VERSION}; upgrade to read it"
+        )
+    if version < FORMAT_VERSION:
+        raise UnsupportedError(
+            f"{what}: format_version is {version}, this release reads {FORMAT_VERSION}; use the release that wrote the "
+            "run, or export a version with it (delta-sync export) and begin a new run from that checkpoint"
         )
 
 

@@ -1,4 +1,4 @@
-"""The JSON documents besides manifests: ``Anchor``, ``MergedDelta``, ``Tag``, ``Claim``, ``Lease``, ``KeyFile`` …
+"""The JSON documents besides manifests: ``Anchor``, ``MergedDelta``, ``Tag``, ``Claim``, ``Heartbeat``, ``KeyFile`` …
 
 None of them commits a version. Digests of manifests and fingerprints bind them to versions. A run can be read without
 any of them.
@@ -30,11 +30,11 @@ from vllm_delta_sync.format.manifest import (
 )
 
 ANCHORS_PREFIX = "anchors/"
-FOLDS_PREFIX = "folds/"
+MERGED_PREFIX = "merged/"
 TAGS_PREFIX = "tags/"
 CLAIMS_PREFIX = "claims/"
-LEASES_PREFIX = "receivers/"
-TURNS_PREFIX = "turns/"
+HEARTBEATS_PREFIX = "heartbeats/"
+PAUSE_SLOTS_PREFIX = "pause-slots/"
 COLLECTIONS_PREFIX = "collections/"
 COLLECTIONS_CLOCK = "collections/clock"
 """Key that is overwritten to read the store's clock; the content has no meaning."""
@@ -45,12 +45,12 @@ TAG_NAME = re.compile(FILE_NAME)
 RECEIVER_ID = TAG_NAME
 
 _ANCHOR = re.compile(r"anchors/([0-9]{10})\.json")
-_FOLD = re.compile(r"folds/([0-9]{10})-([0-9]{10})\.json")
+_MERGED = re.compile(r"merged/([0-9]{10})-([0-9]{10})\.json")
 _CLAIM = re.compile(r"claims/([0-9]{10})\.json")
 _TAG = re.compile(r"tags/(.+)\.json")
-_TURN = re.compile(r"turns/([0-9]{2})/([0-9]{10})\.(json|end)")
+_PAUSE_SLOT = re.compile(r"pause-slots/([0-9]{2})/([0-9]{10})\.(json|end)")
 PAUSE_SLOT_END = b"{}"
-"""Content of ``turns/<s>/<n>.end``; only the object's existence matters."""
+"""Content of ``pause-slots/<s>/<n>.end``; only the object's existence matters."""
 _COLLECTION = re.compile(r"collections/([0-9]{10})\.(json|end)")
 COLLECTION_END = b"{}"
 """Content of ``collections/<n>.end``; only the object's existence matters."""
@@ -66,7 +66,7 @@ def anchor_key(version: int) -> str:
 
 def merged_delta_key(first: int, last: int) -> str:
     """Return the key of the merged delta from version ``first`` to ``last``."""
-    return f"{FOLDS_PREFIX}{first:010d}-{last:010d}.json"
+    return f"{MERGED_PREFIX}{first:010d}-{last:010d}.json"
 
 
 def claim_key(epoch: int) -> str:
@@ -79,24 +79,24 @@ def tag_key(name: str) -> str:
     return f"{TAGS_PREFIX}{_checked('tag', name)}.json"
 
 
-def lease_key(receiver: str) -> str:
-    """Return the key of a receiver's lease. Raises UsageError if its id is malformed."""
-    return f"{LEASES_PREFIX}{_checked('receiver id', receiver)}.json"
+def heartbeat_key(receiver: str) -> str:
+    """Return the key of a receiver's heartbeat. Raises UsageError if its id is malformed."""
+    return f"{HEARTBEATS_PREFIX}{_checked('receiver id', receiver)}.json"
 
 
 def pause_slot_key(slot: int, number: int) -> str:
     """Return the key of claim number ``number`` on a pause slot."""
-    return f"{TURNS_PREFIX}{slot:02d}/{number:010d}.json"
+    return f"{PAUSE_SLOTS_PREFIX}{slot:02d}/{number:010d}.json"
 
 
 def pause_slot_end_key(slot: int, number: int) -> str:
     """Return the key of the object that ends a claim on a pause slot."""
-    return f"{TURNS_PREFIX}{slot:02d}/{number:010d}.end"
+    return f"{PAUSE_SLOTS_PREFIX}{slot:02d}/{number:010d}.end"
 
 
 def pause_slot_of_key(key: str) -> tuple[int, int, bool] | None:
     """Parse the key of a pause slot claim: (slot, number, whether it is that of its end); None for another key."""
-    match = _TURN.fullmatch(key)
+    match = _PAUSE_SLOT.fullmatch(key)
     return (int(match[1]), int(match[2]), match[3] == "end") if match else None
 
 
@@ -123,7 +123,7 @@ def anchor_of_key(key: str) -> int | None:
 
 def merged_delta_of_key(key: str) -> tuple[int, int] | None:
     """Inverse of ``merged_delta_key``; None for any other key."""
-    match = _FOLD.fullmatch(key)
+    match = _MERGED.fullmatch(key)
     return (int(match[1]), int(match[2])) if match else None
 
 
@@ -192,7 +192,7 @@ class Anchor(DatedDocument):
 
 
 class MergedDelta(DatedDocument):
-    """folds/<a>-<b>.json: one delta that leads from version a to version b.
+    """merged/<a>-<b>.json: one delta that leads from version a to version b.
 
     Attributes:
         first, last: a and b. first_manifest, last_manifest: digests of their manifests.
@@ -201,7 +201,7 @@ class MergedDelta(DatedDocument):
         changed: elements in the objects. reversible: whether all of them are distances.
     """
 
-    KIND = "fold"
+    KIND = "merged-delta"
     first: Version
     last: Version
     first_manifest: Digest
@@ -253,15 +253,15 @@ class Claim(DatedDocument):
     writer: Hex32
 
 
-class LeaseError(DocumentPart):
+class ReportedError(DocumentPart):
     """Last error of a receiver: its kind, and the beginning of its message."""
 
     kind: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]
-    message: Annotated[str, Field(max_length=limits.MAX_LEASE_TEXT)]
+    message: Annotated[str, Field(max_length=limits.MAX_HEARTBEAT_TEXT)]
 
 
-class Lease(DatedDocument):
-    """receivers/<id>.json: a receiver's heartbeat, which says what it serves and how long that is valid. A hint.
+class Heartbeat(DatedDocument):
+    """heartbeats/<id>.json: a receiver's heartbeat, which says what it serves and how long that is valid. A hint.
 
     Attributes:
         served: version, null until its weights are identified. target: version that it is moving to, null if none.
@@ -274,12 +274,12 @@ class Lease(DatedDocument):
         pause_ms: duration of the last commit's pause.
     """
 
-    KIND = "lease"
+    KIND = "heartbeat"
     receiver: FileName
     served: Version | None
     target: Version | None = None
-    pins: Annotated[list[Version], Field(default_factory=list, max_length=limits.MAX_LEASE_PINS)]
-    seconds: Annotated[int, Field(ge=1, le=limits.MAX_LEASE_SECONDS)]
+    pins: Annotated[list[Version], Field(default_factory=list, max_length=limits.MAX_HEARTBEAT_PINS)]
+    seconds: Annotated[int, Field(ge=1, le=limits.MAX_HEARTBEAT_SECONDS)]
     step: Count | None = None
     head: Version | None = None
     lag: Count | None = None
@@ -289,26 +289,26 @@ class Lease(DatedDocument):
     waiting: bool = False
     paused: bool = False
     started_at: Timestamp | None = None
-    error: LeaseError | None = None
+    error: ReportedError | None = None
     pause_ms: Annotated[float, Field(ge=0, le=1e9)] | None = None
 
 
 class PauseSlotClaim(DatedDocument):
-    """turns/<s>/<n>.json: a receiver's claim on pause slot s, written create-if-absent.
+    """pause-slots/<s>/<n>.json: a receiver's claim on pause slot s, written create-if-absent.
 
     Attributes:
         slot, number: as in the key. receiver: its id. holder: random id of this claim.
         version: that the receiver is about to serve. seconds: validity, from the time of writing;
-            turns/<s>/<n>.end ends the claim earlier.
+            pause-slots/<s>/<n>.end ends the claim earlier.
     """
 
-    KIND = "turn"
+    KIND = "pause-slot"
     slot: Annotated[int, Field(ge=0, lt=limits.MAX_SLOTS)]
     number: Annotated[int, Field(ge=1, le=limits.MAX_VERSION)]
     receiver: FileName
     holder: Hex32
     version: Version
-    seconds: Annotated[int, Field(ge=1, le=limits.MAX_TURN_SECONDS)]
+    seconds: Annotated[int, Field(ge=1, le=limits.MAX_SLOT_SECONDS)]
 
 
 class Collection(DatedDocument):

@@ -2,7 +2,7 @@
 
 from vllm_delta_sync.errors import LimitError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 """Safetensors header; the reference implementation has the same limit."""
@@ -33,18 +33,18 @@ MAX_VERSION = 10**10 - 1
 MAX_BREAKS = 4096
 """Versions of a run that do not build on their predecessor."""
 MAX_SIDE_BYTES = 65_536
-"""Tags, claims and leases."""
+"""Tags, claims and heartbeats."""
 MAX_RANGES = 65_536
 """Ranges and keys that retention.json lists."""
 MAX_KEYS = 128
 """Entries of keys.json."""
-MAX_LEASE_PINS = 64
-MAX_LEASE_SECONDS = 7 * 24 * 3600
-MAX_LEASE_TEXT = 400
-"""Characters of an error's message in a lease."""
+MAX_HEARTBEAT_PINS = 64
+MAX_HEARTBEAT_SECONDS = 7 * 24 * 3600
+MAX_HEARTBEAT_TEXT = 400
+"""Characters of an error's message in a heartbeat."""
 MAX_SLOTS = 64
 """Pause slots of a run: servers that may be paused at once."""
-MAX_TURN_SECONDS = 2 * 24 * 3600
+MAX_SLOT_SECONDS = 2 * 24 * 3600
 MAX_COLLECTION_SECONDS = 3600
 """Longest validity of a garbage collection's claim."""
 MAX_BLOCK_COUNT = 1_000_000

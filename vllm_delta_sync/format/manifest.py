@@ -65,7 +65,7 @@ Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
 Version = Annotated[int, Field(ge=0, le=limits.MAX_VERSION)]
 Timestamp = Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?Z$")]
 PublicKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-FormatVersion = Literal[1]
+FormatVersion = Literal[2]
 
 
 def timestamp(moment: datetime | None = None) -> str:
@@ -103,7 +103,7 @@ class Document(DocumentPart):
 
     KIND: ClassVar[str]
     OMITTED_IF_EMPTY: ClassVar[tuple[str, ...]] = ()
-    format_version: FormatVersion = 1
+    format_version: FormatVersion = 2
     run: Hex32
     signature: Signature | None = None
     _raw: bytes | None = PrivateAttr(default=None)

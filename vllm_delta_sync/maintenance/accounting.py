@@ -14,8 +14,8 @@ from vllm_delta_sync.codec.delta_sizes import ObjectSizes, read_sizes
 from vllm_delta_sync.errors import DataError, NotFoundError
 from vllm_delta_sync.format.documents import (
     COLLECTIONS_CLOCK,
+    HEARTBEATS_PREFIX,
     KEYS_KEY,
-    LEASES_PREFIX,
     RETENTION_KEY,
     Anchor,
     MergedDelta,
@@ -47,7 +47,7 @@ Progress = Callable[[int, int], None]
 Grouping = Literal["layer", "kind", "tensor"]
 
 _DOCUMENTS = (RUN_KEY, TABLE_KEY, HEAD_KEY, RETENTION_KEY, KEYS_KEY, COLLECTIONS_CLOCK)
-_LEASE = re.compile(re.escape(LEASES_PREFIX) + r"[^/]+\.json")
+_HEARTBEAT = re.compile(re.escape(HEARTBEATS_PREFIX) + r"[^/]+\.json")
 
 
 @dataclass
@@ -165,7 +165,7 @@ def _document(key: str, versions: int) -> tuple[Kind, int | None]:
         return "manifests", version if version < versions else None
     parsers: tuple[Callable[[str], object], ...] = (
         *(anchor_of_key, merged_delta_of_key, tag_of_key, claim_of_key),
-        *(pause_slot_of_key, collection_of_key, _LEASE.fullmatch),
+        *(pause_slot_of_key, collection_of_key, _HEARTBEAT.fullmatch),
     )
     is_document = key in _DOCUMENTS or any(parse(key) is not None for parse in parsers)
     return ("documents" if is_document else "unnamed"), None

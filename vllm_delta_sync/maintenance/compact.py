@@ -18,7 +18,7 @@ from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.errors import BaseUnavailableError, DataError, SignatureError, UnsupportedError, UsageError
 from vllm_delta_sync.format.codecs import RelativeCodec
 from vllm_delta_sync.format.documents import (
-    FOLDS_PREFIX,
+    MERGED_PREFIX,
     TAGS_PREFIX,
     MergedDelta,
     Retention,
@@ -145,7 +145,7 @@ def _missing_ranges(run: RunDocuments, manifest: Manifest, aligned: int) -> list
     # List only keys that share the window's leading digits: a long run has many merged deltas.
     low, high = f"{start:010d}", f"{aligned - 1:010d}"
     shared = next((digit for digit in range(10) if low[digit] != high[digit]), 10)
-    items = run.bucket.list(FOLDS_PREFIX + low[:shared])
+    items = run.bucket.list(MERGED_PREFIX + low[:shared])
     ranges = (pair for item in items if (pair := merged_delta_of_key(item.key)) is not None)
     listed = _trusted_merged_deltas(run, ranges, READ_PER_CALL)
     missing = [pair for pair in due_ranges(start, aligned, _breaks(manifest)) if pair not in listed]
@@ -242,7 +242,7 @@ class CompactReport:
 
     Attributes:
         head: newest version. present: number of merged deltas that existed before.
-        folds: (first, last) of the merged deltas made, or to be made in a dry run.
+        merged_deltas: (first, last) of the merged deltas made, or to be made in a dry run.
         skipped: (first, last, reason) of those that cannot be made.
         damaged: whether one was skipped for another reason than codec ``raw`` or the base.
         base_error: why the base cannot be used that a skipped one needs; None if none was skipped for it.
@@ -252,7 +252,7 @@ class CompactReport:
 
     head: int
     present: int = 0
-    folds: list[VersionRange] = field(default_factory=list)
+    merged_deltas: list[VersionRange] = field(default_factory=list)
     skipped: list[tuple[int, int, str]] = field(default_factory=list)
     damaged: bool = False
     base_error: BaseUnavailableError | None = None
@@ -265,7 +265,7 @@ class CompactReport:
 def compact(
     run: RunDocuments,
     base: str | Path | None = None,
-    folds: bool = True,
+    merged_deltas: bool = True,
     anchor: int | str | None = None,
     dry_run: bool = False,
     scratch: str | Path | None = None,
@@ -279,7 +279,7 @@ def compact(
     interrupt: the run stays intact, and the next call continues.
 
     Args:
-        folds: whether to make merged deltas. anchor: a version, ``head`` or ``tag:NAME``.
+        merged_deltas: whether to make merged deltas. anchor: a version, ``head`` or ``tag:NAME``.
         base: as ``run.restore.restore``. dry_run: only report what would be made.
         scratch: folder for temporary files; None for the system's.
         progress: called with documents made, documents to make, and what is being made.
@@ -298,14 +298,14 @@ def compact(
     head = run.head()
     report = CompactReport(head.version)
     target = None if anchor is None else run.resolve(anchor)
-    planned = list(_missing_mergeable(run, head, report)) if folds else []
+    planned = list(_missing_mergeable(run, head, report)) if merged_deltas else []
     if target is not None:
         report.anchor_present = existing_anchor(run, target) is not None
         report.anchor = target.version
     work = len(planned) + (target is not None)
     report_progress = progress or (lambda _done, _all, _what: None)
     if dry_run:
-        report.folds = planned
+        report.merged_deltas = planned
     else:
         weights = RollingWeights(run, base, scratch, stop)
         for done, pair in enumerate(planned):
@@ -337,7 +337,7 @@ def _make_or_skip(make: Callable[[], MergedDelta], pair: VersionRange, report: C
         report.skipped.append((*pair, error.message))
         report.damaged |= not isinstance(error, RawCodecError)
         return
-    report.folds.append(pair)
+    report.merged_deltas.append(pair)
     report.bytes += merged.payload_bytes
 
 

@@ -28,13 +28,13 @@ from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
     ANCHORS_PREFIX,
     CLAIMS_PREFIX,
-    FOLDS_PREFIX,
     KEYS_KEY,
+    MERGED_PREFIX,
     RETENTION_KEY,
     TAGS_PREFIX,
     Anchor,
     Claim,
-    Lease,
+    Heartbeat,
     MergedDelta,
     Retention,
     Tag,
@@ -79,7 +79,7 @@ from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.precheck import PRECHECK_BYTES, precheck_signature
 
-_Standalone = TypeVar("_Standalone", Anchor, Claim, MergedDelta, Lease, Retention, Tag)
+_Standalone = TypeVar("_Standalone", Anchor, Claim, MergedDelta, Heartbeat, Retention, Tag)
 
 
 def parse_target(target: str) -> int | str:
@@ -509,7 +509,7 @@ class RunDocuments:
 
     def merged_deltas(self) -> list[tuple[int, int]]:
         """List the first and last version of every merged delta, ascending; one listing."""
-        listed = self.bucket.list(FOLDS_PREFIX)
+        listed = self.bucket.list(MERGED_PREFIX)
         return [pair for item in listed if (pair := merged_delta_of_key(item.key)) is not None]
 
     def retention(self) -> Retention | None:

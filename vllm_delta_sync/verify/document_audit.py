@@ -21,8 +21,8 @@ from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
     ANCHORS_PREFIX,
     CLAIMS_PREFIX,
-    FOLDS_PREFIX,
     KEYS_KEY,
+    MERGED_PREFIX,
     RETENTION_KEY,
     TAGS_PREFIX,
     Anchor,
@@ -109,7 +109,7 @@ class DocumentAudit:
         top: newest version that exists, or that a document names.
         digests, fingerprints: of good manifests, by version. confirmed: versions of these that are named by digest.
         unreadable: versions whose manifest is missing or malformed. epochs: epoch → its first version.
-        anchors: versions that have a readable standalone anchor. folds: (first, last) of readable merged deltas.
+        anchors: versions that have a readable standalone anchor. merged_deltas: (first, last) of readable ones.
         tags: name → version.
         refused: versions whose signing key was retired or revoked before them; later versions descend from them.
         head: HEAD.json; None if it is missing, damaged, or not validly signed. pointed: version that it names.
@@ -133,7 +133,7 @@ class DocumentAudit:
         self.digests: dict[int, str] = {}
         self.fingerprints: dict[int, str] = {}
         self.anchors: set[int] = set()
-        self.folds: set[tuple[int, int]] = set()
+        self.merged_deltas: set[tuple[int, int]] = set()
         self.tags: dict[str, int] = {}
         self.refused: set[int] = set()
         self._read_keys()
@@ -141,7 +141,7 @@ class DocumentAudit:
         self.head = self._read_head()
         self.pointed = None if self.head is None else self.head.version
         self._first = 0 if newest is None or self.pointed is None else max(0, self.pointed - newest + 1)
-        for prefix in (ANCHORS_PREFIX, FOLDS_PREFIX, TAGS_PREFIX, CLAIMS_PREFIX, RETENTION_KEY):
+        for prefix in (ANCHORS_PREFIX, MERGED_PREFIX, TAGS_PREFIX, CLAIMS_PREFIX, RETENTION_KEY):
             self._read_standalone(prefix)
         self.top = self._top()
         self._read_manifests()
@@ -219,7 +219,7 @@ class DocumentAudit:
             if isinstance(document, Anchor):
                 self.anchors.add(document.version)
             elif isinstance(document, MergedDelta):
-                self.folds.add((document.first, document.last))
+                self.merged_deltas.add((document.first, document.last))
             elif isinstance(document, Tag):
                 self.tags[document.name] = document.version
             elif isinstance(document, Claim):
@@ -366,7 +366,7 @@ class DocumentAudit:
 
     def usable_merged_deltas(self) -> list[tuple[int, int]]:
         """Return (first, last) of merged deltas without a finding, ascending."""
-        return sorted(pair for pair in self.folds if merged_delta_key(*pair) not in self._bad_keys)
+        return sorted(pair for pair in self.merged_deltas if merged_delta_key(*pair) not in self._bad_keys)
 
     def usable_anchors(self) -> set[int]:
         """Return the versions with a standalone anchor that has no finding."""

@@ -217,7 +217,7 @@ class ReplayAudit:
                         value + measured.get(tensor, Fingerprint()) for tensor, value in enumerate(state.fingerprints)
                     ]
         if self._report_standalone(key, found):
-            self._report.folds += 1
+            self._report.merged_deltas += 1
 
     def _report_standalone(self, key: str, found: list[Finding]) -> bool:
         """Return whether a document is good; a bad one is reported and avoided from here on."""

@@ -59,7 +59,7 @@ class VerifyReport:
         files, objects, sidecars, bytes: run files, objects and sidecars read, and their total size.
         replayed: True if the weights of every kept version were rebuilt and compared with its fingerprint. False if
             the run's base is not there; then only digests, history and declared fingerprints were checked.
-        anchors, folds: how many standalone anchors and merged deltas are good, with their objects.
+        anchors, merged_deltas: how many standalone anchors and merged deltas are good, with their objects.
         gone: how many versions had their own objects removed by retention.
         unreadable: kept versions that can no longer be rebuilt.
         refused: versions whose signing key was retired or revoked before them; later versions descend from them.
@@ -79,7 +79,7 @@ class VerifyReport:
     bytes: int = 0
     replayed: bool = False
     anchors: int = 0
-    folds: int = 0
+    merged_deltas: int = 0
     gone: int = 0
     unreadable: list[int] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)

@@ -35,7 +35,7 @@ def verify_run(
     Objects of codec ``context`` are decoded with their base bits; if these are not available, the report lists the
     document as ``undecoded``.
 
-    If the run's keyring has trusted keys, every document except the hints (claims, leases, retention.json) must be
+    If the run's keyring has trusted keys, every document except the hints (claims, heartbeats, retention.json) must be
     signed by a key that is valid for it. Objects are bound by their digests.
 
     Args:

@@ -124,7 +124,7 @@ class WriterEvents(Events):
     @precondition(lambda self: self.world.writers)
     @rule(which=ANY, fault=FAULTS)
     def look_after(self, which: int, fault: Fault) -> None:
-        """What a publisher's second thread does after a version, anchors and folded ranges, at any time."""
+        """What a publisher's second thread does after a version, anchors and merged deltas, at any time."""
         writer = pick(self.world.writers, which)
         committer, upkeep = writer.publisher._committer, writer.publisher._maintenance
         assert upkeep is not None

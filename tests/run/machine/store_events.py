@@ -152,7 +152,7 @@ class StoreEvents(Events):
         """A damaged document of which objects were removed, because no other lists them, cannot be brought back."""
         place = line.place
         for key in sorted(place.damaged):
-            if dry or not key.startswith((side.ANCHORS_PREFIX, side.FOLDS_PREFIX)):
+            if dry or not key.startswith((side.ANCHORS_PREFIX, side.MERGED_PREFIX)):
                 continue
             listed = [item["key"] for item in json.loads(place.intended(key) or b"{}").get("objects", [])]
             if any(place.read(item) is None and item not in place.damaged for item in listed):
@@ -160,7 +160,7 @@ class StoreEvents(Events):
 
     @rule(which=ANY, policy=OLD, moment=MOMENTS, what=st.sampled_from(MEANWHILE), number=ANY)
     def collect_meanwhile(self, which: int, policy: RetentionPolicy, moment: int, what: str, number: int) -> None:
-        """Between two writes of a collection somebody publishes, tags, branches, folds, collects, or takes over."""
+        """Between two writes of a collection somebody publishes, tags, branches, merges, collects, or takes over."""
         line = self.line(which)
         if not line.healthy:
             return
@@ -183,7 +183,7 @@ class StoreEvents(Events):
         which=ANY, policy=OLD, moment=st.integers(0, 3), what=st.sampled_from(["collect", "compact", "tag", "branch"])
     )
     def publish_meanwhile(self, which: int, policy: RetentionPolicy, moment: int, what: str) -> None:
-        """Between two writes of a publisher somebody collects, folds, tags or branches."""
+        """Between two writes of a publisher somebody collects, merges, tags or branches."""
         writer = pick(self.world.writers, which)
         left = [moment]
 

@@ -166,7 +166,7 @@ def test_last_commit_of_the_former_writer_comes_before_a_new_beginning(bucket: H
             raced.append(key)
             bucket._inner.put(key, late.to_bytes())
 
-    for info in [*bucket.list("anchors/"), *bucket.list("folds/")]:
+    for info in [*bucket.list("anchors/"), *bucket.list("merged/")]:
         bucket.delete(info.key)
     bucket.before = race
     with Publisher(trainer.live, bucket) as publisher:
@@ -183,7 +183,7 @@ def test_what_the_former_writer_commits_before_the_claim_is_continued(
 ) -> None:
     """The weights are read back before the claim, so the former writer may commit meanwhile."""
     elsewhere, other, raced = Trainer(), Hooked(bucket.folder), list[str]()
-    former = Publisher(trainer.live, bucket, fold=False)
+    former = Publisher(trainer.live, bucket, merge=False)
     publish(former, trainer)
     if lost == "before":
         damage(bucket.url, open_run(bucket.url).head().objects[0].key)

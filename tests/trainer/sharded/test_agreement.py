@@ -278,7 +278,7 @@ def wrong_bases(rank: int, size: int, folder: str) -> None:
     other = write_checkpoint(Path(f"{folder}-other-{rank}"), tensors | {"last.weight": tensors["last.weight"] + 1})
     missing = write_checkpoint(Path(f"{folder}-missing-{rank}"), tensors, sharded=True)
     (missing / "model-00002-of-00002.safetensors").unlink()
-    with Publisher(model, bucket, base=good, fold=False) as first:
+    with Publisher(model, bucket, base=good, merge=False) as first:
         trained.publish(first)
         for anchored in (False, True):
             if anchored:

@@ -98,7 +98,7 @@ def go_on(rank: int, size: int, url: str, base: str | None) -> list[Any]:
     model = sharded(model, "fsdp") if size > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     # No anchor beside the chain, from which a lost version could be rebuilt.
-    with Publisher(model, url, base=base, shard_bytes=100, anchor_every=100, fold=False) as publisher:
+    with Publisher(model, url, base=base, shard_bytes=100, anchor_every=100, merge=False) as publisher:
         begun = publisher.version
         for step in range(begun + 1, begun + 3):
             train(model, optimizer, "mixed", step)

@@ -1,4 +1,4 @@
-"""``Heartbeat`` writes what this server serves to the bucket: one small object, rewritten periodically.
+"""``HeartbeatWriter`` writes what this server serves to the bucket: one small object, rewritten periodically.
 
 It informs garbage collection, clients that wait for a version, and operators. Following does not depend on it: a server
 that may not write, or whose clock or disk fails, still follows the run.
@@ -15,10 +15,10 @@ from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.log_lines import RepeatedErrors
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.fleet.heartbeats import LEFT, write_heartbeat
-from vllm_delta_sync.format.limits import MAX_LEASE_PINS, MAX_LEASE_TEXT
+from vllm_delta_sync.format.limits import MAX_HEARTBEAT_PINS, MAX_HEARTBEAT_TEXT
 from vllm_delta_sync.format.manifest import timestamp
 
-LEASE_SECONDS = 60
+HEARTBEAT_SECONDS = 60
 """Lifetime of a heartbeat, which is renewed after a third of it."""
 SPACING_SECONDS = 1.0
 """Minimum seconds between two writes."""
@@ -27,10 +27,10 @@ HeartbeatContent = tuple[Run, dict[str, Any]]
 """The run, and the fields for ``write_heartbeat``."""
 
 
-class Heartbeat:
+class HeartbeatWriter:
     """Writes the heartbeat of one receiver. ``run`` has its own thread: a commit may outlast a heartbeat."""
 
-    def __init__(self, receiver: Receiver, receiver_id: str, seconds: int = LEASE_SECONDS) -> None:
+    def __init__(self, receiver: Receiver, receiver_id: str, seconds: int = HEARTBEAT_SECONDS) -> None:
         self._receiver = receiver
         self._id = receiver_id
         self._seconds = seconds
@@ -122,7 +122,7 @@ class Heartbeat:
             "served": shown["served"]["version"] if ours else None,
             "step": shown["served"]["step"] if ours else None,
             "target": receiver.goal_version,
-            "pins": shown["undo"][:MAX_LEASE_PINS] if ours else [],
+            "pins": shown["undo"][:MAX_HEARTBEAT_PINS] if ours else [],
             "head": None if shown["head"] is None else shown["head"]["version"],
             "lag": shown["lag"] if ours else None,
             "state": shown["state"],
@@ -137,4 +137,4 @@ class Heartbeat:
 
 
 def _brief(error: dict[str, str]) -> dict[str, str]:
-    return {"kind": error["kind"], "message": error["message"][:MAX_LEASE_TEXT]}
+    return {"kind": error["kind"], "message": error["message"][:MAX_HEARTBEAT_TEXT]}

@@ -65,7 +65,7 @@ class WeightIdentifier:
             StoreError: the store failed.
             DeltaSyncError: the version that the ranks claim to hold cannot be read, which may be temporary.
         """
-        self._board.enter("proving")
+        self._board.enter("identifying")
         self._unread = None
         held = self._gather()
         first, base = self._history.base()

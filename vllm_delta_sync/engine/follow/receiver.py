@@ -422,7 +422,7 @@ class Receiver:
             if self.is_replaced():
                 self._open_run()
             if self.board.state == "waiting_for_run":
-                self.board.enter("proving")
+                self.board.enter("identifying")
             stopped_by = self.history.poll(self.board.served)
         self._ranks.keys_sequence = self.history.keys_sequence
         self.planner.refresh()

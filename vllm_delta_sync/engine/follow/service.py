@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.engine.commit.transaction import EnginePort, EngineStopped
-from vllm_delta_sync.engine.follow.heartbeat import Heartbeat
+from vllm_delta_sync.engine.follow.heartbeat import HeartbeatWriter
 from vllm_delta_sync.engine.follow.object_prefetch import ObjectPrefetch
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrderStore
@@ -61,9 +61,9 @@ class ReceiverService:
         self._failures = 0
         self._throttle = RepeatedErrors()
         self._threads = [threading.Thread(target=self._follow, name="delta-sync", daemon=True)]
-        self._heartbeat: Heartbeat | None = None
+        self._heartbeat: HeartbeatWriter | None = None
         if settings.receiver_id is not None:
-            self._heartbeat = Heartbeat(self.receiver, settings.receiver_id, settings.lease_seconds)
+            self._heartbeat = HeartbeatWriter(self.receiver, settings.receiver_id, settings.heartbeat_seconds)
             self.receiver.board.watch(self._heartbeat.notify)
             keep = threading.Thread(
                 target=self._heartbeat.run, args=(self._stop,), name="delta-sync-heartbeat", daemon=True

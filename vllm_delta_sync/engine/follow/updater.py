@@ -206,7 +206,7 @@ class WeightUpdater:
                 if self._board.invalidated or fatal or not self._planner.feedback.exclude(plan, error):
                     raise
         with self._pause_slots.slot(plan.target.version, until) as waited:
-            timings = None if waited is None else self._commit(plan, position, staged | {"turn": waited})
+            timings = None if waited is None else self._commit(plan, position, staged | {"queued": waited})
         if timings is not None:
             self._committed(plan, timings, elements)
 

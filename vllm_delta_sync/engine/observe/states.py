@@ -10,7 +10,7 @@ from vllm_delta_sync.engine.logger import logger
 
 State = Literal[
     "waiting_for_run",
-    "proving",
+    "identifying",
     "refused",
     "idle",
     "held",
@@ -23,7 +23,7 @@ State = Literal[
 ]
 STATES: dict[State, str] = {
     "waiting_for_run": "the bucket holds no run yet, or cannot be read; see last_error",
-    "proving": "tracing the model's loader and comparing its weights with the run's",
+    "identifying": "tracing the model's loader and comparing its weights with the run's",
     "refused": "this model cannot follow this run, or its weights are no longer a version; see last_error",
     "idle": "serving; no update in progress",
     "held": "serving one version and not following, until POST /delta_sync/release; or serving a newer version than "
@@ -40,23 +40,31 @@ STATES: dict[State, str] = {
 SERVING: tuple[State, ...] = ("idle", "held")
 UPDATING: tuple[State, ...] = ("staging", "draining", "committing")
 RESTING: tuple[State, ...] = ("waiting_for_run", "refused", *SERVING)
-ACTING: tuple[State, ...] = ("proving", *UPDATING, "verifying", "repairing")
+ACTING: tuple[State, ...] = ("identifying", *UPDATING, "verifying", "repairing")
 """The states that end with ``StatusBoard.settle``, whether the action succeeded or failed."""
 
 # A commit begins in ``draining`` with the setting pause_mode wait, else in ``committing``. ``verifying`` goes back to
 # the state before. ``_any`` of them may turn out to be lost.
 _PAUSING: tuple[State, ...] = ("draining", "committing")
-_FROM_SERVING: tuple[State, ...] = ("staging", *_PAUSING, "verifying", "refused", "proving", "waiting_for_run", "lost")
+_FROM_SERVING: tuple[State, ...] = (
+    "staging",
+    *_PAUSING,
+    "verifying",
+    "refused",
+    "identifying",
+    "waiting_for_run",
+    "lost",
+)
 TRANSITIONS: dict[State, tuple[State, ...]] = {
-    "waiting_for_run": ("proving", "lost"),
-    "proving": (*RESTING, "staging", "lost"),
+    "waiting_for_run": ("identifying", "lost"),
+    "identifying": (*RESTING, "staging", "lost"),
     "idle": ("held", *_FROM_SERVING),
     "held": ("idle", *_FROM_SERVING),
-    "staging": (*RESTING, *_PAUSING, "verifying", "proving", "lost"),
-    "draining": (*RESTING, "committing", "proving", "lost"),
-    "committing": (*RESTING, "staging", "verifying", "proving", "lost"),
+    "staging": (*RESTING, *_PAUSING, "verifying", "identifying", "lost"),
+    "draining": (*RESTING, "committing", "identifying", "lost"),
+    "committing": (*RESTING, "staging", "verifying", "identifying", "lost"),
     "verifying": (*SERVING, "staging", "committing", "repairing", "lost"),
-    "refused": ("repairing", "proving", "waiting_for_run", "lost"),
+    "refused": ("repairing", "identifying", "waiting_for_run", "lost"),
     "repairing": ("refused", *SERVING, "verifying", "lost"),
     "lost": (),
 }

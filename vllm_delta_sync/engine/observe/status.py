@@ -137,7 +137,7 @@ class StatusBoard:
 
     def record_commit(self, plan: UpdatePlan, timings: dict[str, float]) -> None:
         """Record a commit of one or more versions."""
-        rounded = {name: round(value, 3) for name, value in ordered({"turn": 0.0, **timings}).items()}
+        rounded = {name: round(value, 3) for name, value in ordered({"queued": 0.0, **timings}).items()}
         entry = {
             "version": plan.target.version,
             "step": plan.target.step,

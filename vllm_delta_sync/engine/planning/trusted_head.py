@@ -226,7 +226,7 @@ class TrustedHead:
         return {
             "keys": [short(key) for key in sorted(self._keyring.trusted)],
             "key_file": None if file is None else file.sequence,
-            "mark": shown,
+            "last_seen": shown,
             "expires_at": None if head is None else head.expires_at,
             "expired": self._looked and (head is None or _is_past(head.expires_at)),
         }

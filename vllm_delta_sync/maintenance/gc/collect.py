@@ -24,9 +24,9 @@ from vllm_delta_sync.bucket.conditional_put import has_content
 from vllm_delta_sync.errors import ConflictError, NotFoundError
 from vllm_delta_sync.fleet.heartbeats import Heartbeats
 from vllm_delta_sync.format.documents import (
-    LEASES_PREFIX,
+    HEARTBEATS_PREFIX,
+    PAUSE_SLOTS_PREFIX,
     RETENTION_KEY,
-    TURNS_PREFIX,
     Retention,
     anchor_of_key,
     merged_delta_of_key,
@@ -57,7 +57,8 @@ class CollectionReport:
     Attributes:
         head: newest version. kept: version → reasons. lost: versions to keep that cannot be rebuilt, → reasons; see
             `delta-sync repair`. Nothing that may belong to them is removed.
-        objects, sidecars, leases, turns: removed keys. anchors: removed versions. folds: removed merged deltas.
+        objects, sidecars, heartbeats, pause_slots: removed keys. anchors: removed versions.
+        merged_deltas: (first, last) of those removed.
         bytes: total size of what was removed.
         gone: closed ranges of versions whose own deltas are no longer stored.
         nothing_because: if nothing was removed, how many objects stay for which reason.
@@ -69,10 +70,10 @@ class CollectionReport:
     lost: dict[int, list[str]] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
     anchors: list[int] = field(default_factory=list)
-    folds: list[tuple[int, int]] = field(default_factory=list)
+    merged_deltas: list[tuple[int, int]] = field(default_factory=list)
     sidecars: list[str] = field(default_factory=list)
-    leases: list[str] = field(default_factory=list)
-    turns: list[str] = field(default_factory=list)
+    heartbeats: list[str] = field(default_factory=list)
+    pause_slots: list[str] = field(default_factory=list)
     bytes: int = 0
     gone: list[list[int]] = field(default_factory=list)
     nothing_because: list[str] = field(default_factory=list)
@@ -120,7 +121,7 @@ class _Collector:
         found = survey(self._run, record=record)
         at = time.time() if now is None else now
         planned = plan_collection(found, self._policy, at, record)
-        removals = [*_planned_removals(planned), *self._stale_fleet_objects(found.leases, at)]
+        removals = [*_planned_removals(planned), *self._stale_fleet_objects(found.heartbeats, at)]
         return self._report(found, planned, removals, True)
 
     def collect(self, now: float | None) -> CollectionReport:
@@ -151,19 +152,19 @@ class _Collector:
             self._check_announced(written)
             self._announce(declared)
             written = declared
-        removals = [*_planned_removals(again), *self._stale_fleet_objects(found.leases, at)]
+        removals = [*_planned_removals(again), *self._stale_fleet_objects(found.heartbeats, at)]
         removed = self._remove(removals, found, written)
         self._finish(written)
         return self._report(found, again, removed, False)
 
-    def _stale_fleet_objects(self, leases: Heartbeats, now: float) -> list[ObjectInfo]:
+    def _stale_fleet_objects(self, heartbeats: Heartbeats, now: float) -> list[ObjectInfo]:
         """Return heartbeats that expired a day ago or more, and pause slot entries that are ``min_age`` old or older.
 
         The newest entry of each pause slot always stays: the next entry continues its numbering.
         """
         min_age = self._policy.min_age
-        ended = [held.info for held in leases.stored if now - held.expires >= max(min_age, SHOWN_SECONDS)]
-        listed = self._run.bucket.list(TURNS_PREFIX)
+        ended = [held.info for held in heartbeats.stored if now - held.expires >= max(min_age, SHOWN_SECONDS)]
+        listed = self._run.bucket.list(PAUSE_SLOTS_PREFIX)
         entries = [(entry, info) for info in listed if (entry := pause_slot_of_key(info.key))]
         newest: dict[int, int] = {}
         for (slot, number, _), _ in entries:
@@ -251,13 +252,13 @@ class _Collector:
             if version is not None:
                 report.anchors.append(version)
             elif merged is not None:
-                report.folds.append(merged)
+                report.merged_deltas.append(merged)
             elif info.key.startswith(SIDECARS_PREFIX):
                 report.sidecars.append(info.key)
-            elif info.key.startswith(LEASES_PREFIX):
-                report.leases.append(info.key)
-            elif info.key.startswith(TURNS_PREFIX):
-                report.turns.append(info.key)
+            elif info.key.startswith(HEARTBEATS_PREFIX):
+                report.heartbeats.append(info.key)
+            elif info.key.startswith(PAUSE_SLOTS_PREFIX):
+                report.pause_slots.append(info.key)
             else:
                 report.objects.append(info.key)
         if not (removed or _planned_removals(planned)):

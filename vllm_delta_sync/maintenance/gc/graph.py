@@ -11,7 +11,7 @@ from vllm_delta_sync.errors import ChainError, ConflictError, DataError, DeltaSy
 from vllm_delta_sync.fleet.heartbeats import Heartbeats, read_heartbeats
 from vllm_delta_sync.format.documents import (
     ANCHORS_PREFIX,
-    FOLDS_PREFIX,
+    MERGED_PREFIX,
     TAGS_PREFIX,
     Retention,
     Tag,
@@ -82,7 +82,7 @@ class RunGraph:
     Attributes:
         history: manifests by version; the last is the head. standalone: anchors and merged deltas.
         unrelated: documents that do not fit the history. unreadable: key of a document → why it cannot be read.
-        tags: by name. leases: heartbeats of receivers.
+        tags: by name. heartbeats: heartbeats of receivers.
         objects, sidecars: by key; only keys that have the form of an object's or sidecar's.
         notes: for the operator.
     """
@@ -92,7 +92,7 @@ class RunGraph:
     unrelated: list[Edge] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)
     tags: dict[str, Tag] = field(default_factory=dict)
-    leases: Heartbeats = field(default_factory=Heartbeats)
+    heartbeats: Heartbeats = field(default_factory=Heartbeats)
     objects: dict[str, ObjectInfo] = field(default_factory=dict)
     sidecars: dict[str, ObjectInfo] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -146,8 +146,8 @@ def survey(run: RunDocuments, known: RunGraph | None = None, record: Retention |
     breaks = {edge.end for edge in found.history if edge.end and edge.start != edge.end - 1}
     _read_standalone(run, found, known_edges, breaks)
     found.tags = _tags(run, found.notes)
-    found.leases = read_heartbeats(run)
-    found.notes += [f"lease ignored: {reason}" for reason in found.leases.ignored]
+    found.heartbeats = read_heartbeats(run)
+    found.notes += [f"heartbeat ignored: {reason}" for reason in found.heartbeats.ignored]
     found.objects = {item.key: item for item in run.bucket.list(OBJECTS_PREFIX) if _OBJECT.fullmatch(item.key)}
     found.sidecars = {item.key: item for item in run.bucket.list(SIDECARS_PREFIX) if _SIDECAR.fullmatch(item.key)}
     _recheck_listing(run, found, record)
@@ -256,7 +256,7 @@ def _unreadable(key: str, error: DeltaSyncError) -> DeltaSyncError:
 def _read_standalone(run: RunDocuments, found: RunGraph, known_edges: dict[ObjectInfo, Edge], breaks: set[int]) -> None:
     listed = [
         item
-        for prefix in (ANCHORS_PREFIX, FOLDS_PREFIX)
+        for prefix in (ANCHORS_PREFIX, MERGED_PREFIX)
         for item in run.bucket.list(prefix)
         if anchor_of_key(item.key) is not None or merged_delta_of_key(item.key) is not None
     ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.errors import UsageError
-from vllm_delta_sync.format.documents import Lease, Retention
+from vllm_delta_sync.format.documents import Heartbeat, Retention
 from vllm_delta_sync.maintenance.gc.graph import NOTHING, Edge, RunGraph, paths_from, paths_to
 from vllm_delta_sync.maintenance.gc.record import spelled
 from vllm_delta_sync.maintenance.tags import rebase_epoch
@@ -98,7 +98,7 @@ class _Planner:
         self._edges = graph.edges()
         self._keep: dict[str, Edge] = {}
         self._why: dict[str, str] = {}
-        self._leases = graph.leases.live(now)
+        self._heartbeats = graph.heartbeats.live(now)
         self._planned = CollectionPlan(notes=list(graph.notes))
 
     def run(self) -> CollectionPlan:
@@ -150,13 +150,13 @@ class _Planner:
             # A version that the publisher rebased to is always kept: the next version builds on it.
             if tag.branch is not None or policy.keep_tagged or rebase_epoch(name) is not None:
                 want(tag.version, f"branch {tag.branch}" if tag.branch is not None else f"tag {name}")
-        for lease in self._leases:
-            for version in self._versions_held_by(lease):
-                want(version, f"lease {lease.receiver}")
+        for heartbeat in self._heartbeats:
+            for version in self._versions_held_by(heartbeat):
+                want(version, f"heartbeat {heartbeat.receiver}")
         return {version: list(found[version]) for version in sorted(found)}
 
-    def _versions_held_by(self, lease: Lease) -> list[int]:
-        named = [version for version in (lease.served, lease.target, *lease.pins) if version is not None]
+    def _versions_held_by(self, heartbeat: Heartbeat) -> list[int]:
+        named = [version for version in (heartbeat.served, heartbeat.target, *heartbeat.pins) if version is not None]
         history = self._graph.history
         return [
             version
@@ -209,7 +209,7 @@ class _Planner:
         """Keep the paths to the head from live receivers, and from the newest sound and exact ones if they differ."""
         head, sound, exact = self._graph.head, self._graph.sound, self._graph.exact
         served: set[int | None] = {
-            lease.served for lease in self._leases if lease.served in self._versions_held_by(lease)
+            heartbeat.served for heartbeat in self._heartbeats if heartbeat.served in self._versions_held_by(heartbeat)
         }
         served |= {sound, exact} - {head}
         for target in {head, sound, exact}:
@@ -325,7 +325,7 @@ class _Planner:
             "unreadable": "listed by no readable document",
         }
         lines = []
-        for kind, word in (("tag", "tags"), ("branch", "branches"), ("lease", "receivers")):
+        for kind, word in (("tag", "tags"), ("branch", "branches"), ("heartbeat", "receivers")):
             names = [reason.partition(" ")[2] for reason in counts if reason.startswith(f"{kind} ")]
             count = sum(counts.pop(f"{kind} {name}") for name in names)
             if count:

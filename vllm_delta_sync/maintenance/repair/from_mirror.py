@@ -116,8 +116,8 @@ class Mirror:
 
     def _missing_standalone_keys(self, version: int) -> list[str]:
         """Return the keys of standalone documents that lead to a version and are only in the mirror."""
-        folds = [merged_delta_key(*pair) for pair in self._copy.merged_deltas() if pair[1] == version]
-        return [key for key in (anchor_key(version), *folds) if self._stored(key) is None]
+        merged_deltas = [merged_delta_key(*pair) for pair in self._copy.merged_deltas() if pair[1] == version]
+        return [key for key in (anchor_key(version), *merged_deltas) if self._stored(key) is None]
 
     def _manifest(self, version: int) -> str | None:
         if version in self._audit.confirmed:

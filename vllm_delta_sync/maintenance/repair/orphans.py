@@ -23,7 +23,7 @@ def orphans(run: RunDocuments, audit: DocumentAudit) -> list[ObjectRef]:
         listed.update(ref.key for ref in run.manifest(version).objects)
     for version in audit.anchors:
         listed.update(ref.key for ref in run.anchor(version).objects)
-    for pair in audit.folds:
+    for pair in audit.merged_deltas:
         listed.update(ref.key for ref in run.merged_delta(*pair).objects)
     found = []
     for item in run.bucket.list(OBJECTS_PREFIX):

@@ -1,0 +1,89 @@
+"""A run of another format version is refused by everyone with one error, and nothing is written to it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.world import World
+from trainer_side import Publisher
+from vllm_delta_sync import open_run
+from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.cli.main import run
+from vllm_delta_sync.errors import DeltaSyncError, UnsupportedError
+from vllm_delta_sync.format.limits import FORMAT_VERSION
+from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY
+
+OTHERS = pytest.mark.parametrize(
+    ("version", "fix"),
+    [(FORMAT_VERSION - 1, "use the release that wrote the run"), (FORMAT_VERSION + 1, "upgrade to read it")],
+    ids=["earlier", "later"],
+)
+
+
+def contents(url: str) -> dict[str, bytes]:
+    with open_bucket(url) as bucket:
+        return {info.key: bucket.get(info.key) for info in bucket.list()}
+
+
+def give_format(url: str, version: int) -> dict[str, bytes]:
+    """Make a run one of another format, as its first bytes say; return what the bucket has then."""
+    with open_bucket(url) as bucket:
+        for key in (info.key for info in list(bucket.list()) if info.key.endswith(".json")):
+            ours, other = (f'"format_version":{number}'.encode() for number in (FORMAT_VERSION, version))
+            bucket.put(key, bucket.get(key).replace(ours, other))
+    return contents(url)
+
+
+@OTHERS
+def test_a_publisher_and_the_commands_refuse_it(
+    version: int, fix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, weights = str(tmp_path / "run"), {"weight": torch.zeros(64, dtype=torch.bfloat16)}
+    with Publisher(weights, url) as publisher:
+        weights["weight"][3] = 1.0
+        publisher.publish(step=1, wait=True)
+    before = give_format(url, version)
+    with pytest.raises(UnsupportedError, match=rf"format_version is {version}, .*{fix}"):
+        Publisher(weights, url)
+    with pytest.raises(UnsupportedError, match=fix):
+        open_run(url)
+    for command in (["log"], ["verify"], ["gc", "--keep-last", "1"], ["compact"], ["tag", "set", "best"]):
+        assert run([*command, "--bucket", url]) != 0
+        assert fix in capsys.readouterr().err.replace("\n", " ")
+    assert contents(url) == before
+
+
+@OTHERS
+def test_a_server_that_meets_it_keeps_serving(version: int, fix: str, tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.train_and_follow(1)
+    served = world.bits()
+    world.train(2)
+    with open_bucket(world.url) as bucket:
+        kept = bucket.get(RUN_KEY), bucket.get(HEAD_KEY)
+    before = give_format(world.url, version)
+    with pytest.raises(DeltaSyncError) as refused:
+        world.receiver.advance()
+    assert refused.value.kind == "unsupported"
+    assert fix in str(refused.value)
+    world.expect_bits(served)
+    assert world.receiver.status()["served"]["version"] == 1
+    assert contents(world.url) == before
+    give_format(world.url, FORMAT_VERSION)
+    with open_bucket(world.url) as bucket:
+        bucket.put(RUN_KEY, kept[0])
+        bucket.put(HEAD_KEY, kept[1])
+
+
+@OTHERS
+def test_a_server_that_starts_with_it_serves_nothing_of_it(version: int, fix: str, tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.train(1)
+    served = world.bits()
+    before = give_format(world.url, version)
+    world.follow()
+    with pytest.raises(UnsupportedError, match=fix):
+        world.receiver.advance()
+    world.expect_bits(served)
+    assert contents(world.url) == before
