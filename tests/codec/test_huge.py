@@ -76,17 +76,17 @@ def test_fingerprint_of_a_range_that_begins_far_inside() -> None:
 
 
 @pytest.mark.parametrize("codec", ["packed", "raw"])
-def test_folding_keeps_positions_beyond_32_bits(codec: str) -> None:
+def test_merging_keeps_positions_beyond_32_bits(codec: str) -> None:
     table = TensorTable([SPEC])
     total = math.prod(SPEC.shape)
     even = np.array([p for p in EDGES if p < total][::2])
     everything = np.array([p for p in EDGES if p < total])
     parts = [of(positions, codec == "packed") for positions in (even, everything)]
     assert total > 2**33
-    folded = merge_changes(parts, table)
-    assert [group.positions.tolist() for group in folded.sparse] == [everything.tolist()]
+    merged = merge_changes(parts, table)
+    assert [group.positions.tolist() for group in merged.sparse] == [everything.tolist()]
     wanted = [1 + (codec == "packed" and position in even.tolist()) for position in everything.tolist()]
-    assert folded.sparse[0].data.tolist() == wanted
+    assert merged.sparse[0].data.tolist() == wanted
 
 
 def of(positions: np.ndarray, relative: bool) -> Changes:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.codec.test_fold import histories
+from tests.codec.test_merge import histories
 from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, random_bits, state_of
 from tests.support.written import TABLE
 from vllm_delta_sync.codec import delta_reader as reading
@@ -48,7 +48,7 @@ def spooled(parts: list[Changes], table: TensorTable, folder: Path) -> tuple[Cha
 
 
 @given(history=histories(), batch=st.sampled_from([1, 3, 1 << 20]), block=st.sampled_from([1, 4, 1 << 20]))
-def test_folding_piece_by_piece_does_what_the_versions_do(
+def test_merging_piece_by_piece_does_what_the_versions_do(
     history: tuple[TensorTable, list[list[Bits]], list[Changes]], batch: int, block: int
 ) -> None:
     table, versions, parts = history
@@ -69,7 +69,7 @@ def test_folding_piece_by_piece_does_what_the_versions_do(
     for got, followed, expected in zip(leap.bits, one_by_one.bits, versions[-1], strict=True):
         assert got.tobytes() == followed.tobytes() == expected.tobytes()
     assert leap.fingerprints == one_by_one.fingerprints
-    # The same elements as the fold in memory, and none more.
+    # The same elements as the merge in memory, and none more.
     assert found.changed == merge_changes(packed, table).changed
 
 

@@ -241,11 +241,11 @@ def test_damaged_manifest_in_the_middle_is_named(chain: Chain) -> None:
 def test_range_whose_distances_are_wrong_is_taken_back_and_avoided(chain: Chain) -> None:
     """It declares the right sums, so that only the commit finds out; and it is not tried twice."""
     chain.grow(6)
-    folded = chain.merge(0, 4)
+    merged_delta = chain.merge(0, 4)
     changes = changes_between(chain.table, chain.bits[0], chain.bits[4])
     changes.sparse[0].data[3] += 1
     data = encode(changes, chain.table, "packed", "zstd", DeltaContext(chain.run, 4, 0))
-    forged = folded.model_copy(update={"objects": [chain._put(data)], "payload_bytes": len(data)})
+    forged = merged_delta.model_copy(update={"objects": [chain._put(data)], "payload_bytes": len(data)})
     chain.bucket.put(side.merged_delta_key(0, 4), forged.to_bytes())
     server = Server(chain, chain.bits[0])
     server.reaches(6, commits=4)

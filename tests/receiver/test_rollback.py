@@ -1,4 +1,4 @@
-"""Folding, the undo log, hold and release."""
+"""Merging, the undo log, hold and release."""
 
 import shutil
 from pathlib import Path

@@ -89,8 +89,8 @@ def test_a_merged_delta_does_what_its_versions_do(tmp_path: Path) -> None:
     written = make(tmp_path, 20)
     run = written.run
     for first, last in [(0, 4), (4, 8), (8, 12), (12, 16), (0, 16), (16, 17), (3, 14)]:
-        folded = make_merged_delta(run, first, last)
-        assert folded.digest == run.merged_delta(first, last).digest
+        merged_delta = make_merged_delta(run, first, last)
+        assert merged_delta.digest == run.merged_delta(first, last).digest
         written.check(first, last)
     assert [(step.start, step.end) for step in find_steps(run, 0, 20)] == [
         (0, 16),
@@ -126,18 +126,20 @@ def test_tensors_in_full_and_changes_after_them(tmp_path: Path) -> None:
     written = make(tmp_path, 1)
     for full in ([0, 2], [3], []):
         written.publish(full=full)
-    folded = make_merged_delta(written.run, 0, 4)
-    assert not folded.reversible
+    merged_delta = make_merged_delta(written.run, 0, 4)
+    assert not merged_delta.reversible
     written.check(0, 4)
-    assert {full.id for full in written.run.changes(folded).full} == {0, 2, 3}
+    assert {full.id for full in written.run.changes(merged_delta).full} == {0, 2, 3}
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_several_objects(tmp_path: Path, codec: RelativeCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spooling, "SPOOL_ELEMENTS", 1)
     written = make(tmp_path, 4)
-    folded = make_merged_delta(written.run, 0, 4, object_bytes=1, codec=codec, weights=RollingWeights(written.run))
-    assert len(folded.objects) >= 3
+    merged_delta = make_merged_delta(
+        written.run, 0, 4, object_bytes=1, codec=codec, weights=RollingWeights(written.run)
+    )
+    assert len(merged_delta.objects) >= 3
     written.check(0, 4)
     assert_bits(restore(written.run, written.run.manifest(4)).state, written.writer.bits[4])
 
@@ -257,8 +259,8 @@ def test_ranges_over_codec_context(
     assert not run.merged_deltas(), "without weights nothing is merged"
     weights = RollingWeights(run, scratch=tmp_path)
     for first, last in [(0, 4), (4, 8), (0, 8), (3, 5)]:
-        folded = make_merged_delta(run, first, last, codec=codec, weights=weights)
-        assert codec in folded.requires
+        merged_delta = make_merged_delta(run, first, last, codec=codec, weights=weights)
+        assert codec in merged_delta.requires
         written.check(first, last)
     assert run.merged_delta(4, 8).reversible == (codec == "packed")
     report = verify_run(run)
@@ -657,8 +659,8 @@ def test_compact_a_run(tmp_path: Path) -> None:
     assert (seen[0], seen[-1]) == ((0, len(report.merged_deltas) + 1), (len(report.merged_deltas) + 1,) * 2)
     for pair in written.run.merged_deltas():
         written.check(*pair)
-    folded = sum(written.run.merged_delta(*pair).payload_bytes for pair in report.merged_deltas)
-    assert report.bytes == folded + written.run.anchor(37).payload_bytes
+    merged_delta = sum(written.run.merged_delta(*pair).payload_bytes for pair in report.merged_deltas)
+    assert report.bytes == merged_delta + written.run.anchor(37).payload_bytes
     again = compact(written.run, anchor=37)
     assert (again.merged_deltas, again.present, again.bytes, again.anchor_present) == (
         [],

@@ -203,8 +203,8 @@ def test_a_lost_manifest_is_crossed_by_its_object() -> None:
     whole.bucket.delete(keys.version_key(2))
     report = repair(whole.run)
     assert report.repaired == [f"{side.merged_delta_key(1, 2)}: leads across version 2, whose manifest is lost"]
-    folded = whole.run.merged_delta(1, 2)
-    assert (folded.requires, folded.reversible) == (["context", "zstd"], False)
+    merged_delta = whole.run.merged_delta(1, 2)
+    assert (merged_delta.requires, merged_delta.reversible) == (["context", "zstd"], False)
     assert whole.is_readable(4)
 
 

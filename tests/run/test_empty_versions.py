@@ -33,8 +33,13 @@ def test_a_manifest_is_all_there_is(tmp_path: Path) -> None:
         assert_bits(run.snapshot(version), bits)
     # It is merged, also where nothing else is.
     compact(run)
-    folded = run.merged_delta(0, 4)
-    assert (folded.objects, folded.changed, folded.requires, folded.reversible) == ([], 0, [], True)
+    merged_delta = run.merged_delta(0, 4)
+    assert (merged_delta.objects, merged_delta.changed, merged_delta.requires, merged_delta.reversible) == (
+        [],
+        0,
+        [],
+        True,
+    )
     assert len(run.merged_delta(4, 8).objects) == 1
     state = state_of(TABLE, written.writer.bits[0])
     for first in (0, 4):

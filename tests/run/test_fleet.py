@@ -86,7 +86,7 @@ def test_wait_is_over_when_every_live_one_is_there(world: FleetRun) -> None:
 def test_more_than_asked_for_are_waited_for_too(world: FleetRun) -> None:
     world.heartbeat("a", 2)
     world.heartbeat("b", None, state="identifying")
-    with pytest.raises(FleetLateError, match=r"'b' serves nothing yet \(proving\)"):
+    with pytest.raises(FleetLateError, match=r"'b' serves nothing yet \(identifying\)"):
         world.fleet().wait(2, replicas=1, timeout=5)
 
 

@@ -431,8 +431,8 @@ def test_documents_of_another_run_or_that_do_not_fit_are_not_believed(tmp_path: 
     manifest = grown.manifests[4]
     tag = Tag(run="0" * 32, name="foreign", version=4, manifest=manifest.digest, created_at=manifest.created_at)
     grown.bucket.put(side.tag_key("foreign"), tag.to_bytes())
-    folded = grown.run_.merged_delta(0, 4)
-    other = MergedDelta.model_validate({**folded.model_dump(), "last_manifest": "0" * 64})
+    merged_delta = grown.run_.merged_delta(0, 4)
+    other = MergedDelta.model_validate({**merged_delta.model_dump(), "last_manifest": "0" * 64})
     grown.bucket.put(side.merged_delta_key(0, 4), other.to_bytes())
     grown.memory.clock += 2 * HOUR
     report = collect(grown.run_, FEW)

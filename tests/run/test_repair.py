@@ -530,11 +530,11 @@ def test_a_range_from_weights_takes_the_memory_of_a_few_tensors(
     with counted() as most:
         put_merged_delta(run, first, last, before, after, object_bytes=1024 * 1024)
     assert most[0] < 12 * 1024 * 1024, most
-    folded = run.merged_delta(0, 1)
-    assert len(folded.objects) > 1
-    before.apply(run.changes(folded))
+    merged_delta = run.merged_delta(0, 1)
+    assert len(merged_delta.objects) > 1
+    before.apply(run.changes(merged_delta))
     assert before.fingerprints == after.fingerprints
-    assert before.fingerprint.hex() == folded.last_fingerprint
+    assert before.fingerprint.hex() == merged_delta.last_fingerprint
 
 
 def test_another_base_is_refused_and_nothing_is_rebuilt_for_it(tmp_path: Path) -> None:

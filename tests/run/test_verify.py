@@ -196,7 +196,7 @@ def test_a_folded_range_that_leads_elsewhere_is_named(whole: Whole) -> None:
     assert [(found.key, found.tensor) for found in all_of(whole).findings] == [(key, "b")]
 
 
-TAG, CLAIM, ANCHOR, FOLD = side.tag_key("best"), side.claim_key(1), side.anchor_key(5), side.merged_delta_key(0, 4)
+TAG, CLAIM, ANCHOR, MERGED = side.tag_key("best"), side.claim_key(1), side.anchor_key(5), side.merged_delta_key(0, 4)
 LATE = {"version": 9, "manifest": "late"}
 NAMED: dict[str, tuple[str, bytes | dict[str, Any] | None, type[DeltaSyncError]]] = {
     "tag": (TAG, {"version": 6}, ChainError),
@@ -205,8 +205,8 @@ NAMED: dict[str, tuple[str, bytes | dict[str, Any] | None, type[DeltaSyncError]]
     "claim too late": (CLAIM, LATE, ChainError),
     "anchor": (ANCHOR, {"manifest": "0" * 64}, ChainError),
     "anchor version": (side.anchor_key(6), b"of 5", ChainError),
-    "fold": (FOLD, {"first_manifest": "0" * 64}, ChainError),
-    "fold fingerprint": (FOLD, {"last_fingerprint": "0" * 32}, FingerprintError),
+    "merge": (MERGED, {"first_manifest": "0" * 64}, ChainError),
+    "merge fingerprint": (MERGED, {"last_fingerprint": "0" * 32}, FingerprintError),
     "retention": (side.RETENTION_KEY, b"{", FormatError),
     "head": (keys.HEAD_KEY, b"{", FormatError),
     "head beyond": (keys.HEAD_KEY, {"version": 9999}, NotFoundError),

@@ -142,7 +142,7 @@ def _pieces(url: str, version: int, scratch: str) -> int:
     return sum(piece.changed for piece in pieces_of(parts))
 
 
-def _folded(url: str, first: int, last: int) -> int:
+def _merged(url: str, first: int, last: int) -> int:
     from vllm_delta_sync.client import open_run
 
     run = open_run(url)
@@ -204,7 +204,7 @@ DOORS: dict[str, Door] = {
     "findings": _findings,
     "changes": _changes,
     "pieces": _pieces,
-    "folded": _folded,
+    "merged": _merged,
     "anchor": _anchor,
     "checkpoint": _checkpoint,
     "cached": _cached,

@@ -376,7 +376,7 @@ def test_members_that_stand_twice(reader: Reader, written: Written, tmp_path: Pa
         **dict.fromkeys(KEYS, ("head",)),
         version_key(0): ("tensors", 0),
         side.anchor_key(3): ("anchor", 3),
-        side.merged_delta_key(0, 4): ("folded", 0, 4),
+        side.merged_delta_key(0, 4): ("merged", 0, 4),
         side.tag_key("kept"): ("tensors", "tag:kept"),
     }
     for key, (door, *rest) in doors.items():

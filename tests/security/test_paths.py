@@ -95,7 +95,7 @@ def test_keys_in_folded_ranges_and_anchors(reader: Reader, written: Written, tmp
     written.writer.merge(0, 4)
     written.writer.beside(4, tmp_path)
     for name in ("up, after a folder", "zero byte", "upper case", "very long"):
-        for key, door in ((side.merged_delta_key(0, 4), ("folded", 0, 4)), (side.anchor_key(4), ("anchor", 4))):
+        for key, door in ((side.merged_delta_key(0, 4), ("merged", 0, 4)), (side.anchor_key(4), ("anchor", 4))):
             edit(written.folder, key, of_key({**KEYS, **ODD_KEYS}[name]))
             message = reader.refused(door[0], written.folder, *door[1:], kind="format")
             assert key in message

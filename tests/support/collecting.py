@@ -196,7 +196,7 @@ STEPS = st.one_of(
     st.tuples(st.just("rebase"), st.integers(0, 30)),
     st.tuples(st.just("whole"), st.just(0)),
     st.tuples(st.just("beside"), st.integers(0, 30)),
-    st.tuples(st.just("fold"), st.integers(0, 30)),
+    st.tuples(st.just("merge"), st.integers(0, 30)),
     st.tuples(st.just("repair"), st.integers(0, 30)),
     st.tuples(st.just("tag"), st.integers(0, 30)),
     st.tuples(st.just("milestone"), st.integers(0, 30)),
@@ -233,7 +233,7 @@ def play(grown: Grown, steps: list[tuple[str, int]]) -> None:
             grown.grow_whole()
         elif action == "beside":
             grown.beside(version, grown.folder)
-        elif action == "fold":
+        elif action == "merge":
             grown.fold_all()
         elif action == "repair" and version and version not in breaks:
             grown.merge(version - 1, version)

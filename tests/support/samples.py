@@ -181,9 +181,9 @@ class RunWriter:
             reversible=changes.reversible,
             created_at=CREATED,
         )
-        folded = self.keyring.signed(unsigned)
-        self.bucket.put(side.merged_delta_key(first, last), folded.to_bytes())
-        return folded
+        merged_delta = self.keyring.signed(unsigned)
+        self.bucket.put(side.merged_delta_key(first, last), merged_delta.to_bytes())
+        return merged_delta
 
     def beside(self, version: int, folder: Path, shards: int = 2) -> Anchor:
         """Write an anchor beside a version, in so many shards at most."""

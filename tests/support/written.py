@@ -219,14 +219,14 @@ class Written:
     def check(self, first: int, last: int) -> None:
         """The merged delta does exactly what its versions do."""
         run = self.run
-        folded = run.merged_delta(first, last)
+        merged_delta = run.merged_delta(first, last)
         state = state_of(self.writer.table, self.writer.bits[first])
-        changes = run.changes(folded, state.base_tensor)
+        changes = run.changes(merged_delta, state.base_tensor)
         state.apply(changes)
         assert_bits(state, self.writer.bits[last])
         assert state.fingerprint == self.writer.manifests[last].model_fingerprint
-        assert folded.changed == changes.changed
-        assert folded.reversible == (changes.reversible and "context" not in folded.requires)
+        assert merged_delta.changed == changes.changed
+        assert merged_delta.reversible == (changes.reversible and "context" not in merged_delta.requires)
 
     def is_readable(self, version: int) -> bool:
         """Whether a version can be rebuilt; if so it has the right bits."""

@@ -41,7 +41,7 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "format/test_golden.py",
     ),
     "vllm_delta_sync/codec/packed.py": ("codec/test_packed.py", "codec/test_delta.py", "codec/test_delta_hostile.py"),
-    "vllm_delta_sync/codec/merge.py": ("codec/test_fold.py", "codec/test_lazy.py", "run/test_compaction.py"),
+    "vllm_delta_sync/codec/merge.py": ("codec/test_merge.py", "codec/test_lazy.py", "run/test_compaction.py"),
     "vllm_delta_sync/format/manifest.py": (
         "format/test_manifest.py",
         "format/test_golden.py",

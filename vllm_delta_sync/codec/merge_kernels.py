@@ -1,6 +1,6 @@
 """``merge_layers``: the compiled loop (numba) that merges layers of changes.
 
-Imported lazily; the conventions of ``format/kernels.py`` apply. tests/codec/test_fold.py compares it with applying the
+Imported lazily; the conventions of ``format/kernels.py`` apply. tests/codec/test_merge.py compares it with applying the
 layers one by one.
 """
 

@@ -3,8 +3,8 @@
 There are m slots. A claim on slot s is an object ``pause-slots/<s>/<n>.json``, created if absent, with ascending n: the
 writer of the newest claim holds the slot. The next claim may be created only after that one has ended: either
 ``pause-slots/<s>/<n>.end`` exists, or the claim's time has passed. Others measure that time by the store's later
-timestamps, or by how long they have seen the claim themselves, so clocks need not agree. The holder measures from before
-it requested the claim, so it never believes in its claim longer than others do.
+timestamps, or by how long they have seen the claim themselves, so clocks need not agree. The holder measures from
+before it requested the claim, so it never believes in its claim longer than others do.
 
 Later holders remove old claims and keep the last few. A writer so slow that it creates a removed claim again finds
 newer ones when it lists the claims once more, and does not hold the slot.

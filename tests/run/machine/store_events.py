@@ -1,4 +1,4 @@
-"""What happens to a bucket: tags, branches, folding, collections, rot, repair; also in the middle of each other."""
+"""What happens to a bucket: tags, branches, merging, collections, rot, repair; also in the middle of each other."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ MEANWHILE = ["publish", "take over", "tag", "tag", "branch", "compact", "collect
 
 
 class StoreEvents(Events):
-    """The bucket: tags, branches, folding, collections, rot and repair; and time."""
+    """The bucket: tags, branches, merging, collections, rot and repair; and time."""
 
     @rule(which=ANY, version=ANY, name=st.sampled_from(["a", "b", "c"]), milestone=st.booleans(), fault=FAULTS)
     def tag(self, which: int, version: int, name: str, milestone: bool, fault: Fault) -> None:

@@ -87,13 +87,13 @@ def _row(process: ForkProcess, name: str, root: Path) -> Row:
 def _warm_up() -> None:
     """Compile what is compiled at first use, for one element type after the other."""
     from tests.support.world import World
-    from vllm_delta_sync.codec import merge as folding
+    from vllm_delta_sync.codec import merge as merging
     from vllm_delta_sync.engine.commit import apply as commits
     from vllm_delta_sync.format.dtypes import DTYPES
 
     elements = {DTYPES[name] for name in ("BF16", "F32")}
     commits.compile_kernels(elements)
-    folding.warm_up(elements)
+    merging.warm_up(elements)
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder))
         world.receiver.advance()

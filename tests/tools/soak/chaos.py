@@ -77,7 +77,7 @@ class Chaos(threading.Thread):
         self._post(server, "release")
 
     def _hold(self, server: Server) -> None:
-        """Let versions pile up, so that they are folded."""
+        """Let versions pile up, so that they are merged."""
         held = self._post(server, "hold")
         self._rest()
         self._rest()

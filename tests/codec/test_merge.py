@@ -1,4 +1,4 @@
-"""Folding versions: one apply that does what many do, bit for bit."""
+"""Merging versions: one apply that does what many do, bit for bit."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, patterns, random_bits, state_of
-from vllm_delta_sync.codec import merge as folding
+from vllm_delta_sync.codec import merge as merging
 from vllm_delta_sync.codec import merge_kernels
 from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
@@ -78,12 +78,12 @@ def histories(draw: st.DrawFn) -> tuple[TensorTable, list[list[Bits]], list[Chan
     return table, versions, parts
 
 
-def check_form(folded: Changes) -> None:
-    """What the docstring of ``fold`` says of the result, and Sparse of its arrays."""
-    kinds = [(group.dtype, group.relative) for group in folded.sparse]
+def check_form(merged: Changes) -> None:
+    """What the docstring of ``merge`` says of the result, and Sparse of its arrays."""
+    kinds = [(group.dtype, group.relative) for group in merged.sparse]
     assert len(set(kinds)) == len(kinds)
     carried: dict[int, np.ndarray] = {}
-    for group in folded.sparse:
+    for group in merged.sparse:
         assert [str(array.dtype) for array in (group.ids, group.positions)] == ["uint32", "int64"]
         assert group.data.dtype == group.element.uint
         assert np.all(np.diff(group.ids.astype(np.int64)) > 0)
@@ -94,26 +94,26 @@ def check_form(folded: Changes) -> None:
             assert not np.intersect1d(positions, carried.get(tensor, [])).size
             carried[tensor] = np.concatenate([carried.get(tensor, positions[:0]), positions])
         assert not group.relative or np.all(group.data)
-    full = [tensor.id for tensor in folded.full]
+    full = [tensor.id for tensor in merged.full]
     assert full == sorted(set(full))
     assert not set(full) & set(carried)
-    assert list(folded.fingerprints) == sorted([*full, *carried])
+    assert list(merged.fingerprints) == sorted([*full, *carried])
 
 
-def check_fold(table: TensorTable, versions: list[list[Bits]], parts: list[Changes]) -> Changes:
-    """Fold, and hold it against applying the parts one by one; → the folded changes."""
+def check_merge(table: TensorTable, versions: list[list[Bits]], parts: list[Changes]) -> Changes:
+    """Merge, and hold it against applying the parts one by one; → the merged changes."""
     before = deepcopy(parts)
-    folded = merge_changes(parts, table)
+    merged = merge_changes(parts, table)
     assert_same(parts, before)
     step, leap = state_of(table, versions[0]), state_of(table, versions[0])
     for part in parts:
         step.apply(part)
-    leap.apply(folded)
+    leap.apply(merged)
     for found, followed, expected in zip(leap.bits, step.bits, versions[-1], strict=True):
         assert found.tobytes() == followed.tobytes() == expected.tobytes()
     assert leap.fingerprints == step.fingerprints == state_of(table, versions[-1]).fingerprints
-    check_form(folded)
-    return folded
+    check_form(merged)
+    return merged
 
 
 def assert_same(parts: list[Changes], others: list[Changes]) -> None:
@@ -131,11 +131,11 @@ def assert_same(parts: list[Changes], others: list[Changes]) -> None:
 @given(histories())
 @settings(max_examples=150)  # what lies between two versions is of five kinds, for each of four tensors
 def test_one_apply_does_what_many_do(history: tuple[TensorTable, list[list[Bits]], list[Changes]]) -> None:
-    check_fold(*history)
+    check_merge(*history)
 
 
 @given(histories())
-def test_folding_in_stages_gives_the_same(history: tuple[TensorTable, list[list[Bits]], list[Changes]]) -> None:
+def test_merging_in_stages_gives_the_same(history: tuple[TensorTable, list[list[Bits]], list[Changes]]) -> None:
     table, _, parts = history
     cut = len(parts) // 2
     assert_same(
@@ -150,13 +150,13 @@ def test_distances_there_and_back_fold_to_nothing(
 ) -> None:
     table, versions, _ = history
     walk = [*versions, *versions[-2::-1]]
-    folded = merge_changes([changes_between(table, old, new) for old, new in pairwise(walk)], table)
-    assert (folded.sparse, folded.full, folded.fingerprints) == ([], [], {})
+    merged = merge_changes([changes_between(table, old, new) for old, new in pairwise(walk)], table)
+    assert (merged.sparse, merged.full, merged.fingerprints) == ([], [], {})
 
 
 def test_batches_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors larger than a tile, in several batches, dense and thin, from steps in every codec."""
-    monkeypatch.setattr(folding, "BATCH_ELEMENTS", 9_000)
+    monkeypatch.setattr(merging, "BATCH_ELEMENTS", 9_000)
     tile = int(merge_kernels.TILE)
     sizes = [1, tile - 1, tile, tile + 1, 3 * tile + 5, 40 * tile]
     specs = [TensorSpec(f"{dtype}.{n}", dtype, (n,)) for dtype in ("BF16", "F32", "F8_E4M3", "F64") for n in sizes]
@@ -173,11 +173,11 @@ def test_batches_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
                 bits[[0, -1, bits.size // 2, min(tile, bits.size - 1)]] ^= bits.dtype.type(1)
             parts.append(changes_between(table, versions[-1], new, codec, full=[seed] if codec == "raw" else []))
             versions.append(new)
-        check_fold(table, versions, parts)
-        check_fold(table, versions[2:], parts[2:])
+        check_merge(table, versions, parts)
+        check_merge(table, versions[2:], parts[2:])
 
 
-def test_what_was_decoded_folds() -> None:
+def test_what_was_decoded_merges() -> None:
     """Objects as they are read, every dtype, a scalar and an empty tensor; arrays may be views of read-only bytes."""
     table = every_dtype_table(100)
     random = np.random.default_rng(5)
@@ -189,12 +189,12 @@ def test_what_was_decoded_folds() -> None:
         changes = changes_between(table, versions[-1], new, codec, full=[len(parts), table.index("empty")])
         parts.append(decode(encode(changes, table, codec, "zstd", CONTEXT), table, CONTEXT))
         versions.append(new)
-    folded = check_fold(table, versions, parts)
-    assert {tensor.id for tensor in folded.full} == {0, 1, 2, 3, table.index("empty")}
+    merged = check_merge(table, versions, parts)
+    assert {tensor.id for tensor in merged.full} == {0, 1, 2, 3, table.index("empty")}
 
 
 def test_each_rule_on_one_element() -> None:
-    """Written out by hand: U8 counts without a fold of the sign, so a distance of 3 adds 3."""
+    """Written out by hand: U8 counts without mapping of the sign, so a distance of 3 adds 3."""
     table = TensorTable([TensorSpec("w", "U8", (9,))])
 
     def part(relative: bool, **elements: int) -> Changes:
@@ -255,10 +255,10 @@ def test_a_change_of_fingerprint_without_elements_is_left_to_be_refused() -> Non
     old, new = [np.zeros(2, np.uint8)], [np.ones(2, np.uint8)]
     there, back = changes_between(table, old, new), changes_between(table, new, old)
     back.fingerprints[0] += Fingerprint(1, 0)
-    folded = merge_changes([there, back], table)
-    assert folded == Changes(fingerprints={0: Fingerprint(1, 0)})
+    merged = merge_changes([there, back], table)
+    assert merged == Changes(fingerprints={0: Fingerprint(1, 0)})
     with pytest.raises(FingerprintError, match="'a'"):
-        state_of(table, old).apply(folded)
+        state_of(table, old).apply(merged)
 
 
 COMPILED_AHEAD = """
