@@ -96,7 +96,7 @@ def test_what_vllm_drops_and_loads_again_is_no_change(seen: dict[str, Any]) -> N
         assert found == {"verdicts": [True, True], "to": ["", ""], "right": True}, case
     for found in seen["swapped"].values():
         assert set(found["verdicts"]) == {True}
-        assert min(len(found["verdicts"]), found["pause_slots"]) >= CHECKS
+        assert min(len(found["verdicts"]), found["turns"]) >= CHECKS
         assert found["right"]
 
 

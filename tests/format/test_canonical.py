@@ -102,7 +102,8 @@ def test_values_without_a_canonical_form_are_not_written(value: object) -> None:
 @pytest.mark.parametrize(
     ("version", "error"),
     [
-        (2, UnsupportedError),
+        (1, UnsupportedError),
+        (3, UnsupportedError),
         (True, FormatError),
         ("1", FormatError),
         (0, FormatError),

@@ -234,7 +234,7 @@ def test_lease_says_what_is_served_and_what_can_be_gone_back_to(chain: Chain) ->
 def test_lease_is_written_again_before_it_ends(chain: Chain) -> None:
     server = Server(chain, chain.bits[0])
     server.receiver.advance()
-    path = chain.folder / "receivers" / "one.json"
+    path = chain.folder / "heartbeats" / "one.json"
     slow = HeartbeatWriter(server.receiver, "one")
     slow.write_if_due()
     path.unlink()
@@ -256,7 +256,7 @@ def test_lease_is_written_again_before_it_ends(chain: Chain) -> None:
 def test_lease_that_cannot_be_written_is_said_once(chain: Chain, caplog: pytest.LogCaptureFixture) -> None:
     server = Server(chain, chain.bits[0])
     server.receiver.advance()
-    (chain.folder / "receivers").write_text("in the way")
+    (chain.folder / "heartbeats").write_text("in the way")
     keeper = HeartbeatWriter(server.receiver, "one", seconds=0)
     for _ in range(3):
         keeper.write_if_due()
@@ -322,7 +322,7 @@ def test_service_writes_a_lease_only_under_a_name(chain: Chain, policy: str, nam
     with serving(server.port, bucket=chain.url, policy=policy, receiver_id=name) as service:
         service.request("sync").result(WAIT)
         if name is None:
-            assert not (chain.folder / "receivers").exists()
+            assert not (chain.folder / "heartbeats").exists()
         else:
             wait_until(lambda: [heartbeat.served for heartbeat in heartbeats(chain)] == [6])
 
@@ -330,7 +330,7 @@ def test_service_writes_a_lease_only_under_a_name(chain: Chain, policy: str, nam
 def test_receiver_alone_writes_nothing(chain: Chain) -> None:
     server = Server(chain, chain.bits[0])
     Receiver(server.port, Settings(bucket=chain.url, receiver_id="one")).advance()
-    assert not (chain.folder / "receivers").exists()
+    assert not (chain.folder / "heartbeats").exists()
 
 
 def test_server_says_what_it_does_and_that_it_leaves(fleet: Rollouts) -> None:

@@ -433,8 +433,7 @@ import resource, sys
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.errors import StoreError
-from vllm_delta_sync.format.kernels import add_distances
-from vllm_delta_sync.codec import merge_kernels
+make_merged_delta(open_run(sys.argv[4]), 0, 4)  # loops that are compiled here are stored in files
 run = open_run(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:
@@ -450,7 +449,8 @@ def test_scratch_that_fills_up(tmp_path: Path, scratch: Path) -> None:
     for _ in range(4):
         written.publish(share=0.2)
     most = max(manifest.payload_bytes for manifest in written.writer.manifests[1:]) + 100
-    arguments = [str(written.folder), str(most), str(scratch)]
+    copied = shutil.copytree(written.folder, tmp_path / "copied")
+    arguments = [str(written.folder), str(most), str(scratch), str(copied)]
     done = subprocess.run([sys.executable, "-c", SMALL_FILES, *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "free space there" in done.stdout

@@ -389,6 +389,6 @@ def test_publisher_waits_for_its_servers(tmp_path: Path) -> None:
 def test_leases_of_another_run_are_not_ours(chain: Chain, tmp_path: Path) -> None:
     branch = Chain(tmp_path, "branch", seed=3)
     branch.inside(branch.fresh())
-    shutil.copytree(chain.folder / "receivers", branch.folder / "receivers")
+    shutil.copytree(chain.folder / "heartbeats", branch.folder / "heartbeats")
     fleet = Run(branch.bucket).fleet()
     assert (fleet.replicas, len(fleet.ignored)) == ([], 2)

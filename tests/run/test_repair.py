@@ -215,7 +215,7 @@ def test_everything_comes_back_from_a_mirror(whole: Whole) -> None:
     assert all(line.endswith(": from the mirror") for line in report.repaired)
     # Nothing that is left names the tag, the anchor and the merged deltas: they may have been removed on purpose.
     missing = {key.split("/")[0] for key in right if key not in whole.bucket.held}
-    assert missing == {"tags", "anchors", "merged_deltas", "objects"}
+    assert missing == {"tags", "anchors", "merged", "objects"}
     assert_whole(whole)
 
 

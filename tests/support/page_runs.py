@@ -245,7 +245,7 @@ def broken_run(folder: Path) -> PageRun:
         lag=None,
         error={"kind": "chain", "message": "this server's weights are not the run's base: 12 tensors differ"},
     )
-    (folder / "receivers" / "stray.json").write_bytes(b"not a heartbeat")
+    (folder / "heartbeats" / "stray.json").write_bytes(b"not a heartbeat")
     return run
 
 
@@ -264,7 +264,7 @@ def hostile_run(folder: Path) -> PageRun:
     run.tag("__proto__".strip("_"), 4)
     run.receiver("hasOwnProperty", 10, error={"kind": "store", "message": HOSTILE[0] + HOSTILE[1]}, lag=0)
     run.receiver("toString", 9, holding=True, lag=1)
-    (folder / "receivers" / f"{HOSTILE[0][:20].replace('/', '')}.json").write_bytes(b"{}")
+    (folder / "heartbeats" / f"{HOSTILE[0][:20].replace('/', '')}.json").write_bytes(b"{}")
     return run
 
 
