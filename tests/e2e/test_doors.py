@@ -38,8 +38,8 @@ def check_nothing_moves_by_itself(server: Server, trainer: World) -> None:
     trainer.publish()
     version = trainer.publish()
     eventually(lambda: (server.status()["head"] or {}).get("version") == version, f"version {version} is seen")
-    looks = server.status()["looks"]
-    eventually(lambda: server.status()["looks"] >= looks + 3, "it looks again and again")
+    looks = server.status()["polls"]
+    eventually(lambda: server.status()["polls"] >= looks + 3, "it looks again and again")
     status = server.status()
     assert (status["served"]["version"], status["lag"], status["state"], status["last_error"]) == (0, 2, "idle", None)
     assert server.get("/delta_sync/ready").status_code == 200

@@ -100,8 +100,8 @@ def test_no_run_is_shown_and_logged_once(follower: Follower) -> None:
     answers = server.outputs()
     run.rename(away)
     server.wait_error("not_found")
-    looks = server.status()["looks"]
-    eventually(lambda: server.status()["looks"] >= looks + 3, "it looks again and again")
+    looks = server.status()["polls"]
+    eventually(lambda: server.status()["polls"] >= looks + 3, "it looks again and again")
     assert server.status()["served"]["version"] == world.version
     assert server.outputs() == answers
     assert len(server.log_lines("its run.json is missing")) == 1

@@ -317,7 +317,7 @@ def test_clock_that_jumps_stops_nothing(
         patch.setattr(time, "time", lambda: real() + 86400 * days)
         world.train(1)
         wait_until(lambda: service.receiver.served_version == 1)
-        assert 0 <= service.receiver.status()["looked_seconds"] < WAIT
+        assert 0 <= service.receiver.status()["polled_seconds"] < WAIT
     world.train(2)
     wait_until(lambda: service.receiver.served_version == 2)
 

@@ -265,8 +265,8 @@ def test_nothing_moves_by_itself_and_lag_says_what_waits(site: Site) -> None:
     for version in (1, 2, 3):
         site.world.train(version)
         wait_until(lambda version=version: service.receiver.status()["lag"] == version)  # type: ignore[misc]
-    looks = service.receiver.status()["looks"]
-    wait_until(lambda: service.receiver.status()["looks"] > looks + 3)
+    looks = service.receiver.status()["polls"]
+    wait_until(lambda: service.receiver.status()["polls"] > looks + 3)
     status = service.receiver.status()
     assert (status["served"]["version"], status["state"], status["last_error"]) == (0, "idle", None)
     assert "commit" not in site.port.log
@@ -293,8 +293,8 @@ def test_weights_that_are_no_version_are_compared_once(site: Site) -> None:
     service = site.serve(policy="manual")
     service.start()
     assert compared.wait(WAIT)
-    looks = service.receiver.status()["looks"]
-    wait_until(lambda: service.receiver.status()["looks"] > looks + 5)
+    looks = service.receiver.status()["polls"]
+    wait_until(lambda: service.receiver.status()["polls"] > looks + 5)
     assert (len(proofs), service.receiver.served_version) == (1, None)
     assert service.request("sync").result(WAIT)["served"]["version"] == 0
     site.world.expect_exact()

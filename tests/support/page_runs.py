@@ -185,7 +185,7 @@ class PageRun:
             "undo": list(range(served - 1, max(0, served - 9), -1)),
             "timings_ms": recent[-1]["timings_ms"] if recent else {},
             "commits": served,
-            "looked_seconds": 0.4,
+            "polled_seconds": 0.4,
             "fleet": {"receiver": receiver, "pauses": 1, "waiting": False},
             "versions": {"vllm": "0.33.0", "torch": "2.13.0", "vllm_delta_sync": __version__, "tested": True},
             "recent": recent,

@@ -137,7 +137,7 @@ def _server(view: ServerView, states: Mapping[Any, str]) -> dict[str, Any]:
         "reasons": [str(reason)[:MAX_TEXT] for reason in (status.field("ready.reasons", list) or [])[:8]],
         "last_error": None if kind is None or message is None else {"kind": kind, "message": message},
         "commits": status.field("commits", int),
-        "polled": _number(status, "looked_seconds"),
+        "polled": _number(status, "polled_seconds"),
         "receiver": _text(status, "fleet.receiver", 120),
         "undo": [item for item in (status.field("undo", list) or [])[:MAX_RECENT] if type(item) is int],
         "vllm": _text(status, "versions.vllm", SHORT_TEXT),

@@ -44,7 +44,7 @@ def _connected(siege: Siege, port: int, name: str | None, kind: int = zmq.PUB) -
 
 
 def _polls(siege: Siege) -> int:
-    return int(siege.server.status()["looks"])
+    return int(siege.server.status()["polls"])
 
 
 Forge = Callable[[Siege, int], list[bytes]]
