@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from vllm_delta_sync.process_folders import PREFIX, ProcessFolder, hold_folder, remove_abandoned
@@ -75,10 +76,13 @@ class Owner:
         return (self.folder / "left").exists()
 
     def kill(self) -> None:
-        """It, and all that it started in its session."""
+        """It, and all that it started in its session; returns once they have ended, and their locks with them."""
+        started = psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(SECONDS)
+        _, running = psutil.wait_procs(started, SECONDS)
+        assert not running
 
     def end(self) -> None:
         """As a program ends that has nothing left to do."""
