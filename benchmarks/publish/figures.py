@@ -79,7 +79,7 @@ class Rank:
         return cls(
             document["shard"],
             None if memory is None else Memory(**memory),
-            [Turn(**turn) for turn in document["pause_slots"]],
+            [Turn(**turn) for turn in document["turns"]],
             [Phase(**phase) for phase in document["phases"]],
         )
 
