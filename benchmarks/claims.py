@@ -84,7 +84,7 @@ CLAIMS = (
     ),
     Claim(
         "catchup",
-        f"{STEP}: catching up over 100 of them by merged deltas; by each delta",
+        "100 steps of *settled*, lr 1e-6: caught up by merged deltas; by each delta",
         "{} % changed; {} objects, {} MB, {} s; {} objects, {} MB, {} s",
         (
             ("settled lr 1e-6: 100 versions", "changed share"),

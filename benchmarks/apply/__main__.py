@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     checkpoint = real_case.find_checkpoint(options)
     if checkpoint is not None:
         flags += ["--checkpoint", str(checkpoint)]
-        real_steps.pairs("settled", rates=(1e-6,))  # cached here, where training has all cores
+        real_steps.pairs("settled", rates=(real_steps.SEQUENCE_RATE,))  # cached here, where training has all cores
     # Thread counts are read when libraries load, and vLLM's state stays in its process for good.
     command = [sys.executable, "-m", "benchmarks.apply.measure", "--json", str(options.json.absolute())]
     done = subprocess.run(

@@ -26,6 +26,7 @@ from benchmarks.apply.proof import measure_proof
 from benchmarks.common import real_case, real_steps
 from benchmarks.common.rows import Row, parser, row, write
 from benchmarks.common.timing import Method, load_average, peak_extra_bytes, time_all
+from benchmarks.common.training_data import tensors_of
 from vllm_delta_sync.engine.commit.apply import apply_patch
 from vllm_delta_sync.engine.model.patch import StagedPatch, route_changes
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
@@ -208,11 +209,8 @@ def _absolute_rows(case: str, methods: list[Method], extra: dict[str, int], chan
 
 def real_subject(checkpoint: Path, work: Path) -> tuple[Subject, dict[str, torch.Tensor]]:
     """The real model before a step of a settled run, and its tensors after it."""
-    [pair] = real_steps.pairs("settled", rates=(1e-6,))
-    old, new = (
-        {name: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for name, bits in weights.items()}
-        for weights in (pair.old, pair.new)
-    )
+    [pair] = real_steps.pairs("settled", rates=(real_steps.SEQUENCE_RATE,))
+    old, new = tensors_of(pair.old), tensors_of(pair.new)
     save_tensors(old, checkpoint, work / "old")
     return Subject(REAL, work / "old", work), new
 

@@ -26,7 +26,7 @@ from benchmarks.catchup.widths import widths
 from benchmarks.common import real_model, real_steps
 from benchmarks.common.rows import Row, parse, row, write
 from benchmarks.common.tables import Place, pivot
-from benchmarks.common.training_data import Weights
+from benchmarks.common.training_data import tensors_of
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
 from vllm_delta_sync.client import Run, open_run
@@ -143,13 +143,10 @@ def publish_real(url: str, versions: int) -> None:
     """Write a run of the real model, as ``publish``."""
     made = real_steps.sequence(versions, say=print)
 
-    def tensors(weights: Weights) -> dict[str, torch.Tensor]:
-        return {name: torch.from_numpy(bits.view("int16")).view(torch.bfloat16) for name, bits in weights.items()}
-
-    served = tensors({name: bits.copy() for name, bits in made.base.items()})
+    served = tensors_of({name: bits.copy() for name, bits in made.base.items()})
     with Publisher(served.items, bucket=url, merge=False) as publisher:
         for step, version in enumerate(made.versions(), 1):
-            for name, tensor in tensors(version).items():
+            for name, tensor in tensors_of(version).items():
                 served[name].copy_(tensor)
             publisher.publish(step=step, wait=True)
 

@@ -18,6 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from vllm_delta_sync.format.table import TensorSpec
+from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 
 CACHE = Path("bench-out/training-data")
 SHARES = (0.005, 0.01, 0.02, 0.05, 0.1)
@@ -73,6 +77,11 @@ def elements(pair: Pair) -> tuple[int, int]:
     """(all, changed)."""
     total = sum(bits.size for bits in pair.old.values())
     return total, round(pair.share * total)
+
+
+def tensors_of(weights: Weights) -> dict[str, torch.Tensor]:
+    """Bfloat16 tensors that share the memory of a version's bits."""
+    return {name: tensor_from_bits(bits, TensorSpec(name, "BF16", bits.shape)) for name, bits in weights.items()}
 
 
 def changed_share(old: Weights, new: Weights) -> float:

@@ -13,6 +13,7 @@ from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.written import Written
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
+from vllm_delta_sync.fleet.heartbeats import write_heartbeat
 from vllm_delta_sync.format.documents import Heartbeat, heartbeat_key
 from vllm_delta_sync.format.manifest import timestamp
 from vllm_delta_sync.maintenance.gc import collect as retention
@@ -66,6 +67,13 @@ def test_gc_for_people(url: str) -> None:
     out = shown("gc", "--bucket", url, "--keep-last", "1", code=1)
     assert "versions 7 should be kept but cannot be rebuilt; run delta-sync repair" in out
     assert re.search(r"^removed +\d+ objects", out, re.MULTILINE)
+
+
+def test_gc_counts_heartbeats_that_ended(url: str) -> None:
+    write_heartbeat(open_run(url), "ended", 20)
+    age(Path(url), 2 * 24 * 3600)
+    out = shown("gc", "--bucket", url, "--keep-last", "1", "--dry-run")
+    assert re.search(r"^would remove +\d+ objects, .*, 1 heartbeats, 0 pause slot entries, ", out, re.MULTILINE)
 
 
 def test_gc_takes_its_policy_from_the_command_line(url: str) -> None:

@@ -216,7 +216,7 @@ def heartbeats(chain: Chain) -> list[Any]:
     return [held.heartbeat for held in read_heartbeats(open_run(chain.url)).stored]
 
 
-def test_lease_says_what_is_served_and_what_can_be_gone_back_to(chain: Chain) -> None:
+def test_heartbeat_says_what_is_served_and_what_can_be_gone_back_to(chain: Chain) -> None:
     server = Server(chain, chain.bits[0])
     keeper = HeartbeatWriter(server.receiver, "one")
     keeper.write_if_due()
@@ -231,7 +231,7 @@ def test_lease_says_what_is_served_and_what_can_be_gone_back_to(chain: Chain) ->
     assert [(heartbeat.served, heartbeat.pins) for heartbeat in heartbeats(chain)] == [(6, [5, 2, 0])]
 
 
-def test_lease_is_written_again_before_it_ends(chain: Chain) -> None:
+def test_heartbeat_is_written_again_before_it_ends(chain: Chain) -> None:
     server = Server(chain, chain.bits[0])
     server.receiver.advance()
     path = chain.folder / "heartbeats" / "one.json"
@@ -253,7 +253,7 @@ def test_lease_is_written_again_before_it_ends(chain: Chain) -> None:
     assert not thread.is_alive()
 
 
-def test_lease_that_cannot_be_written_is_said_once(chain: Chain, caplog: pytest.LogCaptureFixture) -> None:
+def test_heartbeat_that_cannot_be_written_is_said_once(chain: Chain, caplog: pytest.LogCaptureFixture) -> None:
     server = Server(chain, chain.bits[0])
     server.receiver.advance()
     (chain.folder / "heartbeats").write_text("in the way")
@@ -317,7 +317,7 @@ def test_heartbeat_whose_only_write_seemed_to_fail_is_ended(chain: Chain, monkey
 
 
 @pytest.mark.parametrize(("policy", "name"), [("follow", "one"), ("manual", "one"), ("follow", None)])
-def test_service_writes_a_lease_only_under_a_name(chain: Chain, policy: str, name: str | None) -> None:
+def test_service_writes_a_heartbeat_only_under_a_name(chain: Chain, policy: str, name: str | None) -> None:
     server = Server(chain, chain.bits[0])
     with serving(server.port, bucket=chain.url, policy=policy, receiver_id=name) as service:
         service.request("sync").result(WAIT)

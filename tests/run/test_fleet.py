@@ -91,7 +91,7 @@ def test_more_than_asked_for_are_waited_for_too(world: FleetRun) -> None:
 
 
 @pytest.mark.parametrize("skew", [-1e6, 0.0, 1e6])
-def test_one_that_dies_holds_others_up_for_its_lease(
+def test_one_that_dies_holds_others_up_for_its_heartbeat(
     world: FleetRun, skew: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.heartbeat("a", 2)
@@ -134,7 +134,7 @@ def test_numbers_that_make_no_sense(world: FleetRun) -> None:
             world.fleet().wait(**arguments)
 
 
-def test_leases_that_did_not_change_are_read_once(world: FleetRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_that_did_not_change_are_read_once(world: FleetRun, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         world.heartbeat(f"r{number}", 1)
     fleet = world.fleet()
@@ -158,7 +158,7 @@ def test_leases_that_did_not_change_are_read_once(world: FleetRun, monkeypatch: 
     assert reads == [side.heartbeat_key("r4")]
 
 
-def test_older_leases_are_read_and_newer_members_ignored(world: FleetRun) -> None:
+def test_older_heartbeats_are_read_and_newer_members_ignored(world: FleetRun) -> None:
     world.heartbeat("a", 2)
     document = json.loads(world.bucket.get(side.heartbeat_key("a")))
     kept = ("format_version", "requires", "run", "receiver", "served", "target", "pins", "seconds", "created_at")
@@ -386,7 +386,7 @@ def test_publisher_waits_for_its_servers(tmp_path: Path) -> None:
         publisher.wait_served()
 
 
-def test_leases_of_another_run_are_not_ours(chain: Chain, tmp_path: Path) -> None:
+def test_heartbeats_of_another_run_are_not_ours(chain: Chain, tmp_path: Path) -> None:
     branch = Chain(tmp_path, "branch", seed=3)
     branch.inside(branch.fresh())
     shutil.copytree(chain.folder / "heartbeats", branch.folder / "heartbeats")

@@ -291,7 +291,7 @@ def test_a_version_published_lately_keeps_its_delta(tmp_path: Path) -> None:
     assert collect(grown.run_, RetentionPolicy(keep_last=1)).bytes
 
 
-def test_a_receiver_with_a_lease_finds_its_way_on(tmp_path: Path) -> None:
+def test_a_receiver_with_a_heartbeat_finds_its_way_on(tmp_path: Path) -> None:
     grown = long_run(tmp_path)
     write_heartbeat(grown.run_, "slow", 7, target=19, seconds=600)
     report = collect(grown.run_, RetentionPolicy(keep_last=1))
@@ -302,7 +302,7 @@ def test_a_receiver_with_a_lease_finds_its_way_on(tmp_path: Path) -> None:
     assert 7 not in collect(grown.run_, RetentionPolicy(keep_last=1)).kept
 
 
-def test_forged_leases_do_not_hold_for_ever(tmp_path: Path) -> None:
+def test_forged_heartbeats_do_not_hold_for_ever(tmp_path: Path) -> None:
     grown = long_run(tmp_path, 20)
     grown.memory.clock += 7 * 24 * HOUR
     for number in range(20):

@@ -62,7 +62,7 @@ def test_dead_holder_delays_others_by_the_life_of_its_claim(world: FleetRun, ske
     assert world.bucket.now - died <= LIFE + 3
 
 
-def test_claim_of_long_ago_delays_nobody_who_has_a_lease(world: FleetRun) -> None:
+def test_claim_of_long_ago_delays_nobody_who_has_a_heartbeat(world: FleetRun) -> None:
     taken(world.turns("dead"))
     world.passes(LIFE + 5)
     world.bucket.put(side.heartbeat_key("b"), b"{}")

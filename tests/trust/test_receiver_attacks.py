@@ -312,7 +312,7 @@ def test_forged_weights_with_the_right_fingerprint(tmp_path: Path) -> None:
     trusting.receiver.advance()
     assert trusting.receiver.verify()["verdict"]
     trusting.server.holds(bits)
-    # The merged delta and the anchor do not exist for whoever asks for signatures.
+    # Receivers that require signatures see neither the merged delta nor the anchor.
     world.serves(4)
     # Nor when there is nothing else.
     world.start()

@@ -142,7 +142,7 @@ def _print_gc(document: dict[str, Any]) -> None:
     if removed["sidecars"]:
         counts += f", {len(removed['sidecars'])} sidecars"
     if removed["heartbeats"] or removed["pause_slots"]:
-        counts += f", {len(removed['heartbeats'])} heartbeats, {len(removed['turns'])} pause slot entries"
+        counts += f", {len(removed['heartbeats'])} heartbeats, {len(removed['pause_slots'])} pause slot entries"
     fields: list[tuple[str, object]] = [
         ("head", f"version {document['head']}"),
         ("kept", f"{len(document['kept'])} versions: {spelled(row['version'] for row in document['kept'])}"),

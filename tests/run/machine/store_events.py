@@ -160,7 +160,7 @@ class StoreEvents(Events):
 
     @rule(which=ANY, policy=OLD, moment=MOMENTS, what=st.sampled_from(MEANWHILE), number=ANY)
     def collect_meanwhile(self, which: int, policy: RetentionPolicy, moment: int, what: str, number: int) -> None:
-        """Between two writes of a collection somebody publishes, tags, branches, merges, collects, or takes over."""
+        """Between two writes of a collection, another process publishes, tags, merges, collects …"""
         line = self.line(which)
         if not line.healthy:
             return
@@ -183,7 +183,7 @@ class StoreEvents(Events):
         which=ANY, policy=OLD, moment=st.integers(0, 3), what=st.sampled_from(["collect", "compact", "tag", "branch"])
     )
     def publish_meanwhile(self, which: int, policy: RetentionPolicy, moment: int, what: str) -> None:
-        """Between two writes of a publisher somebody collects, merges, tags or branches."""
+        """Between two writes of a publisher, another process collects, merges, tags or branches."""
         writer = pick(self.world.writers, which)
         left = [moment]
 
