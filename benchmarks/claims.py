@@ -44,13 +44,13 @@ CLAIMS = (
     ),
     Claim(
         "codec",
-        f"{STEP}: bytes for each changed weight, packed and context; all weights over packed",
+        f"{STEP}: bytes for each changed weight, tiled and plain; all weights over tiled",
         "{} % changed; {} B, {} B; {} times",
         (
             ("settled lr 1e-6", "changed share"),
-            ("settled lr 1e-6, packed", "size"),
-            ("settled lr 1e-6, context", "size"),
-            ("settled lr 1e-6, packed", "ratio", "dense bf16"),
+            ("settled lr 1e-6, tiled", "size"),
+            ("settled lr 1e-6, plain", "size"),
+            ("settled lr 1e-6, tiled", "ratio", "dense bf16"),
         ),
         readme=True,
     ),

@@ -178,6 +178,16 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def classes_in_small_tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code the small tensors of tests as large ones are: writers make small tensors plain.
+
+    Not where vLLM serves them: its ranks divide them finer than tiles.
+    """
+    if request.node.get_closest_marker("e2e") is None:
+        monkeypatch.setattr("vllm_delta_sync.codec.tiles.coder.SMALL_ELEMENTS", 1)
+
+
+@pytest.fixture(autouse=True)
 def worlds_end() -> Iterator[None]:
     """Publishers have threads, which run on until they are closed: those of worlds that a test makes end with it."""
     known = list(_worlds())

@@ -122,7 +122,14 @@ class Committer:
         self.current = opened.current
         self.stopped: DeltaSyncError | None = None
         self._closed = False
-        self._encoder = Encoder(self.baseline, weights.table, options, opened.writer.bandwidth, group.size)
+        self._encoder = Encoder(
+            weights.base_tensor,
+            weights.table,
+            self.baseline.table,
+            options,
+            group.size,
+            None if maintenance is None else maintenance.recent,
+        )
         self._gate = None if options.gate is None else UpdateGate(options.gate, self.baseline)
         self._budget = None if options.budget is None else BudgetSelection(options.budget, self.baseline)
         self._rebase_tag = RebaseTag(lambda: self.run, opened.writer.epoch)
@@ -278,7 +285,7 @@ class Committer:
         failure: BaseException | None,
     ) -> _RankContents:
         """Store this rank's objects; an error is recorded, since other ranks wait for an answer in any case."""
-        own = _RankContents(self._options.base_codec, found=pending.changed, error=failure)
+        own = _RankContents(self._options.codec, found=pending.changed, error=failure)
         if failure is not None:
             return own
         try:
@@ -307,7 +314,7 @@ class Committer:
         changes = self._weights.changes(pending)
         own.changed, own.reversible, own.changes = changes.changed, changes.reversible, changes.fingerprints
         context = DeltaContext(self.writer.run, version, self.current.version)
-        own.codec, own.data = self._encoder.encode(changes, context)
+        own.data = self._encoder.encode(changes, context)
 
     def _encode_within(
         self,

@@ -11,11 +11,13 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from trainer_side.encode.recent_deltas import RecentDeltas
 from trainer_side.options import Options
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError
+from vllm_delta_sync.format.codecs import BASE_CODECS
 from vllm_delta_sync.format.documents import TAGS_PREFIX, tag_of_key
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.tags import delete_tag, rebase_epoch, rebase_tag, set_tag
@@ -32,15 +34,25 @@ class BackgroundMaintenance:
     """A thread that maintains the newest durable version, one task at a time; it skips older versions.
 
     A second thread renews the HEAD of a signed run. A failure only warns: a run reads correctly without maintenance.
+
+    Args:
+        alone: whether no other rank publishes.
+
+    Attributes:
+        recent: the newest versions' deltas in codec ``plain``, if their own codec cannot be merged without base bits.
     """
 
-    def __init__(self, bucket: Bucket, base: str | Path | None, options: Options, writer: RunWriter) -> None:
+    def __init__(
+        self, bucket: Bucket, base: str | Path | None, options: Options, writer: RunWriter, alone: bool
+    ) -> None:
         self._bucket = bucket
         self._base = base
         self._options = options
         self._queue: SimpleQueue[Manifest | int | None] = SimpleQueue()
         self._closing = False
         self._run: Run | None = None
+        # Only a process that publishes alone has all changes; of the others, ``delta-sync compact`` merges.
+        self.recent = RecentDeltas() if options.merge and options.codec in BASE_CODECS and alone else None
         self._renewal = HeadRenewal(writer, options.keyring.has_signing_key)
         self._thread = threading.Thread(target=self._serve, name=THREAD_NAME)
         try:
@@ -114,6 +126,7 @@ class BackgroundMaintenance:
             anchor_every=options.anchor_every,
             merge=options.merge,
             stop=self._stop,
+            plain_objects=None if self.recent is None else self.recent.of,
         )
 
     def _anchor(self, version: int) -> None:

@@ -264,7 +264,7 @@ def delta(
         base_version=base.version,
         parent=parent.digest,
         breaks=breaks,
-        # Codec context needs the base bits to decode, which is just what a revert has to produce.
+        # Codec tiled needs the base bits to decode, which is just what a revert has to produce.
         reversible=changes.reversible and not (objects and codec in BASE_CODECS),
         epoch=epoch,
         quarantine=_quarantine(reasons, parent),

@@ -130,15 +130,13 @@ RESCAN_BYTES = 64 * 1024**2
 
 SidecarData = bytes | bytearray | memoryview
 
-CodecOption = Literal["auto", "packed", "context", "raw"]
-
 
 class Options(BaseModel):
     """The arguments of ``Publisher``, checked; see there. ``checked`` makes one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    codec: CodecOption
+    codec: Codec
     compression: Compression
     every: Annotated[int, Field(ge=1, strict=True)]
     resume: bool
@@ -157,12 +155,6 @@ class Options(BaseModel):
     first_step: Annotated[int, Field(ge=0, lt=2**53, strict=True)] = 0
     expect_run: Annotated[str, Field(strict=True)] | None = None
     diff_threads: Annotated[int, Field(ge=1, strict=True)] | None = None
-    receiver_bytes_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
-
-    @property
-    def base_codec(self) -> Codec:
-        """The codec that changes are collected for; ``auto`` may encode them as ``context`` instead."""
-        return "packed" if self.codec == "auto" else self.codec
 
 
 def checked(

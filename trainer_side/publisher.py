@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -42,6 +42,7 @@ from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import ConflictError, UsageError
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.notice.publisher import NoticePublisher, open_notices
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.trust.head import HEAD_SECONDS
@@ -83,7 +84,7 @@ class Publisher:
         bucket: str | Bucket,
         base: str | Path | None = None,
         every: int = 1,
-        codec: Literal["auto", "packed", "context", "raw"] = "auto",
+        codec: Codec = "tiled",
         compression: Compression = "zstd",
         notice: str | None = None,
         *,
@@ -103,7 +104,6 @@ class Publisher:
         head_seconds: int = HEAD_SECONDS,
         baseline: BaselineLocation = "host",
         diff_threads: int | None = None,
-        receiver_bytes_per_second: float | None = None,
         first_step: int = 0,
         expect_run: str | None = None,
         include: Patterns | None = None,
@@ -129,9 +129,9 @@ class Publisher:
                 recorded place; names and dtypes are those of the run. If version 0 is a reference, a base given here
                 must hold its bits; it is read in full before the run is claimed.
             every: publish at every k-th call only.
-            codec: ``packed``: fast. ``context``: smaller, slower, and versions cannot be reverted. ``auto``: chooses
-                one of them for each version by upload speed; the log gives the reason. ``raw``: plain values that
-                other software can read.
+            codec: ``tiled``: the smallest; readers need the weights before each version, as servers have them.
+                ``plain``: about 1.4 times as large, and readers need no weights. ``raw``: plain positions and values,
+                which any safetensors reader understands.
             compression: ``zstd`` or ``none``.
             notice: where to announce versions: ``tcp://*:5555`` binds, ``connect:tcp://HOST:PORT`` uses a broker.
             files: folder with config.json, tokenizer.json and similar files. A new run keeps them, so that servers
@@ -162,7 +162,6 @@ class Publisher:
                 than memory: in an unnamed file of the temporary directory (TMPDIR), mapped into memory, of which the
                 system keeps in memory what there is room for. ``disk`` is not for sharded models.
             diff_threads: threads that compare large tensors on the host; None means torch's number of threads.
-            receiver_bytes_per_second: receivers' download speed (codec ``auto``); None means the measured upload speed.
             first_step: optimizer step that version 0 of a new run records.
             expect_run: id of the run to continue, as ``publisher.run`` gave it. Another run at the URL is refused, and
                 a URL without a run, before anything is written; None takes over whatever run is there.
@@ -197,7 +196,7 @@ class Publisher:
                 rescan_bytes=rescan_bytes, anchor_every=anchor_every, merge=merge, shard_bytes=shard_bytes, gate=gate,
                 budget=budget,
                 head_seconds=head_seconds, baseline=baseline, diff_threads=diff_threads,
-                receiver_bytes_per_second=receiver_bytes_per_second, first_step=first_step,
+                first_step=first_step,
                 expect_run=expect_run,
                 selection=Selection(include, exclude, rename),
             )  # fmt: skip
@@ -250,7 +249,9 @@ class Publisher:
                 raise ConflictError(error.message + ranks.work.conflict_advice) from error
             self._maintenance: BackgroundMaintenance | None = None
             if ranks.is_rank0:
-                self._maintenance = BackgroundMaintenance(self._bucket, weights.base, options, opened.writer)
+                self._maintenance = BackgroundMaintenance(
+                    self._bucket, weights.base, options, opened.writer, ranks.alone
+                )
                 undo.callback(self._maintenance.close)
             self._committer = Committer(self._bucket, opened, options, ranks.work, self._maintenance)
             self._began = opened.began

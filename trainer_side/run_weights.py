@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import numpy as np
+
 from trainer_side import manifests
 from trainer_side.background_thread import BackgroundThread
 from trainer_side.diff.baseline import Baseline
@@ -28,7 +30,7 @@ from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.model_files import read_file
 from vllm_delta_sync.run.restore import check_base_bits, restore
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint
 from vllm_delta_sync.tensors.state import AllocateBits, ModelState
@@ -104,6 +106,9 @@ class RunWeights(Protocol):
     def changes(self, pending: PendingDelta) -> VersionChanges:
         """Return the changes of a pending delta in terms of ``table``; valid as ``PendingDelta.changes``."""
 
+    def base_tensor(self, tensor: int) -> BaseTensor:
+        """Return a copy of what the baseline has of a tensor of ``table``."""
+
     def keep(self, changes: Mapping[int, Fingerprint]) -> None:
         """Record that changes are durable. Args: changes: id in ``table`` → what was added to its fingerprint."""
 
@@ -114,8 +119,8 @@ def prepare(baseline: Baseline, table: TensorTable, options: Options) -> None:
         check_dtypes(table)
     baseline.location = options.baseline
     compile_kernels(baseline.table)
-    base_bits = BaseCopies(baseline, VersionChanges(table))
-    encode(Changes(), table, options.base_codec, options.compression, DeltaContext("", 1, 0), base_bits)
+    none = BaseCopies(lambda tensor: BaseTensor(np.empty(0, table[tensor].element.uint)), VersionChanges(table))
+    encode(Changes(), table, options.codec, options.compression, DeltaContext("", 1, 0), none)
 
 
 class WholeWeights:
@@ -193,6 +198,9 @@ class WholeWeights:
     def _restored(self, manifest: Manifest, room: AllocateBits | None = None, require_base: bool = False) -> ModelState:
         in_memory = False if self._options.baseline == "disk" else None
         return restore(self.run, manifest, self.base, in_memory, room=room, require_base=require_base).state
+
+    def base_tensor(self, tensor: int) -> BaseTensor:
+        return BaseTensor(np.array(self.baseline.read(tensor)))
 
     def changes(self, pending: PendingDelta) -> VersionChanges:
         return pending.changes()

@@ -430,7 +430,7 @@ class PublishSession:
     def _diff(self, weights: Weights | None) -> PendingDelta:
         options = self._options
         pending = self._pending = PendingDelta(
-            self._committer.baseline, options.base_codec, options.compression, self._detector
+            self._committer.baseline, options.codec, options.compression, self._detector
         )
         with ExitStack() as undo:
             undo.callback(self._background.call, pending.revert)
@@ -607,9 +607,9 @@ def agreed_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Optio
     trusted = ranks.work.from_rank0("keys", lambda: sorted(found[0].keyring.trusted))
     if ranks.alone:
         return found[0]
-    # ``auto`` would choose ``context`` for some versions. A rank that signs nothing trusts the keys that rank 0 trusts.
+    # A rank that signs nothing trusts the keys that rank 0 trusts.
     keyring = found[0].keyring if ranks.is_rank0 else Keyring(trusted)
-    return found[0].model_copy(update={"codec": found[0].base_codec, "keyring": keyring})
+    return found[0].model_copy(update={"keyring": keyring})
 
 
 def _check_sharded(options: Options) -> None:
@@ -625,8 +625,3 @@ def _check_sharded(options: Options) -> None:
         )
     if options.baseline == "disk":
         raise UsageError("baseline is 'disk', which is for whole tensors, of which each rank has a part; give 'host'")
-    if options.codec == "context":
-        raise UsageError(
-            "codec is 'context', which encodes changes with the whole tensor, of which each rank has a part; give "
-            "'packed' or 'auto'"
-        )

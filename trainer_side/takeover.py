@@ -401,8 +401,7 @@ class RunStart:
     def put(self, ref: Stored, content: bytes | Path) -> None:
         """Store an object that is named by its content, from any thread."""
         try:
-            with self._writer.bandwidth.upload(ref.bytes):
-                self._bucket.put(ref.key, content, if_absent=True)
+            self._bucket.put(ref.key, content, if_absent=True)
             self._created.append(ref.key)
         except ConflictError:
             # Left by an earlier start, and possibly damaged since.

@@ -14,7 +14,6 @@ from hashlib import sha256
 from pathlib import Path
 
 from trainer_side.encode.encoder import EncodedObject, ObjectFile
-from trainer_side.encode.upload_bandwidth import UploadBandwidth
 from trainer_side.options import Options
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.conditional_put import has_content, reads_back
@@ -92,7 +91,7 @@ class RunWriter:
 
     Attributes:
         run: its id, 32 hex digits. epoch: epoch of this writer.
-        newest: manifest of the newest durable version; None before version 0. bandwidth: of its uploads.
+        newest: manifest of the newest durable version; None before version 0.
 
     Args:
         document_limit: maximum bytes of a manifest of the run; see ``run.checks.document_limit``.
@@ -124,7 +123,6 @@ class RunWriter:
         self.run = info.run
         self.epoch = epoch
         self.newest: Manifest | None = None
-        self.bandwidth = UploadBandwidth.to(bucket)
 
     def use_notice(self, notice: NoticePublisher) -> None:
         """Send notices there from now on, first for the newest version; the caller closes it."""
@@ -143,8 +141,7 @@ class RunWriter:
 
     def put_file(self, ref: Stored, content: bytes | Path) -> None:
         """Store an object whose reference is known, from any thread."""
-        with self.bandwidth.upload(ref.bytes):
-            self._bucket.put(ref.key, content)
+        self._bucket.put(ref.key, content)
         self.check_object(ref)
 
     def put_sidecars(self, sidecars: Mapping[str, bytes]) -> list[tuple[Sidecar, bytes]]:

@@ -3,7 +3,7 @@
 Costs are measured here, on one thread, on 111 M synthetic bfloat16 elements moved by Adam, and scaled to 1 GB of
 weights. What a way takes is then computed, as the sum of its steps, none of them overlapped:
 
-- *packed*, *context*: compare and encode, hash, up, down, hash, decode, add at the changed positions.
+- *plain*, *tiled*: compare and encode, hash, up, down, hash, decode, add at the changed positions.
 - *full*, through the same bucket: copy, hash, up, down, hash, copy.
 - *direct*: whole weights over the same link once, and a copy. No bucket, no hash, no version that can be checked,
   fetched later, or taken back: what NCCL, CUDA IPC and RDMA do where trainer and servers reach each other.
@@ -125,9 +125,9 @@ def rows_of(case: str, ways: list[Way]) -> list[Row]:
         for peer in ("direct", "full"):
             most = max(beats_below(way, by_name[peer], cores) for way in deltas)
             found.append(row(BENCH, crossing, f"delta beats {peer} below", most, "Gbit/s"))
-        if "context" in by_name:
-            speed = beats_below(by_name["context"], by_name["packed"], cores)
-            found.append(row(BENCH, crossing, "context beats packed below", speed, "Gbit/s"))
+        if "tiled" in by_name:
+            speed = beats_below(by_name["tiled"], by_name["plain"], cores)
+            found.append(row(BENCH, crossing, "tiled beats plain below", speed, "Gbit/s"))
     return found
 
 

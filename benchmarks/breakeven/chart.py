@@ -26,7 +26,7 @@ def breakeven(rows: list[Row], path: Path) -> None:
         axis.fill_between(shares, full, top, color="0.8", label="neither: copy directly\n(over a bucket: full)")
     for cores, style in (("", "-"), (", projected to 16 cores", "--")):
         for metric, color in (("delta beats direct below", "C3"), ("delta beats full below", "k"),
-                              ("context beats packed below", "C2")):  # fmt: skip
+                              ("tiled beats plain below", "C2")):  # fmt: skip
             for points in series(rows, start + cores, metric).values():
                 axis.plot(*zip(*points, strict=True), style, color=color, label=metric + cores)
     axis.set(xscale="log", yscale="log", ylim=(bottom, top), xlabel="changed [%]", ylabel="link [Gbit/s]")

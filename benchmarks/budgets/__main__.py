@@ -110,7 +110,7 @@ def train(model: torch.nn.Module, seed: int, steps: int, max_bytes: int | None) 
     random.seed(seed)
     budget = None if max_bytes is None else Budget(max_bytes=max_bytes)
     with tempfile.TemporaryDirectory() as folder:
-        with Publisher(model, folder, codec="packed", budget=budget) as publisher:
+        with Publisher(model, folder, codec="plain", budget=budget) as publisher:
             sampler = Sampler(model, publisher, seed)
             done, _ = rl_loop.train(model, publisher, sampler, steps, seed)  # type: ignore[arg-type]
             publisher.publish(step=steps + 1, exact=True)

@@ -33,7 +33,7 @@ def widths(bench: str, data: str, sequence: Sequence) -> list[Row]:
     Args:
         data: the case of the versions.
     """
-    table, codec = table_of(sequence.base), Own("packed")
+    table, codec = table_of(sequence.base), Own("plain")
     baseline = [bits.copy() for bits in flats(sequence.base)]
     parts = [find_changes(baseline, flats(version), table) for version in sequence.versions()]
     head = len(parts)

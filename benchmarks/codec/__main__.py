@@ -8,12 +8,12 @@ elements with the scales of trained tensors, moved by a step of Adam. These two 
 
 Every object was read back and gave the new weights bit for bit. Sizes are of whole objects, headers and fingerprints
 included (on *policy* they are 0.1 B and more of each changed element, because it is small); for the formats of others,
-which we wrote from their descriptions, without headers. Speeds are on one thread but for ``context, 2 threads``, since
-``context`` codes large tensors on up to four; of others' formats, those of plain numpy, not of their code. Encoding
+which we wrote from their descriptions, without headers. Speeds are on one thread but for ``tiled, 2 threads``, since
+``tiled`` codes large tensors on up to four; of others' formats, those of plain numpy, not of their code. Encoding
 includes the comparison; decoding ends with positions and distances, or with tensors.
 
 - *bound*: the entropy of positions and of distances in units in the last place, each from one distribution for the
-  whole model. ``context`` can be below it, because it knows the old exponents; ``packed`` cannot know anything more.
+  whole model. ``tiled`` can be below it, because it knows the old weights; ``plain`` cannot know anything more.
   Others know which of two, three or four ranges of magnitudes the old weight is in, or its exponent.
 - ``compare_and_copy``: one compiled pass that compares the two buffers, counts, and copies. A ratio of 0.5 means that
   finding, coding and copying what changed is half as fast.
@@ -25,6 +25,7 @@ from benchmarks.codec import charts
 from benchmarks.codec.bounds import Bounds, bounds, histogram, tally
 from benchmarks.codec.merging import merging
 from benchmarks.codec.peers import PUBLISHED, PUBLISHED_RATIOS, peer_formats
+from benchmarks.codec.previous import Previous
 from benchmarks.codec.speed import check, own_speeds, single_speed
 from benchmarks.codec.tables import tables
 from benchmarks.common import real_steps, synthetic
@@ -124,7 +125,7 @@ def all_formats() -> list[Format]:
     return [*own_codecs(), RawZstd(), XorZstd(), PatchFrom(), *peer_formats()]
 
 
-def compare_formats(case: str, pair: Pair, timed: bool, repeats: int = REPEATS) -> list[Row]:
+def compare_formats(case: str, pair: Pair, timed: bool, previous: Previous, repeats: int = REPEATS) -> list[Row]:
     """Every format on one pair."""
     counted = tally(pair)
     limits = bounds(counted)
@@ -141,11 +142,12 @@ def compare_formats(case: str, pair: Pair, timed: bool, repeats: int = REPEATS) 
         found[format.name] = len(written)
         rows += [*sizes(name, pair, len(written), limits.independent), *speeds]
     if timed:
-        codecs = [*own_codecs(), Own("context", threads=THREADS)]
+        codecs = [*own_codecs(), Own("tiled", threads=THREADS)]
         rows += own_speeds(BENCH, case, codecs, pair, repeats)
+    rows += previous.measure(BENCH, case, pair, repeats if timed else 1)
     for name, size in found.items():
-        if name != "packed":
-            rows.append(row(BENCH, f"{case}, packed", "ratio", size / found["packed"], "x", f"{name}, size"))
+        if name != "plain":
+            rows.append(row(BENCH, f"{case}, plain", "ratio", size / found["plain"], "x", f"{name}, size"))
     for exponent in histogram(counted):
         name = f"{case}, 2^{exponent.power}"
         rows.append(row(BENCH, name, "weights", exponent.share, "%"))
@@ -155,7 +157,7 @@ def compare_formats(case: str, pair: Pair, timed: bool, repeats: int = REPEATS) 
     return rows
 
 
-def compare_real_model() -> list[Row]:
+def compare_real_model(previous: Previous) -> list[Row]:
     """Every format on SmolLM2-135M, and merged deltas of a hundred of its versions."""
     rows: list[Row] = []
     for kind in real_steps.KINDS:
@@ -165,7 +167,7 @@ def compare_real_model() -> list[Row]:
         for rate in real_steps.RATES:
             [pair] = real_steps.pairs(kind, (rate,), say=print)
             timed = kind == "settled" and rate in TIMED_RATES
-            rows += compare_formats(rate_case(kind, rate), pair, timed)
+            rows += compare_formats(rate_case(kind, rate), pair, timed, previous)
     case = rate_case("settled", real_steps.SEQUENCE_RATE)
     return rows + merging(BENCH, case, real_steps.sequence(say=print), own_codecs())
 
@@ -193,17 +195,19 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(BENCH, __doc__ or "", arguments, minutes=5)
     one_thread()
     warm_up()
-    rows = [] if options.quick else compare_real_model()
+    previous = Previous()
+    rows = [] if options.quick else compare_real_model(previous)
     shares = SHARES[:1] if options.quick else SHARES
     for pair in policy_pairs(options.quick, say=print):
         if pair.asked in shares:
-            rows += compare_formats(share_case("policy", pair.asked), pair, timed=False)
+            rows += compare_formats(share_case("policy", pair.asked), pair, False, previous)
     if options.quick:
         rows += merging(BENCH, share_case("policy", SHARES[0]), policy_sequence(quick=True), own_codecs())
     shapes = synthetic.QUICK_SHAPES if options.quick else synthetic.SHAPES
     for share, pair in zip(shares, synthetic.pairs(shapes, shares), strict=True):
         repeats = 2 if options.quick else REPEATS
-        rows += compare_formats(share_case("synthetic", share), pair, timed=True, repeats=repeats)
+        rows += compare_formats(share_case("synthetic", share), pair, True, previous, repeats)
+    previous.close()
     write(options.json, rows + published())
 
 

@@ -56,5 +56,5 @@ def merging(bench: str, data: str, sequence: Sequence, codecs: list[Own]) -> lis
 
 
 def _leads_to(parts: list[Changes], base: Weights, last: Weights) -> bool:
-    found = Own("packed").restore(merge_changes(parts, table_of(base)), base)
+    found = Own("plain").restore(merge_changes(parts, table_of(base)), base)
     return all(np.array_equal(found[name], bits) for name, bits in last.items())

@@ -3,6 +3,7 @@
 import re
 
 from benchmarks.codec.peers import PUBLISHED_RATIOS
+from benchmarks.codec.previous import PREVIOUS
 from benchmarks.common import real_model
 from benchmarks.common.charts import OURS
 from benchmarks.common.rows import Row
@@ -14,9 +15,10 @@ PASSES = (
 )
 LEFT_OUT = (
     *("u16 gap + bf16", "u16 gap + bf16 + zstd", "raw", "raw + zstd -3", "xor + zstd -3"),
-    *("bound", "bound given old exponent", "bound given exponent, last mask"),
+    *("bound", "bound given old exponent", "bound given exponent, last mask", "bound: positions, 1 threshold"),
+    f"packed of {PREVIOUS}",
 )
-TIMED = ("compare_and_copy", "detect changes, bfloat16", "packed", "context")
+TIMED = ("compare_and_copy", "detect changes, bfloat16", "plain", "tiled")
 """What the page leaves out of sizes, and what it has of speeds: it has to stay short."""
 DATA = r"(?:fresh|settled|trained) lr \S+|(?:policy|synthetic) dense [\d.]+%"
 MERGED = ("4", "64")

@@ -10,7 +10,7 @@ from benchmarks.common.rows import Row
 Chart = tuple[str, Callable[[list[Row], Path], None]]
 """What it shows, in words; and a function that draws it to a file."""
 DPI = 100
-OURS = {"packed": "C0", "context": "C2"}
+OURS = {"plain": "C0", "tiled": "C2"}
 
 
 def series(rows: list[Row], pattern: str, metric: str, peer: str | None = None) -> dict[str, list[tuple[float, float]]]:

@@ -13,7 +13,7 @@ def one_thread() -> None:
     import numba
     import torch
 
-    from vllm_delta_sync.codec.context import tile_threads
+    from vllm_delta_sync.codec.tiles import tile_threads
 
     torch.set_num_threads(1)
     numba.set_num_threads(1)

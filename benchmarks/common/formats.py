@@ -20,8 +20,8 @@ from trainer_side.diff.engine import Detector
 from trainer_side.diff.undo_log import ChangeLog
 from trainer_side.diff.version_changes import SparseTensor, VersionChanges
 from vllm_delta_sync.codec import delta_reader, delta_writer
-from vllm_delta_sync.codec.context import tile_threads
 from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.tiles import tile_threads
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.format import codecs
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -126,7 +126,7 @@ class Own(Format):
     """A codec of this project. What needs the old bits gets them.
 
     Args:
-        threads: of codec ``context``; the others have one.
+        threads: of codec ``tiled``; the others have one.
     """
 
     def __init__(self, codec: str, compression: Compression = "zstd", threads: int = 1) -> None:
@@ -252,4 +252,4 @@ def _cut(joined: Bits, old: Weights, is_xor: bool) -> Patch:
 
 def own_codecs() -> list[Own]:
     """Every codec that this project has, ``raw`` last."""
-    return [Own(codec) for codec in sorted(codecs.CODECS, key=lambda codec: (codec == "raw", codec != "packed"))]
+    return [Own(codec) for codec in sorted(codecs.CODECS, key=lambda codec: (codec == "raw", codec != "plain"))]

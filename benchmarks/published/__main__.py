@@ -56,7 +56,7 @@ PAPER = (
     Figure("Table 3", 0.03, WITH_POSITIONS, 1.63),
     Figure("Table 3", 0.05, WITH_POSITIONS, 1.50),
 )
-COLUMNS = (CHANGED, OVERWRITE, XOR, WITH_POSITIONS, "packed with positions", "context with positions")
+COLUMNS = (CHANGED, OVERWRITE, XOR, WITH_POSITIONS, "plain with positions", "tiled with positions")
 """Those on the page, each behind the paper's own where it has one."""
 
 

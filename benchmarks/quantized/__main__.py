@@ -22,8 +22,8 @@ from benchmarks.common.training_data import Pair, Weights, policy_pairs
 BENCH = "quantized"
 PLAIN = "bf16"
 SCHEMES = {"int8, per channel": "int8 channel", "fp8, per channel": "fp8 channel", "fp8, blocks of 64": "fp8 block"}
-CODECS: tuple[Literal["packed"], Literal["context"]] = ("packed", "context")
-SHOWN = ("1.0% of bf16, packed", "10.0% of bf16, packed")
+CODECS: tuple[Literal["plain"], Literal["tiled"]] = ("plain", "tiled")
+SHOWN = ("1.0% of bf16, tiled", "10.0% of bf16, tiled")
 """Cases of the page of all benchmarks; the results have the rest."""
 
 
@@ -35,7 +35,7 @@ def model_of(weights: Weights) -> PreTrainedModel:
     return model
 
 
-def last_delta(versions: Sequence[Weights], scheme: str | None, codec: Literal["packed", "context"]) -> tuple[int, int]:
+def last_delta(versions: Sequence[Weights], scheme: str | None, codec: Literal["plain", "tiled"]) -> tuple[int, int]:
     """(bytes, changed elements) of the newest version of a run on a base with the first weights."""
     from tests.support.quantizing import save_quantized
     from tests.support.tiny import save_checkpoint
@@ -73,7 +73,7 @@ def compare(pair: Pair) -> list[Row]:
 
 
 def tables(rows: Sequence[Row]) -> list[str]:
-    """Sizes in codec ``packed``, and those in bf16 over them, of some shares."""
+    """Sizes in codec ``plain``, and those in bf16 over them, of some shares."""
     shown = [item for item in rows if item["case"] in SHOWN]
     return grid("step", shown, (PLAIN, *SCHEMES, *(f"/ {form}" for form in SCHEMES)))
 

@@ -16,7 +16,7 @@ import torch
 from benchmarks.catchup.__main__ import Counting
 from benchmarks.common.formats import CONTEXT
 from benchmarks.common.rows import Row, row
-from benchmarks.common.tables import number, value_of
+from benchmarks.common.tables import number
 from benchmarks.common.timing import Method, peak_extra_bytes, time_all
 from benchmarks.scaling.shapes import RankSlice, ScaledModel, Slice
 from trainer_side import Publisher
@@ -31,7 +31,7 @@ from vllm_delta_sync.engine.commit.undo_log import UndoEntry
 from vllm_delta_sync.engine.model.patch import StagedPatch, keep_local, route_changes
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
-from vllm_delta_sync.errors import FormatError, UnsupportedError
+from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
@@ -48,7 +48,7 @@ SHARE = 0.01
 POOL_ELEMENTS, DRAWN_ELEMENTS = 1 << 24, 1 << 22
 """Different weights that there are; elements whose changes are drawn at a time."""
 MOST_MOVE = 100.0
-CODECS: tuple[Codec, ...] = ("packed", "context")
+CODECS: tuple[Codec, ...] = ("tiled", "plain")
 TIMES = ("proof", *(f"stage {codec}" for codec in CODECS), "merge", "commit")
 DECODED_BYTES, PREMIX_BYTES = 10, 8
 """Of a changed element while it is staged: position and distance; the index half of its hash."""
@@ -143,13 +143,13 @@ class SliceSubject:
             for codec in CODECS
         }
         self.fingerprints = [Fingerprint()] * len(self.table)
-        self.patch = self.stage("packed")
+        self.patch = self.stage("plain")
         try:
-            self.stage("context")
-        except (FormatError, UnsupportedError) as error:
+            self.stage("tiled")
+        except UnsupportedError as error:
             # In quick runs most tensors have too few tiles for each rank to have some of its own.
-            print(f"context: {error}", flush=True)
-            del self.objects["context"]
+            print(f"tiled: {error}", flush=True)
+            del self.objects["tiled"]
 
     def prove(self) -> list[list[Fingerprint]]:
         """As ``RankWorker.identify`` does."""
@@ -204,10 +204,11 @@ def measure_slice(model: ScaledModel, part: Slice, weights: Weights, turns: tupl
     ]
     time_all(methods, subject.restore, *turns)
     subject.restore()
-    extra = peak_extra_bytes(lambda: subject.stage("packed"))
+    codec: Codec = "tiled" if "tiled" in subject.objects else "plain"
+    extra = peak_extra_bytes(lambda: subject.stage(codec))
     sizes = {
         **{f"object {codec}": len(data) for codec, data in subject.objects.items()},
-        "stage packed: peak": extra,
+        "stage: peak": extra,
         "device": subject.patch.nbytes,
         "undo log": UndoEntry(subject.patch, {}, subject.fingerprints, 0).nbytes,
     }
@@ -235,9 +236,10 @@ def project(model: ScaledModel, rows: Sequence[Row]) -> list[Row]:
         if all(metric in known for _, known in slices):
             totals[metric] = sum(count * known[metric]["value"] for count, known in slices)
     totals["weights"] = 1e-6 * ELEMENT.itemsize * model.held
-    for codec, decoded in zip(CODECS, ("changed", "changed held"), strict=True):
-        totals[f"memory {codec}"] = 1e-6 * (DECODED_BYTES + PREMIX_BYTES) * totals[decoded] + totals["device"]
-    case, fetch = RANK + model.name, 1e6 * totals["object packed"] / LINK_BYTES
+    totals["memory"] = 1e-6 * (DECODED_BYTES + PREMIX_BYTES) * totals["changed held"] + totals["device"]
+    # In quick runs slices are so small that ranks cut tiles.
+    sent = totals.get("object tiled", totals["object plain"])
+    case, fetch = RANK + model.name, 1e6 * sent / LINK_BYTES
     names = [name for name in totals if name.startswith(("weights", "undo", "device", "memory", "object"))]
     return [
         *(row(BENCH, case, metric, totals[metric], "s") for metric in TIMES if metric in totals),
@@ -265,7 +267,8 @@ def poll_requests() -> int:
 
 def load_of_bucket(model: ScaledModel, rows: Sequence[Row], polled: int) -> list[Row]:
     """Requests and bytes a second of ``RECEIVERS`` servers, a version every ``VERSION_SECONDS``."""
-    size = 1e9 * value_of(rows, RANK + model.name, "object packed")
+    known = {item["metric"]: item["value"] for item in rows if item["case"] == RANK + model.name}
+    size = 1e9 * known.get("object tiled", known["object plain"])
     objects = -(-int(SHARE * model.numel * DECODED_BYTES) // SHARD_BYTES)
     pieces = objects * -(-int(size / objects) // piece_bytes(int(size / objects)))
     ranks, nodes = RECEIVERS * model.ranks, RECEIVERS * model.ranks / NODE_RANKS
@@ -302,8 +305,8 @@ def blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
     """Tables for docs/scale.md by name: ``slices``, ``ranks`` and ``bucket``."""
     ranks = {
         "weights": "weights", "undo log": "undo log, a version", "device": "on the device, calculated",
-        "memory packed": "staging packed, calculated", "memory context": "staging context, calculated",
-        "object packed": "version, packed", "object context": "version, context", "fetch": "fetch",
+        "memory": "staging, calculated", "object tiled": "version, tiled", "object plain": "version, plain",
+        "fetch": "fetch",
     }  # fmt: skip
     bucket = {
         "objects": "a version", "polls": "polls", "no cache": "no cache", "no cache: bytes": "no cache",

@@ -80,7 +80,7 @@ def test_log() -> None:
     assert document["run"] == "901de20000000000000000000000c0de"
     rows = document["versions"]
     assert [row["version"] for row in rows] == list(range(6))
-    assert (rows[2]["changed"], rows[2]["codec"]) == (57, "packed")
+    assert (rows[2]["changed"], rows[2]["codec"]) == (57, "plain")
     assert rows[2]["changed_share"] == pytest.approx(57 / 4870)
     assert answer("log", "--last", "2", DELTA_SYNC_BUCKET=GOLDEN)["versions"] == rows[-2:]
 

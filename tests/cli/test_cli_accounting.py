@@ -37,10 +37,10 @@ from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 
-# Otherwise several workers compile the loops of codec ``context`` at the same time.
+# Otherwise several workers compile the loops of codec ``tiled`` at the same time.
 pytestmark = pytest.mark.xdist_group("accounting")
 
-KINDS_OF_DELTA = ("packed", "raw", "context", "full", "same", "packed", "packed", "packed")
+KINDS_OF_DELTA = ("plain", "raw", "tiled", "full", "same", "plain", "plain", "plain")
 ESCAPE = "\x1b[2J"
 
 

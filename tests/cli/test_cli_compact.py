@@ -39,22 +39,22 @@ def test_folds_and_an_anchor(written: Written) -> None:
     assert restore(written.run, written.run.head()).plan.root.anchor is not None
 
 
-def test_codec_context(tmp_path: Path) -> None:
+def test_codec_tiled(tmp_path: Path) -> None:
     written = Written(tmp_path / "run", table=SMALL)
     for _ in range(4):
-        written.publish(share=0.3, codec="context")
-    document = answer("compact", "--bucket", written.folder, "--codec", "context")
+        written.publish(share=0.3, codec="tiled")
+    document = answer("compact", "--bucket", written.folder, "--codec", "tiled")
     assert (document["merged_deltas"], document["skipped"]) == ([{"first": 0, "last": 4}], [])
-    assert written.run.merged_delta(0, 4).requires == ["context", "zstd"]
+    assert written.run.merged_delta(0, 4).requires == ["tiled", "zstd"]
     written.check(0, 4)
     checked = answer("verify", "--bucket", written.folder)
     assert (checked["verdict"], checked["undecoded"], checked["merged_deltas"]) == (True, [], 1)
-    assert "context, compression zstd" in shown("inspect", "--bucket", written.folder, "--version", "3")
+    assert "tiled, compression zstd" in shown("inspect", "--bucket", written.folder, "--version", "3")
 
 
 def test_another_base_is_named_after_what_could_be_made(tmp_path: Path) -> None:
     written = Written(tmp_path / "run", table=SMALL, start="checkpoint")
-    written.deltas(*["context"] * 4, *["packed"] * 4)
+    written.deltas(*["tiled"] * 4, *["plain"] * 4)
     other = save_base(tmp_path / "other", written.writer.bits[1]).parent
     compact = ("compact", "--bucket", written.folder, "--base", other)
     done = delta_sync(*compact)
@@ -79,7 +79,7 @@ def test_text(written: Written) -> None:
         assert part in text
     assert "anchor         of version 4, already exists" in shown(*compact, "--anchor", "4", code=1)
     help_text = delta_sync("compact", "--help").out
-    for word in ("--dry-run", f"--anchor {VERSION}", "--no-merge", "--codec {packed,context}", "Ctrl-C"):
+    for word in ("--dry-run", f"--anchor {VERSION}", "--no-merge", "--codec {tiled,plain}", "Ctrl-C"):
         assert word in help_text
 
 

@@ -52,7 +52,7 @@ def test_the_flags_of_every_command(script: Path) -> None:
 
 
 def test_values(script: Path) -> None:
-    assert completed(script, "delta-sync compact --bucket x --codec ") == ["packed", "context"]
+    assert completed(script, "delta-sync compact --bucket x --codec ") == ["tiled", "plain"]
     assert completed(script, "delta-sync completion ") == ["bash", "zsh", "fish"]
     # Nothing: bash then completes names of files, as `complete -o default` says.
     for line in ("delta-sync export --to ", "delta-sync keygen ", "delta-sync log --bucket ", "delta-sync inspect ./"):

@@ -81,7 +81,7 @@ def test_keygen(tmp_path: Path) -> None:
 def test_the_life_of_keys(world: KeyedRun) -> None:
     """Listed, rotated, stolen, revoked: what verify says at each turn, and what mends it."""
     run = world.run
-    run.deltas(*["packed"] * 3)
+    run.deltas(*["plain"] * 3)
     # The servers trust the root alone, and nobody has listed the trainer yet.
     verify = ("verify", "--bucket", world.url, "--all", "--trusted-keys", world.pub("root"))
     assert kind(1, *verify) == "signature"
@@ -95,7 +95,7 @@ def test_the_life_of_keys(world: KeyedRun) -> None:
     rotated = world.keys("retire", world.pub("trainer"))
     assert (rotated["sequence"], rotated["versions"], rotated["documents"]) == (3, [], [])
     run.writer.keyring = world.keyring("next")
-    run.deltas(*["packed"] * 3)
+    run.deltas(*["plain"] * 3)
     run.merged_deltas()
     verified = world.verify()
     assert (verified["head"], verified["merged_deltas"]) == (6, 1)
@@ -109,7 +109,7 @@ def test_the_life_of_keys(world: KeyedRun) -> None:
     assert "up to version 3" in shown("keys", "list", "--bucket", world.url, "--trusted-keys", world.pub("root"))
 
     # Stolen after version 6: the thief publishes 7 and 8.
-    run.deltas("packed", "packed")
+    run.deltas("plain", "plain")
     run.merged_deltas()
     revoked = world.keys("revoke", world.pub("next"), "--version", "head~2")
     assert (revoked["sequence"], revoked["versions"], revoked["head"]) == (4, [7, 8], 6)
@@ -137,7 +137,7 @@ def test_the_life_of_keys(world: KeyedRun) -> None:
 
 def test_the_head_is_signed_again_when_its_key_is_revoked(world: KeyedRun) -> None:
     run = world.run
-    run.deltas("packed", "packed")
+    run.deltas("plain", "plain")
     world.change(add=[world.public["trainer"]])
     change = world.change(revoke=[world.public["trainer"]])
     assert (change.head, change.versions) == (2, [])
@@ -149,7 +149,7 @@ def test_the_head_is_signed_again_when_its_key_is_revoked(world: KeyedRun) -> No
 
 
 def test_changes_that_make_no_sense_are_refused(world: KeyedRun) -> None:
-    world.run.deltas("packed", "packed")
+    world.run.deltas("plain", "plain")
     trainer, root, other = (world.public[name] for name in ("trainer", "root", "next"))
     world.change(add=[trainer])
     before = open_bucket(world.url).get(KEYS_KEY)
@@ -241,7 +241,7 @@ def test_a_change_that_was_cut_off_is_gone_on_with(world: KeyedRun) -> None:
 @pytest.mark.parametrize("command", ["tag set best", "compact", "branch --to {folder}/branch"])
 def test_what_writes_into_a_signed_run_asks_for_a_key(command: str, tmp_path: Path) -> None:
     world = KeyedRun(tmp_path, first="root")
-    world.run.deltas(*["packed"] * 4)
+    world.run.deltas(*["plain"] * 4)
     before = set(tmp_path.rglob("*.json"))
     arguments = [*command.format(folder=tmp_path).split(), "--bucket", world.url]
     refused = refusal(*arguments, code=2)
@@ -261,7 +261,7 @@ def test_what_writes_into_a_signed_run_asks_for_a_key(command: str, tmp_path: Pa
 
 def test_what_only_reads_or_removes_needs_no_key(tmp_path: Path) -> None:
     world = KeyedRun(tmp_path, first="root")
-    world.run.deltas(*["packed"] * 4)
+    world.run.deltas(*["plain"] * 4)
     world.run.tag("best", 2)
     for arguments in (("compact", "--dry-run"), ("gc", "--keep-last", "1"), ("tag", "rm", "best")):
         answer(*arguments, "--bucket", world.url)
@@ -281,7 +281,7 @@ READERS = (
 
 def test_every_reader_refuses_what_is_not_trusted(tmp_path: Path) -> None:
     world = KeyedRun(tmp_path, first="root")
-    world.run.deltas("packed")
+    world.run.deltas("plain")
     for command in READERS:
         arguments = command.format(url=world.url).split()
         answer(*arguments, "--trusted-keys", world.pub("root"))
@@ -293,7 +293,7 @@ def test_every_reader_refuses_what_is_not_trusted(tmp_path: Path) -> None:
 
 def test_log_and_inspect_say_who_signed(tmp_path: Path) -> None:
     world = KeyedRun(tmp_path, first="root")
-    world.run.deltas("packed")
+    world.run.deltas("plain")
     short = world.public["root"][:16]
     text = shown("log", "--bucket", world.url)
     assert text.splitlines()[0].endswith("signed by")

@@ -76,7 +76,7 @@ def files(url: str) -> dict[Path, bytes]:
 def world(tmp_path: Path) -> KeyedRun:
     """A run that the key ``stranger`` has signed, and files of other keys."""
     world = KeyedRun(tmp_path, first="stranger")
-    world.run.deltas(*["packed"] * 3)
+    world.run.deltas(*["plain"] * 3)
     world.run.tag("old", 2)
     return world
 
@@ -111,7 +111,7 @@ def test_what_the_file_does_not_trust_is_refused(world: KeyedRun) -> None:
 def test_an_unsigned_run_is_refused_where_the_file_asks_for_signatures(world: KeyedRun, tmp_path: Path) -> None:
     world.url = str(tmp_path / "plain")
     plain = Signed(Keyring(), open_bucket(world.url))
-    plain.deltas(*["packed"] * 3)
+    plain.deltas(*["plain"] * 3)
     plain.tag("old", 2)
     environment = {**toml(world.folder, trusted_keys=world.pub("root")), "DELTA_SYNC_BUCKET": world.url}
     for command in [case for case in ON_A_RUN if not case.startswith("keys add")]:
@@ -225,7 +225,7 @@ def test_commands_talk_to_the_store_that_the_file_names(tmp_path: Path, monkeypa
     set_all(monkeypatch, credentials)
     url = f"{server.create_bucket(f'settings-{os.getpid()}')}/run"
     with open_bucket(url, StoreOptions(store_endpoint=server.endpoint)) as bucket:
-        Signed(Keyring(), bucket).deltas("packed", "packed")
+        Signed(Keyring(), bucket).deltas("plain", "plain")
     file = toml(tmp_path, bucket=url, store_endpoint=server.endpoint, store_progress="off")
     assert said(file, "log")["versions"][-1]["version"] == 2
     assert said(file, "repair")["verdict"] is True

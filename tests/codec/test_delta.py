@@ -8,7 +8,6 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support import reference_packed
 from tests.support.samples import (
     CONTEXT,
     changes_between,
@@ -18,20 +17,26 @@ from tests.support.samples import (
     random_bits,
     state_of,
 )
-from vllm_delta_sync.codec import packed
 from vllm_delta_sync.codec.delta_object import required_features
 from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.codec.tiles import coder
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 
-WAYS: list[tuple[Codec, Compression]] = [("packed", "zstd"), ("packed", "none"), ("raw", "none")]
+WAYS: list[tuple[Codec, Compression]] = [
+    ("tiled", "zstd"),
+    ("tiled", "none"),
+    ("plain", "zstd"),
+    ("plain", "none"),
+    ("raw", "none"),
+]
 ways = pytest.mark.parametrize(("codec", "compression"), WAYS)
 
 
@@ -40,8 +45,10 @@ def check_round_trip(
 ) -> bytes:
     """Encode, decode, apply: the result must be ``new``; → the object."""
     changes = changes_between(table, old, new, codec, full)
-    data = encode(changes, table, codec, compression, CONTEXT)
-    found = decode(data, table, CONTEXT)
+    # Only codec tiled needs the bits before.
+    base = (lambda tensor: BaseTensor(old[tensor])) if codec == "tiled" else None
+    data = encode(changes, table, codec, compression, CONTEXT, base)
+    found = decode(data, table, CONTEXT, base)
     assert found.changed == changes.changed
     assert found.fingerprints == changes.fingerprints
     assert found.fingerprint == changes.fingerprint
@@ -50,7 +57,7 @@ def check_round_trip(
     for tensor in range(len(table)):
         assert np.array_equal(state.bits[tensor], new[tensor]), table[tensor].name
     assert state.fingerprints == state_of(table, new).fingerprints
-    assert encode(changes, table, codec, compression, CONTEXT) == data
+    assert encode(changes, table, codec, compression, CONTEXT, base) == data
     return data
 
 
@@ -59,7 +66,7 @@ def check_round_trip(
     st.sampled_from(WAYS),
     st.data(),
 )
-@settings(max_examples=100)  # 17 dtypes, each in three ways
+@settings(max_examples=150)  # 16 dtypes, each in five ways
 def test_any_patterns_of_any_dtype(dtype: str, way: tuple[Codec, Compression], data: st.DataObject) -> None:
     table = TensorTable([TensorSpec("w", dtype, (2, 15)), TensorSpec("v", dtype, (30,)), TensorSpec("s", dtype, ())])
     values = st.lists(patterns(dtype), min_size=30, max_size=30)
@@ -112,13 +119,13 @@ def test_nothing_changed(codec: Codec, compression: Compression) -> None:
     assert decode(data, table, CONTEXT) == Changes()
 
 
-@ways
+@pytest.mark.parametrize(("codec", "compression"), WAYS[2:])
 def test_positions_beyond_32_bits(codec: Codec, compression: Compression) -> None:
     numel = 2**40
     table = TensorTable([TensorSpec("w", "BF16", (2**20, 2**20))])
     positions = np.array([0, 254, 255, 600, 2**31 - 1, 2**31, 2**32 + 5, 2**39, numel - 1], np.int64)
     values = np.arange(1, positions.size + 1).astype(np.uint16)
-    group = Sparse("BF16", np.array([0], np.uint32), np.array([positions.size]), positions, values, codec == "packed")
+    group = Sparse("BF16", np.array([0], np.uint32), np.array([positions.size]), positions, values, codec == "plain")
     changes = Changes([group], fingerprints={0: changes_between(table_of_one(), *one_change()).fingerprint})
     found = decode(encode(changes, table, codec, compression, CONTEXT), table, CONTEXT)
     assert found.sparse[0].positions.tolist() == positions.tolist()
@@ -134,40 +141,13 @@ def one_change() -> tuple[list[Bits], list[Bits]]:
 
 
 def test_a_tensor_never_spans_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "BLOCK_ELEMENTS", 500)
+    monkeypatch.setattr(coder, "BLOCK_CHANGES", 500)
     table = TensorTable([TensorSpec(f"w{i:02d}", "BF16", (300,)) for i in range(7)])
     old = random_bits(table, np.random.default_rng(1))
     new = [bits + np.uint16(1) for bits in old]
-    data = check_round_trip(table, old, new, "packed", "zstd", full=[])
+    data = check_round_trip(table, old, new, "plain", "zstd", full=[])
     groups = decode(data, table, CONTEXT).sparse
     assert [group.ids.tolist() for group in groups] == [[0, 1], [2, 3], [4, 5], [6]]
-
-
-def test_the_planes_of_packed_are_what_the_specification_says() -> None:
-    """The example of docs/FORMAT.md."""
-    table = TensorTable([TensorSpec("a", "BF16", (1000,)), TensorSpec("b", "BF16", (1000,))])
-    old = [np.zeros(1000, np.uint16), np.zeros(1000, np.uint16)]
-    new = [old[0].copy(), old[1].copy()]
-    new[0][[3, 300]] = [0x0001, 0x8000]  # +1 and −1 ULP from +0.0
-    new[1][[0, 1, 999]] = [0x0102, 0x8001, 0x0003]
-    new[1][2:15] = 1
-    changes = changes_between(table, old, new)
-    found = Container(encode(changes, table, "packed", "none", CONTEXT))
-    assert found.bits("@0.ids").tolist() == [0, 1]
-    assert found.bits("@0.counts").tolist() == [2, 16]
-    assert found.bits("@0.gaps").tolist() == [0, 37, *[0] * 15, 255]
-    assert found.bits("@0.low").tolist() == [0x03]
-    assert found.bits("@0.escapes").tolist() == [0xD9, 0x02, 0, 0, 0, 0, 0, 0]
-    assert found.bits("@0.codes").tolist() == [0x01, 0x5B, 0x55, 0x55, 0x95]
-    assert found.bits("@0.small").tolist() == [0, 3]
-    assert [found.bits(f"@0.wide.{byte}").tolist() for byte in (0, 1)] == [[0x04], [0x02]]
-    tensors = [(positions, data, 1000) for _, positions, data in changes.sparse[0].tensors()]
-    for part, plane in reference_packed.encode(tensors, 16, dense=False).items():
-        assert found.bits(f"@0.{part}").tolist() == plane.tolist()
-    new[1][3:] += 1
-    found = Container(encode(changes_between(table, old, new), table, "packed", "none", CONTEXT))
-    assert [found.bits(f"@{block}.ids").tolist() for block in (0, 1)] == [[0], [1]]
-    assert found.bits("@1.mask").tolist() == [255] * 125
 
 
 def test_anyone_reads_raw() -> None:
@@ -193,18 +173,18 @@ def test_raw_takes_wide_indices_where_a_tensor_needs_them() -> None:
 def test_misuse_of_the_codecs() -> None:
     table = table_of_one()
     old, new = one_change()
-    for codec in ("packed", "raw"):
-        other: Codec = "raw" if codec == "packed" else "packed"
+    for codec in ("plain", "raw"):
+        other: Codec = "raw" if codec == "plain" else "plain"
         with pytest.raises(UsageError, match=f"codec '{other}' takes"):
             encode(changes_between(table, old, new, codec), table, other, "none", CONTEXT)
     clash = TensorTable([TensorSpec("w", "BF16", (4,)), TensorSpec("w.values", "BF16", (4,))])
-    with pytest.raises(UsageError, match=r"a tensor named 'w\.values'; use codec='packed'"):
+    with pytest.raises(UsageError, match=r"a tensor named 'w\.values'; use codec='plain'"):
         encode(Changes(), clash, "raw", "none", CONTEXT)
     with pytest.raises(UsageError, match="codec 'later' is unknown to the encoder"):
         encode(Changes(), table, cast(Codec, "later"), "none", CONTEXT)
 
 
 def test_what_a_manifest_must_require() -> None:
-    assert required_features("packed", "zstd") == ["packed", "zstd"]
-    assert required_features("packed", "none") == ["packed"]
+    assert required_features("plain", "zstd") == ["plain", "zstd"]
+    assert required_features("plain", "none") == ["plain"]
     assert required_features("raw", "zstd") == ["raw"]

@@ -47,7 +47,7 @@ def test_parts_are_the_whole(seed: int, most: int, share: float) -> None:
     assert sum((part.fingerprint for part in parts[1:]), parts[0].fingerprint) == changes.fingerprint
 
 
-@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
+@pytest.mark.parametrize("codec", ["plain", "tiled", "raw"])
 def test_a_run_of_parted_deltas(tmp_path: Any, codec: Any) -> None:
     url, model = str(tmp_path / "run"), Plain()
     optimizer = adamw(model)

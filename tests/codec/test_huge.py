@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.codec.tiling import classes_at
 from tests.support.reference import fingerprint as reference_fingerprint
 from trainer_side.diff.engine import _Comparer
 from trainer_side.diff.reader import boxes, split_boxes
@@ -15,9 +16,11 @@ from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.merge import merge_changes
+from vllm_delta_sync.codec.tiles import coder
+from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_strided, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import apply_distances, revert_distances
+from vllm_delta_sync.tensors.bits import BaseTensor, apply_distances, revert_distances
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 from vllm_delta_sync.tensors.segments import Segment, joined
 
@@ -34,7 +37,12 @@ def holes(path: Path) -> np.ndarray:
     return np.memmap(path, np.uint8, mode="r+", shape=(NUMEL,))
 
 
-def test_changes_are_found_where_they_are_and_arrive_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["tiled", "plain", "raw"])
+def test_changes_are_found_where_they_are_and_arrive_there(
+    codec: Codec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It takes milliseconds to read a hole.
+    monkeypatch.setattr(coder, "SAMPLED_ELEMENTS", 1024)
     spec = TensorSpec("w", "I8", (NUMEL,))
     table = TensorTable([spec])
     holes(tmp_path / "live")
@@ -53,9 +61,14 @@ def test_changes_are_found_where_they_are_and_arrive_there(tmp_path: Path) -> No
     assert [int(baseline[position]) for position in EDGES] == distances.tolist()
     zeros = np.zeros(len(EDGES), np.uint8)
     assert change == fingerprint_change("w", positions, zeros, distances)
-    sparse = Sparse("I8", np.array([0], np.uint32), np.array([positions.size]), positions, distances, True)
-    data = encode(Changes([sparse], fingerprints={0: change}), table, "packed", "zstd", CONTEXT)
-    found = decode(data, table, CONTEXT)
+    one, many = np.zeros(1, np.uint32), np.array([positions.size])
+    # From 0 the distance to a number is the number.
+    sparse = Sparse("I8", one, many, positions, distances, codec != "raw")
+    # All elements are of the first class.
+    with classes_at([1, 1, 1]):
+        written = Changes([sparse], fingerprints={0: change})
+        data = encode(written, table, codec, "zstd", CONTEXT, lambda _: BaseTensor(served))
+    found = decode(data, table, CONTEXT, lambda _: BaseTensor(served))
     for group in found.sparse:
         apply_distances(spec.element, served, group.positions, group.data)
     assert [int(served[position]) for position in EDGES] == distances.tolist()
@@ -75,17 +88,17 @@ def test_fingerprint_of_a_range_that_begins_far_inside() -> None:
         assert transposed == Fingerprint(*reference_fingerprint("w", spread))
 
 
-@pytest.mark.parametrize("codec", ["packed", "raw"])
+@pytest.mark.parametrize("codec", ["plain", "raw"])
 def test_merging_keeps_positions_beyond_32_bits(codec: str) -> None:
     table = TensorTable([SPEC])
     total = math.prod(SPEC.shape)
     even = np.array([p for p in EDGES if p < total][::2])
     everything = np.array([p for p in EDGES if p < total])
-    parts = [of(positions, codec == "packed") for positions in (even, everything)]
+    parts = [of(positions, codec == "plain") for positions in (even, everything)]
     assert total > 2**33
     merged = merge_changes(parts, table)
     assert [group.positions.tolist() for group in merged.sparse] == [everything.tolist()]
-    wanted = [1 + (codec == "packed" and position in even.tolist()) for position in everything.tolist()]
+    wanted = [1 + (codec == "plain" and position in even.tolist()) for position in everything.tolist()]
     assert merged.sparse[0].data.tolist() == wanted
 
 

@@ -22,16 +22,25 @@ from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.merge import merge_changes, merge_lazily
 from vllm_delta_sync.codec.merge_spool import DeltaSpool
 from vllm_delta_sync.codec.zstd import Compression
-from vllm_delta_sync.errors import ChainError, FormatError, TensorMismatchError, UnsupportedError
+from vllm_delta_sync.errors import (
+    ChainError,
+    DeltaSyncError,
+    FormatError,
+    LimitError,
+    TensorMismatchError,
+    UnsupportedError,
+)
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import Bits, Positions
 from vllm_delta_sync.tensors.changes import Changes, Full
 
+WAYS: list[tuple[Codec, Compression]] = [("tiled", "zstd"), ("tiled", "none"), ("plain", "zstd"), ("plain", "none")]
+
 
 def spooled(parts: list[Changes], table: TensorTable, folder: Path) -> tuple[Changes, bytes]:
-    lazy = [LazyDelta(encode(part, table, "packed", "zstd", CONTEXT), table, CONTEXT) for part in parts]
+    lazy = [LazyDelta(encode(part, table, "plain", "zstd", CONTEXT), table, CONTEXT) for part in parts]
     sums: dict[int, Fingerprint] = {}
     for part in lazy:
         for tensor, change in part.fingerprints.items():
@@ -52,25 +61,25 @@ def test_merging_piece_by_piece_does_what_the_versions_do(
     history: tuple[TensorTable, list[list[Bits]], list[Changes]], batch: int, block: int
 ) -> None:
     table, versions, parts = history
-    # What is no distance is sent in full instead, so that every history can be carried by codec packed.
-    packed = []
+    # What is no distance is sent in full instead, so that every history can be carried by codec plain.
+    relative = []
     for number, part in enumerate(parts):
         absolute = [int(tensor) for group in part.sparse if not group.relative for tensor in group.ids]
         whole = {*absolute, *(full.id for full in part.full)}
-        packed.append(changes_between(table, versions[number], versions[number + 1], full=whole))
+        relative.append(changes_between(table, versions[number], versions[number + 1], full=whole))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(reading, "LAZY_ELEMENTS", batch)
         patch.setattr(spooling, "SPOOL_ELEMENTS", block)
-        found, _ = spooled(packed, table, Path(folder))
+        found, _ = spooled(relative, table, Path(folder))
     one_by_one, leap = state_of(table, versions[0]), state_of(table, versions[0])
-    for part in packed:
+    for part in relative:
         one_by_one.apply(part)
     leap.apply(found)
     for got, followed, expected in zip(leap.bits, one_by_one.bits, versions[-1], strict=True):
         assert got.tobytes() == followed.tobytes() == expected.tobytes()
     assert leap.fingerprints == one_by_one.fingerprints
     # The same elements as the merge in memory, and none more.
-    assert found.changed == merge_changes(packed, table).changed
+    assert found.changed == merge_changes(relative, table).changed
 
 
 def test_each_tensor_is_in_one_piece_wherever_batches_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +91,7 @@ def test_each_tensor_is_in_one_piece_wherever_batches_end(monkeypatch: pytest.Mo
     for _ in range(2):
         versions.append(nudge(versions[-1], random, 0.5))
     parts = [
-        LazyDelta(encode(changes_between(table, *pair, full=full), table, "packed", "zstd", CONTEXT), table, CONTEXT)
+        LazyDelta(encode(changes_between(table, *pair, full=full), table, "plain", "zstd", CONTEXT), table, CONTEXT)
         for pair, full in zip(pairwise(versions), ([], [1]), strict=True)
     ]
     carried: list[int] = []
@@ -97,10 +106,10 @@ def test_one_block_gives_the_bytes_of_the_encoder(tmp_path: Path) -> None:
     changes = changes_between(TABLE, old, nudge(old, random, 0.3), full=[2])
     changes.sparse.sort(key=lambda group: group.dtype)
     _, data = spooled([changes], TABLE, tmp_path)
-    assert data == encode(changes, TABLE, "packed", "zstd", CONTEXT)
+    assert data == encode(changes, TABLE, "plain", "zstd", CONTEXT)
 
 
-@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
+@pytest.mark.parametrize("codec", ["plain", "tiled", "raw"])
 @pytest.mark.parametrize("compression", ["zstd", "none"])
 def test_large_tensors_are_written_with_a_piece_in_memory(
     codec: Codec, compression: Compression, tmp_path: Path
@@ -130,19 +139,21 @@ def test_large_tensors_are_written_with_a_piece_in_memory(
     assert [bits.tobytes() for bits in state.bits] == [bits.tobytes() for bits in new]
 
 
-@pytest.mark.parametrize("compression", ["zstd", "none"])
-def test_pieces_of_an_object_are_the_object(compression: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All dtypes, a scalar, an empty tensor in full, escapes of several widths."""
+@pytest.mark.parametrize(("codec", "compression"), WAYS)
+def test_pieces_of_an_object_are_the_object(
+    codec: Codec, compression: Compression, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All dtypes, a scalar, an empty tensor in full. A piece may be applied before the next one is read."""
     monkeypatch.setattr(reading, "LAZY_ELEMENTS", 50)
     table = every_dtype_table(70_000)
     random = np.random.default_rng(4)
     old = random_bits(table, random)
     new = nudge(old, random, 0.001)
     changes = changes_between(table, old, new, full=[table.index("empty"), 1])
-    data = encode(changes, table, "packed", compression, CONTEXT)  # type: ignore[arg-type]
-    lazy = LazyDelta(np.frombuffer(data, np.uint8), table, CONTEXT)
-    assert (lazy.changed, lazy.fingerprints) == (changes.changed, changes.fingerprints)
     state = state_of(table, old)
+    data = encode(changes, table, codec, compression, CONTEXT, state.base_tensor)
+    lazy = LazyDelta(np.frombuffer(data, np.uint8), table, CONTEXT, state.base_tensor if codec == "tiled" else None)
+    assert (lazy.changed, lazy.fingerprints) == (changes.changed, changes.fingerprints)
     pieces = list(pieces_of([lazy]))
     assert len(pieces) > 10
     for piece in pieces:
@@ -150,28 +161,33 @@ def test_pieces_of_an_object_are_the_object(compression: str, monkeypatch: pytes
     assert [bits.tobytes() for bits in state.bits] == [bits.tobytes() for bits in new]
 
 
-def test_damaged_planes_are_refused() -> None:
+@pytest.mark.parametrize("codec", ["tiled", "plain"])
+def test_damaged_objects_are_refused(codec: Codec) -> None:
     """Whatever byte is off, a lazy reader raises, or gives what the other reader gives."""
     table = every_dtype_table(60)
     random = np.random.default_rng(5)
     old = random_bits(table, random)
-    data = encode(changes_between(table, old, nudge(old, random, 0.4), full=[2]), table, "packed", "zstd", CONTEXT)
+    base = state_of(table, old).base_tensor
+    changes = changes_between(table, old, nudge(old, random, 0.4), full=[2])
+    data = encode(changes, table, codec, "zstd", CONTEXT, base)
     refused = 0
     for place in range(8, len(data), 5):
         damaged = bytearray(data)
         damaged[place] ^= 1 << int(random.integers(8))
         try:
-            pieces = list(pieces_of([LazyDelta(bytes(damaged), table, CONTEXT)]))
-        except (FormatError, ChainError, UnsupportedError, TensorMismatchError):
+            pieces = list(pieces_of([LazyDelta(bytes(damaged), table, CONTEXT, base)]))
+        except (FormatError, LimitError, ChainError, UnsupportedError, TensorMismatchError):
             refused += 1
+            with pytest.raises(DeltaSyncError):
+                decode(bytes(damaged), table, CONTEXT, base)
             continue
-        whole = decode(bytes(damaged), table, CONTEXT)
+        whole = decode(bytes(damaged), table, CONTEXT, base)
         assert sum(piece.changed for piece in pieces) == whole.changed
         assert merge_changes(pieces, table).changed == merge_changes([whole], table).changed
     assert refused > 60
     for cut in (0, 7, 8, 100, len(data) - 1):
         with pytest.raises(FormatError):
-            list(pieces_of([LazyDelta(data[:cut], table, CONTEXT)]))
+            list(pieces_of([LazyDelta(data[:cut], table, CONTEXT, base)]))
 
 
 def test_codec_raw_and_other_versions_are_refused() -> None:
@@ -181,6 +197,6 @@ def test_codec_raw_and_other_versions_are_refused() -> None:
     raw = encode(changes_between(TABLE, old, new, "raw"), TABLE, "raw", "none", CONTEXT)
     with pytest.raises(UnsupportedError, match="codec 'raw'"):
         LazyDelta(raw, TABLE, CONTEXT)
-    packed = encode(changes_between(TABLE, old, new), TABLE, "packed", "zstd", CONTEXT)
+    plain = encode(changes_between(TABLE, old, new), TABLE, "plain", "zstd", CONTEXT)
     with pytest.raises(ChainError, match="'version' is '1'"):
-        LazyDelta(packed, TABLE, DeltaContext(CONTEXT.run, 2, 0))
+        LazyDelta(plain, TABLE, DeltaContext(CONTEXT.run, 2, 0))

@@ -26,7 +26,7 @@ from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 
 DTYPE_NAMES = ["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2", "I64", "I32", "I8", "U16", "BOOL"]
-KINDS = ["packed", "raw", "mixed", "full", "same"]
+KINDS = ["plain", "raw", "mixed", "full", "same"]
 
 
 def part_between(table: TensorTable, old: list[Bits], new: list[Bits], kinds: list[list[int]]) -> Changes:
@@ -165,7 +165,7 @@ def test_batches_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         random = np.random.default_rng(seed)
         versions = [random_bits(table, random)]
         parts = []
-        codecs: list[Codec] = ["packed", "raw", "packed", "packed"]
+        codecs: list[Codec] = ["plain", "raw", "plain", "plain"]
         for codec in codecs:
             new = nudge(versions[-1], random, share)
             # The ends of a tile, in each version.
@@ -183,7 +183,7 @@ def test_what_was_decoded_merges() -> None:
     random = np.random.default_rng(5)
     versions = [random_bits(table, random)]
     parts: list[Changes] = []
-    codecs: list[Codec] = ["packed", "raw", "raw", "packed"]
+    codecs: list[Codec] = ["plain", "raw", "raw", "plain"]
     for codec in codecs:
         new = nudge(versions[-1], random, 0.3)
         changes = changes_between(table, versions[-1], new, codec, full=[len(parts), table.index("empty")])
@@ -232,7 +232,7 @@ def test_nothing_and_one_part() -> None:
     random = np.random.default_rng(3)
     old = random_bits(table, random)
     new = nudge(old, random, 0.5)
-    for codec in ("packed", "raw"):
+    for codec in ("plain", "raw"):
         part = changes_between(table, old, new, codec, full=[3])
         part.sparse.sort(key=lambda group: group.dtype)
         part.fingerprints = dict(sorted(part.fingerprints.items()))
@@ -278,9 +278,9 @@ versions = [random_bits(table, random)]
 for _ in range(3):
     versions.append(nudge(versions[-1], random, 0.5))
 parts = [
-    changes_between(table, versions[0], versions[1], "packed", full=range(4)),
+    changes_between(table, versions[0], versions[1], "plain", full=range(4)),
     changes_between(table, versions[1], versions[2], "raw"),
-    changes_between(table, versions[2], versions[3], "packed"),
+    changes_between(table, versions[2], versions[3], "plain"),
 ]
 merge_changes(parts, table)
 print(json.dumps([before, [len(loop.signatures) for loop in loops]]))

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 WITHIN = {
     "vllm_delta_sync",
     "vllm_delta_sync/engine",
-    "vllm_delta_sync/codec/context",
+    "vllm_delta_sync/codec/tiles",
     "vllm_delta_sync/bucket/hub",
     "vllm_delta_sync/bucket/middleware",
     "vllm_delta_sync/maintenance/gc",

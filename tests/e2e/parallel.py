@@ -21,17 +21,14 @@ VERSIONS = 3
 
 
 def main(
-    root: Path, family: str, ranks: int, codec: Any = "auto", vocabulary: int = VOCABULARY, **options: Any
+    root: Path, family: str, ranks: int, codec: Any = "tiled", vocabulary: int = VOCABULARY, **options: Any
 ) -> None:
     from trainer_side import Publisher
-    from vllm_delta_sync.codec.context import tiles
     from vllm_delta_sync.engine import attach
 
     model = make_model(family, seed=5, vocab_size=vocabulary)
     base = save_checkpoint(model, root / "base")
     steps = train_steps(model, lr=3e-5)
-    # The tensors of this model are so small that a writer would not cut them.
-    tiles.CUT_ELEMENTS[2] = 0
     with Publisher(model, bucket=str(root / "run"), base=base, codec=codec) as publisher:
         llm = make_parallel(base, ranks, **options)
         sync = attach(llm, bucket=str(root / "run"))
@@ -108,7 +105,7 @@ if __name__ == "__main__":
             Path(folder),
             family_name,
             int(rank_count),
-            rest[0] if rest else "auto",
+            rest[0] if rest else "tiled",
             int(rest[1]) if rest else VOCABULARY,
             **chosen,
         )

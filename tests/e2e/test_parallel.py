@@ -34,7 +34,7 @@ def test_two_ranks_follow_bit_for_bit(tmp_path: Path, family: str) -> None:
 @pytest.mark.slow
 def test_the_transformers_backend_follows_and_releases_nothing_twice(tmp_path: Path) -> None:
     """Its models keep vLLM's process group, whose shared memory must not be closed when a replica is collected."""
-    log = run(tmp_path, "llama", "2", "auto", str(VOCABULARY), 'model_impl="transformers"')
+    log = run(tmp_path, "llama", "2", "tiled", str(VOCABULARY), 'model_impl="transformers"')
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert [each["status"]["served"]["version"] for each in seen] == [*range(VERSIONS + 1), 2]
     for each in seen[1:]:
@@ -46,7 +46,7 @@ def test_the_transformers_backend_follows_and_releases_nothing_twice(tmp_path: P
 @pytest.mark.slow
 def test_fused_experts_that_a_loader_chooses_among_are_refused_by_name(tmp_path: Path) -> None:
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_PLUGINS": "delta_sync"}
-    arguments = ["llama4", "2", "auto", str(VOCABULARY), "enable_expert_parallel=true"]
+    arguments = ["llama4", "2", "tiled", str(VOCABULARY), "enable_expert_parallel=true"]
     done = warm.run("tests.e2e.parallel", str(tmp_path), *arguments, seconds=600, environment=environment)
     assert done.status == 1
     (error,) = [line for line in done.said.splitlines() if line.startswith("vllm_delta_sync.errors.ModelError")]

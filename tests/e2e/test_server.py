@@ -56,8 +56,8 @@ def test_follows_training_bit_for_bit(follower: Follower) -> None:
 
 @pytest.mark.slow
 def test_plain_vllm_serve_follows_bit_for_bit(tmp_path: Path) -> None:
-    """Set up by variables, and codec ``context``."""
-    world = World(tmp_path, "llama", notice="tcp://127.0.0.1:*", codec="context")
+    """Set up by variables, and codec ``tiled``."""
+    world = World(tmp_path, "llama", notice="tcp://127.0.0.1:*", codec="tiled")
     command = plain_vllm_serve(world.base, "--worker-extension-cls", "vllm_delta_sync.engine.WorkerExtension")
     environment = {
         "VLLM_PLUGINS": allow_list(None),

@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 
 from tests.golden.regenerate import DIRECTORY, SIGNED, TREE
-from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS
+from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS, KINDS
+from vllm_delta_sync.codec.tiles.coder import BLOCK_CHANGES, SMALL_ELEMENTS
+from vllm_delta_sync.codec.tiles.grid import (
+    LEAST_ELEMENTS,
+    NARROW,
+    SHARERS,
+    SHARERS_OF_ROWS,
+    TALL,
+    TILE_ELEMENTS,
+    VOCABULARY_ROWS,
+)
+from vllm_delta_sync.codec.tiles.prefix_code import CLASSES, LONGEST, SYMBOLS, TABLES
 from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.codecs import CODECS, FEATURES
@@ -132,6 +143,23 @@ def test_features_blocks_and_error_kinds() -> None:
     assert f"{BLOCK_ELEMENTS:,}" in section("Delta objects")
     kinds = section("What a reader verifies, and in what order").rpartition("Errors fall into")[2]
     assert set(re.findall(r"`(\w+)`", kinds)) <= set(error_kinds())
+
+
+def test_kinds_of_blocks_and_numbers_of_tiles() -> None:
+    assert first_column(section("Delta objects")) >= set(KINDS)
+    assert f"{BLOCK_CHANGES:,} changed" in section("Delta objects")
+    text = " ".join(section("Tiles").split())
+    assert f"Let *T* = {TILE_ELEMENTS:,} and *L* = {LEAST_ELEMENTS:,}" in text
+    lists = ", ".join("(" + ", ".join(map(str, ranks)) + ")" for ranks in SHARERS)
+    rows = ", ".join("(" + ", ".join(map(str, ranks)) + ")" for ranks in SHARERS_OF_ROWS)
+    assert f"The lists {lists} are tried in this order, then {rows} without cutting columns" in text
+    assert f"multiple of {VOCABULARY_ROWS}" in text
+    assert f"{TALL} times more rows than columns" in text
+    assert f"fewer than {NARROW} columns" in text
+    assert f"fewer than {SMALL_ELEMENTS:,} elements" in text
+    assert f"A length is at most {LONGEST}" in text
+    assert f"{TABLES} · 2 · {SYMBOLS} **code lengths**" in text
+    assert f"{CLASSES} **keys**" in text
 
 
 def test_keys() -> None:

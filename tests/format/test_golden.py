@@ -22,11 +22,14 @@ from tests.golden.regenerate import (
     write_signed,
     write_tree,
 )
+from tests.support.reference import moved
+from tests.support.reference_tiles import read_object
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.errors import NotFoundError, SignatureError
 from vllm_delta_sync.format.safetensors_file import Container
+from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.tensors.changes import Changes, Sparse
 from vllm_delta_sync.tensors.torch_views import bits_of
 from vllm_delta_sync.trust import Keyring
@@ -42,7 +45,7 @@ FINGERPRINTS = [
 TENSORS = "12fb934cee37599301e3b249bdebefefcc654746770dbe932902fef0942743d2"
 DIGESTS = {
     0: "a8aa42e0464777c11b9544b77f0a5e67b05a3ee25ab9f80420ffb03a53811af7",
-    2: "2c6c245c80e470ab5a1c55daa5e6b3849f4b2f0650c41c229f3b0d21d17e522b",
+    2: "f54dcfde98f475c9bc09b23c750b0b19dcc1c4bd2b756904438438e84c58ca97",
     3: "642b596f01d46b5e0e0fbede86aef6cdc1dfb926155829c40b092e3fb9d9e7c2",
 }
 
@@ -82,13 +85,12 @@ def test_each_kind_is_there(run: Run) -> None:
     log = list(run.log())
     assert [manifest.kind for manifest in log] == ["anchor"] + ["delta"] * 5
     ways = [(manifest.codec, manifest.compression) for manifest in log[1:4]]
-    assert ways == [("packed", "zstd"), ("packed", "none"), ("raw", "none")]
+    assert ways == [("plain", "zstd"), ("plain", "none"), ("raw", "none")]
     assert run.changes(log[4]) == Changes()
     assert (log[4].changed, log[4].objects, log[4].codec) == (0, [], None)
     assert [spec.id for spec in run.changes(log[5]).full] == [0, 5]
-    assert sorted(_kinds(run, 5)) == ["dense", "dense", "full", "full", "sparse"]
-    parts = {part for version in (1, 2) for part in _parts(run, version)}
-    assert parts >= {"gaps", "low", "escapes", "codes", "small", "wide.0", "wide.1"}
+    assert sorted(_kinds(run, 5)) == ["full", "full", "tiles", "tiles", "tiles"]
+    assert set(_kinds(run, 1)) == set(_kinds(run, 2)) == {"tiles"}
 
 
 def _kinds(run: Run, version: int) -> list[str]:
@@ -96,10 +98,26 @@ def _kinds(run: Run, version: int) -> list[str]:
     return [block["kind"] for block in json.loads(Container(data).metadata["delta_sync"])["blocks"]]
 
 
-def _parts(run: Run, version: int) -> set[str]:
-    """Entries of blocks that hold anything but a frame of nothing."""
-    entries = Container(run.fetch(run.manifest(version).objects[0])).entries
-    return {name.partition(".")[2] for name, entry in entries.items() if entry.end - entry.start > 9}
+@pytest.mark.parametrize("version", [1, 2, 5])
+def test_the_specification_reads_the_same(version: int, run: Run) -> None:
+    """Whose tiles are plain: no bits of the version before are needed."""
+    before, after = versions()[version - 1 : version + 1]
+    data = run.fetch(run.manifest(version).objects[0])
+    found = read_object(data, [(spec.dtype, spec.shape) for spec in run.table], None)
+    whole = {full.id for full in run.changes(run.manifest(version)).full}
+    changed = {tensor for tensor in range(len(run.table)) if not np.array_equal(before[tensor], after[tensor])}
+    assert found.keys() == changed - whole
+    for tensor, steps in found.items():
+        assert_moved(run.table[tensor], before[tensor], after[tensor], steps)
+
+
+def assert_moved(spec: TensorSpec, before: np.ndarray, after: np.ndarray, steps: dict[int, int]) -> None:
+    """Steps by element lead from one to the other."""
+    bits, width = before.tolist(), 8 * spec.element.itemsize
+    for place, step in steps.items():
+        assert step != 0
+        bits[place] = moved(bits[place], step, width, spec.element.is_float)
+    assert bits == after.tolist(), spec.name
 
 
 @pytest.mark.parametrize("key", ["run.json", "tensors.json", "versions/0000000000.json"])

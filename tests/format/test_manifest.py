@@ -38,7 +38,7 @@ DELTA: dict[str, Any] = {
     "base_version": 6,
     "breaks": [{"base_version": 1, "version": 4}],
     "changed": 3,
-    "codec": "packed",
+    "codec": "plain",
     "compression": "zstd",
     "created_at": TIME,
     "epoch": 2,
@@ -50,7 +50,7 @@ DELTA: dict[str, Any] = {
     "parent": DIGEST,
     "payload_bytes": 9,
     "quarantine": None,
-    "requires": ["packed", "zstd"],
+    "requires": ["plain", "zstd"],
     "reversible": True,
     "run": RUN,
     "signature": {"key": DIGEST, "value": "cd" * 64},
@@ -141,10 +141,10 @@ def test_a_later_format_is_unsupported_whatever_else_it_says(cls: type[Document]
 @pytest.mark.parametrize(("cls", "value"), ALL[:4])
 def test_an_unknown_requirement_is_refused_by_name(cls: type[Document], value: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match="'requires' names 'teleport'"):
-        cls.from_bytes(rfc8785.dumps({**value, "requires": ["packed", "teleport"]}))
+        cls.from_bytes(rfc8785.dumps({**value, "requires": ["plain", "teleport"]}))
     with pytest.raises(UnsupportedError, match="teleport"):
         cls.from_bytes(rfc8785.dumps({**value, "requires": ["teleport"], "kind": "beam", "total": []}))
-    malformed: list[Any] = ["packed", [1], [["packed"]], {}]
+    malformed: list[Any] = ["plain", [1], [["plain"]], {}]
     for requires in malformed:
         with pytest.raises(FormatError, match="requires"):
             cls.from_bytes(rfc8785.dumps({**value, "requires": requires}))

@@ -3,33 +3,39 @@
 ``run`` has one tensor of each width and kind, and one version of each kind of object. Everything is a function of
 constants, except the bytes of zstd frames, which may differ between releases of that library. ``tree`` has what lies
 beside a chain: a merged delta, an anchor, a tag, a claim, a heartbeat, what is gone; and a version that builds on an
-older one. ``signed`` is signed, by two keys: one that was retired, and the one that took its place.
+older one. ``signed`` is signed, by two keys: one that was retired, and the one that took its place. ``tiles`` is in
+codec tiled, with tiles of each kind.
 """
 
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from tests.support.samples import CREATED, RunWriter
+from tests.support.samples import CREATED, RunWriter, changes_between
 from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
+from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.codec.tiles import coder
+from vllm_delta_sync.codec.tiles.rectangles import TensorView, covered_rectangles
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format.documents import Claim, Heartbeat, KeyEntry, KeyValidity, PauseSlotClaim, Retention, Tag
 from vllm_delta_sync.format.manifest import Document
 from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.trust import Keyring
 
 DIRECTORY = Path(__file__).parent / "run"
 TREE = Path(__file__).parent / "tree"
 SIGNED = Path(__file__).parent / "signed"
-CONTEXT = Path(__file__).parent / "context"
+TILES = Path(__file__).parent / "tiles"
 RUN = "901de20000000000000000000000c0de"
-KINDS = ("anchor", "packed zstd", "packed none", "raw", "empty", "full")
+KINDS = ("anchor", "plain zstd", "plain none", "raw", "empty", "full")
 """What version 0, 1, 2, … of the golden run are."""
 
 
@@ -54,7 +60,7 @@ def versions() -> list[list[Bits]]:
     result = [[source.random_raw(spec.numel).astype(spec.element.uint) for spec in table()]]
     for _ in range(3):
         result.append([_nudged(bits, source) for bits in result[-1]])
-    # Signed zeros, infinities and NaNs with payloads take part; a far gap makes an escape, few changes low bits.
+    # Signed zeros, infinities and NaNs with payloads take part; a far gap has raw bits.
     result[1][0][:6] = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF]
     result[2][0][:6] = [0x8000, 0x0000, 0xFF80, 0x7FC1, 0xFFFF, 0x7F80]
     for version in (1, 2, 3):
@@ -82,11 +88,11 @@ def write(directory: Path) -> RunWriter:
         path = Path(scratch) / "anchor.safetensors"
         write_anchor(path, table(), [(spec.name, bits[0][tensor]) for tensor, spec in enumerate(table())])
         writer.anchor(bits[0], path.read_bytes())
-    writer.delta(bits[1], "packed", "zstd")
-    writer.delta(bits[2], "packed", "none")
+    writer.delta(bits[1], "plain", "zstd")
+    writer.delta(bits[2], "plain", "none")
     writer.delta(bits[3], "raw", "none")
-    writer.delta(bits[4], "packed", "zstd")
-    writer.delta(bits[5], "packed", "zstd", full=[0, 5])
+    writer.delta(bits[4], "plain", "zstd")
+    writer.delta(bits[5], "plain", "zstd", full=[0, 5])
     return writer
 
 
@@ -107,7 +113,7 @@ def write_tree(directory: Path) -> RunWriter:
         writer.beside(5, Path(scratch))
     named = {"run": RUN, "version": 5, "manifest": writer.manifests[5].digest, "created_at": CREATED}
     heartbeat = {"run": RUN, "receiver": "rollout-1", "served": 5, "target": 7, "pins": [4], "seconds": 60}
-    told = {
+    reported = {
         "step": 5,
         "head": 7,
         "lag": 2,
@@ -122,7 +128,7 @@ def write_tree(directory: Path) -> RunWriter:
     documents: dict[str, Document] = {
         side.tag_key("best"): Tag.model_validate({**named, "name": "best", "milestone": True}),
         side.claim_key(1): Claim.model_validate({**named, "epoch": 1, "writer": RUN}),
-        side.heartbeat_key("rollout-1"): Heartbeat.model_validate({**heartbeat, **told, "created_at": CREATED}),
+        side.heartbeat_key("rollout-1"): Heartbeat.model_validate({**heartbeat, **reported, "created_at": CREATED}),
         side.pause_slot_key(0, 1): PauseSlotClaim.model_validate({**turn, "number": 1, "created_at": CREATED}),
         side.pause_slot_key(0, 2): PauseSlotClaim.model_validate({**turn, "number": 2, "created_at": CREATED}),
         side.RETENTION_KEY: Retention.model_validate({"run": RUN, "gone": [[3, 3]], "created_at": CREATED}),
@@ -135,7 +141,7 @@ def write_tree(directory: Path) -> RunWriter:
 
 
 def key_pair(number: int) -> Ed25519PrivateKey:
-    """A key that everybody knows."""
+    """A key that is no secret."""
     return Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)
 
 
@@ -161,24 +167,25 @@ def write_signed(directory: Path) -> RunWriter:
     return writer
 
 
-def context_table() -> TensorTable:
-    """Five tensors; the first has several tiles, the last is no floating-point one."""
+def tiles_table() -> TensorTable:
+    """A vocabulary of two tiles, experts of one each, one row of 16, one tile, three by three, and no floats."""
     return TensorTable(
         [
-            TensorSpec("model.embed.weight", "BF16", (192, 160)),
-            TensorSpec("model.layers.0.expert.weight", "F8_E4M3", (64, 64)),
+            TensorSpec("model.embed.weight", "F8_E5M2", (640, 64)),
+            TensorSpec("model.layers.0.experts.weight", "F8_E4M3", (2, 128, 128)),
             TensorSpec("model.layers.0.gate.weight", "F32", (4, 20, 32)),
-            TensorSpec("model.layers.0.proj.weight", "F16", (45, 48)),
+            TensorSpec("model.layers.0.proj.weight", "F16", (45, 96)),
+            TensorSpec("model.layers.0.up.weight", "BF16", (384, 384)),
             TensorSpec("model.position", "I64", (5,)),
         ]
     )
 
 
-def context_versions() -> list[list[Bits]]:
+def tiles_versions() -> list[list[Bits]]:
     """Per version, per tensor id: flat bits. The larger an exponent, the less often and the less far bits move."""
     source = np.random.PCG64(20261122)
     first = []
-    for spec in context_table():
+    for spec in tiles_table():
         bits = 8 * spec.element.itemsize
         drawn = source.random_raw(spec.numel)
         # How many zeros a word ends with falls off by halves, as exponents of weights do, about.
@@ -188,38 +195,70 @@ def context_versions() -> list[list[Bits]]:
         low = drawn >> np.uint64(64 - bits) & np.uint64((1 << (bits - 7)) - 1)
         first.append((high | low).astype(spec.element.uint))
     result = [first]
-    for _ in range(2):
+    for _ in range(3):
         step = []
         for bits in result[-1]:
             drawn = source.random_raw(bits.size)
             top = (bits >> bits.dtype.type(8 * bits.itemsize - 7)).astype(np.uint64) & np.uint64(31)
-            chosen = drawn % np.uint64(21) >= np.minimum(top, np.uint64(19)) - np.minimum(top, np.uint64(2))
-            by = np.where(drawn >> np.uint64(62), np.uint64(1), drawn >> np.uint64(60)).astype(bits.dtype)
-            by += bits.dtype.type(by.size == 5)
+            chosen = drawn & ((np.uint64(1) << (np.maximum(top, np.uint64(13)) - np.uint64(13))) - np.uint64(1)) == 0
+            by = np.where(drawn >> np.uint64(62), np.uint64(1), (drawn >> np.uint64(60)) + np.uint64(1)).astype(
+                bits.dtype
+            )
             moved = np.where(drawn >> np.uint64(59) & np.uint64(1), bits + by, bits - by)
             step.append(np.where(chosen, moved, bits).astype(bits.dtype))
         result.append(step)
     # Signed zeros, infinities, NaNs with payloads.
-    result[1][0][:6] = [0x8000, 0x0000, 0xFF80, 0x7FC1, 0xFFFF, 0x7F80]
-    result[2][0][:6] = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF]
+    result[1][4][:6] = [0x8000, 0x0000, 0xFF80, 0x7FC1, 0xFFFF, 0x7F80]
+    result[2][4][:6] = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF]
+    for version in (1, 2, 3):
+        result[version][5] = result[version - 1][5] + np.array([1, 2**40, 0, 2**63, version], np.uint64)
+    # Tiles that do not change.
+    for version in (1, 2, 3):
+        result[version][0][: 320 * 64] = result[0][0][: 320 * 64]
+        result[version][2][:30] = result[0][2][:30]
     return result
 
 
-def write_context(directory: Path) -> RunWriter:
-    """Write a run whose two deltas are in codec context, the second one without zstd."""
-    writer = RunWriter(open_bucket(str(directory)), context_table(), RUN)
-    bits = context_versions()
+def write_tiles(directory: Path) -> RunWriter:
+    """Write a run of three deltas in codec tiled: with zstd and without, and by two ranks that cut tiles."""
+    writer, table = RunWriter(open_bucket(str(directory)), tiles_table(), RUN), tiles_table()
+    bits = tiles_versions()
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "anchor.safetensors"
-        write_anchor(path, context_table(), [(spec.name, bits[0][i]) for i, spec in enumerate(context_table())])
+        write_anchor(path, table, [(spec.name, bits[0][i]) for i, spec in enumerate(table)])
         writer.anchor(bits[0], path.read_bytes())
-    writer.delta(bits[1], "context", "zstd")
-    writer.delta(bits[2], "context", "none")
+    # Of these tensors only the last one is small.
+    with patch.object(coder, "SMALL_ELEMENTS", 1000):
+        writer.delta(bits[1], "tiled", "zstd")
+        writer.delta(bits[2], "tiled", "none")
+        objects, changed = [], 0
+        for rank in range(2):
+            data, count = _of_rank(rank, table, bits[2], bits[3])
+            objects.append(data)
+            changed += count
+    how = {"codec": "tiled", "compression": "none", "requires": required_features("tiled", "none"), "reversible": False}
+    writer._commit(bits[3], objects, "delta", changed, base_version=2, **how)
     return writer
 
 
+def _of_rank(rank: int, table: TensorTable, old: list[Bits], new: list[Bits]) -> tuple[bytes, int]:
+    """The object of a rank that holds the first 60 % of each tensor's elements, or the others; and what it carries."""
+    bases, own = [], []
+    for spec, before, after in zip(table, old, new, strict=True):
+        cut = spec.numel * 3 // 5
+        part = slice(cut) if rank == 0 else slice(cut, None)
+        held, mine = np.zeros_like(before), before.copy()
+        held[part], mine[part] = before[part], after[part]
+        view = TensorView(0 if rank == 0 else cut, (held[part].size,), (1,))
+        bases.append(BaseTensor(held, covered_rectangles(spec, [view])))
+        own.append(mine)
+    changes = changes_between(table, old, own)
+    context = DeltaContext(RUN, 3, 2)
+    return encode(changes, table, "tiled", "none", context, bases.__getitem__), changes.changed
+
+
 def main() -> int:
-    runs = ((DIRECTORY, write), (TREE, write_tree), (SIGNED, write_signed), (CONTEXT, write_context))
+    runs = ((DIRECTORY, write), (TREE, write_tree), (SIGNED, write_signed), (TILES, write_tiles))
     for directory, make in runs:
         shutil.rmtree(directory, ignore_errors=True)
         count = len(make(directory).manifests)

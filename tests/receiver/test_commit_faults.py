@@ -802,7 +802,7 @@ class Story:
     def __init__(self, root: Path, seed: int) -> None:
         self.chance = random.Random(seed)
         self.rate = self.chance.choice([0.02, 0.05, 0.1])
-        self.world = World(root, ranks=1 + seed % 2, codec=self.chance.choice(["packed", "raw"]))
+        self.world = World(root, ranks=1 + seed % 2, codec=self.chance.choice(["plain", "raw"]))
         self.port = FaultyPort(self.chance, *self.world.models)
         self.world.use(self.port)
         self.world.follow(

@@ -14,10 +14,8 @@ EXPECTED = (
     "fingerprint_box",
     "commit_each",
     "merge_layers",
-    "decode_gaps",
-    "decode_mask",
-    "decode_values",
-    "decode_span",
+    "decode_bands",
+    "fill_tables",
 )
 
 

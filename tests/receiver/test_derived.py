@@ -143,7 +143,7 @@ def serve(world: WorkedWorld, process: Process = finish, prepare: Prepare = lamb
     return world.model
 
 
-@pytest.mark.parametrize(("ranks", "codec"), [(1, "packed"), (2, "context"), (2, "raw")])
+@pytest.mark.parametrize(("ranks", "codec"), [(1, "plain"), (2, "tiled"), (2, "raw")])
 def test_versions_are_followed_and_taken_back(tmp_path: Path, ranks: int, codec: str) -> None:
     """Versions 3 and 4 in one commit."""
     world = WorkedWorld(tmp_path, ranks, codec=codec)

@@ -81,7 +81,7 @@ LAYOUTS: dict[str, list[dict[str, Any]]] = {
 class TiedWorld(World):
     """A world whose model ties its head, and whose run has both, with equal bits at first."""
 
-    def __init__(self, root: Path, layout: str = "one rank", codec: str = "packed", with_base: bool = True) -> None:
+    def __init__(self, root: Path, layout: str = "one rank", codec: str = "plain", with_base: bool = True) -> None:
         self.layout, self.folder = layout, str(root / "base")
         generator = torch.Generator().manual_seed(0)
         embedding = 0.02 * torch.randn((ROWS, WIDTH), generator=generator)
@@ -135,12 +135,12 @@ class TiedWorld(World):
 @pytest.mark.parametrize(
     ("layout", "codec"),
     [
-        ("one rank", "packed"),
+        ("one rank", "plain"),
         ("one rank", "raw"),
-        ("tensor parallel", "packed"),
-        ("tensor parallel", "context"),
-        ("pipeline parallel", "packed"),
-        ("pipeline parallel", "context"),
+        ("tensor parallel", "plain"),
+        ("tensor parallel", "tiled"),
+        ("pipeline parallel", "plain"),
+        ("pipeline parallel", "tiled"),
     ],
 )
 def test_a_version_is_served_if_both_are_equal(tmp_path: Path, layout: str, codec: str) -> None:

@@ -35,7 +35,7 @@ def world(tmp_path: Path) -> World:
 
 
 @pytest.mark.parametrize(
-    ("codec", "ranks"), [("packed", 1), ("context", 1), ("raw", 1), ("packed", 4), ("context", 2), ("raw", 2)]
+    ("codec", "ranks"), [("plain", 1), ("tiled", 1), ("raw", 1), ("plain", 4), ("tiled", 2), ("raw", 2)]
 )
 def test_follows_every_version(tmp_path: Path, codec: str, ranks: int) -> None:
     """The third version sends tensors in full."""

@@ -144,12 +144,12 @@ def test_break_is_crossed_backwards_in_one_commit(chain: Chain, ranks: int) -> N
     assert server.commits - before == 3
 
 
-@pytest.mark.parametrize("codec", ["raw", "packed"])
+@pytest.mark.parametrize("codec", ["raw", "plain"])
 def test_break_that_cannot_be_crossed_backwards_is_rebuilt(tmp_path: Path, codec: str) -> None:
     """Versions that replace bits cannot be taken back; there is the base, and no anchor further on."""
     chain = Chain(tmp_path, base=True)
     chain.grow(3)
-    chain.grow(4, codec=codec, full=[0] if codec == "packed" else [])
+    chain.grow(4, codec=codec, full=[0] if codec == "plain" else [])
     server = Server(chain, chain.bits[0])
     server.reaches(7, commits=1)
     chain.grow(1, base=2)
@@ -244,7 +244,7 @@ def test_range_whose_distances_are_wrong_is_taken_back_and_avoided(chain: Chain)
     merged_delta = chain.merge(0, 4)
     changes = changes_between(chain.table, chain.bits[0], chain.bits[4])
     changes.sparse[0].data[3] += 1
-    data = encode(changes, chain.table, "packed", "zstd", DeltaContext(chain.run, 4, 0))
+    data = encode(changes, chain.table, "plain", "zstd", DeltaContext(chain.run, 4, 0))
     forged = merged_delta.model_copy(update={"objects": [chain._put(data)], "payload_bytes": len(data)})
     chain.bucket.put(side.merged_delta_key(0, 4), forged.to_bytes())
     server = Server(chain, chain.bits[0])

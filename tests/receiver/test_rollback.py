@@ -17,7 +17,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.settings import Settings
 
 
-@pytest.fixture(params=[("packed", 1), ("raw", 2)], ids=str)
+@pytest.fixture(params=[("plain", 1), ("raw", 2)], ids=str)
 def world(tmp_path: Path, request: pytest.FixtureRequest) -> World:
     codec, ranks = request.param
     return World(tmp_path, codec=codec, ranks=ranks)

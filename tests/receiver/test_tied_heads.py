@@ -90,7 +90,7 @@ class Site:
         self.folder = write(root / "folder", loader.tied, live if held is None else held)
         self.url = str(root / "run")
         self.publisher = Publisher(
-            lambda: self.live.items(), self.url, base=self.folder if base else None, codec="packed", merge=False
+            lambda: self.live.items(), self.url, base=self.folder if base else None, codec="plain", merge=False
         )
         self.version = 0
         self.seen: list[dict[str, Any]] = []

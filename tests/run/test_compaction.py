@@ -51,7 +51,7 @@ from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.verify.verify import verify_run
 
 CREATED = "2026-01-02T03:04:05Z"
-CODECS: tuple[RelativeCodec, RelativeCodec] = ("packed", "context")
+CODECS: tuple[RelativeCodec, RelativeCodec] = ("plain", "tiled")
 T = TypeVar("T")
 
 
@@ -63,7 +63,7 @@ def make(folder: Path, versions: int = 0, **options: Any) -> Written:
     return written
 
 
-def grown(folder: Path, versions: int, codec: RelativeCodec = "context") -> Written:
+def grown(folder: Path, versions: int, codec: RelativeCodec = "tiled") -> Written:
     """A run of small tensors of which each version changes much."""
     written = Written(folder / "run", table=SMALL)
     for _ in range(versions):
@@ -234,24 +234,24 @@ def test_gc_that_removed_an_object_meanwhile(tmp_path: Path, kind: type[side.Mer
     assert len(removed) == 1
 
 
-# Over versions of codec context, and of that codec
+# Over versions of codec tiled, and of that codec
 
 
-@pytest.mark.parametrize(("codec", "batch"), [("packed", 1), ("packed", 100), ("context", 100), ("context", 1 << 20)])
+@pytest.mark.parametrize(("codec", "batch"), [("plain", 1), ("plain", 100), ("tiled", 100), ("tiled", 1 << 20)])
 def test_ranges_over_codec_context(
     tmp_path: Path, codec: RelativeCodec, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces of any size, with tensors in full before, between and after deltas of both codecs."""
     monkeypatch.setattr(reading, "LAZY_ELEMENTS", batch)
     monkeypatch.setattr(spooling, "SPOOL_ELEMENTS", 20)
-    written = grown(tmp_path, 1, "packed")
-    written.publish(share=0.3, codec="context")
-    written.publish(share=0.3, codec="context", full=[1, 2])
-    written.publish(share=0.3, codec="context")
+    written = grown(tmp_path, 1, "plain")
+    written.publish(share=0.3, codec="tiled")
+    written.publish(share=0.3, codec="tiled", full=[1, 2])
+    written.publish(share=0.3, codec="tiled")
     for _ in range(2):
-        written.publish_by_ranks(2, "context")
-    written.publish(share=0.3, codec="context")
-    written.publish(share=0.0, codec="context")
+        written.publish_by_ranks(2, "tiled")
+    written.publish(share=0.3, codec="tiled")
+    written.publish(share=0.0, codec="tiled")
     run = written.run
     with pytest.raises(UnsupportedError):
         make_merged_delta(run, 0, 4)
@@ -262,12 +262,12 @@ def test_ranges_over_codec_context(
         merged_delta = make_merged_delta(run, first, last, codec=codec, weights=weights)
         assert codec in merged_delta.requires
         written.check(first, last)
-    assert run.merged_delta(4, 8).reversible == (codec == "packed")
+    assert run.merged_delta(4, 8).reversible == (codec == "plain")
     report = verify_run(run)
     assert (report.merged_deltas, report.replayed, report.undecoded) == (4, True, [])
     assert_bits(run.snapshot(8), written.writer.bits[8])
-    # Backwards over a range of codec packed, though its versions cannot be taken back.
-    if codec == "packed":
+    # Backwards over a range of codec plain, though its versions cannot be taken back.
+    if codec == "plain":
         assert [(step.start, step.end) for step in find_steps(run, 8, 4)] == [(8, 4)]
     else:
         with pytest.raises(GapError):
@@ -275,8 +275,8 @@ def test_ranges_over_codec_context(
 
 
 def test_packed_versions_become_a_range_of_codec_context_which_is_repaired(tmp_path: Path) -> None:
-    written = grown(tmp_path, 4, "packed")
-    small = make_merged_delta(written.run, 0, 4, codec="context", weights=RollingWeights(written.run))
+    written = grown(tmp_path, 4, "plain")
+    small = make_merged_delta(written.run, 0, 4, codec="tiled", weights=RollingWeights(written.run))
     written.check(0, 4)
     written.lose(small.objects[0].key)
     report = repair(written.run)
@@ -695,7 +695,7 @@ def test_compact_a_run_that_refers_to_a_base(tmp_path: Path) -> None:
 
 def test_compact_with_another_base_makes_what_does_not_need_it(tmp_path: Path) -> None:
     written = Written(tmp_path / "run", start="checkpoint")
-    written.deltas(*["context"] * 4, *["packed"] * 4)
+    written.deltas(*["tiled"] * 4, *["plain"] * 4)
     other = save_base(tmp_path / "other", written.writer.bits[1], TABLE).parent
     report = compact(written.run, other)
     assert (report.merged_deltas, report.damaged) == ([(4, 8)], False)

@@ -66,7 +66,7 @@ def chain(tmp_path: Path) -> Chain:
     """Version 0 is an anchor, 2 is coded by context, 4 is built on 1, and 5 changes nothing."""
     made = Chain(tmp_path)
     made.grow()
-    made.grow(codec="context")
+    made.grow(codec="tiled")
     made.grow(full=[1])
     made.grow(base=1)
     made.delta(made.bits[-1])

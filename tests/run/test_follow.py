@@ -79,7 +79,7 @@ def at(out: Path) -> int:
 
 def test_every_version_equals_an_export_of_it(chain: Chain, out: Path, tmp_path: Path) -> None:
     """Through anchors, codecs, whole tensors, versions built on earlier ones, and one that changes nothing."""
-    grown: list[dict[str, Any]] = [{}, {"codec": "context"}, {"full": [1]}, {"base": 1}, {"share": 0.0}]
+    grown: list[dict[str, Any]] = [{}, {"codec": "tiled"}, {"full": [1]}, {"base": 1}, {"share": 0.0}]
     for options in [None, *grown]:
         if options is not None:
             chain.grow(**options)

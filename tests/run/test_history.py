@@ -298,7 +298,7 @@ def test_objects_larger_than_the_model_makes_sense_are_not_fetched(path: Path) -
 def test_a_tensor_carried_in_full_twice_is_refused(path: Path) -> None:
     run = open_run(str(path))
     manifest = run.manifest(5)
-    again = encode(run.changes(manifest), run.table, "packed", "none", DeltaContext(manifest.run, 5, 4))
+    again = encode(run.changes(manifest), run.table, "plain", "none", DeltaContext(manifest.run, 5, 4))
     digest = sha256(again).hexdigest()
     (path / keys.object_key(digest)).write_bytes(again)
     second = {"key": keys.object_key(digest), "bytes": len(again), "sha256": digest, "rank": 1}

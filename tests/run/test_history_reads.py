@@ -274,10 +274,10 @@ def test_a_long_signed_run_is_read_once(tmp_path: Path) -> None:
     """That what a retired key signed holds is shown by the manifests up to its last word, which are read anyway."""
     signed = Signed(ROOT, open_bucket(tmp_path / "run"))
     signed.writer.keyring = PUBLISHER
-    signed.deltas(*["packed"] * 25)
+    signed.deltas(*["plain"] * 25)
     signed.list_keys(1, KeyEntry(key=name_of(PUBLISHER), last=signed.last_word(25)))
     signed.writer.keyring = ROOT
-    signed.deltas(*["packed"] * 5)
+    signed.deltas(*["plain"] * 5)
     slow = Slow(tmp_path / "run", 2, Keyring(ROOT.trusted))
     report = verify_run(slow.run)
     assert (report.head, report.checked, report.findings) == (30, True, [])
@@ -321,11 +321,11 @@ def test_the_commands_ask_for_no_more(long_run: Path) -> None:
 
 def test_a_version_that_a_key_may_not_sign_is_refused_as_before(tmp_path: Path) -> None:
     signed = Signed(ROOT, open_bucket(tmp_path / "run"))
-    signed.deltas(*["packed"] * 6)
+    signed.deltas(*["plain"] * 6)
     signed.writer.keyring = PUBLISHER
     signed.delta()
     signed.writer.keyring = ROOT
-    signed.deltas(*["packed"] * 6)
+    signed.deltas(*["plain"] * 6)
     run = Run(open_bucket(tmp_path / "run"), Keyring(ROOT.trusted))
     for last, rows, failure in ((None, 7, SignatureError), (5, 5, None), (6, 0, SignatureError)):
         document, error = log_document(run, last)
@@ -334,10 +334,10 @@ def test_a_version_that_a_key_may_not_sign_is_refused_as_before(tmp_path: Path) 
 
 def test_a_store_that_fails_during_a_check_of_a_signature_makes_no_manifest_bad(tmp_path: Path) -> None:
     signed = Signed(ROOT, open_bucket(tmp_path / "run"))
-    signed.deltas(*["packed"] * 2)
+    signed.deltas(*["plain"] * 2)
     behind = signed.bucket.get(HEAD_KEY)
     signed.writer.keyring = PUBLISHER
-    signed.deltas(*["packed"] * 4)
+    signed.deltas(*["plain"] * 4)
     signed.list_keys(1, KeyEntry(key=name_of(PUBLISHER), last=signed.last_word(6)))
     signed.bucket.put(HEAD_KEY, behind)
     bucket = Hooked(tmp_path / "run")

@@ -42,7 +42,7 @@ def expect(tree: Written, steps: list[Step], held: int, target: int) -> None:
 
 
 def grow(tree: Written, count: int) -> None:
-    tree.deltas(*["packed"] * count)
+    tree.deltas(*["plain"] * count)
 
 
 def forge(tree: Written, key: str, document: Any, **fields: Any) -> None:
@@ -119,7 +119,7 @@ def test_version_that_replaces_bits_cannot_be_taken_back(tree: Written) -> None:
 
 def test_version_that_replaces_bits_is_taken_back_by_a_merged_delta_over_it(tree: Written) -> None:
     """Collecting counts on it: it replaced objects that were lost, and that are there again."""
-    tree.deltas("full", "packed")
+    tree.deltas("full", "plain")
     tree.writer.merge(0, 1)
     steps = find_steps(tree.run, 2, 0)
     assert [step.key for step in steps] == [keys.version_key(2), side.merged_delta_key(0, 1)]

@@ -33,7 +33,7 @@ DAMAGES = st.lists(st.builds(Damage, *[st.integers(0, 10**6)] * 3), min_size=1, 
 def whole() -> Whole:
     """Eight versions that can all be taken back, and merged deltas over them."""
     made = Whole()
-    made.deltas(*["packed"] * 8)
+    made.deltas(*["plain"] * 8)
     made.merged_deltas()
     made.tag("best", 5)
     return made
@@ -80,12 +80,12 @@ def test_head_that_proves_a_lost_version_is_left_alone(whole: Whole) -> None:
     assert contents(whole) == before
 
 
-@pytest.mark.parametrize("kind", ["packed", "raw", "full", "context"])
+@pytest.mark.parametrize("kind", ["plain", "raw", "full", "tiled"])
 def test_a_version_whose_object_is_lost_gets_a_merged_delta(kind: str) -> None:
     whole = Whole(seed=9)
-    whole.deltas("packed", "packed", kind, "packed")
+    whole.deltas("plain", "plain", kind, "plain")
     whole.beside(3)
-    if kind == "packed":
+    if kind == "plain":
         whole.merged_deltas()
     key = whole.object_of(3)
     right = whole.bucket.get(key)
@@ -96,8 +96,8 @@ def test_a_version_whose_object_is_lost_gets_a_merged_delta(kind: str) -> None:
     assert report.repaired == [f"{side.merged_delta_key(2, 3)}: replaces the objects of version 3"]
     # The merged delta of a packed version consists of the same object. For other codecs the
     # damaged object stays, because the manifest cannot list other bytes.
-    assert whole.bucket.get(key) == (right if kind == "packed" else damaged)
-    assert ["version 3: its own objects" in note for note in report.notes] == [True] * (kind != "packed")
+    assert whole.bucket.get(key) == (right if kind == "plain" else damaged)
+    assert ["version 3: its own objects" in note for note in report.notes] == [True] * (kind != "plain")
     assert_whole(whole)
     assert repair(whole.run).repaired == []
 
@@ -124,7 +124,7 @@ def test_a_lost_version_0_is_rebuilt_from_an_anchor_after_it(whole: Whole) -> No
 
 def test_versions_that_build_on_an_older_one(whole: Whole) -> None:
     whole.delta(base=3)
-    whole.deltas("packed", "packed")
+    whole.deltas("plain", "plain")
     whole.beside(10)
     whole.bucket.delete(whole.object_of(9))
     report = repair(whole.run)
@@ -133,7 +133,7 @@ def test_versions_that_build_on_an_older_one(whole: Whole) -> None:
 
 
 def test_objects_of_a_lost_manifest_are_found(whole: Whole) -> None:
-    for kind in ("packed", "raw", "full"):
+    for kind in ("plain", "raw", "full"):
         whole.delta(kind)
     for version in (9, 10):
         left = whole.bucket.copy()
@@ -150,7 +150,7 @@ def test_objects_of_a_lost_manifest_are_found(whole: Whole) -> None:
 
 def test_a_bridge_from_a_manifest_that_was_altered_unnoticed_is_replaced(whole: Whole) -> None:
     """Only the lost manifest could show that it was, so the bridge has its digest until both are back."""
-    whole.deltas("packed", "packed", "packed")
+    whole.deltas("plain", "plain", "plain")
     right = {key: whole.bucket.get(key) for key in map(keys.version_key, (9, 10))}
     first, lost = right
     whole.bucket.put(first, right[first].replace(b'"created_at":"2', b'"created_at":"9', 1))
@@ -221,7 +221,7 @@ def test_everything_comes_back_from_a_mirror(whole: Whole) -> None:
 
 def test_a_mirror_is_believed_only_where_digests_prove_it(whole: Whole) -> None:
     mirror = Whole(seed=77)  # says that it is the same run
-    mirror.deltas(*["packed"] * 8)
+    mirror.deltas(*["plain"] * 8)
     mirror.merged_deltas()
     mirror.beside(5)
     mirror.tag("best", 5)
@@ -461,7 +461,7 @@ def test_what_was_kept_comes_back_from_a_mirror(seed: int, policy: RetentionPoli
 
 def test_what_was_removed_is_not_lost_and_what_is_needed_is_missed() -> None:
     whole = Whole()
-    whole.deltas(*["packed"] * 12)
+    whole.deltas(*["plain"] * 12)
     whole.merged_deltas()
     whole.beside(8)
     collect(whole.run, RetentionPolicy(keep_last=2, keep_every=8, min_age=0.0), now=whole.bucket.clock + 1e7)
@@ -487,7 +487,7 @@ def test_what_was_removed_is_not_lost_and_what_is_needed_is_missed() -> None:
 def test_lost_objects_of_two_ranks_are_replaced_together() -> None:
     whole = Whole(seed=2)
     whole.delta()
-    manifest = whole.publish_by_ranks(2, "packed", 0.5)
+    manifest = whole.publish_by_ranks(2, "plain", 0.5)
     whole.beside(manifest.version)
     assert verify_run(whole.run).replayed
     whole.bucket.delete(manifest.objects[0].key)
@@ -500,7 +500,7 @@ def test_lost_objects_of_two_ranks_are_replaced_together() -> None:
 
 def test_what_is_written_from_weights_is_as_that_of_the_history() -> None:
     whole = Whole(seed=4)
-    whole.deltas("packed", "raw", "full", "packed")
+    whole.deltas("plain", "raw", "full", "plain")
     states = [state_of(TABLE, bits) for bits in whole.writer.bits]
     run, manifests = whole.run, whole.writer.manifests
     make_anchor(run, 3, state=states[3])

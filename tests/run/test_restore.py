@@ -35,7 +35,7 @@ State = dict[str, torch.Tensor]
 @pytest.fixture
 def tree(tmp_path: Path) -> Written:
     made = Written(tmp_path / "run", table=TABLE)
-    made.deltas(*["packed"] * 9)
+    made.deltas(*["plain"] * 9)
     made.merged_deltas()
     return made
 

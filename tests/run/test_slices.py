@@ -25,7 +25,6 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
 )
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.format.manifest import version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run import restore as chain_read
 from vllm_delta_sync.run.partial import fingerprint_box, restore_boxes
@@ -64,7 +63,7 @@ class Grove(Written):
                 self.beside(self.head)
             if kind == "shards":
                 self.publish_by_ranks(3)
-            elif kind in ("raw", "context"):
+            elif kind in ("raw", "tiled"):
                 self.publish(0.1, kind)  # type: ignore[arg-type]
             else:
                 base = self.head // 2 if kind == "break" else None
@@ -137,7 +136,7 @@ def grove(tmp_path: Path) -> Grove:
 
 @given(
     start=st.sampled_from(["anchor", "checkpoint", "branch"]),
-    kinds=st.lists(st.sampled_from(["delta", "shards", "raw", "full", "break", "beside", "context"]), max_size=9),
+    kinds=st.lists(st.sampled_from(["delta", "shards", "raw", "full", "break", "beside", "tiled"]), max_size=9),
     seed=st.integers(0, 2**16),
     pieces=st.booleans(),
 )
@@ -206,10 +205,10 @@ def wrong_version(made: Grove) -> None:
     group = next(group for group in changes.sparse if group.dtype == "BF16")
     group.data[0] += 1
     version = len(made.writer.manifests)
-    data = encode(changes, TABLE, "packed", "zstd", DeltaContext(made.writer.run, version, version - 1))
+    data = encode(changes, TABLE, "plain", "zstd", DeltaContext(made.writer.run, version, version - 1))
     made.writer._commit(
-        new, [data], "delta", changes.changed, requires=required_features("packed", "zstd"),
-        base_version=version - 1, codec="packed", compression="zstd", reversible=True,
+        new, [data], "delta", changes.changed, requires=required_features("plain", "zstd"),
+        base_version=version - 1, codec="plain", compression="zstd", reversible=True,
     )  # fmt: skip
 
 
@@ -289,11 +288,12 @@ def test_takes_the_memory_of_the_boxes_and_little_more(
     assert most[0] > WIDE.full_bytes
 
 
-def test_codec_context_is_read_through_a_file_and_said(
+def test_tiles_that_boxes_cut_are_read_through_a_file_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("vllm_delta_sync.codec.tiles.classes.TABLE_BITS", -1000.0)
     made = Grove(tmp_path)
-    made.grow("delta", "context", "delta")
+    made.grow("delta", "tiled", "delta")
     asked: list[int] = []
     real = chain_read.scratch_file
 
@@ -303,12 +303,13 @@ def test_codec_context_is_read_through_a_file_and_said(
 
     monkeypatch.setattr(chain_read, "scratch_file", watched)
     with caplog.at_level(logging.INFO, logger="vllm_delta_sync"):
-        found = restore_boxes(made.run, made.run.manifest(1), {"a": [Box.all_of((40, 3))]})
+        found = restore_boxes(made.run, made.run.manifest(3), {"a": [Box.all_of((40, 3))], "d": []})
+        assert np.array_equal(found["a"][0], made.writer.bits[3][0])
         assert not asked
-        assert "codec 'context'" not in caplog.text
-        found = restore_boxes(made.run, made.run.manifest(3), {"a": [Box((1, 0), (2, 3), (40, 3))], "d": []})
-    assert np.array_equal(found["a"][0], made.writer.bits[3][0][3:9])
+        assert "in a temporary file" not in caplog.text
+        found = restore_boxes(made.run, made.run.manifest(3), {"a": [Box((16, 0), (2, 3), (40, 3))], "d": []})
+    assert np.array_equal(found["a"][0], made.writer.bits[3][0][48:54])
     assert found["d"] == []
     assert len(asked) == 1
     assert asked[0] >= TABLE.full_bytes
-    assert f"{version_key(2)} has codec 'context'" in caplog.text
+    assert "rebuilding all of version 3 in a temporary file" in caplog.text

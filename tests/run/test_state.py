@@ -21,7 +21,7 @@ def test_versions_in_both_codecs() -> None:
     state = state_of(table, bits)
     for step in range(4):
         new = nudge(bits, random, 0.1)
-        state.apply(changes_between(table, bits, new, "raw" if step % 2 else "packed", full=[step]))
+        state.apply(changes_between(table, bits, new, "raw" if step % 2 else "plain", full=[step]))
         bits = new
         assert_bits(state, bits)
         assert state.fingerprint == state_of(table, bits).fingerprint

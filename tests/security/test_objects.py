@@ -27,17 +27,17 @@ from tests.security.build import (
 )
 from tests.security.reader import Reader
 from tests.support.forge import forge
-from tests.support.hostile import EMPTY, FRAMES, HEADERS, MAGIC, container, declaring, entry
+from tests.support.hostile import EMPTY, FRAMES, HEADERS, MAGIC, container, entry
 from tests.support.samples import CREATED, RUN, RunWriter, random_bits
 from tests.support.written import TABLE, Written
 from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.codec.tiles.grid import grid_of
 from vllm_delta_sync.format.canonical_json import dump_canonical
 from vllm_delta_sync.format.manifest import object_key, version_key
 from vllm_delta_sync.format.safetensors_file import write_container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 
 Change = Callable[[Arrays, Metadata], object]
-PLANES = ("@0.gaps", "@0.low", "@0.escapes", "@0.codes", "@0.small", "@0.wide.0", "@0.wide.1")
 
 
 # Headers
@@ -87,58 +87,56 @@ def test_members_twice_in_the_index_of_a_checkpoint(text: str, reader: Reader, t
     assert "duplicate key" in reader.refused("checkpoint", tmp_path, kind="format")
 
 
-# Compressed planes
+# Compressed tables
 
 
-def compressed(name: str, frame: bytes) -> Change:
-    """The object with its planes in zstd, and one of them replaced."""
+def compressed(frame: bytes) -> Change:
+    """The object in zstd, with another frame as its tables."""
 
     def change(arrays: Arrays, metadata: Metadata) -> None:
         metadata["compression"] = "zstd"
-        for plane in PLANES:
-            packed = zstandard.ZstdCompressor().compress(arrays[plane][1].tobytes())
-            arrays[plane] = plain(frame if plane == name else packed)
+        arrays["@0.tables"] = plain(frame)
 
     return change
 
 
 def needs_zstd(fields: Metadata) -> None:
-    fields["requires"] = ["packed", "zstd"]
+    fields["requires"] = ["plain", "zstd"]
 
 
 @pytest.mark.parametrize(
-    ("plane", "frame"),
+    ("frame", "kind"),
     [
-        ("@0.gaps", "declares 2^60"),
-        ("@0.codes", "window of 2 GiB"),
-        ("@0.gaps", "twenty thousand frames"),
-        ("@0.codes", "empty blocks without end"),
+        ("declares 2^60", "limit"),
+        ("window of 2 GiB", "limit"),
+        ("twenty thousand frames", "format"),
+        ("empty blocks without end", "format"),
     ],
 )
-def test_a_frame_that_lies(plane: str, frame: str, reader: Reader, written: Written, tmp_path: Path) -> None:
-    kind, _, data = FRAMES[frame]
-    next_changed(written, compressed(plane, data), needs_zstd)
+def test_a_frame_that_lies(frame: str, kind: str, reader: Reader, written: Written, tmp_path: Path) -> None:
+    next_changed(written, compressed(FRAMES[frame][2]), needs_zstd)
     refused_by_all(reader, written, tmp_path, kind)
 
 
-ESCAPES = {
-    "declares 2^60 escapes": declaring(2**60),
+TABLES = {
     "ratio bomb": zstandard.ZstdCompressor(level=19).compress(bytes(2**28)),
-    "one byte for no escape": zstandard.ZstdCompressor().compress(b"\0"),
-    "frames for no escape": EMPTY * 1000,
+    "a hundred megabytes": zstandard.ZstdCompressor(level=19).compress(bytes(10**8)),
+    "one byte": zstandard.ZstdCompressor().compress(b"\0"),
+    "none": EMPTY,
+    "frames of nothing": EMPTY * 1000,
 }
 
 
-@pytest.mark.parametrize("frame", ESCAPES)
-def test_escapes_that_nobody_needs(frame: str, reader: Reader, written: Written, tmp_path: Path) -> None:
-    next_changed(written, compressed("@0.escapes", ESCAPES[frame]), needs_zstd)
-    for door in (("changes", written.folder, NEXT), ("pieces", written.folder, NEXT, tmp_path)):
-        reader.refused(*door, kind=("format", "limit"))
+@pytest.mark.parametrize("frame", TABLES)
+def test_tables_that_no_tile_needs(frame: str, reader: Reader, written: Written, tmp_path: Path) -> None:
+    """They are refused for their size, before they are decompressed."""
+    next_changed(written, compressed(TABLES[frame]), needs_zstd)
+    refused_by_all(reader, written, tmp_path, ("format", "limit"))
 
 
-def huge_run(folder: Path, changed: int, frame: bytes, count: int) -> Path:
-    """A run of 2^33 elements, whose version 1 says that it changes some of them, and carries ``count``."""
-    table = TensorTable([TensorSpec("huge", "BF16", (2**33,))])
+def huge_run(folder: Path, numel: int, changed: int, count: int, tables: bytes) -> Path:
+    """A run of one tensor, whose version 1 says that it changes some elements, and carries ``count`` without a bit."""
+    table = TensorTable([TensorSpec("huge", "BF16", (numel,))])
     bucket = open_bucket(folder)
     RunWriter(bucket, table)
     metadata = {
@@ -146,22 +144,19 @@ def huge_run(folder: Path, changed: int, frame: bytes, count: int) -> Path:
         "run": RUN,
         "version": 1,
         "base_version": 0,
-        "codec": "packed",
+        "codec": "plain",
         "compression": "zstd",
-        "blocks": [{"dtype": "BF16", "kind": "sparse"}],
+        "blocks": [{"dtype": "BF16", "kind": "tiles"}],
     }
-    arrays: Arrays = dict.fromkeys(
-        (f"@0.{part}" for part in ("escapes", "low", "small", "wide.0", "wide.1")), plain(EMPTY)
-    )
+    arrays: Arrays = {"@0.tables": plain(tables), "@0.streams": plain(b"")}
     arrays["@0.ids"], arrays["@0.counts"] = ("U32", np.zeros(1, np.uint32)), ("U64", np.array([count], np.uint64))
-    arrays["@0.gaps"] = arrays["@0.codes"] = plain(frame)
     arrays["@fingerprints"] = ("U64", np.zeros((1, 2), np.uint64))
     data = write_container(arrays, {"delta_sync": dump_canonical(metadata).decode()})
     digest = sha256(data).hexdigest()
     bucket.put(object_key(digest), data)
     manifest = {
         "format_version": 2,
-        "requires": ["packed", "zstd"],
+        "requires": ["plain", "zstd"],
         "run": RUN,
         "version": 1,
         "step": 1,
@@ -180,18 +175,36 @@ def huge_run(folder: Path, changed: int, frame: bytes, count: int) -> Path:
     return folder
 
 
+def empty_tables(numel: int) -> bytes:
+    """Of a tensor of which no tile changed: a kilobyte that stands for any number of tiles."""
+    return zstandard.ZstdCompressor().compress(bytes(2523 + 4 * grid_of((numel,)).tiles))
+
+
 def test_a_small_version_whose_object_carries_a_hundred_million_elements(reader: Reader, tmp_path: Path) -> None:
-    """Planes of equal bytes keep their word: 10 kB of object, and a gigabyte once it is decoded."""
-    frame = zstandard.ZstdCompressor().compress(bytes(10**8))
-    url = huge_run(tmp_path / "run", 1, frame, 10**8)
+    url = huge_run(tmp_path / "run", 2**33, 1, 10**8, empty_tables(2**33))
     for door in (("changes", url, 1), ("pieces", url, 1, tmp_path)):
         assert "carry 100000000 elements" in reader.refused(*door, kind="format")
 
 
+@pytest.mark.parametrize("count", [10**8, 2**33])
+def test_a_version_that_says_it_changes_more_than_its_bits_can_hold(count: int, reader: Reader, tmp_path: Path) -> None:
+    """Each changed element takes a bit, at least."""
+    url = huge_run(tmp_path / "run", 2**33, count, count, empty_tables(2**33))
+    for door in (("changes", url, 1), ("pieces", url, 1, tmp_path)):
+        reader.refused(*door, kind="format")
+
+
 def test_a_frame_that_declares_more_than_its_bytes_can_hold(reader: Reader, tmp_path: Path) -> None:
-    url = huge_run(tmp_path / "run", 2**33, MAGIC + b"\xc0\x50" + (2**33).to_bytes(8, "little") + b"\x01\0\0", 2**33)
+    frame = MAGIC + b"\xc0\x50" + (2**33).to_bytes(8, "little") + b"\x01\0\0"
+    url = huge_run(tmp_path / "run", 2**33, 1, 1, frame)
     for door in (("changes", url, 1), ("pieces", url, 1, tmp_path)):
         assert "MAX_ZSTD_RATIO" in reader.refused(*door, kind="limit")
+
+
+def test_a_tensor_of_billions_of_tiles_and_tables_of_few(reader: Reader, tmp_path: Path) -> None:
+    url = huge_run(tmp_path / "run", 2**48, 1, 1, zstandard.ZstdCompressor().compress(bytes(10**6)))
+    for door in (("changes", url, 1), ("pieces", url, 1, tmp_path)):
+        assert "too few for the tiles" in reader.refused(*door, kind="format")
 
 
 # Blocks, positions and sizes
@@ -201,10 +214,34 @@ def of_blocks(blocks: object) -> Change:
     return lambda arrays, metadata: metadata.update(blocks=blocks)
 
 
-def of_gaps(escape: int) -> Change:
-    """One element, so far from the first."""
-    place = escape.to_bytes(8, "little")
-    return lambda arrays, metadata: arrays.update({"@0.gaps": plain([255]), "@0.escapes": plain(place)})
+def of_stream(lengths: dict[tuple[int, int], int], bits: int, stream: bytes) -> Change:
+    """The changed tile has another stream of so many bits.
+
+    ``lengths``: of codes of plain tiles, by (0 for symbols or 1 for large values, symbol).
+    """
+
+    def change(arrays: Arrays, metadata: Metadata) -> None:
+        tables = arrays["@0.tables"][1]
+        every, numbers = tables[3:2523].reshape(5, 2, 252), tables[2523:].reshape(4, -1)
+        every[:] = 0
+        for (half, symbol), length in lengths.items():
+            every[4, half, symbol] = length
+        number = (1 << 31 | bits).to_bytes(4, "little")
+        numbers[:, numbers.any(axis=0)] = np.frombuffer(number, np.uint8)[:, None]
+        arrays["@0.streams"] = plain(stream)
+
+    return change
+
+
+def of_tables(place: int, *values: int) -> Change:
+    def change(arrays: Arrays, metadata: Metadata) -> None:
+        arrays["@0.tables"][1][place : place + len(values)] = values
+
+    return change
+
+
+def not_plain(arrays: Arrays, metadata: Metadata) -> None:
+    arrays["@0.tables"][1][2523:].reshape(4, -1)[3] = 0
 
 
 def of_count(number: int) -> Change:
@@ -229,16 +266,22 @@ def nested(arrays: Arrays, metadata: Metadata) -> None:
 
 CHANGES: dict[str, tuple[str, Change]] = {
     "forty thousand blocks": ("format", of_blocks([{"dtype": "BF16"}] * 40_000)),
-    "three blocks": ("format", of_blocks([{"dtype": "BF16", "kind": "sparse"}] * 3)),
+    "three blocks": ("format", of_blocks([{"dtype": "BF16", "kind": "tiles"}] * 3)),
     "no block": ("tensor", of_blocks([])),
-    "a block of another dtype": ("tensor", of_blocks([{"dtype": "F64", "kind": "sparse"}])),
+    "a block of another dtype": ("tensor", of_blocks([{"dtype": "F64", "kind": "tiles"}])),
     "a block of an unknown kind": ("unsupported", of_blocks([{"dtype": "BF16", "kind": "round"}])),
     "blocks as a number": ("format", of_blocks(2**53 - 1)),
     "metadata that nest": ("format", nested),
-    "beyond the tensor": ("format", of_gaps(2**16)),
-    "far beyond": ("format", of_gaps(2**64 - 1)),
-    # 255 more than this is 4 once it has gone around.
-    "around 2^64": ("format", of_gaps(2**64 - 251)),
+    "a gap beyond the tile": ("format", of_stream({(0, 249): 1}, 20, bytes(3))),
+    "more changes than the tile has elements": ("format", of_stream({(0, 0): 1}, 2**16, bytes(2**13))),
+    "a distance of 65 bits": ("format", of_stream({(0, 2): 1, (1, 251): 1}, 63, b"\xfc" + b"\xff" * 6 + b"\x7f")),
+    "bits without a code": ("format", of_stream({}, 1, b"\0")),
+    "a stream that ends too early": ("format", of_stream({(0, 24): 1}, 1, b"\0")),
+    "a stream of 2^31 - 1 bits": ("format", of_stream({(0, 0): 1}, 2**31 - 1, b"\0")),
+    "a tile that is not plain": ("format", not_plain),
+    "keys that descend": ("format", of_tables(0, 255, 254, 255)),
+    "lengths of no code": ("format", of_tables(3, *[1] * 252)),
+    "a length of 255": ("format", of_tables(2522, 255)),
     "a count of 2^64 - 1": ("format", of_count(2**64 - 1)),
     "a count of 2^63": ("format", of_count(2**63)),
     "a count of 0": ("format", of_count(0)),
@@ -254,7 +297,7 @@ CHANGES: dict[str, tuple[str, Change]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_object_that_says_too_much(name: str, reader: Reader, written: Written, tmp_path: Path) -> None:
     kind, change = CHANGES[name]
-    next_changed(written, change, lambda fields: fields.update(requires=["packed", "raw"]))
+    next_changed(written, change, lambda fields: fields.update(requires=["plain", "raw"]))
     if name.startswith("raw"):
         reader.refused("changes", written.folder, NEXT, kind=kind)
         reader.refused("tensors", written.folder, kind=kind)
@@ -351,7 +394,7 @@ def test_a_pickle_is_never_opened_as_one(
     writer = RunWriter(open_bucket(tmp_path / "reference"), TABLE)
     writer.reference(random_bits(TABLE, np.random.default_rng(1)), str(base))
     reader.refused("tensors", tmp_path / "reference", kind="base")
-    # Beside a run, where nobody asks for it.
+    # Beside a run, where nothing asks for it.
     for name in [*NAMES, "conftest.py", "sitecustomize.py", "config.json", "modeling.py"]:
         (written.folder / name).write_bytes(data)
     assert reader.reads("findings", written.folder) == []

@@ -35,7 +35,7 @@ PATTERNS = {
     "vector": (64,),
     "scalar": (),
 }
-"""How a module holds a tensor, and the tensor's shape; codec ``context`` cuts the large ones where ranks do."""
+"""How a module holds a tensor, and the tensor's shape; codec ``tiled`` cuts the large ones where ranks do."""
 
 
 def table_of(dtypes: list[str]) -> TensorTable:
@@ -79,21 +79,21 @@ class Sharded(nn.Module):
 
 
 def write(root: Path, dtypes: list[str]) -> None:
-    """Versions of every codec, sparse and dense, compressed and not, and tensors in full."""
+    """Versions of every codec, few and many changes, compressed and not, and tensors in full."""
     table, random = table_of(dtypes), np.random.default_rng(0)
     first = random_bits(table, random)
     for bits in first:
-        # Only small weights: classes of codec ``context`` differ in them.
+        # Only small weights: classes of codec ``tiled`` differ in them.
         bits >>= bits.dtype.type(2)
     writer = RunWriter(open_bucket(str(root / "run")), table)
     write_anchor(root / "base.safetensors", table, ((spec.name, first[i]) for i, spec in enumerate(table)))
     writer.anchor(first, (root / "base.safetensors").read_bytes())
-    for codec, compression in (("packed", "zstd"), ("packed", "none"), ("context", "zstd"), ("raw", "none")):
+    for codec, compression in (("plain", "zstd"), ("plain", "none"), ("tiled", "zstd"), ("raw", "none")):
         for share in (0.02, 0.6):
             writer.delta(nudge(writer.bits[-1], random, share), codec, compression)  # type: ignore[arg-type]
     writer.delta(nudge(writer.bits[-1], random, 0.3), full=range(len(PATTERNS)))
     # To be merged: with distances after new bits, and after tensors in full.
-    for codec, full in (("packed", ()), ("raw", ()), ("packed", (0, 1)), ("packed", ()), ("context", ()), ("raw", ())):
+    for codec, full in (("plain", ()), ("raw", ()), ("plain", (0, 1)), ("plain", ()), ("tiled", ()), ("raw", ())):
         writer.delta(nudge(writer.bits[-1], random, 0.05), codec, full=full)  # type: ignore[arg-type]
     last = nudge(writer.bits[-1], random, 0.5)
     write_anchor(root / "last.safetensors", table, ((spec.name, last[i]) for i, spec in enumerate(table)))

@@ -38,7 +38,7 @@ def random_run(seed: int) -> Whole:
         elif what < 0.1:
             whole.anchor(nudge(whole.writer.bits[-1], whole.random, 0.3))
         else:
-            whole.delta(str(random.choice(["packed", "packed", "context", "raw", "full", "same"])))
+            whole.delta(str(random.choice(["plain", "plain", "tiled", "raw", "full", "same"])))
         if random.random() < 0.1:
             whole.claim()
     if random.random() < 0.7:

@@ -51,7 +51,7 @@ def good_parts(run: Run) -> tuple[dict[str, Any], Changes]:
     change = fingerprint_change(spec.name, positions, zeros, zeros + 1)
     fields = {
         "format_version": 2,
-        "requires": ["packed"],
+        "requires": ["plain"],
         "run": head.run,
         "version": head.version + 1,
         "step": head.step + 1,
@@ -59,7 +59,7 @@ def good_parts(run: Run) -> tuple[dict[str, Any], Changes]:
         "base_version": head.version,
         "parent": head.digest,
         "base": None,
-        "codec": "packed",
+        "codec": "plain",
         "compression": "none",
         "changed": 1,
         "total": head.total,
@@ -129,9 +129,14 @@ def _set(name: str, dtype: str, array: np.ndarray) -> Callable[[bytes], bytes]:
 
 
 def _out_of_range(data: bytes) -> bytes:
-    far = np.frombuffer((2**40).to_bytes(8, "little"), np.uint8).copy()
-    data = _set("@0.gaps", "U8", np.array([255], np.uint8))(data)
-    return _set("@0.escapes", "U8", far)(data)
+    """The changed tile has a gap of 2^21, which takes a code of one bit and 19 raw bits."""
+    tables = Container(data).bits("@0.tables").copy()
+    lengths, numbers = tables[3:2523].reshape(5, 2, 252), tables[2523:].reshape(4, -1)
+    lengths[:] = 0
+    lengths[4, 0, 249] = 1
+    numbers[0, numbers.any(axis=0)] = 20
+    data = _set("@0.tables", "U8", tables)(data)
+    return _set("@0.streams", "U8", np.zeros(3, np.uint8))(data)
 
 
 def _header_bomb(data: bytes) -> bytes:
@@ -141,7 +146,7 @@ def _header_bomb(data: bytes) -> bytes:
 def _huge_shape(data: bytes) -> bytes:
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
-    header["@0.gaps"]["shape"] = [2**40, 2**40]
+    header["@0.streams"]["shape"] = [2**40, 2**40]
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data[8 + size :]
 
@@ -211,4 +216,4 @@ FORGERIES: dict[str, Callable[[Document, Keyring], bytes]] = {
     "another document's": _with_another_signature,
     "not a signature": lambda document, stranger: edited(document, signature={"key": "00" * 32, "value": "00" * 64}),
 }
-"""Ways to forge a signed document: each makes other bytes of it, given the key of somebody who is not trusted."""
+"""Ways to forge a signed document: each makes other bytes of it, given a key that is not trusted."""

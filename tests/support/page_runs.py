@@ -87,11 +87,11 @@ class PageRun:
             moved, chosen = bits.copy(), self.random.random(bits.size) < share(spec.name)
             moved[chosen] += self.random.integers(1, 3, int(chosen.sum())).astype(bits.dtype)
             new.append(moved)
-        changes = changes_between(table, old, new, "packed")
+        changes = changes_between(table, old, new, "plain")
         context = DeltaContext(self.writer.run, version, version - 1)
-        data = encode(changes, table, "packed", "zstd", context, lambda tensor: BaseTensor(old[tensor]))
-        fields: dict[str, Any] = {"codec": "packed", "compression": "zstd", "reversible": changes.reversible}
-        fields |= {"requires": required_features("packed", "zstd"), "base_version": version - 1}
+        data = encode(changes, table, "plain", "zstd", context, lambda tensor: BaseTensor(old[tensor]))
+        fields: dict[str, Any] = {"codec": "plain", "compression": "zstd", "reversible": changes.reversible}
+        fields |= {"requires": required_features("plain", "zstd"), "base_version": version - 1}
         if reasons is not None:
             fields["quarantine"] = {"reasons": reasons, "sound": self.writer.manifests[-1].sound}
         self.writer.bits[:-1] = [[]] * (len(self.writer.bits) - 1)  # only the newest are needed
@@ -128,7 +128,7 @@ class PageRun:
                 "total": before.total,
                 "full_bytes": before.full_bytes,
             }
-            fields |= {"fingerprint": before.fingerprint, "codec": "packed", "created_at": self.writer.created_at}
+            fields |= {"fingerprint": before.fingerprint, "codec": "plain", "created_at": self.writer.created_at}
             before = Manifest.model_validate(fields)
             puts.append((version_key(version), before.to_bytes()))
             self.writer.manifests.append(before)

@@ -53,7 +53,7 @@ def random_bits(table: TensorTable, random: np.random.Generator) -> list[Bits]:
 
 
 def changes_between(
-    table: TensorTable, old: list[Bits], new: list[Bits], codec: Codec = "packed", full: Iterable[int] = ()
+    table: TensorTable, old: list[Bits], new: list[Bits], codec: Codec = "plain", full: Iterable[int] = ()
 ) -> Changes:
     """What leads from ``old`` to ``new`` (neither is touched); tensors in ``full`` are sent whole."""
     whole = set(full)
@@ -134,7 +134,7 @@ class RunWriter:
     def delta(
         self,
         bits: list[Bits],
-        codec: Codec = "packed",
+        codec: Codec = "plain",
         compression: Compression = "zstd",
         full: Iterable[int] = (),
         base: int | None = None,
@@ -159,16 +159,16 @@ class RunWriter:
             base_version=base,
             codec=codec if carried else None,
             compression=stored if carried else None,
-            reversible=changes.reversible and (codec != "context" or not carried),
+            reversible=changes.reversible and (codec != "tiled" or not carried),
         )
 
     def merge(self, first: int, last: int) -> MergedDelta:
         """Write a merged delta between two versions, whatever lies between them."""
         changes = changes_between(self.table, self.bits[first], self.bits[last])
-        data = encode(changes, self.table, "packed", "zstd", DeltaContext(self.run, last, first))
+        data = encode(changes, self.table, "plain", "zstd", DeltaContext(self.run, last, first))
         unsigned = MergedDelta(
             run=self.run,
-            requires=required_features("packed", "zstd"),
+            requires=required_features("plain", "zstd"),
             first=first,
             last=last,
             first_manifest=self.manifests[first].digest,

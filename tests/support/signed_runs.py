@@ -48,9 +48,9 @@ class Signed(Whole):
 
     def grown(self) -> "Signed":
         """Documents of every kind."""
-        self.deltas("packed", "raw", "packed", "full", "packed")
+        self.deltas("plain", "raw", "plain", "full", "plain")
         self.claim()
-        self.deltas("packed", "packed", "packed")
+        self.deltas("plain", "plain", "plain")
         self.merged_deltas()
         self.beside(5)
         self.tag("best", 3)

@@ -57,6 +57,13 @@ def _without_head_dim() -> dict[str, Any]:
 
 
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+_WIDE = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
 _LATENT = {
     **_without_head_dim(),
     "num_key_value_heads": 4,
@@ -78,6 +85,8 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
     "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False),
     "llama_one_kv_head": lambda: LlamaConfig(**{**SIZES, "num_key_value_heads": 1}, tie_word_embeddings=False),
+    # So large that codec tiled cuts its matrices where two ranks do.
+    "llama_wide": lambda: LlamaConfig(**{**SIZES, **_WIDE}, tie_word_embeddings=False),
     "qwen2": lambda: Qwen2Config(**_without_head_dim(), tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**SIZES),
     "gemma2": lambda: Gemma2Config(**SIZES),

@@ -26,7 +26,7 @@ class World:
         self,
         root: Path,
         with_base: bool = True,
-        codec: str = "auto",
+        codec: str = "tiled",
         ranks: int = 1,
         url: str | None = None,
         notice: str | None = None,

@@ -120,22 +120,22 @@ class Written:
             self.writer.anchor(bits, whole_file(Path(folder) / "anchor", self.writer.table, bits).read_bytes())
 
     def publish(
-        self, share: float = 0.01, codec: Codec = "packed", full: Iterable[int] = (), base: int | None = None
+        self, share: float = 0.01, codec: Codec = "plain", full: Iterable[int] = (), base: int | None = None
     ) -> Manifest:
         """A delta that changes about that share of the weights of version ``base``, the last if None."""
         before = self.writer.bits[-1 if base is None else base]
         return self.writer.delta(nudge(before, self.random, share), codec, full=full, base=base)
 
-    def delta(self, kind: str = "packed", base: int | None = None) -> None:
-        """A delta of a fifth of the weights: packed, context, raw, full (a tensor of it) or same."""
-        codec: Codec = "raw" if kind == "raw" else "context" if kind == "context" else "packed"
+    def delta(self, kind: str = "plain", base: int | None = None) -> None:
+        """A delta of a fifth of the weights: plain, tiled, raw, full (a tensor of it) or same."""
+        codec: Codec = "raw" if kind == "raw" else "tiled" if kind == "tiled" else "plain"
         self.publish(0.0 if kind == "same" else 0.2, codec, (0,) if kind == "full" else (), base)
 
     def deltas(self, *kinds: str) -> None:
         for kind in kinds:
             self.delta(kind)
 
-    def publish_by_ranks(self, ranks: int = 2, codec: Codec = "packed", share: float = 0.1) -> Manifest:
+    def publish_by_ranks(self, ranks: int = 2, codec: Codec = "plain", share: float = 0.1) -> Manifest:
         """A delta of several objects, each with elements of any tensor, as the ranks of a trainer write them."""
         old, version = self.writer.bits[-1], self.head + 1
         new = nudge(old, self.random, share)
@@ -150,7 +150,7 @@ class Written:
                 before = lambda tensor: BaseTensor(old[tensor])  # noqa: E731
                 objects.append(encode(changes, self.writer.table, codec, "zstd", context, before))
         fields: dict[str, Any] = {"codec": codec, "compression": "none" if codec == "raw" else "zstd"}
-        fields |= {"reversible": codec == "packed", "requires": required_features(codec, "zstd")}
+        fields |= {"reversible": codec == "plain", "requires": required_features(codec, "zstd")}
         return self.writer._commit(new, objects, "delta", changed, base_version=version - 1, **fields)
 
     # Beside the versions
@@ -226,7 +226,7 @@ class Written:
         assert_bits(state, self.writer.bits[last])
         assert state.fingerprint == self.writer.manifests[last].model_fingerprint
         assert merged_delta.changed == changes.changed
-        assert merged_delta.reversible == (changes.reversible and "context" not in merged_delta.requires)
+        assert merged_delta.reversible == (changes.reversible and "tiled" not in merged_delta.requires)
 
     def is_readable(self, version: int) -> bool:
         """Whether a version can be rebuilt; if so it has the right bits."""

@@ -19,11 +19,12 @@ from vllm_delta_sync.format.dtypes import DTYPES, DType
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import BaseTensor
 
-CODECS: list[tuple[Codec, Compression]] = [("packed", "zstd"), ("packed", "none"), ("raw", "none"), ("context", "zstd")]
+CODECS: list[tuple[Codec, Compression]] = [("plain", "zstd"), ("plain", "none"), ("raw", "none"), ("tiled", "zstd")]
 
 
 def compile_for(element: DType) -> None:
-    table = TensorTable([TensorSpec("matrix", element.name, (64, 80)), TensorSpec("scalar", element.name, ())])
+    # The matrix is large enough for classes.
+    table = TensorTable([TensorSpec("matrix", element.name, (256, 256)), TensorSpec("scalar", element.name, ())])
     engine.compile_kernels(table)
     apply.compile_kernels({element}, wide=True)
     warm_up([element])
@@ -33,7 +34,7 @@ def compile_for(element: DType) -> None:
     def base(tensor: int) -> BaseTensor:
         return BaseTensor(old[tensor])
 
-    # The share that changed decides how a block is coded.
+    # The share that changed decides how many threads code it.
     for share in (0.0, 0.01, 0.3, 1.0):
         new = nudge(old, np.random.default_rng(6), share)
         for codec, compression in CODECS:

@@ -90,7 +90,7 @@ def main() -> None:
         module.READ_ELEMENTS = 64
     chance = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
-        world = World(Path(folder), codec="context")
+        world = World(Path(folder), codec="tiled")
         worker = GuardedWorker(world.model)
         world.use(world.port)
         world.receiver.advance()

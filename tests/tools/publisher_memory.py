@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-mb", type=int, default=256)
     parser.add_argument("--embedding", type=float, default=0.25, help="share of the elements in one tensor")
-    parser.add_argument("--codec", default="auto")
+    parser.add_argument("--codec", default="tiled")
     parser.add_argument("--change", choices=CHANGES, default="small")
     parser.add_argument("--baseline", default="host")
     parser.add_argument("--verify", action="store_true", help="read the version back and compare it")

@@ -56,7 +56,7 @@ def test_budget_is_a_budget(bucket: Hooked) -> None:
 
 def test_sharded_model_is_refused() -> None:
     options = checked(
-        None, None, codec="packed", compression="zstd", every=1, resume=True, read_back=False, rescan_bytes=0,
+        None, None, codec="plain", compression="zstd", every=1, resume=True, read_back=False, rescan_bytes=0,
         anchor_every=None, merge=False, shard_bytes=1, budget=Budget(max_bytes=9),
     )  # fmt: skip
     with pytest.raises(UsageError, match=r"budget is set.*publish from one rank"):
@@ -111,7 +111,7 @@ def test_largest_relative_changes_go_first_and_the_rest_later(bucket: Hooked) ->
         "large": torch.full((10,), 100.0),
         "n": torch.zeros(4, dtype=torch.int32),
     }
-    with Publisher(live, bucket, codec="packed", budget=Budget(max_share=3 / 24), merge=False) as publisher:
+    with Publisher(live, bucket, codec="plain", budget=Budget(max_share=3 / 24), merge=False) as publisher:
         live["small"][:3] += torch.tensor([0.0001, 0.001, 0.0002])  # by 10, 100 and 20 %
         live["large"][:2] += torch.tensor([1.0, 15.0])  # by 1 and 15 %
         result = publisher.publish(1, wait=True)
@@ -144,7 +144,7 @@ def test_what_counts_as_largest(bucket: Hooked) -> None:
     assert_holds(bucket, 2, live)
 
 
-@pytest.mark.parametrize("codec", ["auto", "packed", "context", "raw"])
+@pytest.mark.parametrize("codec", ["plain", "tiled", "raw"])
 def test_no_version_exceeds_its_bytes(codec: Any, bucket: Hooked) -> None:
     """The first estimate is too high for one dtype and too low for the other; both end within the bound."""
     torch.manual_seed(1)
@@ -490,7 +490,7 @@ BUDGETS = st.builds(
 )
 
 
-@given(st.lists(STEPS, min_size=1, max_size=12), BUDGETS, st.sampled_from(["packed", "context", "raw"]))
+@given(st.lists(STEPS, min_size=1, max_size=12), BUDGETS, st.sampled_from(["plain", "tiled", "raw"]))
 def test_nothing_is_lost(steps: list[tuple[str, Any, Any]], budget: Budget, codec: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder), budget, codec)

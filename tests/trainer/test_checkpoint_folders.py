@@ -84,9 +84,9 @@ def test_folders_become_versions(out: Path, url: str) -> None:
 
 def test_a_run_is_taken_over(out: Path, url: str) -> None:
     for step in (1, 2, 3):
-        with CheckpointPublisher(url, codec="raw" if step == 3 else "auto") as publisher:
+        with CheckpointPublisher(url, codec="raw" if step == 3 else "tiled") as publisher:
             publisher.publish(write_checkpoint(out / "last", weights(step)), step)
-            assert publisher.run.head().codec == {1: None, 2: "packed", 3: "raw"}[step]
+            assert publisher.run.head().codec == {1: None, 2: "tiled", 3: "raw"}[step]
     assert_versions(url, [weights(step) for step in (1, 2, 3)])
 
 

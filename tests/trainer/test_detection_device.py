@@ -248,7 +248,7 @@ def test_interrupt_at_any_line_between_small_tensors(monkeypatch: pytest.MonkeyP
     start = [baseline.bits(tensor).copy() for tensor in range(len(sizes))]
     lines = 0
     while True:
-        pending = PendingDelta(baseline, "packed", "zstd", detector)
+        pending = PendingDelta(baseline, "plain", "zstd", detector)
         if not interrupted(lines, partial(pending.add_all, new.items(), lasting=True)):
             break
         pending.revert()

@@ -149,7 +149,7 @@ def test_share_above_the_bound_is_refused(bucket: Hooked) -> None:
     assert "0.26 of the elements changed since version 1, most in tensor 'n' (20); max_changed_share is 0.25" in message
 
 
-@pytest.mark.parametrize("codec", ["packed", "context", "raw"])
+@pytest.mark.parametrize("codec", ["plain", "tiled", "raw"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_norm_jump_above_the_bound_is_refused(dtype: torch.dtype, codec: Any, bucket: Hooked) -> None:
     live = {"a": torch.full((300,), 4.0, dtype=dtype), "b": torch.full((100,), -4.0)}

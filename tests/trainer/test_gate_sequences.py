@@ -130,7 +130,7 @@ STEPS = st.one_of(
 )
 
 
-@given(st.lists(STEPS, min_size=1, max_size=14), st.sampled_from(["packed", "context", "raw"]))
+@given(st.lists(STEPS, min_size=1, max_size=14), st.sampled_from(["plain", "tiled", "raw"]))
 def test_verdicts_are_those_of_a_full_count(steps: list[tuple[str, Any, Any]], codec: Any) -> None:
     model = Model(tensors())
     names = sorted(model.live)

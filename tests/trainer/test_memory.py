@@ -53,7 +53,7 @@ def table_of(config: PretrainedConfig) -> TensorTable:
 
 def options(**given: object) -> Options:
     defaults: dict[str, object] = {
-        "codec": "auto", "compression": "zstd", "every": 1, "resume": True, "read_back": False, "rescan_bytes": 0,
+        "codec": "tiled", "compression": "zstd", "every": 1, "resume": True, "read_back": False, "rescan_bytes": 0,
         "anchor_every": None, "merge": True, "shard_bytes": 1 << 30,
     }  # fmt: skip
     return checked(None, None, **(defaults | given))
@@ -73,7 +73,7 @@ def test_pinned_memory_is_that_of_the_weights(config: PretrainedConfig, gigabyte
     assert sum(power_of_two(spec.nbytes) for spec in table) > 1.3 * table.full_bytes
 
 
-@pytest.mark.parametrize("codec", ["auto", "packed", "raw"])
+@pytest.mark.parametrize("codec", ["tiled", "plain", "raw"])
 @pytest.mark.parametrize("config", [QWEN2_5_7B, QWEN3_8B])
 def test_a_version_takes_at_most_half_the_model(config: PretrainedConfig, codec: str) -> None:
     table = table_of(config)
@@ -168,7 +168,7 @@ def files(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 @pytest.mark.usefixtures("small_limits")
 @pytest.mark.parametrize("given", [{}, {"gate": Gate(max_norm_jump=1e9)}, {"budget": Budget(max_share=0.9)}])
-@pytest.mark.parametrize("codec", ["auto", "packed", "context", "raw"])
+@pytest.mark.parametrize("codec", ["plain", "tiled", "raw"])
 def test_large_versions_are_those_of_the_trainer(
     codec: str, given: dict[str, object], bucket: Hooked, spilled: list[int], files: list[Path]
 ) -> None:
@@ -263,10 +263,10 @@ def measured(*arguments: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("codec", "change", "megabytes"),
     [
-        ("packed", "small", 96),
+        ("plain", "small", 96),
         *(
             pytest.param(codec, change, 192, marks=pytest.mark.slow)
-            for codec in ("auto", "packed", "context", "raw")
+            for codec in ("plain", "tiled", "raw")
             for change in ("small", "random")
         ),
     ],

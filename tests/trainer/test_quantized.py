@@ -205,7 +205,7 @@ TWO_GROUPS = {
 }
 CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "gptq": (lambda base: edit_recipe(base, quant_method="gptq"), "quant_method 'gptq'"),
-    "packed": (lambda base: edit_recipe(base, group__format="pack-quantized"), "format 'pack-quantized'"),
+    "plain": (lambda base: edit_recipe(base, group__format="pack-quantized"), "format 'pack-quantized'"),
     "4 bits": (lambda base: edit_recipe(base, weights__num_bits=4), r"group_0\.weights\.num_bits 4"),
     "zero points": (lambda base: edit_recipe(base, weights__symmetric=False), r"weights\.symmetric False"),
     "groups": (

@@ -102,7 +102,7 @@ def test_a_signed_manifest_needs_no_other_to_be_tagged(folder: Path, keys: Keys,
 
 def test_every_document_is_signed(folder: Path, keys: Keys, trainer: Trainer, tmp_path: Path) -> None:
     key = keys.private("a")
-    with Publisher(trainer.live, str(folder), signing_key=key, anchor_every=2) as publisher:
+    with Publisher(trainer.live, str(folder), signing_key=key, anchor_every=2, codec="plain") as publisher:
         publish(publisher, trainer, 3)
         publisher.tag("best", 2, milestone=True)
         publisher.anchor()
@@ -242,7 +242,7 @@ def test_leftover_list_of_keys_is_not_begun_beside(folder: Path, keys: Keys, tra
 
 
 def signed_run(folder: Path, keys: Keys, trainer: Trainer, versions: int) -> Run:
-    with Publisher(trainer.live, str(folder), signing_key=keys.private("a"), merge=False) as publisher:
+    with Publisher(trainer.live, str(folder), signing_key=keys.private("a"), merge=False, codec="plain") as publisher:
         publish(publisher, trainer, versions)
     return Run(open_bucket(str(folder)), keys.ring("a"))
 

@@ -128,12 +128,12 @@ def test_a_head_that_has_run_out_is_noted(signed: Signed) -> None:
 def rotated() -> Signed:
     """The root lists a publisher, which is retired after version 4; another signs versions 5 to 7."""
     made = Signed(PUBLISHER)
-    made.deltas(*["packed"] * 4)
+    made.deltas(*["plain"] * 4)
     made.list_keys(1, KeyEntry(key=name_of(PUBLISHER)))
     made.merged_deltas()
     made.list_keys(2, KeyEntry(key=name_of(PUBLISHER), last=made.last_word(4)), KeyEntry(key=name_of(NEXT)))
     made.writer.keyring = NEXT
-    made.deltas(*["packed"] * 3)
+    made.deltas(*["plain"] * 3)
     return made
 
 
@@ -146,7 +146,7 @@ def test_what_a_retired_key_signed_holds() -> None:
 def test_what_a_retired_key_signs_later_is_named() -> None:
     made = rotated()
     made.writer.keyring = PUBLISHER
-    made.deltas("packed")
+    made.deltas("plain")
     made.beside(7)
     report = all_of(made)
     assert named(report) == ["HEAD.json", "anchors/0000000007.json", "versions/0000000008.json"]
@@ -165,7 +165,7 @@ def test_a_retired_key_cannot_rewrite_what_it_signed() -> None:
 def stolen() -> Signed:
     """Versions 5 and 6, an anchor and HEAD.json are a thief's; the key was revoked up to version 4."""
     made = Signed(PUBLISHER)
-    made.deltas(*["packed"] * 6)
+    made.deltas(*["plain"] * 6)
     made.merged_deltas()
     made.beside(2)
     made.beside(6)

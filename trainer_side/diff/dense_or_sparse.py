@@ -6,9 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer_side.diff.undo_log import ChangeLog
-from vllm_delta_sync.codec.packed import value_planes
+from vllm_delta_sync.codec.tiles.coder import zigzag
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.format.codecs import Codec
+from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.tensors.bits import Bits
 
@@ -19,7 +20,7 @@ SPARSE_RATIO = 32
 """If fewer than one in this many elements changed, the changes are smaller, and nothing is estimated."""
 
 BLOCK_BYTES = 512
-"""Bytes of a block besides its planes. A full tensor must save as much, because changes can be reverted."""
+"""Bytes of a block besides its streams. A full tensor must save as much, because changes can be reverted."""
 
 
 def full_is_smaller(
@@ -36,28 +37,25 @@ def full_is_smaller(
         return changed * (index + width) >= spec.nbytes
     if changed * SPARSE_RATIO < spec.numel:
         return False
-    gaps, distances = _sampled(log)
-    planes = value_planes(distances, np.array([distances.size], np.int64)).values()
-    mask = spec.numel / 8
-    if compression == "none":
-        values = sum(plane.size for plane in planes) / distances.size
-        return min(mask, changed) + changed * values > spec.nbytes + BLOCK_BYTES
-    values = sum(_entropy(plane) * plane.size for plane in planes) / distances.size
+    values = _value_bytes(log, spec.element)
     share = changed / spec.numel
     where = -share * np.log2(share) - (1 - share) * np.log2(1 - share) if changed < spec.numel else 0.0
-    difference = min(mask * where, changed * _entropy(gaps)) + changed * values
-    return difference > spec.numel * _bytes_per_element(bits()) + BLOCK_BYTES
+    each = width if compression == "none" else _bytes_per_element(bits())
+    return spec.numel * where / 8 + changed * values > spec.numel * each + BLOCK_BYTES
 
 
-def _sampled(log: ChangeLog) -> tuple[npt.NDArray[np.uint8], Bits]:
-    """Return (n,) gaps before changed elements, up to 255, and their (n,) distances, from samples of the log."""
-    gaps, distances, last = [], [], np.int64(-1)
-    for positions, values in log.samples(SAMPLE_PIECES):
-        # At each border between samples one gap is wrong: one among thousands.
-        gaps.append(np.clip(np.diff(positions, prepend=last) - 1, 0, 255).astype(np.uint8))
-        distances.append(values.copy())
-        last = positions[-1]
-    return np.concatenate(gaps), np.concatenate(distances)
+def _value_bytes(log: ChangeLog, element: DType) -> float:
+    """Return the estimated bytes of a distance, from samples: its token, which is entropy-coded, and raw bits."""
+    counts = np.zeros(66, np.int64)
+    for _, distances in log.samples(SAMPLE_PIECES):
+        lengths = np.frexp(zigzag(distances, element).astype(np.float64))[1]
+        counts += np.bincount(lengths, minlength=counts.size)
+    share = counts / counts.sum()
+    # Numbers of a length have up to four tokens, and their lowest bits but three are raw.
+    length = np.arange(counts.size)
+    raw = float((share * (np.minimum(length, 2) + np.maximum(length - 3, 0))).sum())
+    used = share[share > 0]
+    return float(raw - (used * np.log2(used)).sum()) / 8
 
 
 def _bytes_per_element(bits: Bits) -> float:

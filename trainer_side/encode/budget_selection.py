@@ -21,7 +21,7 @@ from vllm_delta_sync.tensors.bits import Bits
 logger = guarded_logger(__name__)
 
 FIRST_BYTES_PER_ELEMENT = 4.0
-"""Estimate before a version was measured: more than ``packed`` and ``context`` take for 16-bit elements, so that the
+"""Estimate before a version was measured: more than ``plain`` and ``tiled`` take for 16-bit elements, so that the
 first version is small rather than encoded twice."""
 TARGET_SHARE = 0.95
 """Share of ``max_bytes`` that is aimed at: bytes per element vary a little between versions."""

@@ -1,21 +1,19 @@
-"""``Encoder``: choose the codec of a version, encode its changes, and measure the time."""
+"""``Encoder``: encode the changes of a version as delta objects."""
 
-import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.memory_limits import MemoryLimits
 from trainer_side.diff.version_changes import VersionChanges
-from trainer_side.encode.codec_policy import CodecChoice, Work
-from trainer_side.encode.upload_bandwidth import UploadBandwidth
+from trainer_side.encode.recent_deltas import RecentDeltas
 from trainer_side.options import Options
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.merge_spool import DeltaSpool
+from vllm_delta_sync.codec.tiles import coder
 from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
@@ -24,7 +22,7 @@ from vllm_delta_sync.format.manifest import ObjectRef
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.process_folders import ProcessFolder
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits, revert_distances
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, revert_distances
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 
 logger = guarded_logger(__name__)
@@ -48,55 +46,45 @@ class Encoder:
     """Encodes versions, one at a time. The baseline holds the bits after the changes, and must not change meanwhile.
 
     Args:
-        baseline: of whole tensors, if the codec may be ``context``. table: the run's tensors.
-        bandwidth: of the uploads so far. ranks: how many encode each version.
+        read: returns a copy of the baseline's bits of a tensor. table: the run's tensors. own: those that this rank
+            compares. ranks: how many encode each version. recent: keeps plain copies; None where no merges are made.
     """
 
     def __init__(
-        self, baseline: Baseline, table: TensorTable, options: Options, bandwidth: UploadBandwidth, ranks: int
+        self,
+        read: BaseLookup,
+        table: TensorTable,
+        own: TensorTable,
+        options: Options,
+        ranks: int,
+        recent: RecentDeltas | None,
     ) -> None:
-        self._baseline, self._table = baseline, table
+        self._read, self._table = read, table
         self._options = options
-        self._bandwidth = bandwidth
+        self._recent = recent
         # Each rank gets an equal share of the maximum, since the number of objects of the others is still unknown.
         self._most_objects = limits.MAX_OBJECTS_PER_VERSION // ranks
-        self._choice = CodecChoice(options.receiver_bytes_per_second)
-        self._compiled: set[Codec] = set()
-        self._limits = MemoryLimits.of(baseline.table)
+        self._compiled = False
+        self._limits = MemoryLimits.of(own)
         self._folder: ProcessFolder | None = None
 
     def compile(self) -> None:
         """Compile the kernels of the first version; call it where no interrupt can hit the compiler."""
-        self._compile(self._options.base_codec)
+        if not self._compiled:
+            compile_codec(self._options.codec, self._table)
+            self._compiled = True
 
-    def encode(self, changes: VersionChanges, context: DeltaContext) -> tuple[Codec, list[EncodedObject]]:
-        """Return the codec chosen, and the version's objects: parts of at most ``shard_bytes`` when decoded.
+    def encode(self, changes: VersionChanges, context: DeltaContext) -> list[EncodedObject]:
+        """Return the version's objects: parts of at most ``shard_bytes`` when decoded.
 
         The objects of a large version are files, which ``release`` removes.
         """
         self.release()
-        codec, auto = self._options.base_codec, self._options.codec == "auto"
         if not changes.changed:
-            return codec, []
-        work = Work.of(changes)
-        if auto:
-            codec = self._choice.choose(context.version, work, self._bandwidth.bytes_per_second)
-        # Compile before measuring: otherwise the time of the first version would include it.
-        self._compile(codec)
-        started = time.perf_counter()
-        objects = self._encode(changes, codec, context)
-        if auto and not changes.full:
-            self._choice.learn(codec, work, sum(map(len, objects)), time.perf_counter() - started)
-        return codec, objects
-
-    def release(self) -> None:
-        """Remove the files of the objects encoded last."""
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            folder.close()
-
-    def _encode(self, changes: VersionChanges, codec: Codec, context: DeltaContext) -> list[EncodedObject]:
-        base_bits = BaseCopies(self._baseline, changes)
+            return []
+        self.compile()
+        codec, compression = self._options.codec, self._options.compression
+        base_bits = BaseCopies(self._read, changes)
         if changes.decoded_bytes > self._limits.loaded_bytes:
             try:
                 return self._encode_in_pieces(changes, codec, context, base_bits)
@@ -106,9 +94,16 @@ class Encoder:
                     "version %d is encoded in memory, which takes %s bytes or more: %s",
                     context.version, f"{changes.decoded_bytes:,}", error,
                 )  # fmt: skip
-        coding = (codec, self._options.compression)
         parts = changes.load().parts(self._options.shard_bytes, self._most_objects)
-        return [encode(part, self._table, *coding, context, base_bits) for part in parts]
+        if self._recent is not None:
+            self._recent.keep(context, parts, self._table)
+        return [encode(part, self._table, codec, compression, context, base_bits) for part in parts]
+
+    def release(self) -> None:
+        """Remove the files of the objects encoded last."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.close()
 
     def _encode_in_pieces(
         self, changes: VersionChanges, codec: Codec, context: DeltaContext, base_bits: BaseLookup
@@ -138,32 +133,30 @@ class Encoder:
                 objects.append(ObjectFile(spool.finish(file, part.fingerprints), file))
         return objects
 
-    def _compile(self, codec: Codec) -> None:
-        if codec not in self._compiled:
-            compile_codec(codec, self._table)
-            self._compiled.add(codec)
-
 
 class BaseCopies:
     """The base bits of changes that the baseline already holds: copies, one tensor at a time.
 
     A codec that needs base bits calls it with a tensor id; see ``tensors.bits``.
+
+    Args:
+        read: returns a copy of the baseline's bits of a tensor.
     """
 
-    def __init__(self, baseline: Baseline, changes: VersionChanges) -> None:
-        self._baseline = baseline
+    def __init__(self, read: BaseLookup, changes: VersionChanges) -> None:
+        self._read, self._table = read, changes.table
         self._found = {tensor.id: tensor.pieces for tensor in changes.sparse}
-        self._last: tuple[int, Bits] | None = None
+        self._last: tuple[int, BaseTensor] | None = None
 
     def __call__(self, tensor: int) -> BaseTensor:
         if self._last is None or self._last[0] != tensor:
             # First release the previous tensor, so that two large ones are never held at once.
             self._last = None
-            bits = np.array(self._baseline.read(tensor))
+            found = self._read(tensor)
             for positions, distances in self._found[tensor]():
-                revert_distances(self._baseline.table[tensor].element, bits, positions, distances)
-            self._last = tensor, bits
-        return BaseTensor(self._last[1])
+                revert_distances(self._table[tensor].element, found.bits, positions, distances)
+            self._last = tensor, found
+        return self._last[1]
 
 
 def compile_codec(codec: Codec, table: TensorTable) -> None:
@@ -178,3 +171,4 @@ def compile_codec(codec: Codec, table: TensorTable) -> None:
         base_bits = BaseTensor(np.zeros(16, element.uint))
         changes = Changes([group], [], {0: Fingerprint()})
         encode(changes, tiny, codec, "zstd", DeltaContext("", 1, 0), {0: base_bits}.__getitem__)
+        coder.compile_encoder(element)

@@ -36,7 +36,7 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.partial import restore_boxes
 from vllm_delta_sync.run.restore import check_base_bits
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 logger = guarded_logger(__name__)
@@ -111,6 +111,9 @@ class RankCoordinator:
 
     def changes(self, pending: PendingDelta) -> VersionChanges:
         return changes_of_tensors(self._shards, pending)
+
+    def base_tensor(self, tensor: int) -> BaseTensor:
+        return self._shards.base_tensor(tensor)
 
     def keep(self, changes: Mapping[int, Fingerprint]) -> None:
         known = self._shards.shares

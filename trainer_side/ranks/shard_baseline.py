@@ -15,11 +15,12 @@ from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.diff.version_changes import FullTensor, SparseTensor, VersionChanges
 from trainer_side.model.sources import LiveTensors
 from trainer_side.ranks.shard_parts import ModuleParts
-from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.codec.tiles.rectangles import covered_rectangles, view_of
+from vllm_delta_sync.errors import ModelError, UnsupportedError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.partial import fingerprint_box
-from vllm_delta_sync.tensors.bits import Bits, Positions
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
@@ -144,6 +145,19 @@ class ShardBaseline:
     def parts_of(self, name: str) -> list[tuple[int, Box]]:
         """Return the id and box of each part that this rank has of a tensor."""
         return self._of_tensor.get(name, [])
+
+    def base_tensor(self, tensor: int) -> BaseTensor:
+        """Return the bits that this rank has of a tensor of ``whole``; pages of the others are never touched."""
+        spec = self.whole[tensor]
+        own = [(part, box) for part, box in self.parts_of(spec.name) if box.numel]
+        bits = np.empty(spec.numel, spec.element.uint)
+        for part, box in own:
+            box.view(bits)[...] = self.parts.read(part).reshape(box.shape)
+        try:
+            return BaseTensor(bits, covered_rectangles(spec, [view_of(box) for _, box in own]))
+        except UnsupportedError:
+            # Too many pieces: its tiles are plain.
+            return BaseTensor(bits, ())
 
 
 def changes_of_tensors(baseline: ShardBaseline, pending: PendingDelta) -> VersionChanges:

@@ -31,9 +31,9 @@ objects. An anchor is a full snapshot, so that readers need not replay the versi
 bucket (an anchor also from the base), on any machine, and beside a running publisher. It is safe to interrupt: the next
 call continues. Ctrl-C ends it after a clean-up of temporary files; a second Ctrl-C ends it at once.
 
-Merged deltas have codec packed, which is fast to read, forwards and backwards. With --codec context they are smaller,
+Merged deltas have codec plain, which is fast to read, forwards and backwards. With --codec tiled they are smaller,
 for slow links and archives, but slower to read, and forwards only, because reading them takes the weights before them.
-Writing them, and merging versions of codec context, takes these weights too, so it needs the base. Existing merged
+Writing them, and merging versions of codec tiled, takes these weights too, so it needs the base. Existing merged
 deltas are not changed.
 
 examples:
@@ -41,7 +41,7 @@ examples:
   delta-sync compact --bucket /data/runs/a
   delta-sync compact --bucket /data/runs/a --anchor head --base /models/qwen3
   delta-sync compact --bucket /data/runs/a --no-merge --anchor tag:best --json
-  delta-sync compact --bucket /data/archive/a --codec context --base /models/qwen3
+  delta-sync compact --bucket /data/archive/a --codec tiled --base /models/qwen3
   delta-sync compact --bucket /data/runs/a --signing-key trainer.key   (if the run is signed)
 """
 
@@ -62,8 +62,8 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument(
         "--codec",
         choices=RELATIVE_CODECS,
-        default="packed",
-        help="codec of new merged deltas; context is smaller and can only be read forwards; default: packed",
+        default="plain",
+        help="codec of new merged deltas; tiled is smaller and can only be read forwards; default: plain",
     )
     parser.add_argument("--scratch", metavar="DIR", help="folder for temporary files; default: the system's")
     parser.add_argument("--dry-run", action="store_true", help="only report what is missing")

@@ -22,6 +22,7 @@ from vllm_delta_sync.cli.arguments import (
 )
 from vllm_delta_sync.cli.text import ProgressBar, clean, percent, print_error, size
 from vllm_delta_sync.errors import IncompleteError, UsageError
+from vllm_delta_sync.format.codecs import CODECS
 
 if TYPE_CHECKING:
     from trainer_side.checkpoint_folders import CheckpointPublisher, CheckpointWatcher, PublishedCheckpoint
@@ -45,7 +46,6 @@ FAILED = (
     "refused; --watch after SIGTERM: a checkpoint is left"
 )
 DONE = "done; --watch after SIGTERM: everything that was there is published"
-CODECS = ("auto", "packed", "context", "raw")
 POLL_SECONDS = 5.0
 GRACE_SECONDS = 25.0
 """Less than the 30 seconds that Kubernetes waits after SIGTERM."""
@@ -80,7 +80,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         help=f"with --watch: longest time to go on publishing after SIGTERM or Ctrl-C (default: {GRACE_SECONDS:g})",
     )
     parser.add_argument("--once", action="store_true", help="with --watch: publish what is complete now, and end")
-    parser.add_argument("--codec", choices=CODECS, default="auto", help="how changes are encoded (default: auto)")
+    parser.add_argument("--codec", choices=CODECS, default="tiled", help="how changes are encoded (default: tiled)")
     parser.add_argument(
         "--notice", metavar="ADDRESS", help="announce versions: tcp://*:5555, or a broker: connect:tcp://HOST:PORT"
     )

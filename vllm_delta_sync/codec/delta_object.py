@@ -24,10 +24,10 @@ FINGERPRINTS = "@fingerprints"
 
 BLOCK_ELEMENTS = 16 * 1024 * 1024
 """A writer closes a block at this many elements, which bounds scratch memory on both sides."""
-Kind = Literal["sparse", "dense", "tiles", "full"]
-KINDS = ("sparse", "dense", "tiles", "full")
+Kind = Literal["tiles", "full"]
+KINDS = ("tiles", "full")
 TILES_PARTS = ("ids", "counts", "tables", "streams")
-"""Entries of a block of kind tiles, which only codec ``context`` has."""
+"""Entries of a block of kind tiles."""
 Arrays = dict[str, tuple[str, npt.NDArray[Any]]]
 """Container entries: name → (dtype name, bits)."""
 

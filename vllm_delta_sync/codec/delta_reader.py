@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_delta_sync.codec import packed, raw
-from vllm_delta_sync.codec.context import coder
-from vllm_delta_sync.codec.context.coder import ContextBlock
+from vllm_delta_sync.codec import full, raw
 from vllm_delta_sync.codec.delta_object import (
     FINGERPRINTS,
     METADATA_KEY,
@@ -24,7 +22,9 @@ from vllm_delta_sync.codec.delta_object import (
     parse_blocks,
     sizes_by_tensor,
 )
-from vllm_delta_sync.codec.packed import FullReader, LazyFullTensors
+from vllm_delta_sync.codec.full import FullReader, LazyFullTensors
+from vllm_delta_sync.codec.tiles import coder
+from vllm_delta_sync.codec.tiles.coder import TilesBlock
 from vllm_delta_sync.codec.zstd import COMPRESSIONS, Compression
 from vllm_delta_sync.errors import ChainError, FormatError, TensorMismatchError, UnsupportedError
 from vllm_delta_sync.format.canonical_json import check_format_version, load_canonical
@@ -44,11 +44,11 @@ def decode(data: Buffer, table: TensorTable, context: DeltaContext, old: BaseLoo
     """Parse and verify a delta object; the result is safe to apply to the tensors of ``table``.
 
     Args:
-        old: the bits at the base version; only codec ``context`` needs them.
+        old: the bits at the base version; only codec ``tiled`` needs them.
 
     Raises:
         FormatError, LimitError: malformed, or positions outside their tensor.
-        UnsupportedError: a codec or compression of a later release, or codec ``context`` without base bits.
+        UnsupportedError: a codec or compression of a later release, or codec ``tiled`` without base bits.
         ChainError: the object belongs to another run, version or base version.
         TensorMismatchError: a tensor is not in the table, or has another dtype or shape.
     """
@@ -61,12 +61,12 @@ def decode(data: Buffer, table: TensorTable, context: DeltaContext, old: BaseLoo
         changes, known = Changes(raw.decode(container, table, what), named), raw.entry_names(table, container)
         carried += [int(tensor) for group in changes.sparse for tensor in group.ids]
     else:
-        changed, full, known = _open_readers(container, table, metadata, context, old, what)
+        changed, whole_readers, known = _open_readers(container, table, metadata, context, old, what)
         groups = [reader.take(reader.directory.ids.size) for reader in changed]
-        whole = named + [tensor for reader in full for tensor in reader.read()]
+        whole = named + [tensor for reader in whole_readers for tensor in reader.read()]
         # A group is empty if ``old`` has other parts of its tensors.
         changes = Changes([group for group in groups if group.ids.size], whole)
-        carried += [int(tensor) for reader in (*changed, *full) for tensor in reader.directory.ids]
+        carried += _ids([reader.directory for reader in changed] + [reader.directory for reader in whole_readers])
     changes.fingerprints = _declared_fingerprints(container, table, known, carried, metadata["codec"], what)
     return changes
 
@@ -74,7 +74,6 @@ def decode(data: Buffer, table: TensorTable, context: DeltaContext, old: BaseLoo
 def compile_kernels(elements: Iterable[DType]) -> None:
     """Compile the loops that decode objects of any codec, for these element types, so that no ``decode`` waits."""
     chosen = list(elements)
-    packed.compile_decoder(chosen)
     coder.compile_decoder(chosen)
     raw.compile_decoder()
 
@@ -86,22 +85,19 @@ def _open_readers(
     context: DeltaContext,
     old: BaseLookup | None,
     what: str,
-) -> tuple[list["packed.BlockReader | _ContextReader"], list[FullReader], set[str]]:
+) -> tuple[list["TilesReader"], list[FullReader], set[str]]:
     """Open all blocks: readers of changed elements, readers of tensors in full, and the names of all their entries."""
     blocks, compression = parse_blocks(metadata["blocks"], what), metadata["compression"]
-    changed: list[packed.BlockReader | _ContextReader] = []
-    full = []
+    tiles: list[TilesReader] = []
+    whole = []
     for item in open_blocks(container, table, blocks, context.changed, what):
         if item.block.kind == "full":
-            full.append(FullReader(container, item, compression))
-        elif item.block.kind == "tiles":
-            changed.append(_ContextReader(container, table, item, compression, old, context.base_version))
+            whole.append(FullReader(container, item, compression))
         else:
-            changed.append(packed.BlockReader(container, table, item, compression))
-    names = packed.full_entry_names(block for block in blocks if block.kind == "full")
-    names |= packed.entry_names(block for block in blocks if block.kind in ("sparse", "dense"))
+            tiles.append(TilesReader(container, table, item, metadata["codec"], compression, old, context.base_version))
+    names = full.entry_names(block for block in blocks if block.kind == "full")
     names |= {f"{block.name}.{part}" for block in blocks if block.kind == "tiles" for part in TILES_PARTS}
-    return changed, full, names
+    return tiles, whole, names
 
 
 def codec_of(data: Buffer, context: DeltaContext) -> Codec:
@@ -148,10 +144,6 @@ def read_metadata(container: Container, context: DeltaContext, what: str) -> dic
         )
     if codec not in RELATIVE_CODECS and (compression != "none" or value["blocks"]):
         raise FormatError(f"{what}: codec {codec!r} has no compression and no blocks")
-    if codec not in BASE_CODECS and any(
-        isinstance(row, dict) and row.get("kind") == "tiles" for row in value["blocks"]
-    ):
-        raise FormatError(f"{what}: codec {codec!r} has no blocks of kind 'tiles'")
     return value
 
 
@@ -190,6 +182,10 @@ def _declared_fingerprints(
     return {tensor: Fingerprint(low, high) for tensor, (low, high) in pairs}
 
 
+def _ids(directories: Iterable[Directory]) -> list[int]:
+    return [int(tensor) for directory in directories for tensor in directory.ids]
+
+
 def _named(container: Container, table: TensorTable, what: str) -> list[Full]:
     """Return the tensors in full that are entries under their own names."""
     found = []
@@ -210,7 +206,7 @@ class LazyDelta:
     """A delta object whose tensors are decoded on demand, once each, in ascending order of id.
 
     Args:
-        old: the bits at the base version, read when a tensor is taken; only codec ``context`` needs them.
+        old: the bits at the base version, read when a tensor is taken; only codec ``tiled`` needs them.
 
     Attributes:
         codec: of the object. version: that it leads to.
@@ -236,17 +232,18 @@ class LazyDelta:
                 f"{' and '.join(map(repr, RELATIVE_CODECS))} can be merged"
             )
         named = _named(container, table, what)
-        changed, full, known = _open_readers(container, table, metadata, context, old, what)
+        changed, whole, known = _open_readers(container, table, metadata, context, old, what)
         carried = [tensor.id for tensor in named]
-        carried += [int(tensor) for reader in (*changed, *full) for tensor in reader.directory.ids]
+        directories = [reader.directory for reader in changed] + [reader.directory for reader in whole]
+        carried += _ids(directories)
         self.fingerprints = _declared_fingerprints(container, table, known, carried, self.codec, what)
-        self.full: Mapping[int, Full] = LazyFullTensors(named, full)
+        self.full: Mapping[int, Full] = LazyFullTensors(named, whole)
         self._readers = changed
         self.directory = {
             dtype: _merged([reader.directory for reader in changed if reader.block.element.name == dtype])
             for dtype in sorted({reader.block.element.name for reader in changed})
         }
-        self.changed = sum(int(reader.directory.counts.sum()) for reader in (*changed, *full))
+        self.changed = sum(int(directory.counts.sum()) for directory in directories)
         self.changed += sum(tensor.bits.size for tensor in named)
 
     def take(self, dtype: str, stop: int) -> list[Sparse]:
@@ -256,7 +253,7 @@ class LazyDelta:
 
         Raises:
             FormatError, LimitError: a plane or stream is damaged, or was made against other bits.
-            UnsupportedError: the object has codec ``context``, and there are no base bits.
+            UnsupportedError: the object has codec ``tiled``, and there are no base bits.
         """
         found = []
         for reader in self._readers:
@@ -272,42 +269,55 @@ class LazyDelta:
             FormatError, LimitError: a table is malformed.
         """
         for reader in self._readers:
-            if isinstance(reader, _ContextReader):
-                reader.open()
+            reader.open()
 
 
-class _ContextReader:
-    """Reads a block of codec ``context``, like ``packed.BlockReader``. Its tables stay in memory only from its first
-    tensor to its last, since an object may have thousands of blocks."""
+class TilesReader:
+    """Reads a block of kind tiles, tensor by tensor in ascending order of id.
+
+    Its tables stay in memory only from its first tensor to its last, since an object may have thousands of blocks.
+
+    Attributes:
+        block: its number, element type and kind. directory: its tensors. row: index of the first tensor not taken yet.
+    """
 
     def __init__(
         self,
         container: Container,
         table: TensorTable,
         opened: OpenedBlock,
+        codec: Codec,
         compression: Compression,
         old: BaseLookup | None,
         base_version: int,
     ) -> None:
         self.block, self.directory, self._what = opened.block, opened.directory, opened.what
-        self._container, self._table, self._compression = container, table, compression
+        self._container, self._table, self._codec, self._compression = container, table, codec, compression
         self._old, self._base_version = old, base_version
         self.row = 0
-        self._tables: ContextBlock | None = None
+        self._tables: TilesBlock | None = None
 
-    def open(self) -> ContextBlock:
-        return ContextBlock.open(
-            self._container, self._table, self.block, self.directory, self._compression, self._what
-        )
+    def open(self) -> TilesBlock:
+        """Read the tables. Raises FormatError or LimitError if they are malformed."""
+        found = TilesBlock.open(self._container, self._table, self.block, self.directory, self._compression, self._what)
+        if self._codec not in BASE_CODECS and not found.all_plain:
+            raise FormatError(f"{self._what}: codec {self._codec!r} has a tile that is not plain")
+        return found
 
     def take(self, last: int) -> Sparse:
-        if self._old is None:
-            raise UnsupportedError(
-                f"{self._what} has codec 'context' and can be decoded only with the weights of its base version "
-                f"{self._base_version}, which are not available here"
-            )
+        """Return changed elements of the tensors from ``row`` up to row ``last``, excluded; at least one tensor.
+
+        Raises:
+            FormatError, LimitError: a table or stream is damaged, or was made against other bits.
+            UnsupportedError: there are no base bits, or too few.
+        """
         first, self.row = self.row, last
         tables = self._tables or self.open()
+        if self._old is None and not tables.all_plain:
+            raise UnsupportedError(
+                f"{self._what} has codec {self._codec!r} and can be decoded only with the weights of its base version "
+                f"{self._base_version}, which are not available here"
+            )
         self._tables = tables if last < self.directory.ids.size else None
         return tables.take(first, last, self._old)
 
@@ -327,14 +337,17 @@ def pieces_of(parts: Sequence[LazyDelta]) -> Iterator[Changes]:
     """
     for dtype in sorted({dtype for part in parts for dtype in part.directory}):
         end = max(int(part.directory[dtype][0][-1]) + 1 for part in parts if dtype in part.directory)
+        start = 0
         for stop in batch_stops(parts, dtype, end):
             groups = [group for part in parts for group in part.take(dtype, stop)]
-            touched = {int(tensor) for group in groups for tensor in group.ids}
-            sums = {tensor: _declared(parts, tensor) for tensor in sorted(touched)}
-            yield Changes(groups, [], sums)
+            # Also of tensors that change in other parts only than those that ``old`` has.
+            carried = np.concatenate([part.directory[dtype][0] for part in parts if dtype in part.directory])
+            touched = np.unique(carried[(carried >= start) & (carried < stop)]).tolist()
+            yield Changes(groups, [], {tensor: _declared(parts, tensor) for tensor in touched})
+            start = stop
     for part in parts:
-        for tensor, full in part.full.items():
-            yield Changes([], [full], {tensor: part.fingerprints[tensor]})
+        for tensor, found in part.full.items():
+            yield Changes([], [found], {tensor: part.fingerprints[tensor]})
 
 
 def _declared(parts: Sequence[LazyDelta], tensor: int) -> Fingerprint:

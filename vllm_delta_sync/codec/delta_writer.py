@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta_sync.codec import packed, raw
+from vllm_delta_sync.codec import full, raw
 from vllm_delta_sync.codec.delta_object import FINGERPRINTS, METADATA_KEY, BlockEntries, DeltaContext
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.canonical_json import dump_canonical
-from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
+from vllm_delta_sync.format.codecs import BASE_CODECS, RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.limits import FORMAT_VERSION
 from vllm_delta_sync.format.safetensors_file import write_container
@@ -30,14 +30,14 @@ def encode(
 ) -> bytes:
     """Serialize changes as one safetensors object (docs/FORMAT.md, Delta objects).
 
-    ``packed`` and ``context`` take relative groups, ``raw`` absolute ones. ``raw`` is never compressed: other
+    ``plain`` and ``tiled`` take relative groups, ``raw`` absolute ones. ``raw`` is never compressed: other
     programs read it directly.
 
     Args:
-        old: the bits at the base version; only codec ``context`` needs them.
+        old: the bits at the base version; only codec ``tiled`` needs them.
 
     Raises:
-        UsageError: the groups do not suit the codec, tensor names clash with the codec's suffixes, or codec ``context``
+        UsageError: the groups do not suit the codec, tensor names clash with the codec's suffixes, or codec ``tiled``
             has no base bits.
     """
     if any(group.relative != (codec in RELATIVE_CODECS) for group in changes.sparse):
@@ -45,7 +45,7 @@ def encode(
     blocks = BlockEntries()
     encode_sparse(blocks, changes.sparse, table, codec, compression, old)
     if codec in RELATIVE_CODECS and compression == "zstd":
-        packed.encode_full(blocks, changes.full, table, compression)
+        full.encode(blocks, changes.full, table, compression)
     else:
         # Any safetensors reader can read a tensor under its own name.
         for tensor in changes.full:
@@ -64,18 +64,16 @@ def encode_sparse(
     old: BaseLookup | None,
 ) -> None:
     """Append the entries of changed elements."""
-    if codec == "packed":
-        packed.encode(blocks, groups, table, compression)
-    elif codec == "raw":
+    if codec == "raw":
         blocks.arrays |= raw.encode(groups, table)
-    elif codec == "context":
-        if old is None:
-            raise UsageError("codec 'context' needs the bits of the base version; pass old")
-        from vllm_delta_sync.codec.context import coder
+        return
+    if codec not in RELATIVE_CODECS:
+        raise UsageError(f"codec {codec!r} is unknown to the encoder; use tiled, plain or raw")
+    if codec in BASE_CODECS and old is None:
+        raise UsageError(f"codec {codec!r} needs the bits of the base version; pass old")
+    from vllm_delta_sync.codec.tiles import coder
 
-        coder.encode(blocks, groups, table, compression, old)
-    else:
-        raise UsageError(f"codec {codec!r} is unknown to the encoder; use packed, context or raw")
+    coder.encode(blocks, groups, table, compression, old if codec in BASE_CODECS else None)
 
 
 def fingerprint_lanes(fingerprints: Mapping[int, Fingerprint]) -> npt.NDArray[np.uint64]:

@@ -226,7 +226,7 @@ class _Output:
 
 
 class RollingBase:
-    """Base bits that advance through the versions being merged: the ``old`` of parts of codec ``context``.
+    """Base bits that advance through the versions being merged: the ``old`` of parts of codec ``tiled``.
 
     Args:
         old: the bits at the first version. They are not changed: a tensor is copied before its first change.
@@ -265,7 +265,7 @@ def merge_lazily(
     Args:
         parts: in order of application, and not read before. Objects of one version may be in any order; a tensor that
             one of them carries in full is in no other.
-        base: the ``old`` of the parts, if one of them has codec ``context``.
+        base: the ``old`` of the parts, if one of them has codec ``tiled``.
 
     Raises:
         FormatError, LimitError: a part is damaged. UnsupportedError: see ``LazyDelta.take``.
@@ -303,7 +303,7 @@ def _taken(
 
     Args:
         whole: tensors of the batch that a part carries in full.
-        last_context: (tensors of the table,) the last part of codec ``context`` that changes a tensor.
+        last_context: (tensors of the table,) the last part of codec ``tiled`` that changes a tensor.
     """
     layers: list[tuple[int, Sparse]] = []
     first = taken = 0

@@ -6,17 +6,14 @@ Merged deltas and large versions are written this way; ``delta_writer.encode`` w
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryFile
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import numpy as np
 
-from vllm_delta_sync.codec import packed, raw
-from vllm_delta_sync.codec.delta_object import FINGERPRINTS, METADATA_KEY, Block, BlockEntries, DeltaContext, Kind
+from vllm_delta_sync.codec import full, raw
+from vllm_delta_sync.codec.delta_object import FINGERPRINTS, METADATA_KEY, BlockEntries, DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode_sparse, fingerprint_lanes, metadata_text
 from vllm_delta_sync.codec.zstd import Compression, compress_pieces
 from vllm_delta_sync.errors import StoreError
@@ -43,7 +40,7 @@ class DeltaSpool:
     fsynced, since the object is uploaded from here. ``close`` removes the scratch file, finished or not.
 
     Args:
-        codec: of the pieces. old: the bits at the base version, which codec ``context`` needs.
+        codec: of the pieces. old: the bits at the base version, which codec ``tiled`` needs.
         block_elements: a block is closed at this many elements; None for ``SPOOL_ELEMENTS``.
 
     Attributes:
@@ -56,7 +53,7 @@ class DeltaSpool:
         table: TensorTable,
         context: DeltaContext,
         compression: Compression,
-        codec: Codec = "packed",
+        codec: Codec = "plain",
         old: BaseLookup | None = None,
         block_elements: int | None = None,
     ) -> None:
@@ -93,7 +90,7 @@ class DeltaSpool:
             self._flush()
 
     def add_large(self, tensor: int, count: int, pieces: Callable[[], Iterable[tuple[Positions, Bits]]]) -> None:
-        """Append the changed elements of one tensor, with a piece of it in memory; in codec ``context`` as ``packed``.
+        """Append the changed elements of one tensor, with a piece of it in memory; in codec ``tiled`` as ``plain``.
 
         Args:
             tensor: id. count: number of elements. pieces: returns positions (n,) int64, ascending, and data (n,) as in
@@ -111,9 +108,15 @@ class DeltaSpool:
             self._write_pieces(spec.name + raw.INDICES, name, (count,), (where.astype(dtype) for where, _ in pieces()))
             self._write_pieces(spec.name + raw.VALUES, spec.dtype, (count,), (values for _, values in pieces()))
             return
-        with _PlaneFiles(self._folder) as planes:
-            kind = packed.write_planes(spec, count, pieces(), planes.write)
-            self._write_block(spec, tensor, kind, planes.read(), ("counts", "U64", np.array([count], "<u8")))
+        from vllm_delta_sync.codec.tiles.coder import LargeTensor
+
+        name, large = f"@{len(self._blocks)}", LargeTensor(spec, pieces)
+        self._write(f"{name}.ids", "U32", (1,), np.array([tensor], "<u4"))
+        self._write(f"{name}.counts", "U64", (1,), np.array([count], "<u8"))
+        self._write_pieces(f"{name}.streams", "U8", None, large.streams())
+        tables = large.tables(self._compression)
+        self._write(f"{name}.tables", "U8", tables.shape, tables)
+        self._blocks.append({"dtype": spec.dtype, "kind": "tiles"})
 
     def _add_full(self, tensor: Full) -> None:
         self.tensors.add(tensor.id)
@@ -125,10 +128,10 @@ class DeltaSpool:
             return
         if spec.numel > self._block_elements:
             self._flush_full()
-            self._write_block(spec, tensor.id, "full", _byte_planes(tensor.bits))
+            self._write_full(spec, tensor)
             return
         self._whole.append(tensor)
-        if sum(full.bits.size for full in self._whole) >= self._block_elements:
+        if sum(whole.bits.size for whole in self._whole) >= self._block_elements:
             self._flush_full()
 
     def finish(self, path: Path, fingerprints: Mapping[int, Fingerprint]) -> ObjectRef:
@@ -190,7 +193,7 @@ class DeltaSpool:
     def _flush_full(self) -> None:
         tensors, self._whole = self._whole, []
         blocks = BlockEntries(len(self._blocks))
-        packed.encode_full(blocks, tensors, self._table, self._compression)
+        full.encode(blocks, tensors, self._table, self._compression)
         self._write_blocks(blocks)
 
     def _write_blocks(self, blocks: BlockEntries) -> None:
@@ -198,26 +201,14 @@ class DeltaSpool:
             self._write(name, dtype, array.shape, array)
         self._blocks += blocks.rows
 
-    def _write_block(
-        self,
-        spec: TensorSpec,
-        tensor: int,
-        kind: Kind,
-        planes: Iterable[tuple[str, int, Iterator[np.ndarray]]],
-        *entries: tuple[str, str, np.ndarray],
-    ) -> None:
-        """Write a block of one tensor.
-
-        Args:
-            planes: name, bytes, and these as (n,) uint8, of the entries to compress. entries: the others.
-        """
-        block = Block(len(self._blocks), spec.element, kind)
-        for part, dtype, array in (("ids", "U32", np.array([tensor], "<u4")), *entries):
-            self._write(f"{block.name}.{part}", dtype, array.shape, array)
-        for part, size, pieces in planes:
+    def _write_full(self, spec: TensorSpec, tensor: Full) -> None:
+        """Write a block of one tensor in full."""
+        name = f"@{len(self._blocks)}"
+        self._write(f"{name}.ids", "U32", (1,), np.array([tensor.id], "<u4"))
+        for part, size, pieces in _byte_planes(tensor.bits):
             compressed = compress_pieces(pieces, size, self._compression)
-            self._write_pieces(f"{block.name}.{part}", "U8", None, compressed)
-        self._blocks.append({"dtype": spec.dtype, "kind": kind})
+            self._write_pieces(f"{name}.{part}", "U8", None, compressed)
+        self._blocks.append({"dtype": spec.dtype, "kind": "full"})
 
     def _write(self, name: str, dtype: str, shape: tuple[int, ...], array: np.ndarray) -> None:
         self._write_pieces(name, dtype, shape, iter([array]))
@@ -240,47 +231,12 @@ class DeltaSpool:
 
 
 def _byte_planes(bits: Bits) -> Iterator[tuple[str, int, Iterator[np.ndarray]]]:
-    """Yield name, size and pieces of the planes of a tensor in full, as ``packed.encode_full`` names them."""
+    """Yield name, size and pieces of the planes of a tensor in full, as ``full.encode`` names them."""
     rows = np.ascontiguousarray(bits).view(np.uint8).reshape(bits.size, bits.itemsize)
     starts = range(0, bits.size, PIECE_BYTES)
     for byte in range(bits.itemsize):
         pieces = (np.ascontiguousarray(rows[start : start + PIECE_BYTES, byte]) for start in starts)
         yield f"bits.{byte}", bits.size, pieces
-
-
-class _PlaneFiles:
-    """Uncompressed planes of a block, each in an unnamed file in a folder: they may be as large as the tensor."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[str, IO[bytes]] = {}
-
-    def write(self, part: str, plane: np.ndarray) -> None:
-        """Append to a plane. Raises StoreError if the disk is full."""
-        try:
-            if part not in self._files:
-                self._files[part] = TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
-            data = np.ascontiguousarray(plane).data
-            while len(data):
-                data = data[self._files[part].write(data) :]
-        except OSError as error:
-            raise _full(self._folder, error) from error
-
-    def read(self) -> Iterator[tuple[str, int, Iterator[np.ndarray]]]:
-        """Yield name, size and pieces of each plane."""
-        for part, file in self._files.items():
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            yield part, size, (np.frombuffer(piece, np.uint8) for piece in iter(partial(file.read, PIECE_BYTES), b""))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._files.values():
-            file.close()
 
 
 def _full(folder: Path, error: OSError) -> StoreError:

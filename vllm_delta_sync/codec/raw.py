@@ -28,7 +28,7 @@ def encode(groups: list[Sparse], table: TensorTable) -> Arrays:
         None,
     )
     if clash is not None:
-        raise UsageError(f"codec 'raw' cannot carry a model with a tensor named {clash!r}; use codec='packed'")
+        raise UsageError(f"codec 'raw' cannot carry a model with a tensor named {clash!r}; use codec='plain'")
     arrays: Arrays = {}
     for group in groups:
         for tensor, positions, values in group.tensors():

@@ -62,52 +62,6 @@ def decompress(data: np.ndarray, size: int, compression: Compression, what: str)
     return np.frombuffer(plain, np.uint8)
 
 
-class Plane:
-    """A compressed plane that is read from front to back.
-
-    Attributes:
-        size: declared bytes of the plane, not allocated in advance. left: bytes not taken yet.
-
-    Raises:
-        FormatError, LimitError: see ``declared_size``.
-    """
-
-    def __init__(self, data: np.ndarray, compression: Compression, what: str, size: int | None = None) -> None:
-        self._data, self._compression, self._what = data, compression, what
-        self._reader: zstandard.ZstdDecompressionReader | None = None
-        self.size = self.left = declared_size(data, compression, what, size)
-
-    def take(self, count: int) -> np.ndarray:
-        """Return the next (count,) bytes.
-
-        Raises:
-            FormatError: there are fewer bytes, or the frame is damaged.
-        """
-        if count > self.left:
-            raise FormatError(f"{self._what} has {self.size} bytes, at least {self.size - self.left + count} expected")
-        start, self.left = self.size - self.left, self.left - count
-        if count == self.size:
-            return decompress(self._data, count, self._compression, self._what)
-        if self._compression == "none":
-            return self._data[start : start + count]
-        return self._read(count)
-
-    def _read(self, count: int) -> np.ndarray:
-        if self._reader is None:
-            self._reader = zstandard.ZstdDecompressor().stream_reader(self._data.data)
-        taken = np.empty(count, np.uint8)
-        filled = 0
-        while filled < count:
-            try:
-                got = self._reader.readinto(taken[filled:].data)
-            except zstandard.ZstdError as error:
-                raise FormatError(f"{self._what} is not a valid zstd frame: {error}") from error
-            if not got:
-                raise FormatError(f"{self._what} ends {count - filled} bytes too early")
-            filled += got
-        return taken
-
-
 def declared_size(data: np.ndarray, compression: Compression, what: str, expected: int | None = None) -> int:
     """Return the number of bytes that ``decompress`` returns, read without decompressing.
 
@@ -117,9 +71,6 @@ def declared_size(data: np.ndarray, compression: Compression, what: str, expecte
     Raises:
         FormatError: not one whole zstd frame that declares the expected size. LimitError: see ``decompress``.
     """
-    from vllm_delta_sync.codec import packed_kernels
-    from vllm_delta_sync.format.kernels import read_only
-
     if compression == "none":
         if expected not in (None, data.size):
             raise FormatError(f"{what} has {data.size} bytes, {expected} expected")
@@ -141,10 +92,22 @@ def declared_size(data: np.ndarray, compression: Compression, what: str, expecte
         _check_empty(data, what)
         return 0
     # A stream reader does not report bytes after its frame.
-    end = packed_kernels.frame_end(read_only(data), start)
+    end = _frame_end(data, start)
     if end < 0 or end + (4 if frame.has_checksum else 0) != data.size:
         raise FormatError(f"{what} is not one whole zstd frame")
     return size
+
+
+def _frame_end(data: np.ndarray, start: int) -> int:
+    """Return the end of a zstd frame's blocks, which begin at ``start``; -1 if it is beyond ``data``."""
+    place = start
+    while place + 3 <= data.size:
+        # Header of a block: last one (1 bit), type (2 bits; 1 is one repeated byte), size.
+        header = int.from_bytes(data[place : place + 3].tobytes(), "little")
+        place += 3 + (1 if header >> 1 & 3 == 1 else header >> 3)
+        if header & 1:
+            return place if place <= data.size else -1
+    return -1
 
 
 def _check_empty(data: np.ndarray, what: str) -> None:

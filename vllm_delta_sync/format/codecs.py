@@ -5,13 +5,13 @@ Code that decides by codec asks these tables. To add a codec, begin here.
 
 from typing import Literal, get_args
 
-Codec = Literal["packed", "context", "raw"]
-RelativeCodec = Literal["packed", "context"]
+Codec = Literal["tiled", "plain", "raw"]
+RelativeCodec = Literal["tiled", "plain"]
 
 CODECS: tuple[Codec, ...] = get_args(Codec)
 RELATIVE_CODECS: tuple[RelativeCodec, ...] = get_args(RelativeCodec)
 """Codecs of ULP distances in blocks, which may be compressed. The others store new bits, uncompressed."""
-BASE_CODECS: frozenset[Codec] = frozenset({"context"})
+BASE_CODECS: frozenset[Codec] = frozenset({"tiled"})
 """Codecs that can be decoded only with the base bits; versions with them cannot be reverted."""
 
 FEATURES: frozenset[str] = frozenset({*CODECS, "zstd"})

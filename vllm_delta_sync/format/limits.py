@@ -48,12 +48,6 @@ MAX_SLOT_SECONDS = 2 * 24 * 3600
 MAX_COLLECTION_SECONDS = 3600
 """Longest validity of a garbage collection's claim."""
 MAX_BLOCK_COUNT = 1_000_000
-MIN_TILE_ELEMENTS = 1024
-"""Codec context: a tensor has at most 16 tiles per this many elements."""
-MAX_TILE_ELEMENTS = 2**24
-"""Codec context: a tile of bf16 takes 11 bytes of scratch memory per element."""
-MAX_DENSE_RATIO = 16
-"""Elements of a tensor in a dense block per changed element. The mask takes memory for all elements."""
 MAX_ZSTD_WINDOW_LOG = 27
 MAX_ZSTD_RATIO = 32_768
 """Content over frame size. A block of 128 KiB takes at least 4 bytes, so a larger ratio is false."""

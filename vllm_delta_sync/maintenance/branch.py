@@ -122,7 +122,7 @@ def _version_0(run: Run, source: Manifest, info: RunInfo) -> Manifest:
 def tensor_fingerprints(run: Run, version: Manifest) -> dict[str, str]:
     """Return tensor name → fingerprint in hex at a version: its root's plus the changes that deltas declare.
 
-    Reads the deltas, but neither weights nor the base; for codec ``context``, only the part that is readable without
+    Reads the deltas, but neither weights nor the base; for codec ``tiled``, only the part that is readable without
     weights.
 
     Raises:

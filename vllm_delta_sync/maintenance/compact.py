@@ -29,7 +29,7 @@ from vllm_delta_sync.format.documents import (
 )
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.anchor_writer import existing_anchor, make_anchor
-from vllm_delta_sync.maintenance.merge_writer import RawCodecError, make_merged_delta
+from vllm_delta_sync.maintenance.merge_writer import PlainObjects, RawCodecError, make_merged_delta
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights, Stop, StoppedError, never_stop
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base
@@ -75,19 +75,22 @@ def maintain(
     anchor_every: int | None = None,
     merge: bool = True,
     stop: Stop = never_stop,
+    plain_objects: PlainObjects | None = None,
 ) -> list[str]:
     """Make what is due after a commit. The publisher calls this in the background, not necessarily after each version.
 
     Lists the tags. Does the rest only when ``MERGE_WIDTH`` versions or a k-th version have passed or the tags changed
     since the last call with the same ``run`` object. Makes at most ``MERGES_PER_CALL`` merged deltas, including missing
     ones in the aligned window that ends at the newest version, and at most one anchor. Versions of codec ``raw`` get no
-    merged deltas. Versions of codec ``context`` get them from ``compact`` only, because merging them takes the weights,
-    which should not be rebuilt beside training every few versions. Damage in the history is logged and skipped.
+    merged deltas. Versions of codec ``tiled`` get them here only where ``plain_objects`` has their changes, because
+    merging them otherwise takes the weights, which should not be rebuilt beside training every few versions. Damage in
+    the history is logged and skipped.
 
     Args:
         manifest: of the newest version. base: as ``run.restore.restore``.
         anchor_every: k: make an anchor for every k-th version, besides those due by cost or tag.
         merge: whether to make merged deltas. stop: polled during the work; True stops it.
+        plain_objects: see ``make_merged_delta``.
 
     Returns:
         keys of the documents made.
@@ -108,7 +111,7 @@ def maintain(
     try:
         missing = _missing_ranges(run, manifest, aligned) if merge and aligned else []
         for pair in missing[:MERGES_PER_CALL]:
-            make = partial(make_merged_delta, run, *pair, stop=stop)
+            make = partial(make_merged_delta, run, *pair, stop=stop, plain_objects=plain_objects)
             if _try_to_make(f"no merged delta of versions {pair[0]} to {pair[1]}", make):
                 made.append(merged_delta_key(*pair))
         version = _due_anchor(run, manifest, kth)
@@ -271,7 +274,7 @@ def compact(
     scratch: str | Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     stop: Stop = never_stop,
-    codec: RelativeCodec = "packed",
+    codec: RelativeCodec = "plain",
 ) -> CompactReport:
     """Make every merged delta that a run lacks, and an anchor if requested. Runs on any machine, without the trainer.
 
@@ -284,7 +287,7 @@ def compact(
         scratch: folder for temporary files; None for the system's.
         progress: called with documents made, documents to make, and what is being made.
         stop: polled during the work; True stops it.
-        codec: of the merged deltas made. Writing ``context``, and merging versions that have it, takes the weights of
+        codec: of the merged deltas made. Writing ``tiled``, and merging versions that have it, takes the weights of
             the version before each range: the model's size in memory, or in scratch files for a large model.
 
     Raises:

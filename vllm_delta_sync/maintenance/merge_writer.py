@@ -2,11 +2,11 @@
 
 The steps are planned like a reader's: the next shorter merged deltas where they exist, else the versions' own deltas.
 Objects are fetched to scratch files and mapped, tensors are merged in ascending order, and the result is written as it
-is produced, so memory is bounded by a batch of elements or by one tensor. If codec ``context`` is read or written, the
+is produced, so memory is bounded by a batch of elements or by one tensor. If codec ``tiled`` is read or written, the
 merge also reads the weights at the first version, and carries copies of a few tensors through the versions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,13 @@ from vllm_delta_sync.maintenance.anchor_writer import put_document, read_if_vali
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.objects import declared_change, needs_base_bits, open_step_objects, scratch_folder
+from vllm_delta_sync.run.objects import (
+    declared_change,
+    needs_base_bits,
+    open_objects,
+    open_step_objects,
+    scratch_folder,
+)
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 from vllm_delta_sync.run.restore import check_step
 from vllm_delta_sync.tensors.bits import BaseLookup, diff
@@ -35,6 +41,10 @@ from vllm_delta_sync.tensors.changes import Full, Sparse
 from vllm_delta_sync.tensors.state import ModelState
 
 logger = guarded_logger(__name__)
+
+
+PlainObjects = Callable[[int], list[bytes] | None]
+"""Version → its objects in codec ``plain``, or None."""
 
 
 class RawCodecError(UnsupportedError):
@@ -50,8 +60,9 @@ def make_merged_delta(
     scratch: str | Path | None = None,
     object_bytes: int = OBJECT_BYTES,
     stop: Stop = never_stop,
-    codec: RelativeCodec = "packed",
+    codec: RelativeCodec = "plain",
     weights: RollingWeights | None = None,
+    plain_objects: PlainObjects | None = None,
 ) -> MergedDelta:
     """Write the merged delta from version ``first`` to ``last``, unless the bucket has it.
 
@@ -62,15 +73,17 @@ def make_merged_delta(
         scratch: folder for temporary files of about twice the size of the deltas; None for the system's.
         object_bytes: size at which an object is full.
         stop: polled during the work; True stops it.
-        codec: of the merged delta. ``context`` takes fewer bytes and cannot be reverted.
-        weights: source of the weights at ``first``, needed if codec ``context`` is read or written.
+        codec: of the merged delta. ``tiled`` takes fewer bytes and cannot be reverted.
+        weights: source of the weights at ``first``, needed if codec ``tiled`` is read or written.
+        plain_objects: returns the objects of a version in codec ``plain``, if they are at hand; read in place of those
+            of codec ``tiled``.
 
     Returns:
         the document in the bucket, which another writer may have written.
 
     Raises:
         RawCodecError: a version in between has codec ``raw``.
-        UnsupportedError: a version in between has codec ``context``, and ``weights`` is None.
+        UnsupportedError: a version in between has codec ``tiled``, and ``weights`` is None.
         ChainError (GapError): no remaining deltas lead from ``first`` to ``last``, or an anchor lies between.
         FingerprintError: the objects do not lead from one version's fingerprint to the next.
         StoreError: the store failed, or there is no room for the scratch files. StoppedError: ``stop`` returned True.
@@ -84,7 +97,7 @@ def make_merged_delta(
     if found is not None:
         return found
     avoid = {merged_delta_key(first, last)} if replace or last - first > 1 else set()
-    return _MergeBuilder(run, ends, avoid, object_bytes, stop, codec, weights).make(scratch, replace)
+    return _MergeBuilder(run, ends, avoid, object_bytes, stop, codec, weights, plain_objects).make(scratch, replace)
 
 
 def existing_merged_delta(run: RunDocuments, first: Manifest, last: Manifest) -> MergedDelta | None:
@@ -147,8 +160,9 @@ class _MergeBuilder:
     avoid: set[str] = field(default_factory=set)
     object_bytes: int = OBJECT_BYTES
     stop: Stop = never_stop
-    codec: RelativeCodec = "packed"
+    codec: RelativeCodec = "plain"
     weights: RollingWeights | None = None
+    plain_objects: PlainObjects | None = None
 
     @property
     def context(self) -> DeltaContext:
@@ -190,22 +204,27 @@ class _MergeBuilder:
             if isinstance(step.document, Manifest) and step.document.codec == "raw" and step.objects:
                 raise RawCodecError(
                     f"version {step.high} has codec 'raw', which stores new values instead of distances, so it cannot "
-                    "be merged; publish with codec 'packed' or 'context'"
+                    "be merged; publish with codec 'plain' or 'tiled'"
                 )
         return steps
 
     def _weights_if_needed(self, steps: list[Step]) -> ModelState | None:
-        """Return the weights at the first version, if codec ``context`` is read or written."""
-        needing = next((step for step in steps if needs_base_bits(step.document)), None)
+        """Return the weights at the first version, if codec ``tiled`` is read or written."""
+        needing = next((step for step in steps if needs_base_bits(step.document) and self._plain(step) is None), None)
         if needing is None and self.codec not in BASE_CODECS:
             return None
         if self.weights is None:
             raise UnsupportedError(
                 f"merging versions {self.context.base_version} to {self.context.version} needs the weights of the "
-                f"first: {'the merged delta is' if needing is None else needing.key + ' is'} of codec 'context'; use "
+                f"first: {'the merged delta is' if needing is None else needing.key + ' is'} of codec 'tiled'; use "
                 "`delta-sync compact`"
             )
         return self.weights.at(self.ends[0])
+
+    def _plain(self, step: Step) -> list[bytes] | None:
+        """Return a step's objects in codec ``plain``, if it is a version and they are at hand."""
+        own = isinstance(step.document, Manifest) and needs_base_bits(step.document)
+        return self.plain_objects(step.high) if own and self.plain_objects is not None else None
 
     def _open(self, steps: list[Step], folder: Path, rolling: RollingBase | None) -> list[LazyDelta] | DeltaSyncError:
         """Open every object of the steps, in order. Returns the error if one is damaged, and avoids its document."""
@@ -214,7 +233,11 @@ class _MergeBuilder:
         for step in steps:
             check_stop(self.stop)
             try:
-                opened = open_step_objects(step, folder, rolling)
+                plain = self._plain(step)
+                if plain is None:
+                    opened = open_step_objects(step, folder, rolling)
+                else:
+                    opened = open_objects(step.document, self.run.table, plain)
                 reached = check_step(step, reached, declared_change(opened))
             except UnsupportedError:
                 raise
@@ -236,7 +259,7 @@ class _MergeBuilder:
         Args:
             pieces: distances, or full tensors: by dtype, tensors ascending, each tensor once.
             fingerprints: tensor id → change of its fingerprint; must contain a tensor by the time its piece is yielded.
-            old: the bits at the first version, which codec ``context`` needs.
+            old: the bits at the first version, which codec ``tiled`` needs.
         """
         result = _WrittenObjects([], 0, self.codec not in BASE_CODECS)
         carried: set[int] = set()

@@ -175,7 +175,7 @@ def decode_objects(
     """Decode the objects that a document lists into one ``Changes``. Their digests must have been checked.
 
     Args:
-        old: the base bits of the document. Objects of codec ``context`` need it; where a tensor is available in part
+        old: the base bits of the document. Objects of codec ``tiled`` need it; where a tensor is available in part
             only, just that part is decoded.
 
     Raises:

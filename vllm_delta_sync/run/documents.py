@@ -343,10 +343,10 @@ class RunDocuments:
         For an anchor, that is every tensor in full, with no declared changes of fingerprint.
 
         Args:
-            old: the base bits of the document, such as ``ModelState.base_tensor``; codec ``context`` needs them.
+            old: the base bits of the document, such as ``ModelState.base_tensor``; codec ``tiled`` needs them.
 
         Raises:
-            UnsupportedError: the codec is ``context``, and ``old`` is None.
+            UnsupportedError: the codec is ``tiled``, and ``old`` is None.
             NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``fetch`` and
                 ``codec.delta_reader.decode``; also when the objects do not add up to what the manifest declares.
         """

@@ -127,7 +127,7 @@ class ChangeSummary:
 def summarize_changes(document: Manifest | MergedDelta, table: TensorTable, objects: Sequence[Buffer]) -> ChangeSummary:
     """Summarize what a document changes, without its base bits.
 
-    Checks everything; of objects of codec ``context``, everything except their streams.
+    Checks everything; of objects of codec ``tiled``, everything except their streams.
 
     Args:
         objects: with checked digests.

@@ -15,7 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vllm_delta_sync.errors import TensorMismatchError, UnsupportedError
+from vllm_delta_sync.codec.tiles.coder import CutTileError
+from vllm_delta_sync.codec.tiles.rectangles import covered_rectangles, view_of
+from vllm_delta_sync.errors import TensorMismatchError
 from vllm_delta_sync.format.documents import Anchor
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided
 from vllm_delta_sync.format.manifest import Manifest
@@ -23,14 +25,13 @@ from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base, check_bits, check_tensor
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.objects import needs_base_bits
 from vllm_delta_sync.run.read_plan import Plan
 from vllm_delta_sync.run.restore import execute_plan, load_root, root_tensors
 from vllm_delta_sync.run.roots import open_branch_source
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import Changes
-from vllm_delta_sync.tensors.state import HeldPieces, ModelState, apply_changes
+from vllm_delta_sync.tensors.state import HeldPieces, apply_changes
 from vllm_delta_sync.tensors.torch_sharding import Pieces, is_sharded, local_boxes, whole_shape
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, tensor_from_bits
 
@@ -49,8 +50,8 @@ def restore_boxes(
 
     Takes the memory of the boxes, of one object of up to ``MAPPED_BYTES`` (larger ones go through a temporary file or
     the run's cache), and of one decoded step of up to ``DECODED_ELEMENTS`` (larger ones are decoded in pieces, except
-    those of codec ``raw``). If a step has codec ``context``, the whole model is rebuilt in a temporary file, because
-    decoding the step needs all base bits.
+    those of codec ``raw``). If the boxes cut a tile that is not plain, the whole model is rebuilt in a temporary file,
+    because decoding the tile needs all of its base bits.
 
     Args:
         boxes: of tensors of the run. base, require_base: as ``restore``.
@@ -70,20 +71,21 @@ def restore_boxes(
                 f"a box of tensor {name!r} is for shape {list(mismatch.whole)}, the tensor of the run has {list(shape)}"
             )
 
-    def load(found: Plan) -> ModelState | PartialState:
-        context = next((step for step in found.steps if needs_base_bits(step.document)), None)
-        if context is None:
-            return _load_root_boxes(run, found, boxes, base)
-        logger.info(
-            "%s has codec 'context': rebuilding all of version %d in a temporary file to extract this rank's parts",
-            context.key,
-            manifest.version,
+    try:
+        _, held = execute_plan(
+            run, manifest, lambda found: _load_root_boxes(run, found, boxes, base), require_base=require_base
         )
-        return load_root(run, found.root, base, in_memory=False)
-
-    _, state = execute_plan(run, manifest, load, require_base=require_base)
-    if isinstance(state, PartialState):
-        return state.bits(boxes)
+        return held.bits(boxes)
+    except CutTileError as error:
+        logger.info(
+            "rebuilding all of version %d in a temporary file to extract this rank's parts: %s", manifest.version, error
+        )
+    _, state = execute_plan(
+        run,
+        manifest,
+        lambda found: load_root(run, found.root, base, in_memory=False),
+        require_base=require_base,
+    )
     return {name: [_copied(box, state.bits[run.table.index(name)]) for box in wanted] for name, wanted in boxes.items()}
 
 
@@ -128,11 +130,19 @@ class PartialState:
         return found
 
     def base_tensor(self, tensor: int) -> BaseTensor:
-        """Raise UnsupportedError: no tensor is held whole."""
-        raise UnsupportedError(
-            f"tensor {self._table[tensor].name!r} is held in parts, but an object has codec 'context', which its "
-            "document does not declare; publish with codec='packed'"
-        )
+        """Return the bits of the boxes of a tensor; none of it if no box is wanted."""
+        spec, kept = self._table[tensor], self._pieces.get(tensor, [])
+
+        def assembled() -> Bits:
+            bits = np.empty(spec.numel, spec.element.uint)
+            for box, held in kept:
+                box.view(bits)[...] = held.reshape(box.shape)
+            return bits
+
+        largest = [box for box, _ in kept if box.is_whole][:1] or [box for box, _ in kept]
+        if len(largest) > 1 and any(_overlap(one, other) for one, other in combinations(largest, 2)):
+            raise CutTileError(f"boxes of tensor {spec.name!r} overlap, so its tiles are not decoded one by one")
+        return BaseTensor(assembled, covered_rectangles(spec, [view_of(box) for box in largest]))
 
     def apply(self, changes: Changes) -> None:
         """Move to the next version in place.

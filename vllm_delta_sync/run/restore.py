@@ -16,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from vllm_delta_sync.codec.delta_reader import pieces_of
+from vllm_delta_sync.codec.tiles.coder import CutTileError
 from vllm_delta_sync.errors import (
     BaseUnavailableError,
     ChainError,
@@ -140,7 +141,8 @@ def execute_plan(
         load: loads the weights of a plan's root. progress, avoid, scratch, require_base: as ``restore``.
 
     Raises:
-        Whatever ``load`` raises for the last root. Otherwise as ``restore``.
+        Whatever ``load`` raises for the last root. CutTileError: ``load`` returned parts of tensors, which cut a tile.
+        Otherwise as ``restore``.
     """
     avoid = set() if avoid is None else avoid
     first: DeltaSyncError | None = None
@@ -156,6 +158,9 @@ def execute_plan(
         attempt = _PlanExecution(found, load, progress, scratch)
         try:
             return found, attempt.build()
+        except CutTileError:
+            # No other path helps: the caller has to hold more.
+            raise
         except (DataError, UsageError) as error:
             # The caller can name another base, so what is wrong with this one matters more than damage in the bucket.
             if first is None or (isinstance(error, BaseUnavailableError) > isinstance(first, BaseUnavailableError)):
@@ -275,11 +280,11 @@ def step_changes(step: Step, old: BaseLookup | None = None, objects: Sequence[Bu
     """Fetch, verify and decode what a step changes, in the step's direction.
 
     Args:
-        old: the bits that the step is applied to, such as ``ModelState.base_tensor``. Codec ``context`` needs them.
+        old: the bits that the step is applied to, such as ``ModelState.base_tensor``. Codec ``tiled`` needs them.
         objects: the step's objects, if they were read before, with checked digests.
 
     Raises:
-        UnsupportedError: the codec is ``context``, and ``old`` is None or the step goes backwards.
+        UnsupportedError: the codec is ``tiled``, and ``old`` is None or the step goes backwards.
         NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``RunDocuments.changes``.
     """
     if objects is None:

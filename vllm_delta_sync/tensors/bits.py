@@ -6,7 +6,6 @@ The ULP distance of two patterns is their difference, modulo 2^width, in a monot
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -79,20 +78,27 @@ def revert_distances(dtype: DType, bits: Bits, positions: Positions, distances: 
 
 
 Rectangle = tuple[int, int, int, int]
-"""(first row, end of rows, first column, end of columns) of a tensor as a matrix with rows of its last dimension."""
+"""(first row, end of rows, first column, end of columns) of a tensor as the matrix that tiles cut (docs/FORMAT.md)."""
 
 
-@dataclass(frozen=True)
 class BaseTensor:
     """The base bits of one tensor: its bits at the version that a delta applies to.
 
-    Attributes:
-        bits: (numel,) in row-major order of the whole tensor; undefined outside ``rectangles``.
+    Args:
+        bits: (numel,) in row-major order of the whole tensor, undefined outside ``rectangles``; or a function that
+            returns them, called only if they are needed.
         rectangles: disjoint parts that this process has; None for the whole tensor.
     """
 
-    bits: Bits
-    rectangles: tuple[Rectangle, ...] | None = None
+    def __init__(self, bits: Bits | Callable[[], Bits], rectangles: tuple[Rectangle, ...] | None = None) -> None:
+        self._bits = bits
+        self.rectangles = rectangles
+
+    @property
+    def bits(self) -> Bits:
+        if callable(self._bits):
+            self._bits = self._bits()
+        return self._bits
 
 
 BaseLookup = Callable[[int], BaseTensor]

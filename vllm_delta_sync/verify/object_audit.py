@@ -43,7 +43,7 @@ class ObjectAudit:
         """Read what a document's objects change, and what is wrong with them; the changes are None if any is bad.
 
         Args:
-            state: the base weights of the document. Without them, objects of codec ``context`` are checked except for
+            state: the base weights of the document. Without them, objects of codec ``tiled`` are checked except for
                 their streams, and the returned changes hold only declared changes of fingerprint.
         """
         objects, lost = [], []

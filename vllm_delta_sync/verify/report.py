@@ -65,7 +65,7 @@ class VerifyReport:
         refused: versions whose signing key was retired or revoked before them; later versions descend from them.
         signed: public key of run.json's signature; None if it has none. checked: whether signatures were checked.
         pointed: version that HEAD.json names; None if it is missing or damaged.
-        undecoded: keys of documents of codec ``context`` whose streams were not decoded, because their base bits were
+        undecoded: keys of documents of codec ``tiled`` whose streams were not decoded, because their base bits were
             not available; their digests, tables and declared fingerprints were checked.
         notes: remarks that are not errors.
         findings: all problems, if findings are kept.

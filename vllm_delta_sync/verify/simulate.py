@@ -80,7 +80,7 @@ def first_damaged_tensor(
         except UnsupportedError:
             changes = decode(data, table, context)
             return None if state is None else first_wrong_tensor(state, changes)
-        if part.codec == "context" and state is None:
+        if part.codec == "tiled" and state is None:
             return None
         return _first_damaged_in(part, table, state)
     except DeltaSyncError:

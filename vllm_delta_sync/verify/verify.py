@@ -32,7 +32,7 @@ def verify_run(
     be reachable. Holds the weights of one version: O(model) memory, or O(model) of the temporary directory's disk for
     large models.
 
-    Objects of codec ``context`` are decoded with their base bits; if these are not available, the report lists the
+    Objects of codec ``tiled`` are decoded with their base bits; if these are not available, the report lists the
     document as ``undecoded``.
 
     If the run's keyring has trusted keys, every document except the hints (claims, heartbeats, retention.json) must be
@@ -89,7 +89,7 @@ def _examine(
     report.refused = sorted(documents.refused)
     if report.undecoded:
         report.notes.append(
-            f"{len(report.undecoded)} documents of codec 'context' (the first is {report.undecoded[0]}) were read "
+            f"{len(report.undecoded)} documents of codec 'tiled' (the first is {report.undecoded[0]}) were read "
             "without their base bits, which are not available: digests, tables and declared fingerprints were checked, "
             "the changes themselves were not"
         )

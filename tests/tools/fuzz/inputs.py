@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import zstandard
@@ -15,6 +16,8 @@ from vllm_delta_sync.codec import delta_reader
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.codec.tiles import coder
+from vllm_delta_sync.codec.tiles.grid import extent
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format.safetensors_file import Container, write_container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -24,13 +27,16 @@ from vllm_delta_sync.tensors.changes import Changes
 TABLE = TensorTable(
     [
         TensorSpec("bias", "BF16", (96,)),
-        TensorSpec("experts", "BF16", (2, 24, 32)),
+        TensorSpec("experts", "BF16", (2, 128, 128)),
         TensorSpec("eight", "F8_E4M3", (32, 48)),
         TensorSpec("master", "F32", (16, 40)),
         TensorSpec("norm", "F16", (64,)),
-        TensorSpec("weight", "BF16", (64, 80)),
+        TensorSpec("weight", "BF16", (384, 384)),
     ]
 )
+LARGE_ELEMENTS = 10_000
+KEYS = np.array([58, 117, 120], np.uint8)
+"""Where the classes of tiles end; for each dtype, some elements are in a class and some in none."""
 SECONDS = 20
 """An input that takes longer hangs."""
 WARM_UP_SECONDS = 900
@@ -54,12 +60,12 @@ def old(tensor: int) -> BaseTensor:
 
 
 def part(tensor: int) -> BaseTensor:
-    """The upper half of the rows of matrices; norms and biases whole."""
-    shape = TABLE[tensor].shape
-    if len(shape) == 1:
+    """Whole tiles of matrices, the first half of single rows, and all of the norm."""
+    spec = TABLE[tensor]
+    if spec.name == "norm":
         return BaseTensor(OLD[tensor])
-    columns = shape[-1]
-    return BaseTensor(OLD[tensor], ((0, TABLE[tensor].numel // columns // 2, 0, columns),))
+    rows, columns = extent(spec.shape)
+    return BaseTensor(OLD[tensor], ((0, 128, 0, columns) if rows > 1 else (0, 1, 0, columns // 2),))
 
 
 def context(changed: int | None = None) -> DeltaContext:
@@ -67,18 +73,23 @@ def context(changed: int | None = None) -> DeltaContext:
 
 
 def seeds() -> dict[str, bytes]:
-    """Good objects by name: each codec, sparse and dense, with tensors in full."""
+    """Good objects by name: each codec, few and many changes, with a tensor in full."""
     found = {}
     for name, share in (("few", 0.02), ("some", 0.2), ("most", 0.9)):
         generator = np.random.default_rng(len(name))
         new = [bits.copy() for bits in OLD]
         for bits in new:
-            chosen = generator.random(bits.size) < share
+            chosen = generator.random(bits.size) < (share / 20 if bits.size > LARGE_ELEMENTS else share)
             bits[chosen] += generator.integers(1, 9, int(chosen.sum())).astype(bits.dtype)
-        for codec in ("packed", "context", "raw"):
+        for codec in ("plain", "tiled", "raw"):
             for compression in ("none", "zstd") if codec != "raw" else ("none",):
-                changes = changes_between(TABLE, OLD, new, "raw" if codec == "raw" else "packed", [4])
-                data = encode(changes, TABLE, codec, compression, context(), old)  # type: ignore[arg-type]
+                changes = changes_between(TABLE, OLD, new, "raw" if codec == "raw" else "plain", [4])
+                # All tensors have classes, and the same ones wherever they are written.
+                with (
+                    patch.object(coder, "SMALL_ELEMENTS", 1),
+                    patch.object(coder, "choose_thresholds", lambda *_: KEYS),
+                ):
+                    data = encode(changes, TABLE, codec, compression, context(), old)  # type: ignore[arg-type]
                 found[f"{codec}-{compression}-{name}"] = data
     return found
 
@@ -92,6 +103,7 @@ def read_all(data: bytes, seconds: int = WARM_UP_SECONDS) -> set[str]:
     ways: list[Callable[[], Iterable[Changes]]] = [
         lambda: [decode(data, TABLE, context(20_000), old)],
         lambda: [decode(data, TABLE, context(20_000), part)],
+        lambda: [decode(data, TABLE, context(20_000))],
         lambda: delta_reader.pieces_of([delta_reader.LazyDelta(data, TABLE, context(20_000), old)]),
     ]
     refused = set()
@@ -173,7 +185,9 @@ def _entry(dtype: str, array: np.ndarray, chance: random.Random) -> tuple[str, n
             array.shape
         )
     try:
-        inside = zstandard.ZstdDecompressor().decompress(plane, max_output_size=1 << 24)
+        # A frame that declares a size gets as much memory, whatever is asked for.
+        frame = plane if zstandard.frame_content_size(plane) <= 1 << 24 else b""
+        inside = zstandard.ZstdDecompressor().decompress(frame, max_output_size=1 << 24)
     except zstandard.ZstdError:
         return dtype, np.frombuffer(_bytes(plane, plane, chance, keep=chance.random() < 0.7), np.uint8)
     inside = _bytes(inside, inside, chance, keep=chance.random() < 0.8)
@@ -215,12 +229,12 @@ def _metadata(metadata: dict[str, str], chance: random.Random) -> dict[str, str]
         rows = value["blocks"]
         row = chance.choice(rows)
         row[chance.choice(("dtype", "kind"))] = chance.choice(
-            ("BF16", "F16", "F32", "F64", "F8_E4M3", "U8", "sparse", "dense", "tiles", "full", "", 3)
+            ("BF16", "F16", "F32", "F64", "F8_E4M3", "U8", "tiles", "full", "later", "", 3)
         )
         if chance.random() < 0.3:
             rows.append(dict(row))
         if chance.random() < 0.3:
-            value[chance.choice(("codec", "compression"))] = chance.choice(("packed", "context", "raw", "zstd", "none"))
+            value[chance.choice(("codec", "compression"))] = chance.choice(("plain", "tiled", "raw", "zstd", "none"))
         text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     except (KeyError, IndexError, TypeError, ValueError):
         text = "{}"

@@ -191,7 +191,7 @@ class Trial:
         }
         base, url = save_base(root / "base", self.tensors), str(root / "run")
         # No merged deltas: each version has to be a commit of its own.
-        self.publisher = Publisher(lambda: self.tensors.items(), url, base=base, codec="packed", merge=False)
+        self.publisher = Publisher(lambda: self.tensors.items(), url, base=base, codec="plain", merge=False)
         self.model, self.reference = self.fresh(device), self.fresh(torch.device("cpu"))
         self.nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
         self.port, self.cpu = TimedPort(self.model, self.reference, device, repeats), ModulePort(self.reference)
@@ -327,7 +327,7 @@ class Trial:
     def publish_from(self, location: BaselineLocation) -> str:
         """Publish another run of the same weights. Args: location: of its baseline."""
         url = str(self.root / location)
-        with Publisher(lambda: self.tensors.items(), url, codec="packed", merge=False, baseline=location) as publisher:
+        with Publisher(lambda: self.tensors.items(), url, codec="plain", merge=False, baseline=location) as publisher:
             results = []
             # The first one moves the baseline.
             for step in range(PUBLISHED):

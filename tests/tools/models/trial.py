@@ -139,7 +139,7 @@ def _follow(row: Row, model: Any, config: Any, versions: list[Tensors], root: Pa
     fresh = [vllm_side.fresh_model(config, root / "v0")]
     port = _Port(model, config, root / "v0")
     receiver = Receiver(port, Settings(bucket=str(root / "run")))
-    with Publisher(lambda: live.items(), str(root / "run"), base=root / "v0", codec="packed", merge=False) as publisher:
+    with Publisher(lambda: live.items(), str(root / "run"), base=root / "v0", codec="plain", merge=False) as publisher:
         receiver.advance()
         _take_proof(row, port)
         _expect(row, model, fresh[0], "at version 0")

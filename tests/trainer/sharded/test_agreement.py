@@ -248,7 +248,6 @@ def whole_of(trained: Trained) -> dict[str, torch.Tensor]:
 def refusals(rank: int, size: int, folder: str, key: str) -> None:
     trained = Trained(rank, folder)
     model, bucket = trained.model, trained.bucket
-    refused(lambda: Publisher(model, bucket, codec="context"), UsageError, "packed")
     refused(lambda: Publisher(model, bucket, gate=Gate()), UsageError, "gate")
     refused(lambda: Publisher(model, bucket, baseline="disk"), UsageError, "give 'host'")
     refused(lambda: Publisher(model, bucket, base=f"{folder}/nowhere"), NotFoundError, "nowhere")
@@ -366,7 +365,7 @@ def of_making(rank: int, size: int, folder: str) -> None:
     trained = Trained(rank, folder)
     model, bucket = trained.model, trained.bucket
     for name, here, there in (
-        ("every", 2, 1), ("codec", "raw", "packed"), ("compression", "none", "zstd"), ("shard_bytes", 300, 200),
+        ("every", 2, 1), ("codec", "raw", "plain"), ("compression", "none", "zstd"), ("shard_bytes", 300, 200),
     ):  # fmt: skip
         given: Any = {name: here if rank == 1 else there}
         message = f"{name} is {here!r} on rank 1, and {there!r} on rank 0"

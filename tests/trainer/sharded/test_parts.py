@@ -212,7 +212,7 @@ def elements(changes: Changes) -> dict[int, dict[int, int]]:
     }
 
 
-@pytest.mark.parametrize("codec", ["packed", "raw"])
+@pytest.mark.parametrize("codec", ["plain", "raw"])
 @pytest.mark.parametrize("seed", range(12))
 def test_changes_of_parts_are_those_of_the_whole(seed: int, codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_side.diff.pending_delta.full_is_smaller", lambda *ignored: False)

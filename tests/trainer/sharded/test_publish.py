@@ -26,7 +26,7 @@ from vllm_delta_sync.format.manifest import FILES_PREFIX
 STEPS = 3
 
 
-def publish_both(rank: int, size: int, url: str, kind: str, how: str, codec: Literal["auto", "raw"]) -> Any:
+def publish_both(rank: int, size: int, url: str, kind: str, how: str, codec: Literal["tiled", "raw"]) -> Any:
     """Publish from all ranks, and on rank 0 the gathered model too → what each rank said of its versions."""
     model = sharded(make(kind), how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -53,11 +53,11 @@ def publish_both(rank: int, size: int, url: str, kind: str, how: str, codec: Lit
 
 
 CASES = [
-    ("mixed", "fsdp", 2, "auto"),
+    ("mixed", "fsdp", 2, "tiled"),
     pytest.param("mixed", "fsdp", 4, "raw", marks=pytest.mark.slow),
-    pytest.param("qwen3", "fsdp", 4, "auto", marks=pytest.mark.slow),
-    ("llama", "ddp", 2, "auto"),
-    pytest.param("qwen3_moe", "hsdp", 4, "auto", marks=pytest.mark.slow),
+    pytest.param("qwen3", "fsdp", 4, "tiled", marks=pytest.mark.slow),
+    ("llama", "ddp", 2, "tiled"),
+    pytest.param("qwen3_moe", "hsdp", 4, "tiled", marks=pytest.mark.slow),
     ("qwen3_moe", "fsdp", 2, "raw"),
 ]
 

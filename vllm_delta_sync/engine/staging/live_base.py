@@ -1,24 +1,24 @@
-"""``LiveBaseReader`` reads base bits for codec ``context`` from a rank's live model, in checkpoint order."""
+"""``LiveBaseReader`` reads base bits from a rank's live model, in checkpoint order."""
 
-import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import torch
 
-from vllm_delta_sync.codec.context.tiles import extent
 from vllm_delta_sync.codec.merge import apply_row
+from vllm_delta_sync.codec.tiles.coder import SMALL_ELEMENTS
+from vllm_delta_sync.codec.tiles.grid import grid_of
+from vllm_delta_sync.codec.tiles.rectangles import TensorView, covered_rectangles
 from vllm_delta_sync.engine.model.patch import region_view
-from vllm_delta_sync.engine.model.regions import Region, split_regions
+from vllm_delta_sync.engine.model.regions import split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.errors import EngineError, UnsupportedError
-from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Rectangle
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits, Rectangle
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
-MOST_RECTANGLES = 4096
-"""Bounds the work: each rectangle is compared with each tile of its tensor."""
 STRIP_COLUMNS = 128
 """Columns copied at a time where the model holds a tensor transposed."""
 
@@ -35,17 +35,23 @@ class LiveBaseReader:
         self._weights_stamp, self._initial_stamp = weights_stamp, weights_stamp()
 
     def __call__(self, tensor: int) -> BaseTensor:
-        """Copy a tensor. Pages of the result outside the rank's part are never touched.
+        """Return the rank's part of a tensor; its bits are copied if they are asked for.
 
-        Raises:
+        Asking for them raises:
             EngineError: weights were written since this object was made. UnsupportedError: see
             ``covered_rectangles``. BusyError: the engine fell asleep.
         """
+        try:
+            rectangles = _held_rectangles(self._routes, tensor)
+        except UnsupportedError as error:
+            return BaseTensor(partial(_refuse, error))
+        return BaseTensor(partial(self._copy, tensor), rectangles)
+
+    def _copy(self, tensor: int) -> Bits:
+        """Copy a tensor. Pages of the result outside the rank's part are never touched."""
         self._check()
         spec, routes = self._routes.table[tensor], self._routes.routes[tensor]
-        # Regions that are loaded to several places count once.
-        rectangles = covered_rectangles(spec, list(dict.fromkeys(route.source for route in routes)))
-        bits = np.empty(spec.numel, spec.element.uint)
+        bits: Bits = np.empty(spec.numel, spec.element.uint)
         flat = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
         for route in routes:
             live = self._routes.destinations[route.destination].flat
@@ -54,11 +60,45 @@ class LiveBaseReader:
                     _copy_into(region_view(live, target), region_view(flat, source))
         # Every writer changes the stamp before it writes, so this check discards mixed copies.
         self._check()
-        return BaseTensor(bits, rectangles)
+        return bits
 
     def _check(self) -> None:
         if self._weights_stamp() != self._initial_stamp:
             raise EngineError("weights were written while a version was decoded against them; it will be staged again")
+
+
+def _held_rectangles(routes: RouteMap, tensor: int) -> tuple[Rectangle, ...] | None:
+    """As ``covered_rectangles``, of what a rank holds of a tensor."""
+    # Regions that are loaded to several places count once.
+    sources = dict.fromkeys(route.source for route in routes.routes[tensor])
+    views = [TensorView(region.offset, tuple(region.sizes), tuple(region.strides)) for region in sources]
+    return covered_rectangles(routes.table[tensor], views)
+
+
+def cut_tensors(routes: RouteMap) -> list[str]:
+    """Return the names of the tensors of which this rank's share ends inside a tile that a writer may code as a whole.
+
+    A version of codec ``tiled`` that changes such a tile cannot be decoded here.
+    """
+    found = []
+    for tensor, spec in enumerate(routes.table):
+        if spec.numel < SMALL_ELEMENTS:
+            continue
+        try:
+            rectangles = _held_rectangles(routes, tensor)
+        except UnsupportedError:
+            found.append(spec.name)
+            continue
+        if rectangles is not None:
+            grid = grid_of(spec.shape)
+            held = grid.covered(rectangles)
+            if np.any((held > 0) & (held != grid.covered(None))):
+                found.append(spec.name)
+    return found
+
+
+def _refuse(error: UnsupportedError) -> NoReturn:
+    raise error
 
 
 def _copy_into(live: torch.Tensor, copied: torch.Tensor) -> None:
@@ -81,71 +121,18 @@ def with_changes(old: BaseLookup, parts: Sequence[Changes]) -> BaseLookup:
     """
 
     def read(tensor: int) -> BaseTensor:
-        found, first = None, 0
-        for number, part in enumerate(parts):
-            for full in part.full:
-                if full.id == tensor:
-                    found, first = BaseTensor(np.array(full.bits)), number + 1
-        found = found or old(tensor)
-        for group in (group for part in parts[first:] for group in part.sparse):
-            row = int(np.searchsorted(group.ids, tensor))
-            if row < group.ids.size and group.ids[row] == tensor:
-                apply_row(found.bits, group, row)
-        return found
+        whole = [(number, full) for number, part in enumerate(parts) for full in part.full if full.id == tensor]
+        first = whole[-1][0] + 1 if whole else 0
+        found = BaseTensor(np.array(whole[-1][1].bits)) if whole else old(tensor)
+
+        def moved() -> Bits:
+            bits = found.bits
+            for group in (group for part in parts[first:] for group in part.sparse):
+                row = int(np.searchsorted(group.ids, tensor))
+                if row < group.ids.size and group.ids[row] == tensor:
+                    apply_row(bits, group, row)
+            return bits
+
+        return BaseTensor(moved, found.rectangles)
 
     return read
-
-
-def covered_rectangles(spec: TensorSpec, regions: Sequence[Region]) -> tuple[Rectangle, ...] | None:
-    """Return the rectangles of a tensor that regions without overlap cover; None if they cover all of it.
-
-    Raises:
-        UnsupportedError: they are more than ``MOST_RECTANGLES``.
-    """
-    if sum(region.numel for region in regions) == spec.numel:
-        return None
-    _, columns = extent(spec.shape)
-    found: list[Rectangle] = []
-    for region in regions:
-        length, height, starts = _runs(region, columns)
-        if len(found) + len(starts) > MOST_RECTANGLES:
-            raise UnsupportedError(
-                f"this rank holds tensor {spec.name!r} in more than {MOST_RECTANGLES} pieces, too many to decode codec "
-                "'context' in; publish with codec='packed'"
-            )
-        for start in starts:
-            found += _rectangles(*divmod(start, columns), length, height, columns)
-    return tuple(found)
-
-
-def _runs(region: Region, columns: int) -> tuple[int, int, list[int]]:
-    """Split a region into runs of consecutive elements: length of a run, number of rows it repeats in, starts."""
-    length, height = 1, 1
-    others: list[tuple[int, int]] = []
-    for stride, size in sorted(zip(region.strides, region.sizes, strict=True)):
-        if stride == length:
-            length *= size
-        elif stride == columns:
-            height = size
-        else:
-            others.append((stride, size))
-    if region.numel // (length * height) > MOST_RECTANGLES:
-        return length, height, [0] * (MOST_RECTANGLES + 1)
-    steps = ([stride * number for number in range(size)] for stride, size in others)
-    return length, height, [region.offset + sum(chosen) for chosen in itertools.product(*steps)]
-
-
-def _rectangles(row: int, column: int, length: int, height: int, columns: int) -> list[Rectangle]:
-    """Return a run's rectangles: ``length`` elements that start there and repeat in ``height`` − 1 rows below."""
-    if column + length <= columns:
-        return [(row, row + height, column, column + length)]
-    found: list[Rectangle] = []
-    if column:
-        found.append((row, row + height, column, columns))
-        row, length = row + 1, length - (columns - column)
-    whole, rest = divmod(length, columns)
-    if whole:
-        found.append((row, row + whole, 0, columns))
-    if rest:
-        found.append((row + whole, row + whole + height, 0, rest))
-    return found

@@ -34,6 +34,7 @@ from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.tied_tensors import TieRule
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
+from vllm_delta_sync.engine.staging.live_base import cut_tensors
 from vllm_delta_sync.engine.staging.loaded_bits import LoadTimeBits
 from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, store_usage
 from vllm_delta_sync.engine.staging.run_cache import RunCache
@@ -286,6 +287,14 @@ class RankWorker:
         self.external_writer = None
         traced = time.perf_counter()
         measured = routes.fingerprint_routes(range(len(run.table)))
+        cut = cut_tensors(routes)
+        if cut:
+            logger.warning(
+                "of %d tensors (the first is %r) this rank holds a share that ends inside a tile of codec 'tiled', so "
+                "versions that change it are rebuilt from the bucket: publish with codec='plain', or serve with other "
+                "numbers of ranks",
+                len(cut), cut[0],
+            )  # fmt: skip
         wide = any(destination.flat.numel() >= NARROW_ELEMENTS for destination in routes.destinations)
         device_patch.compile_kernels({spec.element for spec in run.table}, routes, wide)
         compiling.join()

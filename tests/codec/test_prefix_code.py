@@ -1,0 +1,167 @@
+"""Prefix codes of tiles: short, near the best, and those of docs/FORMAT.md."""
+
+import heapq
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.support import reference_tiles as reference
+from vllm_delta_sync.codec.tiles.prefix_code import (
+    GAP_TOKENS,
+    LONGEST,
+    SYMBOLS,
+    TABLES,
+    code_lengths,
+    code_words,
+    decoding,
+    overfull,
+)
+from vllm_delta_sync.codec.tiles.shared_kernels import token_of
+
+COUNTS = st.one_of(
+    st.lists(st.integers(0, 1000), min_size=1, max_size=SYMBOLS),
+    # Few symbols, of which some are far more frequent than others.
+    st.lists(st.sampled_from([0, 1, 2, 3, 50, 10**4, 10**7, 10**12]), min_size=1, max_size=40),
+    # The best codes are as long as there are symbols.
+    st.integers(2, 50).map(lambda size: [2 ** min(place, 40) for place in range(size)]),
+    st.integers(13, SYMBOLS).map(lambda size: [1] * size),
+)
+RAW = [reference.least_of(token)[1] for token in range(SYMBOLS)]
+"""Raw bits by token."""
+
+
+def lengths_of(counts: Sequence[int]) -> list[int]:
+    row = np.zeros((1, SYMBOLS), np.int64)
+    row[0, : len(counts)] = counts
+    found: list[int] = code_lengths(row)[0].tolist()
+    return found
+
+
+def cost(counts: Sequence[int], lengths: Sequence[int]) -> int:
+    return sum(count * length for count, length in zip(counts, lengths, strict=False))
+
+
+def best_cost(counts: Sequence[int]) -> int:
+    """Of all codes of at most LONGEST bits, by package-merge (L. L. Larmore, D. S. Hirschberg, 1990)."""
+    leaves = sorted((count, [symbol]) for symbol, count in enumerate(counts) if count)
+    if len(leaves) < 2:
+        return sum(count for count, _ in leaves)
+    packages: list[tuple[int, list[int]]] = []
+    for _ in range(LONGEST):
+        merged = list(heapq.merge(leaves, packages))
+        packages = [(one[0] + two[0], one[1] + two[1]) for one, two in zip(merged[::2], merged[1::2], strict=False)]
+    return sum(weight for weight, _ in packages[: len(leaves) - 1])
+
+
+@given(COUNTS)
+@example([5])
+@example([0, 0, 7])
+@example([1] * SYMBOLS)
+@example([3, 3])
+def test_codes_are_short_and_near_the_best(counts: list[int]) -> None:
+    lengths = lengths_of(counts)
+    used = [length for length in lengths if length]
+    assert [length > 0 for length in lengths[: len(counts)]] == [count > 0 for count in counts]
+    assert max(lengths) <= LONGEST
+    assert not overfull(np.array(lengths, np.uint8)[None])
+    if len(used) > 1:
+        # No bits are left unused.
+        assert sum(2 ** (LONGEST - length) for length in used) == 2**LONGEST
+        assert cost(counts, lengths) <= 1.01 * best_cost(counts)
+    else:
+        assert used == [1] * len(used)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1, 0.01])
+def test_symbols_of_geometric_gaps_take_about_their_entropy(share: float) -> None:
+    gaps = np.random.default_rng(0).geometric(share, 100_000) - 1
+    tokens = [reference.token_of(gap) for gap in gaps.tolist()]
+    counts = np.bincount([token for token, _ in tokens], minlength=SYMBOLS)
+    p = counts[counts > 0] / counts.sum()
+    assert cost(counts.tolist(), lengths_of(counts.tolist())) < counts.sum() * (0.05 - float((p * np.log2(p)).sum()))
+
+
+@given(COUNTS)
+def test_codes_are_those_of_the_specification(counts: list[int]) -> None:
+    lengths = lengths_of(counts)
+    words = code_words(np.array([lengths], np.uint8))[0].tolist()
+    codes = reference.codes_of(lengths)
+    # The first bit is the lowest.
+    assert {symbol: int(code[::-1], 2) for symbol, code in codes.items()} == {
+        symbol: words[symbol] for symbol, length in enumerate(lengths) if length
+    }
+    ordered = sorted(codes.values())
+    assert not any(later.startswith(code) for code, later in pairwise(ordered))
+
+
+@given(gaps=COUNTS, values=COUNTS)
+@example(gaps=[0], values=[0])
+def test_tables_say_what_the_next_bits_mean(gaps: list[int], values: list[int]) -> None:
+    lengths = np.zeros((TABLES, 2, SYMBOLS), np.uint8)
+    row = np.random.default_rng(len(gaps)).integers(TABLES)
+    lengths[row] = lengths_of(gaps), lengths_of(values)
+    tables = decoding(lengths)
+    assert tables.shape == (TABLES, 2, 1 << LONGEST)
+    assert not np.delete(tables, row, axis=0).any()
+    for half in (0, 1):
+        codes = reference.codes_of(lengths[row, half].tolist())
+        meanings = {code: symbol for symbol, code in codes.items()}
+        for place, entry in enumerate(tables[row, half].tolist()):
+            bits = reference.low_bits(place, LONGEST)
+            symbol = next((meanings[bits[:end]] for end in range(1, LONGEST + 1) if bits[:end] in meanings), None)
+            if symbol is None:
+                assert entry & 15 == 0
+                continue
+            token = symbol if half else symbol // 3
+            least, raw = reference.least_of(token)
+            if half:
+                assert (entry & 15, entry >> 4 & 63, entry >> 10) == (len(codes[symbol]), raw, least >> raw)
+            else:
+                kind = symbol % 3
+                found = (entry & 15, entry >> 4 & 3, entry >> 6 & 31, entry >> 11)
+                assert found == (len(codes[symbol]), kind, raw, least >> raw)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wrong"),
+    [
+        ([], False),
+        ([1], False),
+        ([1, 1], False),
+        ([1, 2], False),
+        ([1, 2, 2], False),
+        ([11] * 252, False),
+        ([1, 1, 11], True),
+        ([1, 2, 2, 11], True),
+        ([2] * 5, True),
+        ([12], True),
+        ([255], True),
+        ([1] * 252, True),
+    ],
+)
+def test_lengths_that_no_code_has(lengths: list[int], wrong: bool) -> None:
+    for row in range(TABLES):
+        for half in (0, 1):
+            every = np.zeros((TABLES, 2, SYMBOLS), np.uint8)
+            every[row, half, : len(lengths)] = lengths
+            assert overfull(every) == wrong
+
+
+@given(st.one_of(st.integers(0, 300), st.integers(0, 2**64 - 1), st.integers(0, 63).map(lambda bit: 2**bit)))
+@example(2**64 - 1)
+@example(7)
+@example(8)
+def test_tokens_are_those_of_the_specification(value: int) -> None:
+    token, raw = reference.token_of(value)
+    assert int(token_of(np.uint64(value))) == token < SYMBOLS
+    least, bits = reference.least_of(token)
+    assert (bits, least + (value & ((1 << raw) - 1))) == (raw, value)
+    assert RAW[token] == raw
+
+
+def test_all_gaps_of_a_tile_have_a_token() -> None:
+    assert reference.token_of(2**22 - 1)[0] == GAP_TOKENS - 1

@@ -1,0 +1,246 @@
+"""The grid of tiles: it parts each tensor, follows from its shape alone, and usual ranks cut no tile of it."""
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.codec.tiling import many_threads
+from tests.support import reference_tiles as reference
+from vllm_delta_sync.codec.tiles.grid import TILE_ELEMENTS, Grid, extent, grid_of, least_tiles
+from vllm_delta_sync.codec.tiles.rectangles import MOST_RECTANGLES, TensorView, covered_rectangles, view_of
+from vllm_delta_sync.errors import UnsupportedError
+from vllm_delta_sync.format.table import TensorSpec
+from vllm_delta_sync.tensors.bits import Rectangle
+from vllm_delta_sync.tensors.boxes import Box
+
+SHAPES = st.one_of(
+    st.just(()),
+    st.tuples(st.integers(1, 400_000)),
+    st.tuples(st.integers(1, 3000), st.integers(1, 3000)),
+    st.tuples(st.integers(1, 40_000), st.integers(60, 300)),
+    st.tuples(st.integers(1, 3), st.integers(1, 400_000)),
+    st.tuples(st.integers(1, 9), st.integers(1, 600), st.integers(1, 600)),
+    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 200), st.integers(1, 200)),
+)
+RANKS = (2, 3, 4, 6, 8, 16)
+VOCABULARIES = list(product((49_152, 128_256, 151_936), (576, 896, 2048, 4096, 8192)))
+MATRICES = [(4096, 4096), (8192, 28_672), (7168, 2048), (2048, 7168)]
+SMALL_MATRICES = [(576, 576), (576, 1536), (192, 576)]
+
+
+def tiles_of(grid: Grid) -> list[reference.Tile]:
+    return [
+        reference.Tile(*band, *part)
+        for band in pairwise(grid.row_edges.tolist())
+        for part in pairwise(grid.column_edges.tolist())
+    ]
+
+
+@given(shape=SHAPES)
+def test_the_grid_is_that_of_the_specification(shape: tuple[int, ...]) -> None:
+    grid, rows = grid_of(shape), reference.matrix(shape)
+    assert (grid.row_edges.tolist(), grid.column_edges.tolist()) == reference.grid(shape)
+    assert extent(shape) == rows == (grid.row_edges[-1], grid.columns)
+    assert (grid.tiles, tiles_of(grid)) == (grid.bands * grid.across, reference.tiles_of(shape))
+
+
+@given(shape=SHAPES)
+@example((8192, 28_672))
+@example((24_576, 1536))
+@example((129_280, 7168))
+@example((256, 2048, 7168))
+@example((2**31 + 1,))
+def test_tiles_part_a_tensor(shape: tuple[int, ...]) -> None:
+    """Each has an element at least, and none more than the scratch memory of readers and writers holds."""
+    grid, numel = grid_of(shape), int(np.prod(shape, dtype=np.int64))
+    for edges, end in ((grid.row_edges, numel // grid.columns), (grid.column_edges, grid.columns)):
+        assert edges[0] == 0
+        assert edges[-1] == end
+        assert np.all(np.diff(edges) > 0)
+    sizes = grid.covered(None)
+    assert sizes.sum() == numel
+    assert sizes.max() < 2 * TILE_ELEMENTS
+    assert least_tiles(numel) <= grid.tiles
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (5, 13), (3, 20, 30), (70, 64), (2, 100, 128), (513, 64), (1, 300)])
+def test_each_element_is_in_one_tile(shape: tuple[int, ...]) -> None:
+    numel = int(np.prod(shape, dtype=np.int64))
+    seen = sorted(place for tile in tiles_of(grid_of(shape)) for place in reference.places(shape, tile))
+    assert seen == list(range(numel))
+
+
+def shares(size: int, ranks: int) -> list[tuple[int, int]]:
+    return [(size * rank // ranks, size * (rank + 1) // ranks) for rank in range(ranks)]
+
+
+def cut(grid: Grid, parts: list[Rectangle]) -> int:
+    """Tiles that a part has a part of."""
+    whole = grid.covered(None)
+    return sum(int(np.sum((found > 0) & (found < whole))) for found in (grid.covered([part]) for part in parts))
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks"), [(shape, n) for shape, n in product(VOCABULARIES, RANKS) if not shape[0] % n]
+)
+def test_ranks_that_share_a_vocabulary_cut_no_tile(shape: tuple[int, int], ranks: int) -> None:
+    """vLLM gives each the same number of rows, once there are so many that 64 divides them."""
+    rows, columns = shape
+    assert cut(grid_of(shape), [(*part, 0, columns) for part in shares(rows, ranks)]) == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("shape", [(32_003, 2048), (50_257, 768), (50_265, 1024), (256_003, 2304)])
+def test_ranks_that_share_a_vocabulary_of_odd_size_cut_no_tile(shape: tuple[int, int], ranks: int) -> None:
+    rows, columns = shape
+    padded = (rows + 63) // 64 * 64
+    parts = [(min(first, rows), min(last, rows), 0, columns) for first, last in shares(padded, ranks)]
+    assert cut(grid_of(shape), [part for part in parts if part[0] < part[1]]) == 0
+
+
+SHARED = [*product(MATRICES, RANKS), *product(SMALL_MATRICES, (3,)), ((576, 1536), 2), ((576, 1536), 4)]
+SMALL_ROWS = (192, 576)
+"""A projection to few heads, whose rows are shared."""
+STACKED = [
+    *product([(8, 1536, 4096), (256, 2048, 7168)], RANKS),
+    *product([(128, 768, 2048), (4, 2, 1536, 2048)], RANKS[:-1]),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [(*row, dim) for row in SHARED for dim in ((0,) if row[0] == SMALL_ROWS else (0, 1)) if not row[0][dim] % row[1]],
+)
+def test_ranks_that_share_a_matrix_cut_no_tile(shape: tuple[int, int], ranks: int, dim: int) -> None:
+    """By rows, or by columns."""
+    rows, columns = shape
+    every = {
+        0: [(*part, 0, columns) for part in shares(rows, ranks)],
+        1: [(0, rows, *part) for part in shares(columns, ranks)],
+    }
+    assert cut(grid_of(shape), every[dim]) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [(shape, n, dim) for shape, n in STACKED for dim in (-3, -2, -1) if not shape[dim] % n],
+)
+def test_ranks_that_share_stacked_experts_cut_no_tile(shape: tuple[int, ...], ranks: int, dim: int) -> None:
+    """By experts, or each expert by rows or by columns."""
+    grid, (rows, columns), height = grid_of(shape), extent(shape), shape[-2]
+    whole, total = grid.covered(None), 0
+    for rank in range(ranks):
+        held: list[Rectangle] = [(0, rows, *shares(columns, ranks)[rank])]
+        if dim < -1:
+            # Experts that follow each other, or so many rows of each.
+            block = shape[-3] * height if dim == -3 else height
+            first, last = shares(block, ranks)[rank]
+            held = [(top + first, top + last, 0, columns) for top in range(0, rows, block)]
+        found = grid.covered(held)
+        assert np.all((found == 0) | (found == whole))
+        total += int(found.sum())
+    assert total == whole.sum()
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks"), [row for row in product([96, 576, 28_672, 151_936, 3 * 2**20], RANKS) if not row[0] % row[1]]
+)
+def test_ranks_that_share_a_vector_cut_no_tile(size: int, ranks: int) -> None:
+    assert cut(grid_of((size,)), [(0, 1, *part) for part in shares(size, ranks)]) == 0
+
+
+@given(shape=SHAPES, threads=st.integers(1, 5))
+def test_spans_are_the_bands_of_a_tensor_in_order(shape: tuple[int, ...], threads: int) -> None:
+    grid = grid_of(shape)
+    with many_threads(threads):
+        spans = grid.spans()
+    assert [span.first for span in spans] == [0, *(span.last for span in spans[:-1])]
+    assert spans[-1].last == grid.bands
+    assert len(spans) == max(1, min(threads, grid.bands, int(np.prod(shape, dtype=np.int64))))
+    assert all(span.first < span.last for span in spans)
+
+
+@given(shape=st.tuples(st.integers(1, 90), st.integers(64, 90)), data=st.data())
+def test_what_rectangles_cover_is_counted(shape: tuple[int, int], data: st.DataObject) -> None:
+    rows, columns = shape
+    grid = Grid(
+        np.array(sorted({0, rows, *data.draw(st.lists(st.integers(1, rows), max_size=4))})),
+        np.array(sorted({0, columns, *data.draw(st.lists(st.integers(1, columns), max_size=4))})),
+    )
+    down = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=4))})
+    along = sorted({0, columns, *data.draw(st.lists(st.integers(0, columns), max_size=4))})
+    every = [(*band, *part) for band in pairwise(down) for part in pairwise(along)]
+    chosen = data.draw(st.lists(st.sampled_from(every), unique=True))
+    held = np.zeros(shape, np.bool_)
+    for top, bottom, left, right in chosen:
+        held[top:bottom, left:right] = True
+    counted = [int(held[tile.top : tile.bottom, tile.left : tile.right].sum()) for tile in tiles_of(grid)]
+    assert grid.covered(chosen).reshape(-1).tolist() == counted
+
+
+def test_a_grid_knows_its_tiles() -> None:
+    grid = Grid(np.array([0, 3, 4, 10]), np.array([0, 5, 7]))
+    assert (grid.bands, grid.across, grid.tiles, grid.columns) == (3, 2, 6, 7)
+    assert grid.covered(None).tolist() == [[15, 6], [5, 2], [30, 12]]
+    assert grid.covered([(2, 5, 4, 6)]).tolist() == [[1, 1], [1, 1], [1, 1]]
+    assert grid.covered([]).sum() == 0
+
+
+# Views as rectangles
+
+
+@given(data=st.data(), shape=st.sampled_from([(300,), (12, 70), (3, 20, 30), (4, 6, 64), (2, 3, 4, 65), (40, 9)]))
+def test_rectangles_of_boxes_are_what_the_boxes_have(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """Such as tensor parallelism gives its ranks."""
+    spec, dim = TensorSpec("t", "BF16", shape), data.draw(st.integers(0, len(shape) - 1))
+    edges = sorted({0, shape[dim], *data.draw(st.lists(st.integers(0, shape[dim]), max_size=4))})
+    wanted, views = np.zeros(shape, np.bool_), []
+    for first, last in pairwise(edges):
+        if data.draw(st.booleans()):
+            offsets = tuple(first if place == dim else 0 for place in range(len(shape)))
+            box = Box(offsets, tuple(last - first if place == dim else size for place, size in enumerate(shape)), shape)
+            wanted[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.shape, strict=True))] = True
+            views.append(view_of(box))
+    assert_covers(spec, covered_rectangles(spec, views), wanted.reshape(-1))
+
+
+@given(
+    shape=st.sampled_from([(300,), (12, 70), (3, 20, 30), (4, 6, 64), (40, 9)]),
+    ends=st.lists(st.integers(0, 2520), min_size=2, max_size=6),
+)
+def test_rectangles_of_flat_ranges_are_what_the_ranges_have(shape: tuple[int, ...], ends: list[int]) -> None:
+    """Such as ZeRO gives its ranks: they begin and end within rows."""
+    spec = TensorSpec("t", "BF16", shape)
+    edges = sorted({min(end, spec.numel) for end in ends})
+    wanted, views = np.zeros(spec.numel, np.bool_), []
+    for first, last in list(pairwise(edges))[::2]:
+        wanted[first:last] = True
+        views.append(TensorView(first, (last - first,), (1,)))
+    assert_covers(spec, covered_rectangles(spec, views), wanted)
+
+
+def assert_covers(spec: TensorSpec, found: tuple[Rectangle, ...] | None, wanted: np.ndarray) -> None:
+    if found is None:
+        assert wanted.all()
+        return
+    assert not wanted.all()
+    covered = np.zeros(extent(spec.shape), np.int64)
+    for top, bottom, left, right in found:
+        assert top < bottom
+        assert left < right
+        covered[top:bottom, left:right] += 1
+    assert np.array_equal(covered.reshape(-1), wanted)
+
+
+def test_a_rank_that_holds_too_many_pieces_is_refused_by_name() -> None:
+    spec = TensorSpec("model.odd.weight", "BF16", (MOST_RECTANGLES * 4, 64))
+    every_other = TensorView(0, (MOST_RECTANGLES, 64), (128, 1))
+    assert len(covered_rectangles(spec, [every_other]) or ()) == MOST_RECTANGLES
+    one_more = TensorView(0, (MOST_RECTANGLES + 1, 64), (128, 1))
+    with pytest.raises(UnsupportedError, match=r"'model\.odd\.weight' in more than 4096 pieces.*codec='plain'"):
+        covered_rectangles(spec, [one_more])
+    with pytest.raises(UnsupportedError, match="4096 pieces"):
+        covered_rectangles(spec, [TensorView(row * 128, (64,), (1,)) for row in range(MOST_RECTANGLES + 1)])

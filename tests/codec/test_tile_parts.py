@@ -1,0 +1,300 @@
+"""Parts of tensors: a rank that serves reads the tiles that it holds, one that trains writes what it holds."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.codec.tiling import (
+    by_the_letter,
+    classes_at,
+    encoded,
+    flat,
+    many_threads,
+    numbers_of,
+    signed,
+    trained,
+    whole,
+)
+from tests.support import reference_tiles as reference
+from tests.support.samples import CONTEXT, changes_between, state_of
+from vllm_delta_sync.codec.delta_reader import LazyDelta, decode
+from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.codec.tiles.grid import extent, grid_of
+from vllm_delta_sync.codec.tiles.rectangles import TensorView, covered_rectangles
+from vllm_delta_sync.errors import UnsupportedError
+from vllm_delta_sync.format.codecs import Codec
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits, Rectangle
+
+SHAPES = [(384, 384), (256, 192), (520, 130), (3, 200, 128), (70_001,), (90_000, 1), (520, 65), (4, 30, 40)]
+KEYS = [115, 118, 121]
+
+
+def mask_of(shape: tuple[int, ...], parts: Sequence[Rectangle]) -> np.ndarray:
+    """(numel,) bool: what rectangles cover."""
+    found = np.zeros(extent(shape), np.bool_)
+    for top, bottom, left, right in parts:
+        found[top:bottom, left:right] = True
+    return found.reshape(-1)
+
+
+def held(bits: Bits, shape: tuple[int, ...], parts: Sequence[Rectangle], seed: int = 9) -> BaseTensor:
+    """The bits of some parts; elsewhere is noise: to read it would show."""
+    noise = np.frombuffer(np.random.default_rng(seed).bytes(bits.nbytes), bits.dtype)
+    return BaseTensor(np.where(mask_of(shape, parts), bits, noise), tuple(parts))
+
+
+def tiles_with_changes(data: bytes) -> dict[int, bool]:
+    """Number of each tile with changes → whether it is plain. Compression: none."""
+    return {tile: number >> 31 == 1 for tile, number in enumerate(numbers_of(data)) if number}
+
+
+@given(data=st.data(), shape=st.sampled_from(SHAPES), threads=st.sampled_from([1, 3]))
+def test_of_whole_tiles_a_rank_reads_exactly_its_changes(
+    data: st.DataObject, shape: tuple[int, ...], threads: int
+) -> None:
+    table = TensorTable([TensorSpec("t", "BF16", shape)])
+    old, new = trained(shape, data.draw(st.integers(0, 9)), share=data.draw(st.sampled_from([0.001, 0.05, 1.0])))
+    tiles = reference.tiles_of(shape)
+    parts = data.draw(st.lists(st.sampled_from(tiles), unique=True))
+    changes, inside = changes_between(table, [old], [new]), mask_of(shape, parts)
+    with classes_at(KEYS), many_threads(threads):
+        written = encode(changes, table, "tiled", "zstd", CONTEXT, whole([old]))
+        found = decode(written, table, CONTEXT, lambda _: held(old, shape, parts))
+        lazy = LazyDelta(written, table, CONTEXT, lambda _: held(old, shape, parts)).take("BF16", 1)
+    wanted = {where: step for where, step in signed(changes)[0].items() if inside[where]}
+    assert signed(found) == ({0: wanted} if wanted else {})
+    assert [group.positions.tolist() for group in lazy if group.positions.size] == ([sorted(wanted)] if wanted else [])
+    # What a rank does not hold is declared all the same.
+    assert found.fingerprints == changes.fingerprints
+
+
+@pytest.mark.parametrize("by", ["rows", "columns"])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_ranks_together_read_all(by: str, ranks: int) -> None:
+    spec = TensorSpec("t", "BF16", (1536, 1536))
+    table, (rows, columns) = TensorTable([spec]), spec.shape
+    old, new = trained(spec.shape, 1, share=0.05)
+    data = encoded(table, [old], [new])
+    seen: reference.Changed = {}
+    for rank in range(ranks):
+        part = (rows * rank // ranks, rows * (rank + 1) // ranks, 0, columns)
+        if by == "columns":
+            part = (0, rows, columns * rank // ranks, columns * (rank + 1) // ranks)
+        found = signed(decode(data, table, CONTEXT, lambda _, part=part: held(old, spec.shape, [part])))[0]  # type: ignore[misc]
+        assert not seen.keys() & found.keys()
+        seen |= found
+    assert {0: seen} == signed(changes_between(table, [old], [new]))
+
+
+def test_a_rank_that_holds_nothing_reads_nothing() -> None:
+    table = TensorTable([TensorSpec("t", "BF16", (64, 64))])
+    old, new = trained((64, 64), 1)
+    codecs: list[Codec] = ["tiled", "plain"]
+    for codec in codecs:
+        found = decode(encoded(table, [old], [new], codec), table, CONTEXT, lambda _: BaseTensor(old, ()))
+        assert not found.sparse
+        assert found.fingerprints.keys() == {0}
+
+
+@pytest.mark.parametrize("shape", [(512, 384), (70_001,), (3, 200, 128)])
+def test_a_tile_that_is_cut_is_refused_with_the_mend(shape: tuple[int, ...]) -> None:
+    spec = TensorSpec("model.up.weight", "BF16", shape)
+    table = TensorTable([spec])
+    old, new = trained(shape, 1, share=0.05)
+    data = encoded(table, [old], [new], "tiled", "none")
+    tiles = reference.tiles_of(shape)
+    assert tiles_with_changes(data) == dict.fromkeys(range(len(tiles)), False)
+    for number, (top, bottom, left, right) in enumerate(tiles):
+        part = (top, bottom, left, right - 1)
+        wanted = rf"'model\.up\.weight', this rank has only a part of tile {number}, .*publish with codec='plain'"
+        with pytest.raises(UnsupportedError, match=wanted):
+            decode(data, table, CONTEXT, lambda _, part=part: held(old, shape, [part]))  # type: ignore[misc]
+
+
+def test_a_tile_that_is_cut_and_does_not_change_is_not_read() -> None:
+    shape = (512, 384)
+    table, tiles = TensorTable([TensorSpec("t", "BF16", shape)]), reference.tiles_of(shape)
+    old, new = trained(shape, 1, share=0.05)
+    new = np.where(mask_of(shape, [tiles[3]]), new, old)
+    data = encoded(table, [old], [new])
+    (top, bottom, left, right), other = tiles[4], tiles[3]
+    parts = [(top, bottom, left, right - 1), other]
+    assert signed(decode(data, table, CONTEXT, lambda _: held(old, shape, parts))) == signed(
+        changes_between(table, [old], [new])
+    )
+
+
+@given(data=st.data(), shape=st.sampled_from(SHAPES), threads=st.sampled_from([1, 3]))
+def test_of_plain_tiles_a_rank_reads_all_that_it_meets(
+    data: st.DataObject, shape: tuple[int, ...], threads: int
+) -> None:
+    """It drops what it does not hold: a tile is read from its first change on."""
+    table, (rows, columns) = TensorTable([TensorSpec("t", "BF16", shape)]), extent(shape)
+    old, new = trained(shape, 1, share=data.draw(st.sampled_from([0.001, 0.05])))
+    down = sorted(data.draw(st.lists(st.integers(0, rows), min_size=2, max_size=2, unique=True)))
+    along = sorted(data.draw(st.lists(st.integers(0, columns), min_size=2, max_size=2, unique=True)))
+    part = (down[0], down[1], along[0], along[1])
+    met = [
+        tile
+        for tile in reference.tiles_of(shape)
+        if tile.top < down[1] and down[0] < tile.bottom and tile.left < along[1] and along[0] < tile.right
+    ]
+    changes, inside = changes_between(table, [old], [new]), mask_of(shape, met)
+    with many_threads(threads):
+        written = encode(changes, table, "plain", "zstd", CONTEXT)
+        found = decode(written, table, CONTEXT, lambda _: held(old, shape, [part]))
+    wanted = {where: step for where, step in signed(changes)[0].items() if inside[where]}
+    assert signed(found) == ({0: wanted} if wanted else {})
+
+
+# Ranks of a trainer
+
+TRAINED = TensorTable(
+    [
+        TensorSpec("a.weight", "BF16", (512, 512)),
+        TensorSpec("b.weight", "BF16", (1300, 70)),
+        TensorSpec("c.experts", "BF16", (3, 130, 128)),
+        TensorSpec("d.bias", "BF16", (501,)),
+        TensorSpec("e.master", "F32", (180, 160)),
+    ]
+)
+
+
+def rows_of(spec: TensorSpec, ranks: int) -> list[list[tuple[int, int]]]:
+    """As FSDP gives them: rows of the first dimension, as many to each; fewer or none to the last ones."""
+    size, each = spec.shape[0], -(-spec.shape[0] // ranks)
+    inner = spec.numel // size
+    return [[(min(each * rank, size) * inner, min(each * (rank + 1), size) * inner)] for rank in range(ranks)]
+
+
+def flat_ranges_of(spec: TensorSpec, ranks: int) -> list[list[tuple[int, int]]]:
+    """As ZeRO gives them: ranges of elements of all tensors together, that begin and end anywhere."""
+    start = sum(other.numel for other in TRAINED if other.name < spec.name)
+    each = -(-sum(other.numel for other in TRAINED) // ranks)
+    edges = [min(max(each * rank - start, 0), spec.numel) for rank in range(ranks + 1)]
+    return [[piece] for piece in pairwise(edges)]
+
+
+def blocks_of(spec: TensorSpec, ranks: int) -> list[list[tuple[int, int]]]:
+    """As a two-dimensional layout gives them: pieces of rows, in turn."""
+    edges = np.linspace(0, spec.numel, 6 * ranks + 1).astype(np.int64).tolist()
+    pieces = list(pairwise(edges))
+    return [pieces[rank::ranks] for rank in range(ranks)]
+
+
+Layout = Callable[[TensorSpec, int], list[list[tuple[int, int]]]]
+"""Per rank, the flat ranges of a tensor that it holds."""
+LAYOUTS: list[tuple[Layout, int]] = [
+    (rows_of, 3),
+    (rows_of, 4),
+    (rows_of, 7),
+    (flat_ranges_of, 3),
+    (flat_ranges_of, 5),
+    (blocks_of, 2),
+]
+
+
+@pytest.mark.parametrize(("layout", "ranks"), LAYOUTS, ids=[f"{how.__name__}-{ranks}" for how, ranks in LAYOUTS])
+def test_ranks_of_a_trainer_write_what_one_writer_does(layout: Layout, ranks: int) -> None:
+    pairs = [trained(spec.shape, i, spec.dtype, 0.05) for i, spec in enumerate(TRAINED)]
+    old, new = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    changes, objects = changes_between(TRAINED, old, new), []
+    parts = {tensor: layout(spec, ranks) for tensor, spec in enumerate(TRAINED)}
+    for rank in range(ranks):
+        mine, bases = [], []
+        for tensor, spec in enumerate(TRAINED):
+            ranges = [piece for piece in parts[tensor][rank] if piece[0] < piece[1]]
+            inside = np.zeros(spec.numel, np.bool_)
+            for first, last in ranges:
+                inside[first:last] = True
+            mine.append(np.where(inside, new[tensor], old[tensor]))
+            views = [TensorView(first, (last - first,), (1,)) for first, last in ranges]
+            rectangles = covered_rectangles(spec, views)
+            whole_or_parts = (
+                [(0, *extent(spec.shape)[:1], 0, extent(spec.shape)[1])] if rectangles is None else rectangles
+            )
+            assert np.array_equal(mask_of(spec.shape, whole_or_parts), inside)
+            noise = held(old[tensor], spec.shape, whole_or_parts, rank).bits
+            bases.append(BaseTensor(noise, rectangles))
+        own = changes_between(TRAINED, old, mine)
+        if own.changed:
+            with many_threads(1 + ranks % 2), classes_at(KEYS):
+                data = encode(own, TRAINED, "tiled", "none", CONTEXT, bases.__getitem__)
+            # Of a tile that is cut, a rank cannot know the classes.
+            assert_plain_where_cut(data, bases)
+            assert by_the_letter(data, TRAINED, old) == signed(own)
+            objects.append(data)
+    assert len(objects) > 1
+    together = state_of(TRAINED, old)
+    found: dict[int, reference.Changed] = {}
+    for data in objects:
+        piece = decode(data, TRAINED, CONTEXT, whole(old))
+        together.apply(piece)
+        for tensor, changed in signed(piece).items():
+            assert not found.get(tensor, {}).keys() & changed.keys()
+            found[tensor] = found.get(tensor, {}) | changed
+    one = state_of(TRAINED, old)
+    one.apply(decode(encoded(TRAINED, old, new), TRAINED, CONTEXT, whole(old)))
+    assert (
+        [bits.tobytes() for bits in together.bits]
+        == [bits.tobytes() for bits in one.bits]
+        == [b.tobytes() for b in new]
+    )
+    assert together.fingerprint == one.fingerprint
+    assert found == signed(changes)
+    assert_served(objects, old, found)
+
+
+def assert_plain_where_cut(data: bytes, bases: list[BaseTensor]) -> None:
+    metadata, entries = reference.entries_of(data)
+    for block in range(len(metadata["blocks"])):
+        numbers, start = numbers_of(data, block), 0
+        for tensor in np.frombuffer(entries[f"@{block}.ids"], "<u4").tolist():
+            grid = grid_of(TRAINED[tensor].shape)
+            whole_tiles = grid.covered(None) == grid.covered(bases[tensor].rectangles)
+            own = np.array(numbers[start : start + grid.tiles])
+            assert np.all(own[~whole_tiles.reshape(-1)] >> 31 == (own[~whole_tiles.reshape(-1)] > 0))
+            assert np.all(own[whole_tiles.reshape(-1)] >> 31 == 0)
+            start += grid.tiles
+
+
+def assert_served(objects: list[bytes], old: list[Bits], wanted: dict[int, reference.Changed]) -> None:
+    """A server on two ranks reads in the objects of a trainer's ranks what it holds, and drops what it does not."""
+    spec = TRAINED[0]
+    rows, columns = spec.shape
+    for part in ((0, rows // 2, 0, columns), (0, rows, columns // 2, columns)):
+        inside = mask_of(spec.shape, [part])
+        found: reference.Changed = {}
+
+        def lookup(tensor: int, part: Rectangle = part) -> BaseTensor:
+            return held(old[0], spec.shape, [part]) if tensor == 0 else BaseTensor(old[tensor])
+
+        for data in objects:
+            read = flat(decode(data, TRAINED, CONTEXT, lookup)).get(0)
+            if read is not None:
+                steps = read[1].view(np.int16).tolist()
+                found |= {where: step for where, step in zip(read[0].tolist(), steps, strict=True) if inside[where]}
+        assert found == {where: step for where, step in wanted[0].items() if inside[where]}
+
+
+def test_a_lookup_is_asked_once_to_read_and_twice_to_write() -> None:
+    """It may copy a tensor from a device each time."""
+    table = TensorTable([TensorSpec(f"t{i}", "BF16", (256, 256)) for i in range(2)])
+    old, new = ([trained((256, 256), i)[place] for i in range(2)] for place in (0, 1))
+    asked: list[int] = []
+
+    def lookup(tensor: int) -> BaseTensor:
+        asked.append(tensor)
+        return BaseTensor(old[tensor])
+
+    counting: BaseLookup = lookup
+    data = encode(changes_between(table, old, new), table, "tiled", "zstd", CONTEXT, counting)
+    assert sorted(asked) == [0, 0, 1, 1]
+    asked.clear()
+    decode(data, table, CONTEXT, counting)
+    assert asked == [0, 1]

@@ -1,0 +1,473 @@
+"""Blocks of kind tiles: what is encoded comes back bit for bit, and as docs/FORMAT.md reads it, in few bytes."""
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.codec.tiling import (
+    FLOATS,
+    assert_same,
+    by_the_letter,
+    classes_at,
+    encoded,
+    flat,
+    many_threads,
+    numbers_of,
+    signed,
+    trained,
+    whole,
+)
+from tests.support import reference_tiles as reference
+from tests.support.samples import CONTEXT, changes_between
+from vllm_delta_sync.codec.delta_object import Arrays, BlockEntries
+from vllm_delta_sync.codec.delta_reader import LazyDelta, decode
+from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.codec.tiles import coder, encode_kernels
+from vllm_delta_sync.codec.tiles.classes import KEYS, choose_thresholds, key_limits, magnitude_mask
+from vllm_delta_sync.codec.tiles.coder import LargeTensor
+from vllm_delta_sync.codec.tiles.grid import grid_of
+from vllm_delta_sync.codec.tiles.prefix_code import SYMBOLS, TABLES, code_lengths, code_words
+from vllm_delta_sync.codec.zstd import Compression
+from vllm_delta_sync.errors import FormatError, TensorMismatchError, UnsupportedError, UsageError
+from vllm_delta_sync.format.codecs import Codec
+from vllm_delta_sync.format.dtypes import DTYPES
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.kernels import read_only
+from vllm_delta_sync.format.safetensors_file import write_container
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions
+from vllm_delta_sync.tensors.changes import Changes, Sparse
+
+SHAPES = st.one_of(
+    st.just(()),
+    st.tuples(st.integers(1, 3000)),
+    # Narrow: one row.
+    st.tuples(st.integers(1, 200), st.integers(1, 63)),
+    st.tuples(st.integers(1, 150), st.integers(64, 200)),
+    # Tall: vocabularies.
+    st.tuples(st.integers(512, 700), st.integers(64, 80)),
+    # Stacked experts, which are slabs of their own or too small for that.
+    st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(1, 130)),
+    st.tuples(st.integers(2, 3), st.integers(128, 136), st.integers(128, 140)),
+    # Several tiles side by side in a band: the last one.
+    st.sampled_from([(60_000,), (98_303,), (1, 50_001), (2, 2, 60, 120), (7, 5000), (193, 257), (256, 192)]),
+)
+KEYS_OF_CLASSES = st.lists(st.integers(0, 255), min_size=3, max_size=3).map(sorted)
+CODECS: list[Codec] = ["tiled", "plain"]
+SMALL_ELEMENTS = coder.SMALL_ELEMENTS
+
+
+@pytest.fixture
+def small_are_plain(classes_in_small_tensors: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for users."""
+    monkeypatch.setattr(coder, "SMALL_ELEMENTS", SMALL_ELEMENTS)
+
+
+@given(data=st.data(), codec=st.sampled_from(CODECS), dtype=st.sampled_from(sorted(DTYPES)))
+def test_what_is_encoded_comes_back_and_is_what_the_specification_reads(
+    data: st.DataObject, codec: Codec, dtype: str
+) -> None:
+    """Any dtype, shape and bits, few and many changes, and classes that end anywhere."""
+    element = DTYPES[dtype]
+    shapes = data.draw(st.lists(SHAPES, min_size=1, max_size=3))
+    table = TensorTable([TensorSpec(f"t{i}", dtype, shape) for i, shape in enumerate(shapes)])
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    old = [np.frombuffer(generator.bytes(spec.nbytes), element.uint) for spec in table]
+    share, far = data.draw(st.sampled_from([0.001, 0.1, 1.0])), data.draw(st.booleans())
+    new = []
+    for bits in old:
+        other = generator.permutation(bits) if far else bits + generator.integers(1, 4, bits.size).astype(bits.dtype)
+        new.append(np.where(generator.random(bits.size) < share, other, bits))
+    changes = changes_between(table, old, new)
+    with classes_at(data.draw(KEYS_OF_CLASSES)):
+        written = encoded(table, old, new, codec, data.draw(st.sampled_from(["zstd", "none"])))
+    base = whole(old) if codec == "tiled" else None
+    assert_same(changes, decode(written, table, CONTEXT, base))
+    assert by_the_letter(written, table, old if codec == "tiled" else None) == signed(changes)
+    # Tensor by tensor, too.
+    lazy, found = LazyDelta(written, table, CONTEXT, base), Changes(fingerprints=changes.fingerprints)
+    for stop in range(1, len(table) + 1):
+        found.sparse += lazy.take(dtype, stop)
+    assert_same(changes, found)
+
+
+@given(data=st.data(), dtype=st.sampled_from(sorted(DTYPES)))
+def test_blocks_of_another_writer_are_read(data: st.DataObject, dtype: str) -> None:
+    """Its codes are not the best ones, and any of its tiles are plain."""
+    element = DTYPES[dtype]
+    shapes = data.draw(st.lists(SHAPES, min_size=1, max_size=2))
+    keys = data.draw(KEYS_OF_CLASSES)
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    table = TensorTable([TensorSpec(f"t{i}", dtype, shape) for i, shape in enumerate(shapes)])
+    old = [np.frombuffer(generator.bytes(spec.nbytes), element.uint) for spec in table]
+    tensors = []
+    for spec, bits in zip(table, old, strict=True):
+        where = generator.choice(spec.numel, min(spec.numel, int(generator.integers(1, 300))), replace=False)
+        top = 1 << (8 * element.itemsize - 1)
+        values = generator.choice([1, -1, 2, -2, 3, -3, 100, -100, top - 1, -top, top // 3], where.size)
+        changed = dict(zip(where.tolist(), [int(value) for value in values], strict=True))
+        tensors.append((reference.Tensor(spec.shape, len(changed), bits), changed))
+    shares = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+    planes, streams = reference.write_block(tensors, dtype, keys, lambda tile: bool(generator.random() < shares))
+    arrays: Arrays = {
+        "ids": ("U32", np.arange(len(table), dtype=np.uint32)),
+        "counts": ("U64", np.array([tensor.changed for tensor, _ in tensors], np.uint64)),
+        "tables": ("U8", np.frombuffer(planes, np.uint8)),
+        "streams": ("U8", np.frombuffer(streams, np.uint8)),
+    }
+    blocks = BlockEntries()
+    blocks.add(element, "tiles", arrays)
+    blocks.arrays["@fingerprints"] = ("U64", np.zeros((len(table), 2), np.uint64))
+    empty = encode(Changes(), table, "tiled", "none", CONTEXT, whole(old))
+    metadata = reference.entries_of(empty)[0] | {"blocks": blocks.rows}
+    written = write_container(blocks.arrays, {"delta_sync": _canonical(metadata)})
+    found = decode(written, table, CONTEXT, whole(old))
+    assert signed(found) == {tensor: changed for tensor, (_, changed) in enumerate(tensors)}
+
+
+def _canonical(metadata: object) -> str:
+    from vllm_delta_sync.format.canonical_json import dump_canonical
+
+    return dump_canonical(metadata).decode()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_classes_that_the_writer_chooses_are_read_as_the_specification_says(dtype: str) -> None:
+    shapes = [(384, 384), (520, 130), (66_000,), (3, 200, 128), (90_000, 1)]
+    table = TensorTable([TensorSpec(f"t{i}", dtype, shape) for i, shape in enumerate(shapes)])
+    pairs = [trained(shape, i, dtype, 0.1) for i, shape in enumerate(shapes)]
+    old, new = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    changes, data = changes_between(table, old, new), encoded(table, old, new, "tiled", "none")
+    # Only tiles without changes have a number without classes.
+    assert all(number < 1 << 31 for number in numbers_of(data))
+    assert reference.entries_of(data)[1]["@0.tables"][2] > 0
+    assert by_the_letter(data, table, old) == signed(changes)
+    assert_same(changes, decode(data, table, CONTEXT, whole(old)))
+
+
+@pytest.mark.usefixtures("small_are_plain")
+def test_small_tensors_are_plain_and_need_no_old_bits() -> None:
+    """They are few of a model's, and the ranks of a trainer may divide them anywhere."""
+    table = TensorTable([TensorSpec("large", "BF16", (256, 256)), TensorSpec("small", "BF16", (255, 257))])
+    old, new = (list(bits) for bits in zip(*(trained(spec.shape, i) for i, spec in enumerate(table)), strict=True))
+    data = encoded(table, old, new, "tiled", "none")
+    tiles = grid_of((256, 256)).tiles
+    kinds = [number >> 31 for number in numbers_of(data)]
+    assert kinds == [0] * tiles + [1] * (len(kinds) - tiles)
+    only = encode(
+        changes_between(table, [old[0], old[1]], [old[0], new[1]]), table, "tiled", "none", CONTEXT, whole(old)
+    )
+    found = decode(only, table, CONTEXT)
+    assert signed(found) == signed(changes_between(table, old, [old[0], new[1]]))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
+def test_every_pair_of_eight_bit_patterns(dtype: str, codec: Codec) -> None:
+    table = TensorTable([TensorSpec("t", dtype, (256, 256))])
+    old, new = [np.repeat(np.arange(256, dtype=np.uint8), 256)], [np.tile(np.arange(256, dtype=np.uint8), 256)]
+    with classes_at([20, 60, 100]):
+        data = encoded(table, old, new, codec)
+    assert_same(changes_between(table, old, new), decode(data, table, CONTEXT, whole(old)))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_every_sixteen_bit_pattern_on_either_side(dtype: str, codec: Codec) -> None:
+    table = TensorTable([TensorSpec("t", dtype, (256, 512))])
+    every = np.arange(65536, dtype=np.uint16)
+    other = np.random.default_rng(0).permutation(every)
+    old, new = [np.concatenate([every, other])], [np.concatenate([other, every])]
+    with classes_at([50, 100, 200]):
+        data = encoded(table, old, new, codec)
+    assert_same(changes_between(table, old, new), decode(data, table, CONTEXT, whole(old)))
+
+
+# The example of docs/FORMAT.md
+
+OLD = [0x3F80, 0x3C00, 0x3F81, 0x3C01, 0xBF80, 0x3C02, 0x3F82, 0xBC03]
+MOVED = {0: 3, 1: 1, 5: 1, 7: -1}
+EXAMPLE_KEYS = [0, 0, 0x7C]
+
+
+def test_the_writer_writes_the_example_of_the_specification() -> None:
+    element, edges = DTYPES["BF16"], [read_only(np.array([0, end])) for end in (1, len(OLD))]
+    thresholds = np.array(EXAMPLE_KEYS, np.uint8)
+    distances = np.array(list(MOVED.values()), np.int16).view(np.uint16)
+    count = len(MOVED)
+    kinds, gaps, values = np.empty(count, np.uint8), np.empty(count, np.uint32), np.empty(count, np.uint16)
+    sizes = np.empty(1, np.int64)
+    encode_kernels.gaps_of_bands(
+        read_only(np.array(OLD, np.uint16)), *edges, 0, 1, magnitude_mask(element), key_limits(thresholds, element),
+        np.array([False]), np.array(list(MOVED), np.int64), distances, kinds, gaps, values,
+        sizes,
+    )  # fmt: skip
+    assert (kinds.tolist(), gaps.tolist(), values.tolist()) == ([2, 2, 2, 3], [0, 1, 0, 0], [2, 2, 1, 6])
+    counts = np.zeros((TABLES, 2, SYMBOLS), np.int64)
+    encode_kernels.tally(kinds, gaps, values, counts)
+    used = {tuple(place): int(counts[tuple(place)]) for place in np.argwhere(counts).tolist()}
+    assert used == {(2, 0, 0): 1, (2, 0, 1): 1, (2, 0, 4): 1, (3, 0, 2): 1, (3, 1, 3): 1}
+    lengths, out, bits = code_lengths(counts), np.zeros(24, np.uint8), np.empty(1, np.uint32)
+    assert [lengths[place] for place in used] == [2, 2, 1, 1, 1]
+    written = encode_kernels.write_streams(sizes, kinds, gaps, values, code_words(lengths), lengths, out, bits)
+    assert (written, bits.tolist(), bytes(out[:2])) == (7, [7], b"\x0b\x00")
+
+
+def test_the_reader_reads_the_example_of_the_specification() -> None:
+    """With three elements more at the end, since eleven are one tile."""
+    old, lengths = np.array([*OLD, 0x3F83, 0x3F84, 0x3F85], np.uint16), np.zeros((TABLES, 2, SYMBOLS), np.uint8)
+    assert reference.tiles_of((11,)) == [(0, 1, 0, 11)]
+    lengths[2, 0, [0, 1, 4]] = 2, 2, 1
+    lengths[3, 0, 2] = lengths[3, 1, 3] = 1
+    tables = bytes(EXAMPLE_KEYS) + lengths.tobytes() + b"\x07\0\0\0"
+    table = TensorTable([TensorSpec("t", "BF16", (11,))])
+    empty = encode(Changes(), table, "tiled", "none", CONTEXT, whole([old]))
+    metadata = reference.entries_of(empty)[0] | {"blocks": [{"dtype": "BF16", "kind": "tiles"}]}
+    arrays: Arrays = {
+        "@0.ids": ("U32", np.zeros(1, np.uint32)),
+        "@0.counts": ("U64", np.array([4], np.uint64)),
+        "@0.tables": ("U8", np.frombuffer(tables, np.uint8)),
+        "@0.streams": ("U8", np.array([0x0B], np.uint8)),
+        "@fingerprints": ("U64", np.zeros((1, 2), np.uint64)),
+    }
+    data = write_container(arrays, {"delta_sync": _canonical(metadata)})
+    assert signed(decode(data, table, CONTEXT, whole([old]))) == {0: MOVED}
+    assert by_the_letter(data, table, [old]) == {0: MOVED}
+
+
+# Blocks, threads and pieces
+
+
+def test_tiles_without_changes_are_nothing_but_a_number() -> None:
+    table = TensorTable([TensorSpec("t", "BF16", (512, 384))])
+    old, new = trained((512, 384), 1, share=0.05)
+    tiles = reference.tiles_of((512, 384))
+    for number in (0, 5, len(tiles) - 1):
+        inside = np.zeros(old.size, np.bool_)
+        inside[reference.places((512, 384), tiles[number])] = True
+        moved = np.where(inside, new, old)
+        for threads in (1, 3):
+            with many_threads(threads):
+                data = encoded(table, [old], [moved], "tiled", "none")
+                found = decode(data, table, CONTEXT, whole([old]))
+            assert [tile for tile, bits in enumerate(numbers_of(data)) if bits] == [number]
+            assert_same(changes_between(table, [old], [moved]), found)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("threads", [2, 3, 4])
+def test_threads_write_and_read_the_same(threads: int, codec: Codec) -> None:
+    shapes = [(1536, 384), (5, 96, 128), (7,), (64, 3000), (70_001,)]
+    table = TensorTable([TensorSpec(f"t{i}", "BF16", shape) for i, shape in enumerate(shapes)])
+    pairs = [trained(shape, i, share=0.05) for i, shape in enumerate(shapes)]
+    old, new = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    with many_threads(1):
+        assert all(len(grid_of(shape).spans()) == 1 for shape in shapes)
+        data = encoded(table, old, new, codec)
+        alone = decode(data, table, CONTEXT, whole(old))
+    with many_threads(threads):
+        assert max(len(grid_of(shape).spans()) for shape in shapes) == threads
+        assert encoded(table, old, new, codec) == data
+        assert_same(decode(data, table, CONTEXT, whole(old)), alone)
+    assert_same(changes_between(table, old, new), alone)
+
+
+def test_a_block_ends_where_its_tables_are_worth_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coder, "BLOCK_CHANGES", 1000)
+    table = TensorTable([TensorSpec(f"t{i}", "BF16", (700,)) for i in range(5)])
+    old = [np.zeros(700, np.uint16) for _ in table]
+    new = [np.where(np.arange(700) < size, np.uint16(1), np.uint16(0)) for size in (700, 300, 1, 400, 600)]
+    data = encoded(table, old, new, "plain", "none")
+    entries = reference.entries_of(data)[1]
+    ids = [np.frombuffer(entries[f"@{block}.ids"], "<u4").tolist() for block in range(2)]
+    assert (ids, "@2.ids" in entries) == ([[0, 1], [2, 3, 4]], False)
+    assert by_the_letter(data, table, None) == signed(changes_between(table, old, new))
+
+
+@given(data=st.data(), dtype=st.sampled_from(sorted(DTYPES)), how=st.sampled_from(["zstd", "none"]))
+def test_a_tensor_in_pieces_is_the_block_of_the_whole(data: st.DataObject, dtype: str, how: Compression) -> None:
+    """Wherever the pieces end, also within a band or a tile, and where some are empty."""
+    shape, element = data.draw(SHAPES), DTYPES[dtype]
+    table = TensorTable([TensorSpec("t", dtype, shape)])
+    numel = table[0].numel
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    share = data.draw(st.sampled_from([0.001, 0.1, 1.0]))
+    positions = np.flatnonzero(generator.random(numel) < share) if share < 1 else np.arange(numel)
+    positions = positions if positions.size else np.array([numel // 2])
+    distances = np.frombuffer(generator.bytes(positions.size * element.itemsize), element.uint).copy()
+    distances[distances == 0] = 1
+    group = Sparse(dtype, np.zeros(1, np.uint32), np.array([positions.size]), positions, distances, True)
+    blocks = BlockEntries()
+    coder.encode(blocks, [group], table, how, None)
+    cuts = sorted(data.draw(st.lists(st.integers(0, positions.size), max_size=6)))
+
+    def pieces() -> list[tuple[Positions, Bits]]:
+        return list(zip(np.split(positions, cuts), np.split(distances, cuts), strict=True))
+
+    large = LargeTensor(table[0], pieces)
+    streams = np.concatenate(list(large.streams()))
+    assert streams.tobytes() == blocks.arrays["@0.streams"][1].tobytes()
+    assert large.tables(how).tobytes() == blocks.arrays["@0.tables"][1].tobytes()
+
+
+# Old bits
+
+
+def test_other_old_bits_are_found() -> None:
+    """Or harmless: the positions are inside the tensor, and the fingerprint is wrong."""
+    table = TensorTable([TensorSpec("t", "BF16", (256, 256))])
+    old, new = trained((256, 256), 1)
+    with pytest.raises(FormatError, match="damaged, or was made against other weights than these"):
+        decode(encoded(table, [old], [new]), table, CONTEXT, whole([trained((256, 256), 2)[0]]))
+
+
+def test_old_bits_are_asked_for() -> None:
+    table = TensorTable([TensorSpec("t", "BF16", (256, 256))])
+    old, new = trained((256, 256), 1, share=0.5)
+    data = encoded(table, [old], [new])
+    with pytest.raises(UnsupportedError, match="codec 'tiled' and can be decoded only with the weights of its base"):
+        decode(data, table, CONTEXT)
+    with pytest.raises(UsageError, match="codec 'tiled' needs the bits of the base version"):
+        encode(changes_between(table, [old], [new]), table, "tiled", "zstd", CONTEXT)
+
+
+@pytest.mark.parametrize("other", [np.zeros(65_535, np.uint16), np.zeros(65_536, np.uint32)])
+def test_old_bits_of_another_size_or_width_are_refused(other: Bits) -> None:
+    table = TensorTable([TensorSpec("t", "BF16", (256, 256))])
+    old, new = trained((256, 256), 1)
+    with pytest.raises(TensorMismatchError, match=r"base bits of 't' are .* \(65536,\) of uint16 expected"):
+        decode(encoded(table, [old], [new]), table, CONTEXT, whole([other]))
+    with pytest.raises(TensorMismatchError, match=r"base bits of 't' are .* \(65536,\) of uint16 expected"):
+        encode(changes_between(table, [old], [new]), table, "tiled", "zstd", CONTEXT, whole([other]))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.usefixtures("small_are_plain")
+def test_old_bits_are_read_only_where_tiles_need_them(codec: Codec) -> None:
+    """Those of a tensor that did not change, or whose tiles are plain, may lie on a disk."""
+    table = TensorTable([TensorSpec(f"t{i}", "BF16", (256, 256)) for i in range(2)] + [TensorSpec("u", "BF16", (9,))])
+    old = [trained(spec.shape, i)[0] for i, spec in enumerate(table)]
+    new = [trained((256, 256), 0)[1], old[1], old[2] + np.uint16(1)]
+    read: list[int] = []
+
+    def lookup(tensor: int) -> BaseTensor:
+        def bits() -> Bits:
+            read.append(tensor)
+            return old[tensor]
+
+        return BaseTensor(bits)
+
+    data = encode(changes_between(table, old, new), table, codec, "zstd", CONTEXT, lookup)
+    assert set(read) == ({0} if codec == "tiled" else set())
+    read.clear()
+    assert signed(decode(data, table, CONTEXT, lookup)) == signed(changes_between(table, old, new))
+    assert read == ([0] if codec == "tiled" else [])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_change_of_nothing_is_not_written(codec: Codec) -> None:
+    table = TensorTable([TensorSpec("t", "BF16", (9,))])
+    group = Sparse("BF16", np.zeros(1, np.uint32), np.array([2]), np.array([1, 5]), np.array([3, 0], np.uint16), True)
+    changes = Changes([group], fingerprints={0: Fingerprint()})
+    with pytest.raises(UsageError, match="distance 0"):
+        encode(changes, table, codec, "none", CONTEXT, whole([np.zeros(9, np.uint16)]))
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("share", "most"), [(0.001, 1.04), (0.005, 1.04), (0.02, 1.04), (0.1, 1.04), (0.5, 1.04), (0.95, 1.1)]
+)
+def test_size_is_near_the_entropy_of_positions_and_values(share: float, most: float) -> None:
+    random = np.random.default_rng(1)
+    numel = int(min(4e7, 60_000 / share))
+    positions = np.cumsum(random.geometric(share, int(numel * share * 1.01))) - 1
+    positions = positions[positions < numel]
+    steps = random.choice(
+        np.array([-1, 1, -2, 2, 3, -9], np.int16), positions.size, p=[0.45, 0.44, 0.04, 0.04, 0.02, 0.01]
+    )
+    group = Sparse("BF16", np.zeros(1, np.uint32), np.array([positions.size]), positions, steps.view(np.uint16), True)
+    blocks = BlockEntries()
+    coder.encode(blocks, [group], TensorTable([TensorSpec("t", "BF16", (numel,))]), "zstd", None)
+    p = positions.size / numel
+    bits = -p * np.log2(p) - (1 - p) * np.log2(1 - p)
+    weights = np.unique(steps, return_counts=True)[1] / steps.size
+    bound = numel * bits / 8 - positions.size * float((weights * np.log2(weights)).sum()) / 8
+    assert sum(array.nbytes for _, array in blocks.arrays.values()) < most * bound
+
+
+def test_classes_save_bytes() -> None:
+    table = TensorTable([TensorSpec("t", "BF16", (1024, 1024))])
+    old, new = trained((1024, 1024), 3, share=0.02)
+    assert len(encoded(table, [old], [new], "tiled")) < 0.9 * len(encoded(table, [old], [new], "plain"))
+
+
+def test_no_other_classes_save_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are chosen by an estimate from samples, which may cost a little."""
+    table = TensorTable([TensorSpec("t", "BF16", (512, 1024))])
+    old, new = trained((512, 1024), 4, share=0.02)
+    chosen = len(encoded(table, [old], [new]))
+    keys = np.unique(old >> np.uint16(7) & np.uint16(255))
+    generator = np.random.default_rng(0)
+    for _ in range(40):
+        with classes_at(sorted(generator.choice(keys, 3).tolist())):
+            assert chosen < 1.01 * len(encoded(table, [old], [new]))
+
+
+def test_classes_are_chosen_from_the_parts_that_a_rank_holds() -> None:
+    """Not from what lies around them, which is undefined."""
+    table = TensorTable([TensorSpec("t", "BF16", (1024, 512))])
+    old, new = trained((1024, 512), 5)
+    part = (256, 768, 0, 512)
+    inside = np.zeros((1024, 512), np.bool_)
+    inside[256:768] = True
+    new = np.where(inside.reshape(-1), new, old)
+    changes, keys = changes_between(table, [old], [new]), []
+    for around in (0x0001, 0x7FFF):
+        held = np.where(inside.reshape(-1), old, np.uint16(around))
+        data = encode(changes, table, "tiled", "none", CONTEXT, lambda _, held=held: BaseTensor(held, (part,)))  # type: ignore[misc]
+        keys.append(list(reference.entries_of(data)[1]["@0.tables"][:3]))
+        assert signed(decode(data, table, CONTEXT, whole([old]))) == signed(changes)
+    assert keys[0] == keys[1]
+    assert keys[0][-1] > 0
+
+
+@given(
+    owned=st.dictionaries(st.integers(0, KEYS - 1), st.integers(0, 10**6), max_size=12),
+    seed=st.integers(0, 2**32 - 1),
+)
+@example(owned={}, seed=0)
+@example(owned={255: 10}, seed=0)
+def test_keys_of_classes_ascend_and_part_the_keys_in_use(owned: dict[int, int], seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    elements, tokens = np.zeros(KEYS), np.zeros((KEYS, 64), np.int64)
+    for key, number in owned.items():
+        tokens[key, :4] = generator.integers(0, number // 4 + 1, 4)
+        elements[key] = number
+    keys = choose_thresholds(elements, tokens)
+    assert keys.dtype == np.uint8
+    assert keys.tolist() == sorted(keys.tolist())
+    assert set(keys.tolist()) <= {0, *(key for key, number in owned.items() if number)}
+
+
+@given(values=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20), width=st.sampled_from([8, 16, 32, 64]))
+def test_zigzag_is_that_of_the_specification(values: list[int], width: int) -> None:
+    element = {8: "I8", 16: "BF16", 32: "F32", 64: "I64"}[width]
+    distances = np.array([value % 2**width for value in values], DTYPES[element].uint)
+    found = coder.zigzag(distances, DTYPES[element]).tolist()
+    assert found == [reference.zigzag(int(number)) for number in distances.view(f"<i{width // 8}")]
+    assert [reference.distance_of(number) for number in found] == distances.view(f"<i{width // 8}").tolist()
+
+
+def test_what_is_read_is_its_own() -> None:
+    """Arrays of one object do not change when the next one is read."""
+    table = TensorTable([TensorSpec("t", "BF16", (256, 256))])
+    old, new = trained((256, 256), 1)
+    found = decode(encoded(table, [old], [new]), table, CONTEXT, whole([old]))
+    before = {tensor: (where.copy(), data.copy()) for tensor, (where, data) in flat(found).items()}
+    decode(encoded(table, [new], [old]), table, CONTEXT, whole([new]))
+    for tensor, (where, data) in flat(found).items():
+        np.testing.assert_array_equal(where, before[tensor][0])
+        np.testing.assert_array_equal(data, before[tensor][1])

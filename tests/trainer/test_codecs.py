@@ -1,0 +1,195 @@
+"""The codec of what is published, and whether a tensor goes in full."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.publishers import (
+    FailAt,
+    Hooked,
+    Trainer,
+    assert_history,
+    assert_holds,
+    expect_failure,
+    flip,
+    left_to_the_test,
+    publish,
+)
+from tests.support.publishing import damage
+from tests.support.samples import CONTEXT
+from trainer_side import Gate, Publisher
+from trainer_side.diff.dense_or_sparse import SPARSE_RATIO, full_is_smaller
+from trainer_side.diff.undo_log import ChangeLog, ExpandedChanges
+from trainer_side.encode.recent_deltas import KEPT_VERSIONS, RecentDeltas
+from vllm_delta_sync import open_run
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_reader import decode
+from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.format.dtypes import DTYPES as ELEMENTS
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
+from vllm_delta_sync.tensors.bits import Bits, diff
+from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
+
+
+def test_manifest_says_what_readers_need(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket, codec="tiled", every=2) as publisher:
+        skipped = publisher.publish(step=1)
+        assert (skipped.version, skipped.codec) == (None, None)
+        trainer.live["a"].view(torch.int16)[::40] += 1
+        changed = publisher.publish(step=1)
+        publisher.flush()
+        manifest = open_run(bucket.url).manifest(1)
+        assert (changed.version, changed.codec, manifest.codec, manifest.reversible) == (1, "tiled", "tiled", False)
+        assert manifest.requires == ["tiled", "zstd"]
+        publisher.publish(step=2)
+        same = publisher.publish(step=2)
+        publisher.flush()
+        assert (same.version, same.codec, same.payload_bytes) == (2, None, 0)
+        manifest = open_run(bucket.url).manifest(2)
+        assert (manifest.codec, manifest.reversible, manifest.requires, manifest.objects) == (None, True, [], [])
+
+
+def test_changes_start_from_the_version_before(bucket: Hooked, trainer: Trainer) -> None:
+    """After failures, an older version, damage, quarantine and a new process, too: they are against what that has."""
+    options: dict[str, Any] = {"codec": "tiled", "gate": Gate(action="quarantine")}
+    bucket.upkeep = left_to_the_test
+    with Publisher(trainer.live, bucket, read_back=True, **options) as publisher:
+        history = publish(publisher, trainer)
+        bucket.before = FailAt("versions/")
+        trainer.step()
+        publisher.publish(step=90)
+        expect_failure(publisher, "injected")
+        history += publish(publisher, trainer, 2)[1:]
+        publisher.rebase(1)
+        history += publish(publisher, trainer)[1:]
+        flip(publisher, "a")
+        assert publisher.rescan() == ["a"]
+        value = trainer.live["b"][7, 5].clone()
+        trainer.live["b"][7, 5] = torch.nan
+        history += publish(publisher, trainer)[1:]
+    with Publisher(trainer.live, bucket, **options) as publisher:
+        history += publish(publisher, trainer)[1:]
+        trainer.live["b"][7, 5] = value
+        history += publish(publisher, trainer)[1:]
+    assert [manifest.base_version for manifest in open_run(bucket.url).log()] == [None, 0, 1, 2, 1, 4, 5, 6]
+    assert [manifest.sound for manifest in open_run(bucket.url).log()] == [0, 1, 2, 3, 4, 4, 4, 7]
+    assert_history(bucket, history)
+    damage(bucket.url, open_run(bucket.url).head().objects[0].key)
+    with Publisher(trainer.live, bucket, **options) as publisher:
+        assert publisher.version == 8
+        history += [trainer.copy(), *publish(publisher, trainer)[1:]]
+    assert [manifest.kind for manifest in open_run(bucket.url).log()][-3:] == ["delta", "anchor", "delta"]
+    for version in (8, 9):
+        assert_holds(bucket, version, history[version])
+
+
+def test_the_default_is_tiled(bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket) as publisher:
+        publish(publisher, trainer)
+    assert open_run(bucket.url).manifest(1).codec == "tiled"
+
+
+# Merging beside training
+
+
+def test_plain_copies_are_merged_without_base_bits(bucket: Hooked, trainer: Trainer, tmp_path: Path) -> None:
+    """As long as this publisher has them; later ones than the first range's end do not push them out."""
+    bucket.upkeep = left_to_the_test
+    with Publisher(trainer.live, bucket) as publisher:
+        history = publish(publisher, trainer, 6)
+        assert publisher._maintenance is not None
+        recent = publisher._maintenance.recent
+        assert recent is not None
+        run = open_run(bucket.url)
+        made = make_merged_delta(run, 0, 4, plain_objects=recent.of)
+    assert made.requires == ["plain", "zstd"]
+    damage(bucket.url, run.manifest(2).objects[0].key)
+    assert_holds(bucket, 4, history[4])
+
+
+def test_no_copies_are_kept_where_none_are_needed(bucket: Hooked, trainer: Trainer) -> None:
+    cases: list[dict[str, Any]] = [{"codec": "plain"}, {"codec": "raw"}, {"merge": False}]
+    for number, options in enumerate(cases):
+        with Publisher(trainer.live, f"{bucket.url}-{number}", **options) as publisher:
+            publish(publisher, trainer)
+            assert publisher._maintenance is not None
+            assert publisher._maintenance.recent is None
+
+
+def test_old_copies_make_room() -> None:
+    table, recent = TensorTable([TensorSpec("w", "BF16", (8,))]), RecentDeltas()
+    for version in range(1, 20):
+        positions, distances, change = diff(
+            "w", ELEMENTS["BF16"], np.zeros(8, np.uint16), np.arange(8, dtype=np.uint16)
+        )
+        group = Sparse("BF16", np.zeros(1, np.uint32), np.array([positions.size]), positions, distances, True)
+        recent.keep(DeltaContext("r", version, version - 1), [Changes([group], [], {0: change})], table)
+    kept = [version for version in range(25) if recent.of(version) is not None]
+    assert kept == list(range(20 - KEPT_VERSIONS, 20))
+    [data] = recent.of(19) or []
+    assert decode(data, table, DeltaContext("r", 19, 18)).changed == 7
+
+
+# In full, or only what changed
+
+
+NUMEL = 60_000
+
+
+def weights(seed: int, scale: float = 0.02) -> Bits:
+    values = (scale * np.random.default_rng(seed).standard_normal(NUMEL)).astype(np.float32)
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def moved(share: float, most: int) -> tuple[Bits, Bits]:
+    random, old = np.random.default_rng(3), weights(1)
+    steps = random.integers(1, most + 1, NUMEL) * random.choice([-1, 1], NUMEL)
+    return old, np.where(random.random(NUMEL) < share, old + steps.astype(np.uint16), old)
+
+
+CASES: dict[str, tuple[Bits, Bits]] = {
+    "few": moved(0.01, 1),
+    "half, a little": moved(0.5, 2),
+    "all, a little": moved(1.0, 3),
+    "all, a hundred": moved(1.0, 100),
+    "all, thousands": moved(1.0, 10_000),
+    "drawn anew": (weights(1), weights(2)),
+    "set to zero": (weights(1), np.zeros(NUMEL, np.uint16)),
+    "from zero": (np.zeros(NUMEL, np.uint16), weights(1)),
+    "rounded": (weights(1), weights(1) & np.uint16(0xFFF0)),
+}
+
+
+@pytest.mark.parametrize("compression", ["zstd", "none"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_smaller_one_is_chosen(case: str, compression: Any) -> None:
+    old, new = CASES[case]
+    table = TensorTable([TensorSpec("w", "BF16", (NUMEL,))])
+    positions, distances, change = diff("w", ELEMENTS["BF16"], old.copy(), new)
+    one, count = np.zeros(1, np.uint32), np.array([positions.size])
+    sparse = Changes([Sparse("BF16", one, count, positions, distances, True)], [], {0: change})
+    full = Changes([], [Full(0, new)], {0: change})
+    sizes = {whole: len(encode(changes, table, "plain", compression, CONTEXT)) for whole, changes in
+             ((False, sparse), (True, full))}  # fmt: skip
+    found = ChangeLog(ELEMENTS["BF16"])
+    found.parts = [[ExpandedChanges(positions, distances)]]
+    asked: list[int] = []
+    chosen = full_is_smaller(table[0], found, "plain", compression, lambda: asked.append(1) or new)  # type: ignore[func-returns-value]
+    assert sizes[chosen] < 1.03 * min(sizes.values()) + 600
+    assert not asked or (compression == "zstd" and positions.size * SPARSE_RATIO >= NUMEL)
+
+
+def test_what_changes_little_is_never_sent_in_full() -> None:
+    """It could not be taken back, for a few bytes."""
+    ones = np.full(500, 0x3F80, np.uint16)
+    new = ones.copy()
+    new[::4] += 1
+    found = ChangeLog(ELEMENTS["BF16"])
+    positions, distances, _ = diff("w", ELEMENTS["BF16"], ones, new)
+    found.parts = [[ExpandedChanges(positions, distances)]]
+    for compression in ("zstd", "none"):
+        assert not full_is_smaller(TensorSpec("w", "BF16", (500,)), found, "plain", compression, lambda: new)  # type: ignore[arg-type]

@@ -1,0 +1,551 @@
+"""Blocks of kind tiles: ``encode`` writes them, ``TilesBlock`` reads them.
+
+A tile is coded by its old bits, which writer and reader both have: changed elements by their ranks in classes of old
+magnitudes. A plain tile is coded without them. Entries of block k: ``@k.ids`` U32, ``@k.counts`` U64, ``@k.tables`` U8,
+``@k.streams`` U8. docs/FORMAT.md specifies every byte.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_delta_sync.codec.delta_object import Arrays, Block, BlockEntries, Directory, block_ranges, bytes_of
+from vllm_delta_sync.codec.tiles.classes import (
+    KEYS,
+    VALUE_TOKENS,
+    choose_thresholds,
+    key_limits,
+    key_shift,
+    magnitude_mask,
+)
+from vllm_delta_sync.codec.tiles.grid import Grid, Span, extent, grid_of, least_tiles
+from vllm_delta_sync.codec.tiles.prefix_code import (
+    CLASSES,
+    SYMBOLS,
+    TABLES,
+    Decoding,
+    Lengths,
+    code_lengths,
+    code_words,
+    decoding,
+    overfull,
+)
+from vllm_delta_sync.codec.tiles.tile_threads import on_threads, threads_for
+from vllm_delta_sync.codec.zstd import Compression, compress, declared_size, decompress
+from vllm_delta_sync.errors import FormatError, TensorMismatchError, UnsupportedError, UsageError
+from vllm_delta_sync.format.dtypes import DType
+from vllm_delta_sync.format.safetensors_file import Container
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits, Positions
+from vllm_delta_sync.tensors.changes import Sparse
+
+BLOCK_CHANGES = 1024 * 1024
+"""A writer closes a block at this many changes; its tables then take less than 1 %."""
+THREAD_CHANGES = 16 * 1024
+"""A thread codes so many changes at least: one that has less to do takes longer to start."""
+PIECE_CHANGES = 64 * 1024
+"""Changes of a large tensor that are coded at once: what bounds the memory."""
+SMALL_ELEMENTS = 64 * 1024
+"""Tensors with fewer elements are plain: they are few of a model's, and ranks may divide them finer than tiles."""
+SAMPLED_ELEMENTS = 256 * 1024
+"""Elements of a block's tensors whose keys are counted to choose classes. A worse choice costs bytes, not exactness."""
+PLAIN_TILE = np.uint32(1 << 31)
+"""Marks a plain tile in the number that otherwise is the bits of its stream."""
+
+_WRONG = {
+    -1: "ends too early",
+    -2: "has no code for its bits",
+    -3: "names an element outside the tile",
+    -4: "has more elements than the counts say",
+    -5: "has a distance outside its dtype",
+    -6: "and those beside it name an element twice",
+}  # fmt: skip
+
+
+class CutTileError(UnsupportedError):
+    """A tile that is not plain cannot be decoded, because only a part of its old bits is here."""
+
+
+def encode(
+    blocks: BlockEntries, groups: list[Sparse], table: TensorTable, compression: Compression, old: BaseLookup | None
+) -> None:
+    """Append relative groups as blocks.
+
+    Args:
+        compression: of the tables. old: the bits at the base version; where they are a part of a tensor, tiles that are
+            not inside it are plain. None makes all tiles plain.
+
+    Raises:
+        TensorMismatchError: ``old`` returns bits of another size or width. UsageError: a distance is 0.
+    """
+    for group in groups:
+        for first, last in block_ranges(group.counts, BLOCK_CHANGES):
+            blocks.add(group.element, "tiles", _encode_block(group.rows(first, last), table, compression, old))
+
+
+class _Gaps(NamedTuple):
+    """Changes of some tiles by rank: (n,) table, gap and zigzag; (tiles,) changes of each tile."""
+
+    kinds: npt.NDArray[np.uint8]
+    gaps: npt.NDArray[np.uint32]
+    values: Bits
+    sizes: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, changes: int, tiles: int, element: DType) -> "_Gaps":
+        """Return room for so many."""
+        return cls(
+            np.empty(changes, np.uint8),
+            np.empty(changes, np.uint32),
+            np.empty(changes, element.uint),
+            np.empty(tiles, np.int64),
+        )
+
+
+def _encode_block(group: Sparse, table: TensorTable, compression: Compression, old: BaseLookup | None) -> Arrays:
+    specs = [table[tensor] for tensor in group.ids.tolist()]
+    if not group.data.all():
+        raise UsageError("a change has the distance 0, so it is none; leave it out")
+    thresholds = np.zeros(CLASSES, np.uint8) if old is None else _thresholds(group, specs, old)
+    found = _Gaps.of(group.positions.size, sum(grid_of(spec.shape).tiles for spec in specs), group.element)
+    plain = np.ones(found.sizes.size, np.bool_)
+    start = tile = 0
+    for tensor, spec, count in zip(group.ids.tolist(), specs, group.counts.tolist(), strict=True):
+        grid = grid_of(spec.shape)
+        changed, tiles = slice(start, start + count), slice(tile, tile + grid.tiles)
+        start, tile = start + count, tile + grid.tiles
+        bits = np.empty(0, group.element.uint)
+        # Without classes, all tiles are plain, and need no old bits.
+        if old is not None and thresholds.any() and spec.numel >= SMALL_ELEMENTS:
+            base, whole = old(tensor), grid.covered(None)
+            bits = checked(base, spec, group.element)
+            plain[tiles] = (whole != (whole if base.rectangles is None else grid.covered(base.rectangles))).reshape(-1)
+        into = _Gaps(found.kinds[changed], found.gaps[changed], found.values[changed], found.sizes[tiles])
+        _find_gaps(
+            bits, grid, thresholds, plain[tiles], group.positions[changed], group.data[changed], group.element, into
+        )
+    lengths, sizes, streams = _coded(found)
+    return {
+        "ids": ("U32", group.ids),
+        "counts": ("U64", group.counts.astype("<u8")),
+        "tables": ("U8", _tables(thresholds, lengths, sizes, plain, compression)),
+        "streams": ("U8", streams),
+    }
+
+
+def _tables(
+    thresholds: npt.NDArray[np.uint8],
+    lengths: Lengths,
+    sizes: npt.NDArray[np.uint32],
+    plain: npt.NDArray[np.bool_],
+    compression: Compression,
+) -> npt.NDArray[np.uint8]:
+    numbers = np.where((sizes > 0) & plain, sizes | PLAIN_TILE, sizes).astype("<u4")
+    return compress(np.concatenate([thresholds, lengths.reshape(-1), _planes(numbers)]), compression)
+
+
+class LargeTensor:
+    """Codes the changes of one tensor in plain tiles, piece by piece, in a block of its own.
+
+    Args:
+        pieces: returns positions (n,) int64, ascending, and ULP distances (n,), piece by piece; called twice.
+    """
+
+    def __init__(self, spec: TensorSpec, pieces: Callable[[], Iterable[tuple[Positions, Bits]]]) -> None:
+        self._spec, self._pieces, self._grid = spec, pieces, grid_of(spec.shape)
+        counts = np.zeros((TABLES, 2, SYMBOLS), np.int64)
+        for found in self._gaps():
+            counts += _counts(found)
+        self._lengths = code_lengths(counts)
+        self._sizes: list[npt.NDArray[np.uint32]] = []
+
+    def streams(self) -> Iterator[npt.NDArray[np.uint8]]:
+        """Yield the bytes of the entry ``streams``."""
+        from vllm_delta_sync.codec.tiles import encode_kernels as kernels
+
+        rest, bits = np.zeros(24, np.uint8), 0
+        for found in self._gaps():
+            sizes, streams, used = _streams(found, _counts(found), self._lengths)
+            self._sizes.append(sizes)
+            joined = np.zeros((bits + used) // 8 + 24, np.uint8)
+            joined[0] = rest[0]
+            kernels.append_bits(joined, np.uint64(bits), streams, np.uint64(used))
+            whole, bits = divmod(bits + used, 8)
+            yield joined[:whole]
+            rest = joined[whole:]
+        yield rest[: 1 if bits else 0]
+
+    def tables(self, compression: Compression) -> npt.NDArray[np.uint8]:
+        """Return the entry ``tables``, after all streams."""
+        sizes = np.concatenate(self._sizes)
+        return _tables(np.zeros(CLASSES, np.uint8), self._lengths, sizes, np.ones(sizes.size, np.bool_), compression)
+
+    def _gaps(self) -> Iterator[_Gaps]:
+        """Yield the gaps of some bands after the other: all of a piece but for its last band, which may go on."""
+        starts, element = self._grid.row_edges * self._grid.columns, self._spec.element
+        positions, distances = np.empty(0, np.int64), np.empty(0, element.uint)
+        done = 0
+        for piece in self._pieces():
+            for start in range(0, piece[0].size, PIECE_CHANGES):
+                part = slice(start, start + PIECE_CHANGES)
+                positions = np.concatenate([positions, piece[0][part]])
+                distances = np.concatenate([distances, piece[1][part]])
+                band = int(np.searchsorted(starts, positions[-1], "right")) - 1
+                if band > done:
+                    cut = int(np.searchsorted(positions, starts[band]))
+                    yield self._of_bands(Span(done, band), positions[:cut], distances[:cut])
+                    positions, distances, done = positions[cut:], distances[cut:], band
+        yield self._of_bands(Span(done, self._grid.bands), positions, distances)
+
+    def _of_bands(self, span: Span, positions: Positions, distances: Bits) -> _Gaps:
+        element = self._spec.element
+        found = _Gaps.of(positions.size, (span.last - span.first) * self._grid.across, element)
+        _find_gaps_of(
+            np.empty(0, element.uint), self._grid, span, np.zeros(CLASSES, np.uint8),
+            np.ones(found.sizes.size, np.bool_), positions, distances, element, found,
+        )  # fmt: skip
+        return found
+
+
+def _find_gaps(
+    bits: Bits, grid: Grid, thresholds: npt.NDArray[np.uint8], plain: npt.NDArray[np.bool_], positions: Positions,
+    distances: Bits, element: DType, into: _Gaps,
+) -> None:  # fmt: skip
+    """Write the gaps of a tensor, on several threads if it is large."""
+
+    def run(span: Span) -> None:
+        ends = [int(grid.row_edges[band]) * grid.columns for band in span]
+        changed = slice(*np.searchsorted(positions, ends).tolist())
+        tiles = slice(span.first * grid.across, span.last * grid.across)
+        mine = _Gaps(into.kinds[changed], into.gaps[changed], into.values[changed], into.sizes[tiles])
+        _find_gaps_of(bits, grid, span, thresholds, plain[tiles], positions[changed], distances[changed], element, mine)
+
+    on_threads(run, grid.spans())
+
+
+def _find_gaps_of(
+    bits: Bits, grid: Grid, span: Span, thresholds: npt.NDArray[np.uint8], plain: npt.NDArray[np.bool_],
+    positions: Positions, distances: Bits, element: DType, into: _Gaps,
+) -> None:  # fmt: skip
+    """Write the gaps of some bands."""
+    from vllm_delta_sync.codec.tiles import encode_kernels as kernels
+    from vllm_delta_sync.format.kernels import read_only
+
+    kernels.gaps_of_bands(
+        read_only(bits), grid.row_edges, grid.column_edges, *span, magnitude_mask(element),
+        key_limits(thresholds, element), plain, positions, distances, *into,
+    )  # fmt: skip
+
+
+def _coded(
+    found: _Gaps,
+) -> tuple[Lengths, npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
+    """Return code lengths, (tiles,) bits of each tile's stream, all streams."""
+    from vllm_delta_sync.codec.tiles import encode_kernels as kernels
+
+    ends = np.concatenate([[0], np.cumsum(found.sizes)])
+    parts = threads_for(int(ends[-1]), THREAD_CHANGES)
+    # The last tiles may have no changes, and count all the same.
+    inner = np.searchsorted(ends, [ends[-1] * part // parts for part in range(1, parts)]).tolist()
+    cuts = [0, *inner, found.sizes.size]
+    pieces = [
+        _Gaps(
+            found.kinds[ends[first] : ends[last]],
+            found.gaps[ends[first] : ends[last]],
+            found.values[ends[first] : ends[last]],
+            found.sizes[first:last],
+        )
+        for first, last in pairwise(cuts)
+    ]
+    counts = on_threads(_counts, pieces)
+    lengths = code_lengths(np.sum(counts, axis=0))
+    written = on_threads(lambda part: _streams(*part, lengths), list(zip(pieces, counts, strict=True)))
+    streams, used = written[0][1], written[0][2]
+    if len(written) > 1:
+        streams, used = np.zeros(sum(bits for _, _, bits in written) // 8 + 24, np.uint8), 0
+        for _, part, bits in written:
+            kernels.append_bits(streams, np.uint64(used), part, np.uint64(bits))
+            used += bits
+    return lengths, np.concatenate([sizes for sizes, _, _ in written]), streams[: (used + 7) >> 3]
+
+
+def _counts(found: _Gaps) -> npt.NDArray[np.int64]:
+    """Return (TABLES, 2, SYMBOLS): how often each symbol occurs."""
+    from vllm_delta_sync.codec.tiles import encode_kernels as kernels
+
+    counts = np.zeros((TABLES, 2, SYMBOLS), np.int64)
+    kernels.tally(found.kinds, found.gaps, found.values, counts)
+    return counts
+
+
+def _streams(
+    found: _Gaps, counts: npt.NDArray[np.int64], lengths: Lengths
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], int]:
+    """Return (tiles,) bits of each tile's stream, the streams with at least 8 bytes after them, and their bits."""
+    from vllm_delta_sync.codec.tiles import encode_kernels as kernels
+
+    streams = np.zeros(int((counts * (lengths + _RAW_BITS)).sum()) // 8 + 24, np.uint8)
+    sizes = np.empty(found.sizes.size, np.uint32)
+    used = kernels.write_streams(
+        found.sizes, found.kinds, found.gaps, found.values, code_words(lengths), lengths, streams, sizes
+    )
+    return sizes, streams, int(used)
+
+
+def _raw_bits() -> npt.NDArray[np.int64]:
+    """Return (2, SYMBOLS) raw bits that follow a symbol."""
+    tokens = np.stack([np.arange(SYMBOLS) // 3, np.arange(SYMBOLS)])
+    return np.maximum(tokens // 4, 1) - 1
+
+
+_RAW_BITS = _raw_bits()
+
+
+def _thresholds(group: Sparse, specs: list[TensorSpec], old: BaseLookup) -> npt.NDArray[np.uint8]:
+    from vllm_delta_sync.codec.tiles import encode_kernels as kernels
+    from vllm_delta_sync.format.kernels import read_only
+
+    owned, tokens = np.zeros(KEYS), np.zeros((KEYS, VALUE_TOKENS), np.int64)
+    how = magnitude_mask(group.element), np.uint64(key_shift(group.element))
+    step = max(1, sum(spec.numel for spec in specs) // SAMPLED_ELEMENTS)
+    start = 0
+    for tensor, spec, count in zip(group.ids.tolist(), specs, group.counts.tolist(), strict=True):
+        changed = slice(start, start + count)
+        start += count
+        if spec.numel < SMALL_ELEMENTS:
+            continue
+        base = old(tensor)
+        bits = read_only(checked(base, spec, group.element))
+        sampled = np.zeros(KEYS, np.int64)
+        held = spec.numel
+        if base.rectangles is None:
+            kernels.count_keys(bits, step, *how, sampled)
+        else:
+            rows, columns = extent(spec.shape)
+            matrix, held = bits.reshape(rows, columns), 0
+            for top, bottom, left, right in base.rectangles:
+                held += (bottom - top) * (right - left)
+                every = max(1, step // 64)
+                kernels.count_keys(
+                    np.ascontiguousarray(matrix[top:bottom:every, left:right]).reshape(-1), 1, *how, sampled
+                )
+        owned += sampled * (held / max(1, int(sampled.sum())))
+        kernels.count_tokens(bits, group.positions[changed], group.data[changed], *how, tokens)
+    return choose_thresholds(np.maximum(owned, tokens.sum(axis=1)), tokens)
+
+
+def zigzag(distances: Bits, element: DType) -> Bits:
+    """Map two's complement 0, −1, 1, −2 … → 0, 1, 2, 3 …, in the same width."""
+    signed = distances.view(f"<i{element.itemsize}")
+    found: Bits = (signed << 1).view(element.uint)
+    found ^= (signed >> (8 * element.itemsize - 1)).view(element.uint)
+    return found
+
+
+def checked(found: BaseTensor, spec: TensorSpec, element: DType) -> Bits:
+    """Return base bits; raises TensorMismatchError if they are of another size or width."""
+    if found.bits.shape != (spec.numel,) or found.bits.dtype != element.uint:
+        raise TensorMismatchError(
+            f"base bits of {spec.name!r} are {found.bits.shape} of {found.bits.dtype}; "
+            f"({spec.numel},) of {element.uint} expected"
+        )
+    return found.bits
+
+
+def _planes(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Return the lowest bytes of all values, then the second bytes, and so on."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return np.ascontiguousarray(flat.view(np.uint8).reshape(flat.size, flat.itemsize).T).reshape(-1)
+
+
+@dataclass
+class TilesBlock:
+    """A block of kind tiles whose entries, except the streams, have been read and checked.
+
+    Attributes:
+        directory: its tensors.
+    """
+
+    directory: Directory
+    _block: Block
+    _table: TensorTable
+    _what: str
+    _thresholds: npt.NDArray[np.uint8]
+    _firsts: list[int]
+    _plain: npt.NDArray[np.bool_]
+    _starts: npt.NDArray[np.int64]
+    _sizes: npt.NDArray[np.int64]
+    _streams: npt.NDArray[np.uint8]
+    _tables: Decoding
+
+    @classmethod
+    def open(
+        cls, container: Container, table: TensorTable, block: Block, directory: Directory, compression: Compression,
+        what: str,
+    ) -> "TilesBlock":  # fmt: skip
+        """Read a block's tables.
+
+        Raises:
+            FormatError, LimitError: one of them is malformed.
+        """
+        data, name = bytes_of(container, f"{block.name}.tables"), f"{what}: tables"
+        size = declared_size(data, compression, name)
+        # Before any grid is made: a table may have tensors of any size.
+        if 4 * sum(least_tiles(numel) for numel in directory.numels.tolist()) > size:
+            raise FormatError(f"{name} have {size} bytes, too few for the tiles of its tensors")
+        tiles = [grid_of(table[tensor].shape).tiles for tensor in directory.ids.tolist()]
+        lengths_at = CLASSES
+        sizes_at = lengths_at + TABLES * 2 * SYMBOLS
+        expected = sizes_at + 4 * sum(tiles)
+        if size != expected:
+            raise FormatError(f"{name} have {size} bytes, {expected} expected")
+        tables = decompress(data, size, compression, name)
+        thresholds = tables[:lengths_at].copy()
+        if np.any(thresholds[1:] < thresholds[:-1]):
+            raise FormatError(f"{name} have keys {thresholds.tolist()}, which do not ascend")
+        lengths = tables[lengths_at:sizes_at].reshape(TABLES, 2, SYMBOLS)
+        if overfull(lengths):
+            raise FormatError(f"{name} have code lengths that no prefix code has")
+        numbers = np.ascontiguousarray(tables[sizes_at:].reshape(4, -1).T).reshape(-1).view("<u4")
+        sizes = (numbers & ~PLAIN_TILE).astype(np.int64)
+        ends = np.cumsum(sizes)
+        streams = bytes_of(container, f"{block.name}.streams")
+        if (int(ends[-1]) + 7) >> 3 != streams.size:
+            raise FormatError(f"{what}: streams have {streams.size} bytes, their sizes add up to {ends[-1]} bits")
+        firsts = np.concatenate([[0], np.cumsum(tiles)]).tolist()
+        # A change takes a bit at least: what is declared must fit before it is allocated.
+        many = np.flatnonzero(np.add.reduceat(sizes, firsts[:-1]) < directory.counts)
+        if many.size:
+            row, name = int(many[0]), table[int(directory.ids[many[0]])].name
+            raise FormatError(f"{what}: {name!r} has fewer bits than the counts say changes: {directory.counts[row]}")
+        return cls(
+            directory, block, table, what, thresholds, firsts, (numbers & PLAIN_TILE) > 0, ends - sizes, sizes,
+            streams, decoding(lengths.copy()),
+        )  # fmt: skip
+
+    @property
+    def all_plain(self) -> bool:
+        """Whether no tile needs old bits."""
+        return bool(np.all(self._plain | (self._sizes == 0)))
+
+    def take(self, first: int, last: int, old: BaseLookup | None) -> Sparse:
+        """Decode tensors ``first`` to ``last`` − 1 of the block, limited to the parts that ``old`` has.
+
+        Args:
+            old: the bits at the base version; None decodes whole tensors whose tiles are plain.
+
+        Raises:
+            FormatError: a stream is damaged, or was made against other bits.
+            CutTileError: ``old`` has only a part of a tile that is not plain.
+            UnsupportedError: it is None, and a tile is not plain.
+            TensorMismatchError: its bits have another size.
+        """
+        from vllm_delta_sync.codec.tiles.decode_kernels import SLACK
+
+        element, rows = self._block.element, slice(first, last)
+        room = int(self.directory.counts[rows].sum())
+        positions, distances = np.empty(room + SLACK, np.int64), np.empty(room + SLACK, element.uint)
+        counts, used = np.zeros(last - first, np.int64), 0
+        for row in range(first, last):
+            count = int(self.directory.counts[row])
+            into = positions[used : used + count + SLACK], distances[used : used + count + SLACK]
+            counts[row - first] = self._decode(row, old, into)
+            used += int(counts[row - first])
+        kept = counts > 0
+        return Sparse(
+            element.name, self.directory.ids[rows][kept], counts[kept], positions[:used], distances[:used], True
+        )
+
+    def _decode(self, row: int, old: BaseLookup | None, into: tuple[Positions, Bits]) -> int:
+        """Write the positions and distances of the block's tensor number ``row`` → how many.
+
+        Args:
+            into: room for the changed elements that the block declares, and ``decode_kernels.SLACK`` more.
+        """
+        from vllm_delta_sync.codec.tiles import decode_kernels as kernels
+        from vllm_delta_sync.format.kernels import read_only
+
+        tensor, count, element = int(self.directory.ids[row]), into[0].size - kernels.SLACK, self._block.element
+        spec, tiles = self._table[tensor], slice(self._firsts[row], self._firsts[row + 1])
+        grid, plain, sizes = grid_of(spec.shape), self._plain[tiles], self._sizes[tiles]
+        base = None if old is None else old(tensor)
+        wanted, whole = np.ones(grid.tiles, np.bool_), base is None or base.rectangles is None
+        if base is not None and base.rectangles is not None:
+            covered = grid.covered(base.rectangles).reshape(-1)
+            wanted = covered > 0
+            cut = np.flatnonzero(wanted & ~plain & (sizes > 0) & (covered != grid.covered(None).reshape(-1)))
+            if cut.size:
+                raise CutTileError(
+                    f"{self._what}: of tensor {spec.name!r}, this rank has only a part of tile {cut[0]}, which is "
+                    "coded as a whole; publish with codec='plain', or serve with other numbers of ranks"
+                )
+        coded = wanted & ~plain & (sizes > 0)
+        if base is None and coded.any():
+            raise UnsupportedError(f"{self._what}: {spec.name!r} can be decoded only with its old bits")
+        bits = np.empty(0, element.uint) if base is None or not coded.any() else checked(base, spec, element)
+        bits = read_only(bits)
+        starts = self._starts[tiles]
+        begin, end = int(starts[0]) >> 3, (int(starts[-1]) + int(sizes[-1]) + 7) >> 3
+        payload = np.zeros(end - begin + kernels.PADDING, np.uint8)
+        payload[: end - begin] = self._streams[begin:end]
+        fixed = magnitude_mask(element), key_limits(self._thresholds, element), wanted, plain, starts - 8 * begin, sizes
+        spans = grid.spans()
+
+        def run(span: Span) -> tuple[int, int, tuple[Positions, Bits]]:
+            # Of several spans, only the first one's place is known; memory is used as far as it is written.
+            mine = into if span is spans[0] else (np.empty_like(into[0]), np.empty_like(into[1]))
+            found, where = kernels.decode_bands(
+                bits, grid.row_edges, grid.column_edges, *span, *fixed, payload, self._tables, *mine
+            )
+            return found, where, mine
+
+        parts = on_threads(run, spans)
+        for found, where, _ in parts:
+            if found < 0:
+                self._refuse(spec, found, where, count)
+        total = sum(found for found, _, _ in parts)
+        if total > count or (total != count and whole):
+            self._refuse(spec, total, 0, count)
+        start = parts[0][0]
+        for found, _, mine in parts[1:]:
+            into[0][start : start + found], into[1][start : start + found] = mine[0][:found], mine[1][:found]
+            start += found
+        return total
+
+    def _refuse(self, spec: TensorSpec, found: int, tile: int, count: int) -> NoReturn:
+        wrong = f"tile {tile} {_WRONG[found]}" if found < 0 else f"{found} changed elements, the counts say {count}"
+        raise FormatError(
+            f"{self._what}: {spec.name!r}: {wrong}; it is damaged, or was made against other weights than these"
+        )
+
+
+def compile_encoder(element: DType) -> None:
+    """Compile the loops of ``encode`` and ``LargeTensor``, for an element type, now."""
+    from vllm_delta_sync.codec.tiles import encode_kernels as kernels
+    from vllm_delta_sync.format.kernels import read_only
+
+    bits, how = np.zeros(64, element.uint), (magnitude_mask(element), np.uint64(key_shift(element)))
+    kernels.count_keys(read_only(bits), 1, *how, np.zeros(KEYS, np.int64))
+    changed = np.zeros(1, np.int64), np.ones(1, element.uint)
+    kernels.count_tokens(read_only(bits), *changed, *how, np.zeros((KEYS, VALUE_TOKENS), np.int64))
+    list(LargeTensor(TensorSpec("t", element.name, (64,)), lambda: [changed]).streams())
+
+
+def compile_decoder(elements: Iterable[DType]) -> None:
+    """Compile the loops of ``TilesBlock``, for these element types, now."""
+    from vllm_delta_sync.codec.tiles import decode_kernels as kernels
+    from vllm_delta_sync.format.kernels import read_only
+
+    none, edges = np.empty(0, np.int64), read_only(np.zeros(1, np.int64))
+    tables = decoding(np.zeros((TABLES, 2, SYMBOLS), np.uint8))
+    for element in elements:
+        mine = np.empty(kernels.SLACK, np.int64), np.empty(kernels.SLACK, element.uint)
+        kernels.decode_bands(
+            read_only(np.empty(0, element.uint)), edges, edges, 0, 0, magnitude_mask(element),
+            np.zeros(CLASSES, element.uint), np.empty(0, np.bool_), np.empty(0, np.bool_), none, none,
+            np.zeros(kernels.PADDING, np.uint8), tables, *mine,
+        )  # fmt: skip

@@ -1,0 +1,323 @@
+"""Compiled loops (numba) that decode tiles. Arrays are C-contiguous; every loop releases the GIL.
+
+Streams are not trusted: for any bytes, a loop ends and writes only inside the arrays that it was given.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+import numpy as np
+
+from vllm_delta_sync.codec.tiles.prefix_code import CLASSES, KINDS, LONGEST, OTHERS, PLAIN
+from vllm_delta_sync.codec.tiles.shared_kernels import LOW6, S6, load_word, mask_tile, words_of
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, ones, trailing_zeros
+
+PADDING = 24
+"""Bytes that must follow a stream in memory: one damaged symbol can read so far beyond its end."""
+SLACK = 2
+"""Elements that ``_collect`` writes at least per word of 64, so arrays need this much extra room."""
+BLOCK = np.uint64(8)
+"""Words that are skipped at once, so that ranks far apart are found in few steps."""
+
+# Errors of ``decode_bands``, as negative numbers.
+SHORT, NO_CODE, OUTSIDE, TOO_MANY, WIDE, TWICE = -1, -2, -3, -4, -5, -6
+
+_EACH = np.uint64(0x0101010101010101)
+_TOPS = np.uint64(0x8080808080808080)
+_TOP = np.uint64(1 << 63)
+_THREE = np.uint64(3)
+_SEVEN = np.uint64(7)
+_WINDOW = np.uint64(57)
+"""Bits that one load gives at least."""
+
+
+def _places():
+    """Return (2048,) uint8: entry 8 · byte + rank is the index of set bit number ``rank`` of a byte."""
+    table = np.zeros((256, 8), np.uint8)
+    for byte in range(256):
+        bits_set = [bit for bit in range(8) if byte >> bit & 1]
+        table[byte, : len(bits_set)] = bits_set
+    return table.reshape(-1)
+
+
+_PLACES = _places()
+
+
+@_compile
+def _select(word, rank):
+    """Return the index of set bit number ``rank`` of ``word``, which must have that many."""
+    # Without branches: set bits up to each byte, then the byte, then the bit in it.
+    sums = word - ((word >> ONE) & np.uint64(0x5555555555555555))
+    sums = (sums & np.uint64(0x3333333333333333)) + ((sums >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    sums = ((sums + (sums >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)) * _EACH
+    passed = ((((rank * _EACH) | _TOPS) - sums) & _TOPS) >> np.uint64(7)
+    byte = ones(passed) << np.uint64(3)
+    rank -= ((sums << np.uint64(8)) >> byte) & np.uint64(255)
+    return byte + np.uint64(_PLACES[(((word >> byte) & np.uint64(255)) << np.uint64(3)) + rank])
+
+
+@_compile
+def _read(data, place, count):
+    """Return ``count`` bits, at most 57, from bit ``place`` on."""
+    return (load_word(data, place >> _THREE) >> (place & _SEVEN)) & ((ONE << count) - ONE)
+
+
+@_compile
+def decode_bands(
+    bits, row_edges, column_edges, first, last, magnitudes, limits, wanted, plain, starts, sizes, payload, tables,
+    positions, distances,
+):  # fmt: skip
+    """Decode the ``wanted`` tiles of some bands of a tensor.
+
+    Args:
+        bits: (numel,) old bits, valid in wanted tiles that are not plain. row_edges, column_edges: see ``Grid``.
+        first, last: the bands. magnitudes, limits: see ``mask_tile``. wanted, plain: (tiles,) bool, of the tensor.
+        starts, sizes: (tiles,) int64: first bit in ``payload``, and bits, of each stream; PADDING bytes follow.
+        tables: ``Decoding``, one for each class, then that of plain tiles.
+        positions, distances: output, room for as many elements as may change, and SLACK more.
+
+    Returns:
+        (number of elements, or a negative error; tile of the error).
+    """
+    across, columns = column_edges.size - 1, column_edges[-1]
+    tallest, widest = np.int64(0), np.int64(0)
+    for band in range(first, last):
+        tallest = max(tallest, row_edges[band + 1] - row_edges[band])
+    for tile in range(across):
+        widest = max(widest, column_edges[tile + 1] - column_edges[tile])
+    words = tallest * words_of(widest)
+    masks, before = np.empty(CLASSES * words, np.uint64), np.empty(CLASSES * (words + 1), np.uint32)
+    none = np.zeros(CLASSES, np.uint32)
+    ranks, zigzags = np.empty(tallest * widest, np.uint32), np.empty(tallest * widest, distances.dtype)
+    # The words of a row of all tiles of a band, then those of the next row. One tile at a time where tiles follow each
+    # other in memory.
+    row_words = words_of(widest)
+    if tallest > 1:
+        row_words = 0
+        for tile in range(across):
+            row_words += words_of(column_edges[tile + 1] - column_edges[tile])
+    marks = np.zeros(tallest * row_words, np.uint64)
+    used = np.zeros(words_of(marks.size), np.uint64)
+    marked = np.empty(marks.size * 64, distances.dtype)
+    lefts = np.empty(row_words, np.int64)
+    most = positions.size - SLACK
+    found = 0
+    for band in range(first, last):
+        top, bottom = row_edges[band], row_edges[band + 1]
+        group = across if bottom - top > 1 else 1
+        for start in range(0, across, group):
+            # Only tiles that are wanted and have changes take words.
+            in_row = np.int64(0)
+            for number in range(start, start + group):
+                tile = band * across + number
+                if wanted[tile] and sizes[tile]:
+                    in_row += words_of(column_edges[number + 1] - column_edges[number])
+            if in_row == 0:
+                continue
+            offset, in_group = np.int64(0), 0
+            for number in range(start, start + group):
+                tile = band * across + number
+                if not wanted[tile] or not sizes[tile]:
+                    continue
+                left, right = column_edges[number], column_edges[number + 1]
+                width = words_of(right - left)
+                members, others = none, PLAIN
+                if not plain[tile]:
+                    mask_tile(bits, columns, top, bottom, left, right, magnitudes, limits, masks, before)
+                    used_words = CLASSES * (bottom - top) * width
+                    members, others = before[used_words : used_words + CLASSES], OTHERS
+                got = read_stream(
+                    payload, starts[tile], sizes[tile], tables, members, others, (bottom - top) * (right - left), ranks,
+                    zigzags,
+                )  # fmt: skip
+                if got < 0:
+                    return got, tile
+                in_group += got
+                if found + in_group > most:
+                    return TOO_MANY, tile
+                cursor = 0
+                if not plain[tile]:
+                    cursor = _mark(
+                        ranks[:got], zigzags, masks, before, members, (bottom - top) * width, width, offset, in_row,
+                        marks, used, marked,
+                    )  # fmt: skip
+                base = members[0] + members[1] + members[2]
+                _mark_others(
+                    ranks[cursor:got], zigzags[cursor:], base, right - left, offset, in_row, marks, used, marked
+                )
+                for word in range(width):
+                    lefts[offset + word] = left + 64 * word
+                offset += width
+            done = _collect(
+                marks, used, marked, (bottom - top) * in_row, in_row, lefts, top * columns, columns, positions[found:],
+                distances[found:],
+            )  # fmt: skip
+            if done != in_group:
+                return TWICE, band * across + start
+            found += in_group
+    return found, 0
+
+
+@_compile
+def read_stream(data, start, size, tables, members, others, elements, ranks, zigzags):
+    """Read one tile's stream → number of changed elements, or a negative error.
+
+    Args:
+        start, size: first bit in ``data``, and number of bits. members: (CLASSES,) elements of each class.
+        others: the table after those of the classes. elements: of the tile.
+        ranks, zigzags: output, room for all elements: ascending ranks, and distances, unsigned, of the element's width.
+    """
+    kind, kind_end, room = 0, np.int64(members[0]), elements
+    for number in members:
+        elements += np.int64(number)
+    place = np.uint64(start)
+    end = place + np.uint64(size)
+    widest = np.uint64(8 * zigzags.itemsize)
+    lowest = np.uint64((1 << LONGEST) - 1)
+    large = np.uint64(KINDS - 1)
+    following = np.int64(0)
+    found = 0
+    while place < end:
+        if following >= elements or found >= room:
+            return OUTSIDE
+        while following >= kind_end:
+            kind += 1
+            if kind < CLASSES:
+                kind_end += np.int64(members[kind])
+            else:
+                kind, kind_end = others, elements
+        # One load of 57 bits serves a whole change unless its value is large, because each load waits for the last one.
+        ahead = load_word(data, place >> _THREE) >> (place & _SEVEN)
+        entry = np.uint64(tables[kind, 0, ahead & lowest])
+        length, raw = entry & np.uint64(15), (entry >> S6) & np.uint64(31)
+        if length == ZERO:
+            return NO_CODE
+        ahead >>= length
+        gap = ((entry >> np.uint64(11)) << raw) | (ahead & ((ONE << raw) - ONE))
+        place += length + raw
+        value = ((entry >> np.uint64(4)) & _THREE) + ONE
+        if value > large:
+            ahead >>= raw
+            entry = np.uint64(tables[kind, 1, ahead & lowest])
+            passed = length + raw
+            length, raw = entry & np.uint64(15), (entry >> np.uint64(4)) & np.uint64(63)
+            if length == ZERO:
+                return NO_CODE
+            value = entry >> np.uint64(10)
+            place += length
+            if passed + length + raw <= _WINDOW:
+                value = (value << raw) | ((ahead >> length) & ((ONE << raw) - ONE))
+            else:
+                low = min(raw, np.uint64(32))
+                rest = _read(data, place + low, raw - low) << low
+                value = (value << raw) | rest | _read(data, place, low)
+            place += raw
+            if value > ~ZERO - np.uint64(KINDS):
+                return WIDE
+            value += np.uint64(KINDS)
+            if widest < np.uint64(64) and value >> widest:
+                return WIDE
+        if gap >= np.uint64(elements - following):
+            return OUTSIDE
+        following += np.int64(gap)
+        ranks[found], zigzags[found] = following, value
+        following += 1
+        found += 1
+    if place != end:
+        return SHORT
+    return found
+
+
+@_compile
+def _mark_others(ranks, zigzags, base, columns, offset, in_row, marks, used, marked):
+    """As ``_mark``, for ranks among all elements of a tile of so many columns; ``base`` is the first one's."""
+    row, end = np.int64(0), columns
+    for i in range(ranks.size):
+        rank = np.int64(ranks[i] - base)
+        while rank >= end:
+            row += 1
+            end += columns
+        column = np.uint64(rank - end + columns)
+        word = np.uint64(row * in_row + offset) + (column >> S6)
+        bit = column & LOW6
+        marks[word] |= ONE << bit
+        used[word >> S6] |= ONE << (word & LOW6)
+        marked[(word << S6) + bit] = zigzags[i]
+
+
+@_compile
+def _mark(ranks, zigzags, masks, before, members, words, width, offset, in_row, marks, used, marked):
+    """Mark a tile's changed elements that have classes in the words of its band → how many.
+
+    Args:
+        ranks, zigzags: see ``read_stream``. masks, before, members: see ``mask_tile``.
+        words: of the tile. width: of them, in a row. offset: of the tile in a row of the band. in_row: words of that.
+        marks: one bit for each element of the band. used: one for each word of ``marks`` that is not 0. marked:
+            distances, at the same index as in ``marks``.
+    """
+    last = np.uint64(CLASSES * words)
+    reciprocal = np.uint64(((1 << 32) + width - 1) // width)
+    skip = np.uint64(in_row - width)
+    cursor, base = ZERO, np.uint32(0)
+    size = np.uint64(ranks.size)
+    for kind in range(CLASSES):
+        place, block = np.uint64(kind), np.uint64(CLASSES) * BLOCK
+        while cursor < size and ranks[cursor] - base < members[kind]:
+            rank = ranks[cursor] - base
+            # Unsigned, since numba checks signed indices for negative values at each use.
+            while place + block <= last and before[place + block] <= rank:
+                place += block
+            while before[place + np.uint64(CLASSES)] <= rank:
+                place += np.uint64(CLASSES)
+            bit = _select(masks[place], np.uint64(rank - before[place]))
+            # Exact, since a tile has fewer than 2^16 words.
+            word = place // np.uint64(CLASSES)
+            row = (word * reciprocal) >> np.uint64(32)
+            target = word + row * skip + np.uint64(offset)
+            marks[target] |= ONE << bit
+            used[target >> S6] |= ONE << (target & LOW6)
+            marked[(target << S6) + bit] = zigzags[cursor]
+            cursor += ONE
+        base += members[kind]
+    return np.int64(cursor)
+
+
+@_compile
+def _collect(marks, used, marked, words, in_row, lefts, origin, stride, positions, distances):
+    """Write the marked elements, ascending, and clear the marks → how many.
+
+    Args:
+        words: of the band. lefts: (in_row,) column of the first element of each word of a row. origin: flat index of
+            the band's first element. stride: of a row. positions, distances: output, with room for SLACK more elements,
+            which are undefined.
+    """
+    done = ZERO
+    one = distances.dtype.type(1)
+    end = np.uint64(in_row)
+    for group in range((words + 63) >> 6):
+        flags = used[group]
+        used[group] = ZERO
+        while flags:
+            word = (np.uint64(group) << S6) + trailing_zeros(flags)
+            flags &= flags - ONE
+            while word >= end:
+                end += np.uint64(in_row)
+                origin += stride
+            remaining = marks[word]
+            marks[word] = ZERO
+            start = origin + lefts[word - (end - np.uint64(in_row))]
+            here = word << S6
+            left = ones(remaining)
+            while True:
+                # Always SLACK at a time, since the number of set bits is unpredictable; surplus is overwritten.
+                for i in range(SLACK):
+                    bit = trailing_zeros(remaining | _TOP)
+                    remaining &= remaining - ONE
+                    positions[done + np.uint64(i)] = start + np.int64(bit)
+                    value = marked[here + bit]
+                    distances[done + np.uint64(i)] = (value >> one) ^ (distances.dtype.type(0) - (value & one))
+                if left <= np.uint64(SLACK):
+                    break
+                done += np.uint64(SLACK)
+                left -= np.uint64(SLACK)
+            done += left
+    return np.int64(done)

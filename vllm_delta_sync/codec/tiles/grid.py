@@ -1,0 +1,152 @@
+"""``Grid``: how a tensor is cut into tiles, each of which is coded by itself. It depends on the tensor's shape alone.
+
+A tensor is a matrix with rows of its last dimension. A tensor of one dimension, or with fewer than NARROW columns, is
+one row. Rows form slabs (such as the experts of a stacked tensor), which no tile crosses.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_delta_sync.codec.tiles.tile_threads import threads_for
+from vllm_delta_sync.tensors.bits import Rectangle
+
+SHARERS = ((16, 8, 6, 4, 3, 2), (8, 6, 4, 3, 2), (4, 3, 2), (3,))
+"""Numbers of ranks between which rows and columns may be divided. The first row whose tiles are large enough is taken,
+so that many ranks can hold a large tensor."""
+SHARERS_OF_ROWS = ((4, 3, 2), (3, 2), (2,))
+"""As SHARERS, of the rows of smaller tensors, whose columns are not divided: mostly projections to few heads. A tensor
+that is too small for each of these is not cut for ranks."""
+LEAST_ELEMENTS = 16 * 1024
+"""Average size of a tile, at least: a tile takes about two bytes, which must be few beside its changes."""
+TILE_ELEMENTS = 48 * 1024
+"""Size of a tile, at most but for half a band more; bounds scratch memory on both sides."""
+TALL = 6
+"""A matrix with this many times more rows than columns is a vocabulary, whose columns are never divided."""
+VOCABULARY_ROWS = 64
+"""vLLM pads a vocabulary to a multiple of this before it divides it."""
+NARROW = 64
+"""Fewer columns than this are never apart: elements are compared by 64."""
+THREAD_ELEMENTS = 512 * 1024
+"""A thread gets so many elements at least: one that has less to do takes longer to start."""
+
+Edges = npt.NDArray[np.int64]
+
+
+class Span(NamedTuple):
+    """Some consecutive bands of tiles: the first, and the end."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Tiles of a matrix: (bands + 1,) rows and (across + 1,) columns where they begin, and where the last ones end."""
+
+    row_edges: Edges
+    column_edges: Edges
+
+    def __post_init__(self) -> None:
+        # A grid is shared, and loops are compiled for arrays that cannot be written.
+        self.row_edges.flags.writeable = self.column_edges.flags.writeable = False
+
+    @property
+    def across(self) -> int:
+        """Tiles per band: side by side."""
+        return self.column_edges.size - 1
+
+    @property
+    def bands(self) -> int:
+        """Bands of tiles, one below the other."""
+        return self.row_edges.size - 1
+
+    @property
+    def tiles(self) -> int:
+        return self.bands * self.across
+
+    @property
+    def columns(self) -> int:
+        return int(self.column_edges[-1])
+
+    def spans(self) -> list[Span]:
+        """Return the parts that threads code side by side: one per thread, or fewer of a small tensor."""
+        parts = max(1, min(self.bands, threads_for(int(self.row_edges[-1]) * self.columns, THREAD_ELEMENTS)))
+        return [Span(*ends) for ends in pairwise([self.bands * part // parts for part in range(parts + 1)])]
+
+    def covered(self, rectangles: Sequence[Rectangle] | None) -> npt.NDArray[np.int64]:
+        """Return (bands, across): elements of each tile inside disjoint rectangles of this matrix; None: all."""
+        heights, widths = np.diff(self.row_edges), np.diff(self.column_edges)
+        if rectangles is None:
+            return np.outer(heights, widths)
+        found = np.zeros((self.bands, self.across), np.int64)
+        for first, last, left, right in rectangles:
+            # Only the bands that the rectangle meets, since a rank may hold thousands of rectangles.
+            bands = slice(
+                max(int(np.searchsorted(self.row_edges, first, "right")) - 1, 0),
+                int(np.searchsorted(self.row_edges, last)),
+            )
+            down = np.minimum(self.row_edges[1:][bands], last) - np.maximum(self.row_edges[:-1][bands], first)
+            along = np.minimum(self.column_edges[1:], right) - np.maximum(self.column_edges[:-1], left)
+            found[bands] += np.outer(np.maximum(down, 0), np.maximum(along, 0))
+        return found
+
+
+def extent(shape: Sequence[int]) -> tuple[int, int]:
+    """Return (rows, columns) of a tensor as a matrix."""
+    numel, columns = math.prod(shape), shape[-1] if len(shape) > 1 else 1
+    return (numel // columns, columns) if columns >= NARROW else (1, numel)
+
+
+@lru_cache(4096)
+def grid_of(shape: tuple[int, ...]) -> Grid:
+    """Return the grid of a tensor of this shape, which has elements."""
+    rows, columns = extent(shape)
+    if rows == 1:
+        cuts = _cuts(columns, SHARERS[0])
+        return Grid(np.array([0, 1]), _edges(cuts, columns, TILE_ELEMENTS))
+    slab = shape[-2] if len(shape) > 2 and shape[-2] * columns >= LEAST_ELEMENTS else rows
+    tall = slab == rows >= TALL * columns
+    divided = -(-slab // VOCABULARY_ROWS) * VOCABULARY_ROWS if tall else slab
+    along: list[int] = []
+    down: list[int] = []
+    for sharers, only_rows in [*((each, tall) for each in SHARERS), *((each, True) for each in SHARERS_OF_ROWS)]:
+        columns_at = [] if only_rows else _cuts(columns, sharers)
+        rows_at = [row for row in _cuts(divided, sharers) if row < slab]
+        tiles = (len(columns_at) + 1) * (len(rows_at) + 1)
+        wide = all(right - left >= NARROW for left, right in pairwise([0, *columns_at, columns]))
+        if wide and 1 < tiles <= slab * columns // LEAST_ELEMENTS:
+            along, down = columns_at, rows_at
+            break
+    column_edges = _edges(along, columns, TILE_ELEMENTS)
+    height = max(1, TILE_ELEMENTS // int(np.diff(column_edges).max()))
+    # A power of two, where the shards of most trainers begin too.
+    of_slab = _edges(down, slab, 1 << (height.bit_length() - 1))
+    firsts = np.arange(0, rows, slab, dtype=np.int64)
+    return Grid(np.append((firsts[:, None] + of_slab[:-1]).reshape(-1), rows), column_edges)
+
+
+def least_tiles(numel: int) -> int:
+    """Return a number of tiles that a tensor of so many elements has at least, without making its grid."""
+    return numel // (2 * TILE_ELEMENTS)
+
+
+def _cuts(size: int, sharers: Sequence[int]) -> list[int]:
+    """Return where the shares of so many ranks begin, for all numbers of ranks that divide ``size``."""
+    shares = {Fraction(number, ranks) for ranks in sharers if size % ranks == 0 for number in range(1, ranks)}
+    return [int(size * share) for share in sorted(shares)]
+
+
+def _edges(cuts: list[int], size: int, step: int) -> Edges:
+    """Return 0, the cuts, ``size``, and the multiples of ``step`` that are at least half a step from all of those."""
+    half, found = max(1, step // 2), [np.zeros(1, np.int64)]
+    for first, last in pairwise([0, *cuts, size]):
+        found += [np.arange(-(-(first + half) // step) * step, last - half + 1, step), np.array([last])]
+    return np.concatenate(found)

@@ -1,0 +1,239 @@
+"""Compiled loops (numba) that encoding and decoding tiles share. Arrays are C-contiguous; every loop releases the GIL.
+
+A tile's elements have ranks: first those of the first class in row-major order, then those of the second, and so on;
+then once more all elements, of whatever class, in row-major order. A change of an element that has a class takes its
+rank there, any other that among all elements. A plain tile has no classes. A class is a bit mask over the tile, in
+64-bit words of which each lies in one row.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,assignment"
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+
+from vllm_delta_sync.codec.tiles.prefix_code import CLASSES, KINDS, LONGEST, SYMBOLS
+from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, ones, prefetch
+
+S6 = np.uint64(6)
+LOW6 = np.uint64(63)
+WORD = np.uint64(64)
+TWO = np.uint64(2)
+THREE = np.uint64(3)
+AHEAD, AHEAD_ELEMENTS = 96, 8192
+"""By how much prefetching is ahead of reading: rows, or elements where rows follow each other."""
+
+
+@intrinsic
+def leading_zeros(typing_context, word):
+    """Count the zeros above the highest bit set in a uint64, which must not be 0."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.ctlz(arguments[0], ir.IntType(1)(1))
+
+    return types.uint64(word), generate
+
+
+@intrinsic
+def load_word(typing_context, data, place):
+    """Return eight bytes of a uint8 array from ``place`` (uint64) on, as uint64. The caller checks the bounds."""
+
+    def generate(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        pointer = builder.bitcast(builder.gep(array.data, [arguments[1]]), ir.IntType(64).as_pointer())
+        return builder.load(pointer, align=1)
+
+    return types.uint64(data, place), generate
+
+
+@intrinsic
+def store_word(typing_context, data, place, word):
+    """Write a uint64 to a uint8 array from ``place`` (uint64) on, lowest byte first. The caller checks the bounds."""
+
+    def generate(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        pointer = builder.bitcast(builder.gep(array.data, [arguments[1]]), ir.IntType(64).as_pointer())
+        builder.store(arguments[2], pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.void(data, place, word), generate
+
+
+@intrinsic
+def below(typing_context, bits, index, limit, magnitudes):
+    """Return a 64-bit mask of those of bits[index : index + 64] that, and ``magnitudes``, are below ``limit``.
+
+    The caller checks the bounds.
+    """
+
+    def generate(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        vector = ir.VectorType(arguments[2].type, 64)
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64)
+
+        def each(value):
+            one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.IntType(32)(0))
+            return builder.shuffle_vector(one, one, lanes)
+
+        place = builder.bitcast(builder.gep(array.data, [arguments[1]]), vector.as_pointer())
+        loaded = builder.and_(builder.load(place, align=1), each(arguments[3]))
+        return builder.bitcast(builder.icmp_unsigned("<", loaded, each(arguments[2])), ir.IntType(64))
+
+    return types.uint64(bits, index, limit, magnitudes), generate
+
+
+@_compile
+def words_of(columns):
+    """Return the number of words of a row with this many columns."""
+    return (columns + 63) >> 6
+
+
+@_compile
+def mask_tile(bits, columns, top, bottom, left, right, magnitudes, limits, masks, before):
+    """Compute the class masks of a tile.
+
+    Args:
+        bits: (numel,) old bits of a matrix with ``columns``. top, bottom, left, right: the tile's rows and columns.
+        magnitudes, limits: ``magnitude_mask`` and (CLASSES,) ``key_limits``, of the element's width.
+        masks: (CLASSES · words or more,) uint64 output, the classes of one word after the other. before: (CLASSES ·
+            (words + 1) or more,) uint32 output: elements of each class before each word.
+    """
+    across = words_of(right - left)
+    tail = ~ZERO >> np.uint64((64 - (right - left) % 64) % 64)
+    low, middle, high = limits[0], limits[1], limits[2]
+    # Unsigned, since numba checks signed indices for negative values at each use.
+    place = ZERO
+    first = second = third = np.uint32(0)
+    for row in range(top, bottom):
+        origin = row * columns + left
+        # Rows of a tile may lie far apart, so that the processor does not prefetch them by itself.
+        ahead = origin + (AHEAD * columns if right - left < columns else AHEAD_ELEMENTS)
+        for i in range(ahead, ahead + right - left, 64 // bits.itemsize):
+            prefetch(bits, np.uint64(i))
+        # Whole words are read; those at the end of the tensor element by element.
+        if origin + 64 * across <= bits.size:
+            for number in range(across):
+                i = np.uint64(origin + 64 * number)
+                valid = tail if number == across - 1 else ~ZERO
+                below_low = below(bits, i, low, magnitudes) & valid
+                masks[place] = below_low
+                before[place] = first
+                first += np.uint32(ones(below_low))
+                below_middle = below(bits, i, middle, magnitudes) & valid
+                masks[place + ONE] = below_middle & ~below_low
+                before[place + ONE] = second
+                second += np.uint32(ones(below_middle & ~below_low))
+                below_high = below(bits, i, high, magnitudes) & valid
+                masks[place + TWO] = below_high & ~below_middle
+                before[place + TWO] = third
+                third += np.uint32(ones(below_high & ~below_middle))
+                place += THREE
+        else:
+            for number in range(across):
+                start, stop = origin + 64 * number, min(origin + right - left, origin + 64 * number + 64)
+                for kind in range(CLASSES):
+                    masks[place + np.uint64(kind)] = _mask_each(bits, start, stop, kind, limits, magnitudes)
+                before[place], before[place + ONE], before[place + TWO] = first, second, third
+                first += np.uint32(ones(masks[place]))
+                second += np.uint32(ones(masks[place + ONE]))
+                third += np.uint32(ones(masks[place + TWO]))
+                place += THREE
+    before[place], before[place + ONE], before[place + TWO] = first, second, third
+
+
+@_compile
+def _mask_each(bits, start, stop, kind, limits, magnitudes):
+    """Return the mask of one class over bits[start : stop], at most 64 of them."""
+    found = ZERO
+    for i in range(start, stop):
+        magnitude = bits[i] & magnitudes
+        if magnitude < limits[kind] and (kind == 0 or magnitude >= limits[kind - 1]):
+            found |= ONE << np.uint64(i - start)
+    return found
+
+
+@_compile
+def token_of(value):
+    """Return the token of a uint64."""
+    if value < np.uint64(8):
+        return value
+    exponent = np.uint64(63) - leading_zeros(value)
+    return (exponent << np.uint64(2)) - np.uint64(4) + ((value >> (exponent - np.uint64(2))) & np.uint64(3))
+
+
+@_compile
+def assign_lengths(counts, lengths):
+    """Write the lengths of a prefix code for (n,) int64 ``counts``, at most LONGEST; 0 for what does not occur."""
+    used = np.flatnonzero(counts)
+    size = used.size
+    if size < 2:
+        lengths[used] = 1
+        return
+    order = used[np.argsort(counts[used], kind="mergesort")]
+    # Leaves and inner nodes both ascend, so the two smallest are at the front of one of both.
+    weights, parents = np.zeros(2 * size - 1, np.int64), np.zeros(2 * size - 1, np.int64)
+    weights[:size] = counts[order]
+    leaf, inner = 0, size
+    for node in range(size, 2 * size - 1):
+        for _ in range(2):
+            if inner >= node or (leaf < size and weights[leaf] <= weights[inner]):
+                child, leaf = leaf, leaf + 1
+            else:
+                child, inner = inner, inner + 1
+            parents[child] = node
+            weights[node] += weights[child]
+    depths = np.zeros(2 * size - 1, np.int64)
+    for node in range(2 * size - 3, -1, -1):
+        depths[node] = depths[parents[node]] + 1
+    depths = np.minimum(depths[:size], LONGEST)
+    room = np.int64(1) << LONGEST
+    for i in range(size):
+        room -= np.int64(1) << (LONGEST - depths[i])
+    # Too long codes were cut, so others become longer: where that costs the fewest bits for the room that it gives.
+    while room < 0:
+        best = -1
+        for i in range(size):
+            if depths[i] < LONGEST and (best < 0 or weights[i] << depths[i] < weights[best] << depths[best]):
+                best = i
+        depths[best] += 1
+        room += np.int64(1) << (LONGEST - depths[best])
+    # What is left makes the most frequent codes shorter.
+    for i in range(size - 1, -1, -1):
+        while depths[i] > 1 and np.int64(1) << (LONGEST - depths[i]) <= room:
+            room -= np.int64(1) << (LONGEST - depths[i])
+            depths[i] -= 1
+    for i in range(size):
+        lengths[order[i]] = depths[i]
+
+
+@_compile
+def assign_words(lengths, words):
+    """Write the canonical codes of these lengths: ascending by length, then by symbol; first bit lowest."""
+    following = 0
+    for length in range(1, LONGEST + 1):
+        following <<= 1
+        for symbol in range(SYMBOLS):
+            if lengths[symbol] == length:
+                word = 0
+                for bit in range(length):
+                    word |= (following >> bit & 1) << (length - 1 - bit)
+                words[symbol] = word
+                following += 1
+
+
+@_compile
+def fill_tables(lengths, words, tables):
+    """Fill ``Decoding`` from (tables, 2, SYMBOLS) lengths and codes, which fit."""
+    for row in range(lengths.shape[0]):
+        for values in range(2):
+            for symbol in range(SYMBOLS):
+                length = np.int64(lengths[row, values, symbol])
+                if length == 0:
+                    continue
+                token = symbol if values else symbol // KINDS
+                raw = max(token // 4, 1) - 1
+                above = token if token < 8 else 4 + token % 4
+                entry = length | (raw << 4 | above << 10 if values else symbol % KINDS << 4 | raw << 6 | above << 11)
+                for place in range(np.int64(words[row, values, symbol]), 1 << LONGEST, 1 << length):
+                    tables[row, values, place] = entry
