@@ -288,6 +288,23 @@ def test_takes_the_memory_of_the_boxes_and_little_more(
     assert most[0] > WIDE.full_bytes
 
 
+@pytest.mark.parametrize(("codec", "files"), [("plain", 0), ("tiled", 1)])
+def test_boxes_that_overlap_take_a_file_only_where_tiles_need_old_bits(
+    codec: str, files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_delta_sync.codec.tiles.classes.TABLE_BITS", -1000.0)
+    made = Grove(tmp_path)
+    made.publish(0.1, codec)  # type: ignore[arg-type]
+    asked: list[int] = []
+    real = chain_read.scratch_file
+    monkeypatch.setattr(chain_read, "scratch_file", lambda size: asked.append(size) or real(size))  # type: ignore[func-returns-value]
+    boxes = [Box((0, 0), (30, 3), (40, 3)), Box((10, 0), (30, 3), (40, 3))]
+    found = restore_boxes(made.run, made.run.manifest(1), {"a": boxes})
+    assert len(asked) == files
+    for box, bits in zip(boxes, found["a"], strict=True):
+        assert np.array_equal(bits, box.view(made.writer.bits[1][0]).reshape(-1))
+
+
 def test_tiles_that_boxes_cut_are_read_through_a_file_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

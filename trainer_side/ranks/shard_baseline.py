@@ -15,8 +15,8 @@ from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.diff.version_changes import FullTensor, SparseTensor, VersionChanges
 from trainer_side.model.sources import LiveTensors
 from trainer_side.ranks.shard_parts import ModuleParts
-from vllm_delta_sync.codec.tiles.rectangles import covered_rectangles, view_of
-from vllm_delta_sync.errors import ModelError, UnsupportedError
+from vllm_delta_sync.codec.tiles.rectangles import CutTileError, covered_rectangles, view_of
+from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.partial import fingerprint_box
@@ -155,7 +155,7 @@ class ShardBaseline:
             box.view(bits)[...] = self.parts.read(part).reshape(box.shape)
         try:
             return BaseTensor(bits, covered_rectangles(spec, [view_of(box) for _, box in own]))
-        except UnsupportedError:
+        except CutTileError:
             # Too many pieces: its tiles are plain.
             return BaseTensor(bits, ())
 

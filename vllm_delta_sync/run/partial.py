@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vllm_delta_sync.codec.tiles.coder import CutTileError
-from vllm_delta_sync.codec.tiles.rectangles import covered_rectangles, view_of
+from vllm_delta_sync.codec.tiles.rectangles import CutTileError, held_part, refusing, view_of
 from vllm_delta_sync.errors import TensorMismatchError
 from vllm_delta_sync.format.documents import Anchor
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided
@@ -141,8 +140,8 @@ class PartialState:
 
         largest = [box for box, _ in kept if box.is_whole][:1] or [box for box, _ in kept]
         if len(largest) > 1 and any(_overlap(one, other) for one, other in combinations(largest, 2)):
-            raise CutTileError(f"boxes of tensor {spec.name!r} overlap, so its tiles are not decoded one by one")
-        return BaseTensor(assembled, covered_rectangles(spec, [view_of(box) for box in largest]))
+            return refusing(CutTileError(f"boxes of tensor {spec.name!r} overlap"))
+        return held_part(spec, [view_of(box) for box in largest], assembled)
 
     def apply(self, changes: Changes) -> None:
         """Move to the next version in place.

@@ -34,6 +34,7 @@ from vllm_delta_sync.codec.tiles.prefix_code import (
     decoding,
     overfull,
 )
+from vllm_delta_sync.codec.tiles.rectangles import CutTileError
 from vllm_delta_sync.codec.tiles.tile_threads import on_threads, threads_for
 from vllm_delta_sync.codec.zstd import Compression, compress, declared_size, decompress
 from vllm_delta_sync.errors import FormatError, TensorMismatchError, UnsupportedError, UsageError
@@ -63,11 +64,7 @@ _WRONG = {
     -4: "has more elements than the counts say",
     -5: "has a distance outside its dtype",
     -6: "and those beside it name an element twice",
-}  # fmt: skip
-
-
-class CutTileError(UnsupportedError):
-    """A tile that is not plain cannot be decoded, because only a part of its old bits is here."""
+}
 
 
 def encode(
@@ -330,9 +327,8 @@ def _thresholds(group: Sparse, specs: list[TensorSpec], old: BaseLookup) -> npt.
             for top, bottom, left, right in base.rectangles:
                 held += (bottom - top) * (right - left)
                 every = max(1, step // 64)
-                kernels.count_keys(
-                    np.ascontiguousarray(matrix[top:bottom:every, left:right]).reshape(-1), 1, *how, sampled
-                )
+                part = np.ascontiguousarray(matrix[top:bottom:every, left:right]).reshape(-1)
+                kernels.count_keys(read_only(part), 1, *how, sampled)
         owned += sampled * (held / max(1, int(sampled.sum())))
         kernels.count_tokens(bits, group.positions[changed], group.data[changed], *how, tokens)
     return choose_thresholds(np.maximum(owned, tokens.sum(axis=1)), tokens)

@@ -2,17 +2,21 @@
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
 
 from vllm_delta_sync.codec.tiles.grid import extent
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors.bits import Rectangle
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Rectangle
 from vllm_delta_sync.tensors.boxes import Box
 
 MOST_RECTANGLES = 4096
 """Bounds the work: each rectangle is compared with the tiles of its tensor."""
+
+
+class CutTileError(UnsupportedError):
+    """A tile that is not plain cannot be decoded, because only a part of its old bits is here."""
 
 
 class TensorView(NamedTuple):
@@ -37,7 +41,7 @@ def covered_rectangles(spec: TensorSpec, views: Sequence[TensorView]) -> tuple[R
     """Return the rectangles of a tensor that views without overlap cover; None if they cover all of it.
 
     Raises:
-        UnsupportedError: they are more than ``MOST_RECTANGLES``.
+        CutTileError: they are more than ``MOST_RECTANGLES``.
     """
     if sum(view.numel for view in views) == spec.numel:
         return None
@@ -46,13 +50,36 @@ def covered_rectangles(spec: TensorSpec, views: Sequence[TensorView]) -> tuple[R
     for view in views:
         length, height, starts = _runs(view, columns)
         if len(found) + len(starts) > MOST_RECTANGLES:
-            raise UnsupportedError(
+            raise CutTileError(
                 f"this rank holds tensor {spec.name!r} in more than {MOST_RECTANGLES} pieces, too many to decode codec "
                 "'tiled' in; publish with codec='plain'"
             )
         for start in starts:
             found += _rectangles(*divmod(start, columns), length, height, columns)
     return tuple(found)
+
+
+def held_part(spec: TensorSpec, views: Sequence[TensorView], read: Callable[[], Bits]) -> BaseTensor:
+    """Return the part of a tensor that views without overlap cover.
+
+    If they are too many, plain tiles are decoded as if all of it were held, and others are refused.
+
+    Args:
+        read: returns the (numel,) bits, called only if they are needed.
+    """
+    try:
+        return BaseTensor(read, covered_rectangles(spec, views))
+    except CutTileError as error:
+        return refusing(error)
+
+
+def refusing(error: CutTileError) -> BaseTensor:
+    """Return a base tensor of which plain tiles can be decoded; asking for its bits raises the error."""
+
+    def refuse() -> NoReturn:
+        raise error
+
+    return BaseTensor(refuse)
 
 
 def _runs(view: TensorView, columns: int) -> tuple[int, int, list[int]]:

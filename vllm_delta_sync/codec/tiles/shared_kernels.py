@@ -18,7 +18,6 @@ from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, ones, prefetch
 
 S6 = np.uint64(6)
 LOW6 = np.uint64(63)
-WORD = np.uint64(64)
 TWO = np.uint64(2)
 THREE = np.uint64(3)
 AHEAD, AHEAD_ELEMENTS = 96, 8192

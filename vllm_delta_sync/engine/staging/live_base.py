@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -10,12 +9,12 @@ import torch
 from vllm_delta_sync.codec.merge import apply_row
 from vllm_delta_sync.codec.tiles.coder import SMALL_ELEMENTS
 from vllm_delta_sync.codec.tiles.grid import grid_of
-from vllm_delta_sync.codec.tiles.rectangles import TensorView, covered_rectangles
+from vllm_delta_sync.codec.tiles.rectangles import CutTileError, TensorView, covered_rectangles, held_part
 from vllm_delta_sync.engine.model.patch import region_view
 from vllm_delta_sync.engine.model.regions import split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
-from vllm_delta_sync.errors import EngineError, UnsupportedError
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits, Rectangle
+from vllm_delta_sync.errors import EngineError
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
@@ -38,14 +37,11 @@ class LiveBaseReader:
         """Return the rank's part of a tensor; its bits are copied if they are asked for.
 
         Asking for them raises:
-            EngineError: weights were written since this object was made. UnsupportedError: see
-            ``covered_rectangles``. BusyError: the engine fell asleep.
+            EngineError: weights were written since this object was made. CutTileError: see
+            ``held_part``. BusyError: the engine fell asleep.
         """
-        try:
-            rectangles = _held_rectangles(self._routes, tensor)
-        except UnsupportedError as error:
-            return BaseTensor(partial(_refuse, error))
-        return BaseTensor(partial(self._copy, tensor), rectangles)
+        spec = self._routes.table[tensor]
+        return held_part(spec, _held_views(self._routes, tensor), partial(self._copy, tensor))
 
     def _copy(self, tensor: int) -> Bits:
         """Copy a tensor. Pages of the result outside the rank's part are never touched."""
@@ -67,12 +63,11 @@ class LiveBaseReader:
             raise EngineError("weights were written while a version was decoded against them; it will be staged again")
 
 
-def _held_rectangles(routes: RouteMap, tensor: int) -> tuple[Rectangle, ...] | None:
-    """As ``covered_rectangles``, of what a rank holds of a tensor."""
+def _held_views(routes: RouteMap, tensor: int) -> list[TensorView]:
+    """Return what a rank holds of a tensor."""
     # Regions that are loaded to several places count once.
     sources = dict.fromkeys(route.source for route in routes.routes[tensor])
-    views = [TensorView(region.offset, tuple(region.sizes), tuple(region.strides)) for region in sources]
-    return covered_rectangles(routes.table[tensor], views)
+    return [TensorView(region.offset, tuple(region.sizes), tuple(region.strides)) for region in sources]
 
 
 def cut_tensors(routes: RouteMap) -> list[str]:
@@ -85,8 +80,8 @@ def cut_tensors(routes: RouteMap) -> list[str]:
         if spec.numel < SMALL_ELEMENTS:
             continue
         try:
-            rectangles = _held_rectangles(routes, tensor)
-        except UnsupportedError:
+            rectangles = covered_rectangles(spec, _held_views(routes, tensor))
+        except CutTileError:
             found.append(spec.name)
             continue
         if rectangles is not None:
@@ -95,10 +90,6 @@ def cut_tensors(routes: RouteMap) -> list[str]:
             if np.any((held > 0) & (held != grid.covered(None))):
                 found.append(spec.name)
     return found
-
-
-def _refuse(error: UnsupportedError) -> NoReturn:
-    raise error
 
 
 def _copy_into(live: torch.Tensor, copied: torch.Tensor) -> None:
