@@ -1,9 +1,8 @@
 """How wide merged deltas should be: what they take to write and to read, from sizes alone: ``widths``."""
 
-from benchmarks.common.formats import Own, find_changes, flats, table_of
+from benchmarks.common.formats import Own, find_changes, flats, merged, table_of
 from benchmarks.common.rows import Row, row
 from benchmarks.common.training_data import Sequence
-from vllm_delta_sync.codec.merge import merge_changes
 
 WIDTHS = (2, 4, 8, 16)
 
@@ -40,8 +39,8 @@ def widths(bench: str, data: str, sequence: Sequence) -> list[Row]:
     needed = {pair for width in WIDTHS for pair in ranges(width, head)} | {(at, at + 1) for at in range(head)}
     sizes = {}
     for first, last in sorted(needed):
-        merged = parts[first] if last == first + 1 else merge_changes(parts[first:last], table)
-        sizes[first, last] = len(codec.write(merged, table, sequence.base))
+        whole = parts[first] if last == first + 1 else merged(parts[first:last], table)
+        sizes[first, last] = len(codec.write(whole, table, sequence.base))
     single = sum(sizes[at, at + 1] for at in range(head))
     rows = []
     for width in WIDTHS:

@@ -1,11 +1,12 @@
 """What it brings to merge k consecutive deltas into one: an element that changed twice is sent once."""
 
+from functools import partial
+
 import numpy as np
 
-from benchmarks.common.formats import Own, find_changes, flats, table_of
+from benchmarks.common.formats import Own, find_changes, flats, merged, merged_objects, table_of
 from benchmarks.common.rows import Row, best_seconds, row
 from benchmarks.common.training_data import Sequence, Weights
-from vllm_delta_sync.codec.merge import merge_changes
 from vllm_delta_sync.tensors.changes import Changes
 
 REPEATS = 3
@@ -36,25 +37,26 @@ def merging(bench: str, data: str, sequence: Sequence, codecs: list[Own]) -> lis
         before = version
     if not _leads_to(parts, sequence.base, before):
         raise SystemExit("the merged delta did not give the last version bit for bit")
-    rows = []
+    rows, plain = [], Own("plain")
     for count in powers(len(parts)):
         case = f"{data}, {count} merged"
-        merged = merge_changes(parts[:count], table)
-        taken = best_seconds(lambda count=count: merge_changes(parts[:count], table), REPEATS)  # type: ignore[misc]
+        whole = merged(parts[:count], table)
+        objects = [plain.write(part, table, sequence.base) for part in parts[:count]]
+        taken = best_seconds(partial(merged_objects, objects, table), REPEATS)
         rows += [
-            row(bench, case, "changed share", 100 * merged.changed / table.total, "%"),
+            row(bench, case, "changed share", 100 * whole.changed / table.total, "%"),
             row(bench, case, "merge", 1e3 * taken, "ms"),
             row(
                 bench, case, "merge per change", 1e9 * taken / sum(part.changed for part in parts[:count]), "ns/changed"
             ),
         ]
         for codec in codecs:
-            size, apart = len(codec.write(merged, table, sequence.base)), single[codec.name][count]
+            size, apart = len(codec.write(whole, table, sequence.base)), single[codec.name][count]
             rows.append(row(bench, f"{case}, {codec.name}", "object", size / 1e3, "kB"))
             rows.append(row(bench, f"{case}, {codec.name}", "ratio", apart / size, "x", "sum of single deltas"))
     return rows
 
 
 def _leads_to(parts: list[Changes], base: Weights, last: Weights) -> bool:
-    found = Own("plain").restore(merge_changes(parts, table_of(base)), base)
+    found = Own("plain").restore(merged(parts, table_of(base)), base)
     return all(np.array_equal(found[name], bits) for name, bits in last.items())

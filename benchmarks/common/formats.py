@@ -5,6 +5,7 @@ projects are in ``peer_formats``.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 from unittest import mock
@@ -21,12 +22,14 @@ from trainer_side.diff.undo_log import ChangeLog
 from trainer_side.diff.version_changes import SparseTensor, VersionChanges
 from vllm_delta_sync.codec import delta_reader, delta_writer
 from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.merge import merge
 from vllm_delta_sync.codec.tiles import tile_threads
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.format import codecs
+from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, apply_distances
-from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.changes import Changes, Sparse
 
 CONTEXT = DeltaContext("0" * 32, 1, 0)
 DTYPE = "BF16"
@@ -115,6 +118,24 @@ def find_changes(baseline: list[Bits], new: list[Bits], table: TensorTable, rela
             bits = [new[tensor][positions] for tensor, positions, _ in group.tensors()]
             changes.sparse[number] = replace(group, data=np.concatenate(bits), relative=False)
     return changes
+
+
+def merged(parts: Iterable[Changes], table: TensorTable) -> Changes:
+    """Merge the changes of consecutive versions, none of which has a tensor in full, by way of their plain objects."""
+    objects = [delta_writer.encode(part, table, "plain", "zstd", CONTEXT) for part in parts]
+    return merged_objects(objects, table)
+
+
+def merged_objects(objects: Iterable[bytes], table: TensorTable) -> Changes:
+    """Merge the plain objects of consecutive versions, none of which has a tensor in full."""
+    steps = [[delta_reader.DeltaReader(data, table, CONTEXT)] for data in objects]
+    sums: dict[int, Fingerprint] = {}
+    for [reader] in steps:
+        for tensor, change in reader.fingerprints.items():
+            sums[tensor] = sums.get(tensor, Fingerprint()) + change
+    groups = [piece for piece in merge(steps, table) if isinstance(piece, Sparse)]
+    carried = {tensor for group in groups for tensor in group.ids.tolist()}
+    return Changes(groups, [], {tensor: sums[tensor] for tensor in sorted(carried)})
 
 
 def flats(weights: Weights) -> list[Bits]:

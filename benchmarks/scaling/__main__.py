@@ -14,11 +14,11 @@ times that the model has the slice. Weights are normal; 1 % of all elements chan
 
 - ``proof``: fingerprints of all that a rank holds, as a start takes them after the trace.
 - ``stage``: decodes what this rank holds, of the objects of all ranks, and routes it; without fetching and SHA-256.
-- ``merge``: what joining two versions takes besides, after decoding both.
+- ``stage two``: two versions of codec ``plain``, merged.
 - ``commit``: the part of a pause that grows with the model. ``undo log``: host memory that keeps a commit revertible.
-- Calculated: ``memory``, 18 bytes (position, distance, half a hash) for each changed element of the rank, and the
-  patch; a slice has a measured peak, which contains what its largest tensor needs in passing. ``device``: the bytes of
-  the patch (address, distance, half a hash), which is uploaded as it is. ``fetch``: a version's bytes at 10 Gbit/s.
+- ``memory``: the patch (address, distance, half a hash: 14 bytes for each changed element of the rank), and what the
+  slice that needs most was measured to need besides, in passing. Objects of more than 64 MB stay in their files.
+  ``device``: the bytes of the patch, which is uploaded as it is. ``fetch``: a version's bytes at 10 Gbit/s.
 - *projected bucket*: 1,000 servers, nodes of 8 ranks, a version each minute. A version is cut into objects of 1 GiB
   decoded, and fetched in the pieces that the product uses; a poll takes the requests that one was counted to take,
   each ``poll_seconds`` (default). Without a cache each rank reads each object in one request.

@@ -25,12 +25,14 @@ from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.bucket.middleware.ranged import piece_bytes
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec import delta_reader, delta_writer
-from vllm_delta_sync.codec.merge import merge_changes
+from vllm_delta_sync.codec.merge import RollingBase
 from vllm_delta_sync.engine.commit.apply import apply_patch
 from vllm_delta_sync.engine.commit.undo_log import UndoEntry
-from vllm_delta_sync.engine.model.patch import StagedPatch, keep_local, route_changes
+from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
+from vllm_delta_sync.engine.staging.read_steps import PhaseTimer
+from vllm_delta_sync.engine.staging.stage import build_patch
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import DTYPES
@@ -49,9 +51,9 @@ POOL_ELEMENTS, DRAWN_ELEMENTS = 1 << 24, 1 << 22
 """Different weights that there are; elements whose changes are drawn at a time."""
 MOST_MOVE = 100.0
 CODECS: tuple[Codec, ...] = ("tiled", "plain")
-TIMES = ("proof", *(f"stage {codec}" for codec in CODECS), "merge", "commit")
-DECODED_BYTES, PREMIX_BYTES = 10, 8
-"""Of a changed element while it is staged: position and distance; the index half of its hash."""
+TIMES = ("proof", *(f"stage {codec}" for codec in CODECS), "stage two", "commit")
+DECODED_BYTES = 10
+"""Of a changed element: position and distance."""
 RECEIVERS, NODE_RANKS, VERSION_SECONDS = 1000, 8, 60
 LINK_BYTES = 10e9 / 8
 """Bytes per second that reach a node."""
@@ -135,13 +137,15 @@ class SliceSubject:
         model = RankSlice(part, ranks)
         model.load_weights((spec.name, tensor_from_bits(old, spec)) for spec, old in zip(self.table, bits, strict=True))
         self.routes = trace_routes(model, self.table)
-        self.versions = [weights.changes(self.table, bits, seed) for seed in (1, 2)]
+        changes, second = (weights.changes(self.table, bits, seed) for seed in (1, 2))
+        self.changed = changes.changed
         self.objects = {
             codec: delta_writer.encode(
-                self.versions[0], self.table, codec, "zstd", CONTEXT, lambda tensor: BaseTensor(bits[tensor])
+                changes, self.table, codec, "zstd", CONTEXT, lambda tensor: BaseTensor(bits[tensor])
             )
             for codec in CODECS
         }
+        self.second = delta_writer.encode(second, self.table, "plain", "zstd", CONTEXT)
         self.fingerprints = [Fingerprint()] * len(self.table)
         self.patch = self.stage("plain")
         try:
@@ -157,13 +161,17 @@ class SliceSubject:
 
     def stage(self, codec: Codec) -> StagedPatch:
         """As ``stage_update`` does with an object that was fetched and checked."""
-        base = LiveBaseReader(self.routes, lambda: None)
-        changes = delta_reader.decode(self.objects[codec], self.table, CONTEXT, base)
-        return route_changes(1, changes, self.routes, self.fingerprints)
+        return self._stage([self.objects[codec]])
 
-    def merge(self) -> Changes:
-        """As ``read_steps`` does with two versions."""
-        return merge_changes([keep_local(changes, self.routes, set()) for changes in self.versions], self.table)
+    def stage_two(self) -> StagedPatch:
+        """As ``stage_update`` does with two versions of codec plain."""
+        return self._stage([self.objects["plain"], self.second])
+
+    def _stage(self, objects: list[bytes]) -> StagedPatch:
+        held = LiveBaseReader(self.routes, lambda: None)
+        rolling = RollingBase(held)
+        steps = [[delta_reader.DeltaReader(data, self.table, CONTEXT, rolling)] for data in objects]
+        return build_patch(1, steps, self.routes, self.fingerprints, held, rolling, PhaseTimer())
 
     def restore(self) -> None:
         """Take a commit back."""
@@ -199,7 +207,7 @@ def measure_slice(model: ScaledModel, part: Slice, weights: Weights, turns: tupl
     methods = [
         Method("proof", subject.prove, 0),
         *(Method(f"stage {codec}", lambda codec=codec: subject.stage(codec), 0) for codec in subject.objects),  # type: ignore[misc]
-        Method("merge", subject.merge, 0),
+        Method("stage two", subject.stage_two, 0),
         Method("commit", lambda: apply_patch(subject.patch, subject.routes), 0),
     ]
     time_all(methods, subject.restore, *turns)
@@ -216,7 +224,7 @@ def measure_slice(model: ScaledModel, part: Slice, weights: Weights, turns: tupl
         row(BENCH, case, "count", part.count, "times"),
         row(BENCH, case, "all", part.numel, "elements"),
         row(BENCH, case, "held", part.held(model.ranks), "elements"),
-        row(BENCH, case, "changed", subject.versions[0].changed, "elements"),
+        row(BENCH, case, "changed", subject.changed, "elements"),
         row(BENCH, case, "changed held", subject.patch.elements, "elements"),
         *(row(BENCH, case, method.name, method.seconds, "s") for method in methods),
         *(row(BENCH, case, name, size / 1e6, "MB") for name, size in sizes.items()),
@@ -236,7 +244,9 @@ def project(model: ScaledModel, rows: Sequence[Row]) -> list[Row]:
         if all(metric in known for _, known in slices):
             totals[metric] = sum(count * known[metric]["value"] for count, known in slices)
     totals["weights"] = 1e-6 * ELEMENT.itemsize * model.held
-    totals["memory"] = 1e-6 * (DECODED_BYTES + PREMIX_BYTES) * totals["changed held"] + totals["device"]
+    # What is not the patch is gone before the next piece.
+    workspace = max(known["stage: peak"]["value"] - known["device"]["value"] for _, known in slices)
+    totals["memory"] = totals["device"] + workspace
     # In quick runs slices are so small that ranks cut tiles.
     sent = totals.get("object tiled", totals["object plain"])
     case, fetch = RANK + model.name, 1e6 * sent / LINK_BYTES

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.samples import CONTEXT, changes_between
 from vllm_delta_sync.codec.delta_object import DeltaContext
-from vllm_delta_sync.codec.delta_reader import LazyDelta, decode
+from vllm_delta_sync.codec.delta_reader import DeltaReader, decode
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import (
     ChainError,
@@ -104,10 +104,10 @@ def test_tables_of_blocks_are_checked_without_the_weights_of_the_base() -> None:
             for name, entry in container.entries.items()
         }
         metadata = json.loads(container.metadata["delta_sync"])
-        LazyDelta(build(arrays, metadata), SMALL, CONTEXT).check()
+        DeltaReader(build(arrays, metadata), SMALL, CONTEXT).check()
     arrays["@0.tables"] = u8(*arrays["@0.tables"][1][:-1])
     with pytest.raises(FormatError, match="tables"):
-        LazyDelta(build(arrays, metadata), SMALL, CONTEXT).check()
+        DeltaReader(build(arrays, metadata), SMALL, CONTEXT).check()
 
 
 METADATA: list[tuple[dict[str, Any], type[DeltaSyncError]]] = [

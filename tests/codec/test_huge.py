@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.codec.tiling import classes_at
+from tests.support.merging import merged
 from tests.support.reference import fingerprint as reference_fingerprint
 from trainer_side.diff.engine import _Comparer
 from trainer_side.diff.reader import boxes, split_boxes
@@ -15,7 +16,6 @@ from trainer_side.model.conversion_trace import View, trace
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.codec.merge import merge_changes
 from vllm_delta_sync.codec.tiles import coder
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_strided, fingerprint_tensor
@@ -96,10 +96,10 @@ def test_merging_keeps_positions_beyond_32_bits(codec: str) -> None:
     everything = np.array([p for p in EDGES if p < total])
     parts = [of(positions, codec == "plain") for positions in (even, everything)]
     assert total > 2**33
-    merged = merge_changes(parts, table)
-    assert [group.positions.tolist() for group in merged.sparse] == [everything.tolist()]
+    found = merged(parts, table)
+    assert [group.positions.tolist() for group in found.sparse] == [everything.tolist()]
     wanted = [1 + (codec == "plain" and position in even.tolist()) for position in everything.tolist()]
-    assert merged.sparse[0].data.tolist() == wanted
+    assert found.sparse[0].data.tolist() == wanted
 
 
 def of(positions: np.ndarray, relative: bool) -> Changes:

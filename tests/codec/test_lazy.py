@@ -12,14 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.codec.test_merge import histories
+from tests.codec.tiling import classes_at
+from tests.support.merging import merged
 from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, random_bits, state_of
 from tests.support.written import TABLE
 from vllm_delta_sync.codec import delta_reader as reading
 from vllm_delta_sync.codec import merge_spool as spooling
 from vllm_delta_sync.codec.delta_object import DeltaContext
-from vllm_delta_sync.codec.delta_reader import LazyDelta, decode, pieces_of
+from vllm_delta_sync.codec.delta_reader import DeltaReader, decode, pieces_of
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.codec.merge import merge_changes, merge_lazily
+from vllm_delta_sync.codec.merge import merge
 from vllm_delta_sync.codec.merge_spool import DeltaSpool
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import (
@@ -36,17 +38,23 @@ from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import Bits, Positions
 from vllm_delta_sync.tensors.changes import Changes, Full
 
-WAYS: list[tuple[Codec, Compression]] = [("tiled", "zstd"), ("tiled", "none"), ("plain", "zstd"), ("plain", "none")]
+WAYS: list[tuple[Codec, Compression]] = [
+    ("tiled", "zstd"),
+    ("tiled", "none"),
+    ("plain", "zstd"),
+    ("plain", "none"),
+    ("raw", "none"),
+]
 
 
 def spooled(parts: list[Changes], table: TensorTable, folder: Path) -> tuple[Changes, bytes]:
-    lazy = [LazyDelta(encode(part, table, "plain", "zstd", CONTEXT), table, CONTEXT) for part in parts]
+    lazy = [DeltaReader(encode(part, table, "plain", "zstd", CONTEXT), table, CONTEXT) for part in parts]
     sums: dict[int, Fingerprint] = {}
     for part in lazy:
         for tensor, change in part.fingerprints.items():
             sums[tensor] = sums.get(tensor, Fingerprint()) + change
     spool = DeltaSpool(folder, table, CONTEXT, "zstd")
-    for piece in merge_lazily(lazy, table):
+    for piece in merge([[part] for part in lazy], table):
         spool.add(piece)
     ref = spool.finish(folder / "object", sums)
     spool.close()
@@ -78,8 +86,8 @@ def test_merging_piece_by_piece_does_what_the_versions_do(
     for got, followed, expected in zip(leap.bits, one_by_one.bits, versions[-1], strict=True):
         assert got.tobytes() == followed.tobytes() == expected.tobytes()
     assert leap.fingerprints == one_by_one.fingerprints
-    # The same elements as the merge in memory, and none more.
-    assert found.changed == merge_changes(relative, table).changed
+    # The same elements in batches of any size.
+    assert found.changed == merged(relative, table).changed
 
 
 def test_each_tensor_is_in_one_piece_wherever_batches_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,11 +99,11 @@ def test_each_tensor_is_in_one_piece_wherever_batches_end(monkeypatch: pytest.Mo
     for _ in range(2):
         versions.append(nudge(versions[-1], random, 0.5))
     parts = [
-        LazyDelta(encode(changes_between(table, *pair, full=full), table, "plain", "zstd", CONTEXT), table, CONTEXT)
+        DeltaReader(encode(changes_between(table, *pair, full=full), table, "plain", "zstd", CONTEXT), table, CONTEXT)
         for pair, full in zip(pairwise(versions), ([], [1]), strict=True)
     ]
     carried: list[int] = []
-    for piece in merge_lazily(parts, table):
+    for piece in merge([[part] for part in parts], table):
         carried += [piece.id] if isinstance(piece, Full) else piece.ids.tolist()
     assert sorted(carried) == [0, 1, 2]
 
@@ -149,10 +157,10 @@ def test_pieces_of_an_object_are_the_object(
     random = np.random.default_rng(4)
     old = random_bits(table, random)
     new = nudge(old, random, 0.001)
-    changes = changes_between(table, old, new, full=[table.index("empty"), 1])
+    changes = changes_between(table, old, new, codec, full=[table.index("empty"), 1])
     state = state_of(table, old)
     data = encode(changes, table, codec, compression, CONTEXT, state.base_tensor)
-    lazy = LazyDelta(np.frombuffer(data, np.uint8), table, CONTEXT, state.base_tensor if codec == "tiled" else None)
+    lazy = DeltaReader(np.frombuffer(data, np.uint8), table, CONTEXT, state.base_tensor if codec == "tiled" else None)
     assert (lazy.changed, lazy.fingerprints) == (changes.changed, changes.fingerprints)
     pieces = list(pieces_of([lazy]))
     assert len(pieces) > 10
@@ -175,7 +183,7 @@ def test_damaged_objects_are_refused(codec: Codec) -> None:
         damaged = bytearray(data)
         damaged[place] ^= 1 << int(random.integers(8))
         try:
-            pieces = list(pieces_of([LazyDelta(bytes(damaged), table, CONTEXT, base)]))
+            pieces = list(pieces_of([DeltaReader(bytes(damaged), table, CONTEXT, base)]))
         except (FormatError, LimitError, ChainError, UnsupportedError, TensorMismatchError):
             refused += 1
             with pytest.raises(DeltaSyncError):
@@ -183,20 +191,38 @@ def test_damaged_objects_are_refused(codec: Codec) -> None:
             continue
         whole = decode(bytes(damaged), table, CONTEXT, base)
         assert sum(piece.changed for piece in pieces) == whole.changed
-        assert merge_changes(pieces, table).changed == merge_changes([whole], table).changed
     assert refused > 60
     for cut in (0, 7, 8, 100, len(data) - 1):
         with pytest.raises(FormatError):
-            list(pieces_of([LazyDelta(data[:cut], table, CONTEXT, base)]))
+            list(pieces_of([DeltaReader(data[:cut], table, CONTEXT, base)]))
 
 
-def test_codec_raw_and_other_versions_are_refused() -> None:
+def test_other_versions_are_refused() -> None:
     random = np.random.default_rng(6)
     old = random_bits(TABLE, random)
-    new = nudge(old, random, 0.1)
-    raw = encode(changes_between(TABLE, old, new, "raw"), TABLE, "raw", "none", CONTEXT)
-    with pytest.raises(UnsupportedError, match="codec 'raw'"):
-        LazyDelta(raw, TABLE, CONTEXT)
-    plain = encode(changes_between(TABLE, old, new), TABLE, "plain", "zstd", CONTEXT)
+    plain = encode(changes_between(TABLE, old, nudge(old, random, 0.1)), TABLE, "plain", "zstd", CONTEXT)
     with pytest.raises(ChainError, match="'version' is '1'"):
-        LazyDelta(plain, TABLE, DeltaContext(CONTEXT.run, 2, 0))
+        DeltaReader(plain, TABLE, DeltaContext(CONTEXT.run, 2, 0))
+
+
+def test_backwards_the_changes_lead_back_or_are_refused() -> None:
+    random = np.random.default_rng(7)
+    old = random_bits(TABLE, random)
+    new = nudge(old, random, 0.1)
+    state = state_of(TABLE, new)
+    distances = changes_between(TABLE, old, new)
+    state.apply(DeltaReader(encode(distances, TABLE, "plain", "zstd", CONTEXT), TABLE, CONTEXT, None, True).rest())
+    assert [bits.tobytes() for bits in state.bits] == [bits.tobytes() for bits in old]
+    others: list[tuple[Changes, Codec]] = [
+        (changes_between(TABLE, old, new, "raw"), "raw"),
+        (changes_between(TABLE, old, new, full=[1]), "plain"),
+    ]
+    for changes, codec in others:
+        with pytest.raises(ChainError, match="does not contain the old bits"):
+            DeltaReader(encode(changes, TABLE, codec, "none", CONTEXT), TABLE, CONTEXT, None, True)
+    base = state_of(TABLE, old).base_tensor
+    with classes_at([1, 1, 1]):
+        data = encode(distances, TABLE, "tiled", "zstd", CONTEXT, base)
+    reader = DeltaReader(data, TABLE, CONTEXT, base, True)
+    with pytest.raises(UnsupportedError, match="only with the weights of its base version"):
+        reader.rest()

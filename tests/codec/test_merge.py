@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.merging import merged
 from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, patterns, random_bits, state_of
-from vllm_delta_sync.codec import merge as merging
+from vllm_delta_sync.codec import delta_reader as reading
 from vllm_delta_sync.codec import merge_kernels
 from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.codec.merge import merge_changes, warm_up
-from vllm_delta_sync.errors import ChainError, FingerprintError
+from vllm_delta_sync.codec.merge import warm_up
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint
@@ -78,12 +78,12 @@ def histories(draw: st.DrawFn) -> tuple[TensorTable, list[list[Bits]], list[Chan
     return table, versions, parts
 
 
-def check_form(merged: Changes) -> None:
+def check_form(found: Changes) -> None:
     """What the docstring of ``merge`` says of the result, and Sparse of its arrays."""
-    kinds = [(group.dtype, group.relative) for group in merged.sparse]
+    kinds = [(tensor, group.relative) for group in found.sparse for tensor in group.ids.tolist()]
     assert len(set(kinds)) == len(kinds)
     carried: dict[int, np.ndarray] = {}
-    for group in merged.sparse:
+    for group in found.sparse:
         assert [str(array.dtype) for array in (group.ids, group.positions)] == ["uint32", "int64"]
         assert group.data.dtype == group.element.uint
         assert np.all(np.diff(group.ids.astype(np.int64)) > 0)
@@ -94,26 +94,26 @@ def check_form(merged: Changes) -> None:
             assert not np.intersect1d(positions, carried.get(tensor, [])).size
             carried[tensor] = np.concatenate([carried.get(tensor, positions[:0]), positions])
         assert not group.relative or np.all(group.data)
-    full = [tensor.id for tensor in merged.full]
+    full = [tensor.id for tensor in found.full]
     assert full == sorted(set(full))
     assert not set(full) & set(carried)
-    assert list(merged.fingerprints) == sorted([*full, *carried])
+    assert list(found.fingerprints) == sorted([*full, *carried])
 
 
 def check_merge(table: TensorTable, versions: list[list[Bits]], parts: list[Changes]) -> Changes:
     """Merge, and hold it against applying the parts one by one; → the merged changes."""
     before = deepcopy(parts)
-    merged = merge_changes(parts, table)
+    found = merged(parts, table)
     assert_same(parts, before)
     step, leap = state_of(table, versions[0]), state_of(table, versions[0])
     for part in parts:
         step.apply(part)
-    leap.apply(merged)
-    for found, followed, expected in zip(leap.bits, step.bits, versions[-1], strict=True):
-        assert found.tobytes() == followed.tobytes() == expected.tobytes()
+    leap.apply(found)
+    for got, followed, expected in zip(leap.bits, step.bits, versions[-1], strict=True):
+        assert got.tobytes() == followed.tobytes() == expected.tobytes()
     assert leap.fingerprints == step.fingerprints == state_of(table, versions[-1]).fingerprints
-    check_form(merged)
-    return merged
+    check_form(found)
+    return found
 
 
 def assert_same(parts: list[Changes], others: list[Changes]) -> None:
@@ -139,8 +139,8 @@ def test_merging_in_stages_gives_the_same(history: tuple[TensorTable, list[list[
     table, _, parts = history
     cut = len(parts) // 2
     assert_same(
-        [merge_changes([merge_changes(parts[:cut], table), merge_changes(parts[cut:], table)], table)],
-        [merge_changes(parts, table)],
+        [merged([merged(parts[:cut], table), merged(parts[cut:], table)], table)],
+        [merged(parts, table)],
     )
 
 
@@ -150,13 +150,13 @@ def test_distances_there_and_back_fold_to_nothing(
 ) -> None:
     table, versions, _ = history
     walk = [*versions, *versions[-2::-1]]
-    merged = merge_changes([changes_between(table, old, new) for old, new in pairwise(walk)], table)
-    assert (merged.sparse, merged.full, merged.fingerprints) == ([], [], {})
+    found = merged([changes_between(table, old, new) for old, new in pairwise(walk)], table)
+    assert (found.sparse, found.full, found.fingerprints) == ([], [], {})
 
 
 def test_batches_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors larger than a tile, in several batches, dense and thin, from steps in every codec."""
-    monkeypatch.setattr(merging, "BATCH_ELEMENTS", 9_000)
+    monkeypatch.setattr(reading, "LAZY_ELEMENTS", 9_000)
     tile = int(merge_kernels.TILE)
     sizes = [1, tile - 1, tile, tile + 1, 3 * tile + 5, 40 * tile]
     specs = [TensorSpec(f"{dtype}.{n}", dtype, (n,)) for dtype in ("BF16", "F32", "F8_E4M3", "F64") for n in sizes]
@@ -189,8 +189,8 @@ def test_what_was_decoded_merges() -> None:
         changes = changes_between(table, versions[-1], new, codec, full=[len(parts), table.index("empty")])
         parts.append(decode(encode(changes, table, codec, "zstd", CONTEXT), table, CONTEXT))
         versions.append(new)
-    merged = check_merge(table, versions, parts)
-    assert {tensor.id for tensor in merged.full} == {0, 1, 2, 3, table.index("empty")}
+    found = check_merge(table, versions, parts)
+    assert {tensor.id for tensor in found.full} == {0, 1, 2, 3, table.index("empty")}
 
 
 def test_each_rule_on_one_element() -> None:
@@ -204,7 +204,7 @@ def test_each_rule_on_one_element() -> None:
         return Changes([Sparse("U8", ids, counts, positions, data, relative)], [], {0: Fingerprint(1, 2)})
 
     def found(*parts: Changes) -> dict[bool, dict[int, int]]:
-        groups = merge_changes(parts, table).sparse
+        groups = merged(parts, table).sparse
         return {g.relative: dict(zip(g.positions.tolist(), g.data.tolist(), strict=True)) for g in groups}
 
     assert found(part(True, p1=250, p3=3), part(True, p0=1, p1=10, p3=253)) == {True: {0: 1, 1: 4}}
@@ -213,22 +213,19 @@ def test_each_rule_on_one_element() -> None:
     assert found(part(False, p1=255, p2=6), part(True, p1=2, p4=1)) == {True: {4: 1}, False: {1: 1, 2: 6}}
     sparse = part(True, p1=5)
     full = Changes([], [Full(0, np.arange(9, dtype=np.uint8))], {0: Fingerprint(2**64 - 1, 5)})
-    after = merge_changes([sparse, full], table)
+    after = merged([sparse, full], table)
     assert not after.sparse
     assert after.full[0].bits.tolist() == list(range(9))
     assert after.fingerprints == {0: Fingerprint(0, 7)}
-    after = merge_changes([full, sparse, part(False, p8=77)], table)
+    after = merged([full, sparse, part(False, p8=77)], table)
     assert after.full[0].bits.tolist() == [0, 6, 2, 3, 4, 5, 6, 7, 77]
     assert full.full[0].bits.tolist() == list(range(9))
-    # ModelState applies tensors in full last.
-    both = Changes(sparse.sparse, full.full, full.fingerprints)
-    assert merge_changes([both], table).full[0].bits.tolist() == list(range(9))
 
 
 def test_nothing_and_one_part() -> None:
     table = every_dtype_table(20)
-    assert merge_changes([], table) == Changes()
-    assert merge_changes([Changes(), Changes()], table) == Changes()
+    assert merged([], table) == Changes()
+    assert merged([Changes(), Changes()], table) == Changes()
     random = np.random.default_rng(3)
     old = random_bits(table, random)
     new = nudge(old, random, 0.5)
@@ -236,36 +233,16 @@ def test_nothing_and_one_part() -> None:
         part = changes_between(table, old, new, codec, full=[3])
         part.sparse.sort(key=lambda group: group.dtype)
         part.fingerprints = dict(sorted(part.fingerprints.items()))
-        assert_same([merge_changes([part], table)], [part])
-        assert_same([merge_changes([Changes(), part, Changes()], table)], [part])
-
-
-def test_an_anchor_is_refused() -> None:
-    table = TensorTable([TensorSpec("a", "BF16", (2,)), TensorSpec("b", "BF16", (2,))])
-    bits = [np.zeros(2, np.uint16), np.zeros(2, np.uint16)]
-    delta = changes_between(table, bits, [bits[0], bits[1] + np.uint16(1)])
-    anchor = Changes(full=[Full(0, bits[0]), Full(1, bits[1])])
-    for parts in ([anchor], [delta, anchor], [anchor, delta]):
-        with pytest.raises(ChainError, match=r"part \d of \d to merge has tensor 'a' in full .* so it is an anchor"):
-            merge_changes(parts, table)
-
-
-def test_a_change_of_fingerprint_without_elements_is_left_to_be_refused() -> None:
-    table = TensorTable([TensorSpec("a", "I8", (2,))])
-    old, new = [np.zeros(2, np.uint8)], [np.ones(2, np.uint8)]
-    there, back = changes_between(table, old, new), changes_between(table, new, old)
-    back.fingerprints[0] += Fingerprint(1, 0)
-    merged = merge_changes([there, back], table)
-    assert merged == Changes(fingerprints={0: Fingerprint(1, 0)})
-    with pytest.raises(FingerprintError, match="'a'"):
-        state_of(table, old).apply(merged)
+        assert_same([merged([part], table)], [part])
+        assert_same([merged([Changes(), part, Changes()], table)], [part])
 
 
 COMPILED_AHEAD = """
 import json, sys
 import numpy as np
-from vllm_delta_sync.codec.merge import merge_changes, warm_up
+from vllm_delta_sync.codec.merge import warm_up
 assert "numba" not in sys.modules
+from tests.support.merging import merged
 from tests.support.samples import changes_between, every_dtype_table, nudge, random_bits
 from vllm_delta_sync.format.dtypes import DTYPES
 warm_up(DTYPES.values())
@@ -282,7 +259,7 @@ parts = [
     changes_between(table, versions[1], versions[2], "raw"),
     changes_between(table, versions[2], versions[3], "plain"),
 ]
-merge_changes(parts, table)
+merged(parts, table)
 print(json.dumps([before, [len(loop.signatures) for loop in loops]]))
 """
 

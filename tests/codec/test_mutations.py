@@ -20,7 +20,7 @@ from vllm_delta_sync.errors import DeltaSyncError, LimitError, NotFoundError
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.manifest import Document, Head, Manifest, ObjectRef, RunInfo
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.run.checks import decode_objects
+from vllm_delta_sync.run.decode import decode_objects
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.state import ModelState
 

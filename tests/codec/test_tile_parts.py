@@ -21,7 +21,7 @@ from tests.codec.tiling import (
 )
 from tests.support import reference_tiles as reference
 from tests.support.samples import CONTEXT, changes_between, state_of
-from vllm_delta_sync.codec.delta_reader import LazyDelta, decode
+from vllm_delta_sync.codec.delta_reader import DeltaReader, decode
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles.grid import extent, grid_of
 from vllm_delta_sync.codec.tiles.rectangles import TensorView, covered_rectangles
@@ -65,7 +65,7 @@ def test_of_whole_tiles_a_rank_reads_exactly_its_changes(
     with classes_at(KEYS), many_threads(threads):
         written = encode(changes, table, "tiled", "zstd", CONTEXT, whole([old]))
         found = decode(written, table, CONTEXT, lambda _: held(old, shape, parts))
-        lazy = LazyDelta(written, table, CONTEXT, lambda _: held(old, shape, parts)).take("BF16", 1)
+        lazy = DeltaReader(written, table, CONTEXT, lambda _: held(old, shape, parts)).take("BF16", 1)
     wanted = {where: step for where, step in signed(changes)[0].items() if inside[where]}
     assert signed(found) == ({0: wanted} if wanted else {})
     assert [group.positions.tolist() for group in lazy if group.positions.size] == ([sorted(wanted)] if wanted else [])

@@ -21,7 +21,7 @@ from tests.codec.tiling import (
 from tests.support import reference_tiles as reference
 from tests.support.samples import CONTEXT, changes_between
 from vllm_delta_sync.codec.delta_object import Arrays, BlockEntries
-from vllm_delta_sync.codec.delta_reader import LazyDelta, decode
+from vllm_delta_sync.codec.delta_reader import DeltaReader, decode
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles import coder, encode_kernels
 from vllm_delta_sync.codec.tiles.classes import KEYS, choose_thresholds, key_limits, magnitude_mask
@@ -86,7 +86,7 @@ def test_what_is_encoded_comes_back_and_is_what_the_specification_reads(
     assert_same(changes, decode(written, table, CONTEXT, base))
     assert by_the_letter(written, table, old if codec == "tiled" else None) == signed(changes)
     # Tensor by tensor, too.
-    lazy, found = LazyDelta(written, table, CONTEXT, base), Changes(fingerprints=changes.fingerprints)
+    lazy, found = DeltaReader(written, table, CONTEXT, base), Changes(fingerprints=changes.fingerprints)
     for stop in range(1, len(table) + 1):
         found.sparse += lazy.take(dtype, stop)
     assert_same(changes, found)

@@ -14,7 +14,7 @@ from tests.codec.tiling import by_the_letter, classes_at, encoded, many_threads,
 from tests.support import reference_tiles as reference
 from tests.support.samples import CONTEXT
 from vllm_delta_sync.codec.delta_object import Arrays
-from vllm_delta_sync.codec.delta_reader import LazyDelta, decode, pieces_of
+from vllm_delta_sync.codec.delta_reader import DeltaReader, decode, pieces_of
 from vllm_delta_sync.codec.tiles.decode_kernels import NO_CODE, OUTSIDE, SHORT, TOO_MANY, TWICE, WIDE
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, UnsupportedError
 from vllm_delta_sync.format.codecs import Codec
@@ -77,7 +77,7 @@ def refused(data: bytes, table: TensorTable, match: str, old: Bits | None = None
         decode(data, table, CONTEXT, base)
     assert "delta object of version 1, block 0" in str(caught.value)
     with pytest.raises(FormatError, match=match):
-        list(pieces_of([LazyDelta(data, table, CONTEXT, base)]))
+        list(pieces_of([DeltaReader(data, table, CONTEXT, base)]))
     if by_reference:
         with pytest.raises(reference.Malformed):
             by_the_letter(data, table, None if old is None else [old])
@@ -117,7 +117,7 @@ def test_tables_too_small_for_a_huge_tensor_are_refused_before_its_grid_is_made(
         data = block(table, tables_of({}, [0]), b"", [1], codec)  # type: ignore[arg-type]
         refused(data, table, f"tables have {SIZES_AT + 4} bytes, too few for the tiles", by_reference=False)
         with pytest.raises(FormatError, match="too few for the tiles"):
-            LazyDelta(data, table, CONTEXT).check()
+            DeltaReader(data, table, CONTEXT).check()
 
 
 @pytest.mark.parametrize("keys", [(1, 0, 0), (0, 1, 0), (5, 4, 6), (255, 0, 254)])
@@ -158,10 +158,10 @@ def test_a_stream_of_two_to_the_31_bits() -> None:
 
 def test_tables_are_checked_without_old_bits() -> None:
     table, tables, streams = good_parts()
-    wrong = LazyDelta(block(table, tables[:-1], streams, [20, 2], "tiled"), table, CONTEXT)
+    wrong = DeltaReader(block(table, tables[:-1], streams, [20, 2], "tiled"), table, CONTEXT)
     with pytest.raises(FormatError, match="tables have"):
         wrong.check()
-    LazyDelta(block(table, tables, streams, [20, 2], "tiled"), table, CONTEXT).check()
+    DeltaReader(block(table, tables, streams, [20, 2], "tiled"), table, CONTEXT).check()
 
 
 def test_a_tile_of_codec_plain_that_is_not_plain() -> None:
@@ -173,7 +173,7 @@ def test_a_tile_of_codec_plain_that_is_not_plain() -> None:
     refused(wrong, table, "codec 'plain' has a tile that is not plain")
     refused(wrong, table, "codec 'plain' has a tile that is not plain", ELEVEN)
     with pytest.raises(FormatError, match="not plain"):
-        LazyDelta(wrong, table, CONTEXT).check()
+        DeltaReader(wrong, table, CONTEXT).check()
 
 
 def test_a_tile_that_is_not_plain_takes_old_bits() -> None:

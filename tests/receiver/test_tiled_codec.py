@@ -20,6 +20,7 @@ from tests.support.samples import changes_between, random_bits
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
+from vllm_delta_sync.codec.merge import RollingBase
 from vllm_delta_sync.codec.tiles import grid
 from vllm_delta_sync.codec.tiles.grid import extent
 from vllm_delta_sync.codec.tiles.rectangles import MOST_RECTANGLES, TensorView, covered_rectangles
@@ -28,8 +29,8 @@ from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.protocol import Outcome, Poll, Progress, Staged
 from vllm_delta_sync.engine.staging import live_base
 from vllm_delta_sync.engine.staging import read_steps as reading
-from vllm_delta_sync.engine.staging.live_base import LiveBaseReader, with_changes
-from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, read_steps
+from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
+from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, open_steps
 from vllm_delta_sync.errors import (
     DeltaSyncError,
     EngineError,
@@ -289,7 +290,8 @@ def test_two_ranks_decode_what_they_hold_and_together_all(sliced: SlicedChain) -
     parts = []
     for model in sliced.models(sliced.bits[0], 2):
         routes = trace_routes(model, SLICED)
-        parts.append(read_steps(steps, declared, routes, PhaseTimer(), LiveBaseReader(routes, lambda: 0)))
+        [[reader]] = open_steps(steps, declared, routes, PhaseTimer(), LiveBaseReader(routes, lambda: 0))
+        parts.append(reader.rest())
     for tensor, spec in enumerate(SLICED):
         every, *mine = (positions_of(changes, tensor) for changes in (expected, *parts))
         if spec.name == "norm.weight":
@@ -462,6 +464,7 @@ def test_what_is_scattered_is_refused_by_name() -> None:
 def test_steps_before_are_laid_over_a_copy() -> None:
     random = np.random.default_rng(4)
     states = [random_bits(TABLE, random) for _ in range(5)]
+    first = [bits.copy() for bits in states[0]]
     full = TABLE.index("q.weight")
     parts = [
         changes_between(TABLE, states[0], states[1]),
@@ -470,11 +473,21 @@ def test_steps_before_are_laid_over_a_copy() -> None:
         changes_between(TABLE, states[3], states[4]),
     ]
     held = BaseTensor(states[0][0].copy(), ((0, 1, 0, 1),))
-    after = with_changes(lambda tensor: held if tensor == 0 else BaseTensor(states[0][tensor].copy()), parts)
+    after = RollingBase(lambda tensor: held if tensor == 0 else BaseTensor(states[0][tensor]))
+    wanted = np.ones(len(TABLE), bool)
+    for number, part in enumerate(parts):
+        for group in part.sparse:
+            after.apply(group, wanted)
+        for whole in part.full:
+            after.replace(whole)
+        if number % 2:
+            # Read in between, as the objects of each version do, or not.
+            assert np.array_equal(after(full).bits, states[number + 1][full])
     for tensor, spec in enumerate(TABLE):
         assert np.array_equal(after(tensor).bits, states[4][tensor]), spec.name
     assert after(0).rectangles == held.rectangles
     assert np.array_equal(parts[1].full[0].bits, states[2][full])
+    assert all(np.array_equal(bits, before) for bits, before in zip(states[0], first, strict=True))
 
 
 def test_weights_that_move_while_they_are_copied_are_not_handed_on() -> None:

@@ -44,7 +44,7 @@ from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights, StoppedError
-from vllm_delta_sync.run.checks import decode_objects
+from vllm_delta_sync.run.decode import decode_objects
 from vllm_delta_sync.run.objects import open_step_objects, scratch_folder
 from vllm_delta_sync.run.read_plan import GapError, find_steps
 from vllm_delta_sync.run.restore import restore

@@ -71,7 +71,7 @@ def test_pieces_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     new = nudge(old, random, 0.05)
     state, context = state_of(TABLE, old), DeltaContext("", 1, 0)
     data = encode(changes_between(TABLE, old, new, full=[2]), TABLE, "tiled", "zstd", context, state.base_tensor)
-    lazy = reading.LazyDelta(data, TABLE, context, state.base_tensor)
+    lazy = reading.DeltaReader(data, TABLE, context, state.base_tensor)
     pieces = []
     for piece in reading.pieces_of([lazy]):
         pieces.append(sorted(piece.fingerprints))

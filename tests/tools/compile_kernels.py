@@ -6,11 +6,12 @@ commit. What it leaves out is compiled by the test that needs it.
 
 import numpy as np
 
+from tests.support.merging import merged
 from tests.support.samples import CONTEXT, changes_between, nudge, random_bits, state_of
 from trainer_side.diff import engine
 from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.codec.merge import merge_changes, warm_up
+from vllm_delta_sync.codec.merge import warm_up
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.engine.commit import apply
 from vllm_delta_sync.format import fingerprint
@@ -41,7 +42,7 @@ def compile_for(element: DType) -> None:
             there, back = (changes_between(table, *pair, codec) for pair in ((old, new), (new, old)))
             data = encode(there, table, codec, compression, CONTEXT, base)
             state_of(table, old).apply(decode(data, table, CONTEXT, base))
-            merge_changes([there, back], table)
+            merged([there, back], table)
 
 
 if __name__ == "__main__":

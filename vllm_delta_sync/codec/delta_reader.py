@@ -1,10 +1,11 @@
-"""``decode`` reads a delta object at once, ``LazyDelta`` tensor by tensor; both treat it as hostile input.
+"""``DeltaReader`` reads a delta object tensor by tensor, ``decode`` all of it; the bytes are treated as hostile input.
 
-Both open the same readers of blocks, which first read and check their directories (which tensors, how many elements).
-``LazyDelta`` decodes planes as the tensors are reached, from compressed bytes that stay in their memory map.
+A reader first reads and checks the directories of all blocks (which tensors, how many elements). It decodes tensors
+when they are asked for, from compressed bytes that stay in their memory map.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from vllm_delta_sync.codec.delta_object import (
     sizes_by_tensor,
 )
 from vllm_delta_sync.codec.full import FullReader, LazyFullTensors
+from vllm_delta_sync.codec.raw import RawReader
 from vllm_delta_sync.codec.tiles import coder
 from vllm_delta_sync.codec.tiles.coder import TilesBlock
 from vllm_delta_sync.codec.zstd import COMPRESSIONS, Compression
@@ -38,37 +40,21 @@ from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 
 LAZY_ELEMENTS = 1024 * 1024
 """Tensors are read in batches of about this many changed elements, over all objects."""
+BASE_ELEMENTS = 16 * 1024 * 1024
+"""Where the old bits of a batch are kept, its tensors have about this many elements."""
 
 
 def decode(data: Buffer, table: TensorTable, context: DeltaContext, old: BaseLookup | None = None) -> Changes:
-    """Parse and verify a delta object; the result is safe to apply to the tensors of ``table``.
+    """Read a delta object at once; the result is safe to apply to the tensors of ``table``.
 
     Args:
-        old: the bits at the base version; only codec ``tiled`` needs them.
+        old: the bits at the base version; only codec ``tiled`` needs them. Where it has a part of a tensor, only that
+            part is decoded.
 
     Raises:
-        FormatError, LimitError: malformed, or positions outside their tensor.
-        UnsupportedError: a codec or compression of a later release, or codec ``tiled`` without base bits.
-        ChainError: the object belongs to another run, version or base version.
-        TensorMismatchError: a tensor is not in the table, or has another dtype or shape.
+        DeltaSyncError: as ``DeltaReader`` and ``DeltaReader.take``.
     """
-    what = f"delta object of version {context.version}"
-    container = Container(data, what)
-    metadata = read_metadata(container, context, what)
-    named = _named(container, table, what)
-    carried = [tensor.id for tensor in named]
-    if metadata["codec"] == "raw":
-        changes, known = Changes(raw.decode(container, table, what), named), raw.entry_names(table, container)
-        carried += [int(tensor) for group in changes.sparse for tensor in group.ids]
-    else:
-        changed, whole_readers, known = _open_readers(container, table, metadata, context, old, what)
-        groups = [reader.take(reader.directory.ids.size) for reader in changed]
-        whole = named + [tensor for reader in whole_readers for tensor in reader.read()]
-        # A group is empty if ``old`` has other parts of its tensors.
-        changes = Changes([group for group in groups if group.ids.size], whole)
-        carried += _ids([reader.directory for reader in changed] + [reader.directory for reader in whole_readers])
-    changes.fingerprints = _declared_fingerprints(container, table, known, carried, metadata["codec"], what)
-    return changes
+    return DeltaReader(data, table, context, old).rest()
 
 
 def compile_kernels(elements: Iterable[DType]) -> None:
@@ -76,39 +62,6 @@ def compile_kernels(elements: Iterable[DType]) -> None:
     chosen = list(elements)
     coder.compile_decoder(chosen)
     raw.compile_decoder()
-
-
-def _open_readers(
-    container: Container,
-    table: TensorTable,
-    metadata: dict[str, Any],
-    context: DeltaContext,
-    old: BaseLookup | None,
-    what: str,
-) -> tuple[list["TilesReader"], list[FullReader], set[str]]:
-    """Open all blocks: readers of changed elements, readers of tensors in full, and the names of all their entries."""
-    blocks, compression = parse_blocks(metadata["blocks"], what), metadata["compression"]
-    tiles: list[TilesReader] = []
-    whole = []
-    for item in open_blocks(container, table, blocks, context.changed, what):
-        if item.block.kind == "full":
-            whole.append(FullReader(container, item, compression))
-        else:
-            tiles.append(TilesReader(container, table, item, metadata["codec"], compression, old, context.base_version))
-    names = full.entry_names(block for block in blocks if block.kind == "full")
-    names |= {f"{block.name}.{part}" for block in blocks if block.kind == "tiles" for part in TILES_PARTS}
-    return tiles, whole, names
-
-
-def codec_of(data: Buffer, context: DeltaContext) -> Codec:
-    """Return the codec of a delta object.
-
-    Raises:
-        FormatError, LimitError, UnsupportedError, ChainError: see ``decode``.
-    """
-    what = f"delta object of version {context.version}"
-    codec: Codec = read_metadata(Container(data, what), context, what)["codec"]
-    return codec
 
 
 def read_metadata(container: Container, context: DeltaContext, what: str) -> dict[str, Any]:
@@ -202,65 +155,96 @@ def _named(container: Container, table: TensorTable, what: str) -> list[Full]:
     return found
 
 
-class LazyDelta:
+class DeltaReader:
     """A delta object whose tensors are decoded on demand, once each, in ascending order of id.
 
     Args:
-        old: the bits at the base version, read when a tensor is taken; only codec ``tiled`` needs them.
+        old: the bits at the base version, read when a tensor is taken; only codec ``tiled`` needs them. Where it has a
+            part of a tensor, only that part is decoded.
+        backwards: read the changes that lead back; ``old`` then only says which parts are wanted.
 
     Attributes:
-        codec: of the object. version: that it leads to.
+        codec: of the object.
         directory: per dtype (ids, counts), (k,) uint32 and int64, ascending by id.
         full: tensors in full by id, decoded on access, a block at a time.
         fingerprints: declared changes, per tensor id.
         changed: elements carried, including those of tensors in full.
 
     Raises:
-        UnsupportedError: the object has codec ``raw``.
-        DeltaSyncError: as ``decode``; damage inside a plane is found when it is taken.
+        FormatError, LimitError: malformed.
+        UnsupportedError: a codec or compression of a later release.
+        ChainError: the object belongs to another run, version or base version; or cannot be read backwards.
+        TensorMismatchError: a tensor is not in the table, or has another dtype or shape.
     """
 
-    def __init__(self, data: Buffer, table: TensorTable, context: DeltaContext, old: BaseLookup | None = None) -> None:
-        self.version = context.version
+    def __init__(
+        self,
+        data: Buffer,
+        table: TensorTable,
+        context: DeltaContext,
+        old: BaseLookup | None = None,
+        backwards: bool = False,
+    ) -> None:
+        self._backwards = backwards
         what = f"delta object of version {context.version}"
         container = Container(data, what)
         metadata = read_metadata(container, context, what)
-        self.codec = metadata["codec"]
-        if self.codec not in RELATIVE_CODECS:
-            raise UnsupportedError(
-                f"{what} has codec {self.codec!r}, which has new values instead of distances; only objects of codecs "
-                f"{' and '.join(map(repr, RELATIVE_CODECS))} can be merged"
-            )
+        self.codec: Codec = metadata["codec"]
         named = _named(container, table, what)
-        changed, whole, known = _open_readers(container, table, metadata, context, old, what)
+        whole: list[FullReader] = []
+        self._readers: list[TilesReader | RawReader] = []
+        if self.codec == "raw":
+            self._readers += raw.open_readers(container, table, old, what)
+            known = raw.entry_names(table, container)
+        else:
+            blocks, compression = parse_blocks(metadata["blocks"], what), metadata["compression"]
+            for item in open_blocks(container, table, blocks, context.changed, what):
+                if item.block.kind == "full":
+                    whole.append(FullReader(container, item, compression))
+                else:
+                    self._readers.append(TilesReader(container, table, item, self.codec, compression, old, backwards))
+            known = full.entry_names(block for block in blocks if block.kind == "full")
+            known |= {f"{block.name}.{part}" for block in blocks if block.kind == "tiles" for part in TILES_PARTS}
+        directories = [reader.directory for reader in self._readers] + [reader.directory for reader in whole]
         carried = [tensor.id for tensor in named]
-        directories = [reader.directory for reader in changed] + [reader.directory for reader in whole]
-        carried += _ids(directories)
+        carried += [int(tensor) for directory in directories for tensor in directory.ids]
         self.fingerprints = _declared_fingerprints(container, table, known, carried, self.codec, what)
         self.full: Mapping[int, Full] = LazyFullTensors(named, whole)
-        self._readers = changed
         self.directory = {
-            dtype: _merged([reader.directory for reader in changed if reader.block.element.name == dtype])
-            for dtype in sorted({reader.block.element.name for reader in changed})
+            dtype: _merged([reader.directory for reader in self._readers if reader.dtype == dtype])
+            for dtype in sorted({reader.dtype for reader in self._readers})
         }
         self.changed = sum(int(directory.counts.sum()) for directory in directories)
         self.changed += sum(tensor.bits.size for tensor in named)
+        if backwards:
+            if self.full or self.codec == "raw":
+                raise ChainError(f"{what} replaces bits and cannot be reverted: it does not contain the old bits")
+            self.fingerprints = {tensor: Fingerprint() - change for tensor, change in self.fingerprints.items()}
 
     def take(self, dtype: str, stop: int) -> list[Sparse]:
         """Return changed elements, not taken yet, of this dtype's tensors with an id below ``stop``.
 
-        A tensor is in one group only.
+        A tensor is in one group only. Tensors are left out of which ``old`` has no changed element.
 
         Raises:
-            FormatError, LimitError: a plane or stream is damaged, or was made against other bits.
+            FormatError, LimitError: a plane or stream is damaged, or was made against other bits; positions outside
+                their tensor.
             UnsupportedError: the object has codec ``tiled``, and there are no base bits.
         """
         found = []
         for reader in self._readers:
             last = int(np.searchsorted(reader.directory.ids, stop))
-            if reader.block.element.name == dtype and last > reader.row:
-                found.append(reader.take(last))
-        return found
+            if reader.dtype == dtype and last > reader.row:
+                found.append(self._directed(reader.take(last)))
+        return [group for group in found if group.ids.size]
+
+    def rest(self) -> Changes:
+        """Return what was not taken yet, at once. Raises as ``take``."""
+        groups = [self._directed(reader.take(reader.directory.ids.size)) for reader in self._readers if reader.left]
+        return Changes([group for group in groups if group.ids.size], [*self.full.values()], self.fingerprints)
+
+    def _directed(self, group: Sparse) -> Sparse:
+        return replace(group, data=group.data.dtype.type(0) - group.data) if self._backwards else group
 
     def check(self) -> None:
         """Check the tables of blocks, which need no base bits and are otherwise read on demand.
@@ -269,7 +253,7 @@ class LazyDelta:
             FormatError, LimitError: a table is malformed.
         """
         for reader in self._readers:
-            reader.open()
+            reader.check()
 
 
 class TilesReader:
@@ -278,7 +262,7 @@ class TilesReader:
     Its tables stay in memory only from its first tensor to its last, since an object may have thousands of blocks.
 
     Attributes:
-        block: its number, element type and kind. directory: its tensors. row: index of the first tensor not taken yet.
+        dtype: of its tensors. directory: its tensors. row: index of the first tensor not taken yet.
     """
 
     def __init__(
@@ -289,17 +273,29 @@ class TilesReader:
         codec: Codec,
         compression: Compression,
         old: BaseLookup | None,
-        base_version: int,
+        backwards: bool,
     ) -> None:
-        self.block, self.directory, self._what = opened.block, opened.directory, opened.what
+        self._block, self.directory, self._what = opened.block, opened.directory, opened.what
+        self.dtype = opened.block.element.name
         self._container, self._table, self._codec, self._compression = container, table, codec, compression
-        self._old, self._base_version = old, base_version
+        # Backwards, ``old`` has the bits of the other version.
+        self._old, self._has_bits = old, old is not None and not backwards
         self.row = 0
         self._tables: TilesBlock | None = None
 
-    def open(self) -> TilesBlock:
-        """Read the tables. Raises FormatError or LimitError if they are malformed."""
-        found = TilesBlock.open(self._container, self._table, self.block, self.directory, self._compression, self._what)
+    @property
+    def left(self) -> bool:
+        """Whether a tensor was not taken yet."""
+        return self.row < self.directory.ids.size
+
+    def check(self) -> None:
+        """Raise FormatError or LimitError if the tables are malformed."""
+        self._open()
+
+    def _open(self) -> TilesBlock:
+        found = TilesBlock.open(
+            self._container, self._table, self._block, self.directory, self._compression, self._what
+        )
         if self._codec not in BASE_CODECS and not found.all_plain:
             raise FormatError(f"{self._what}: codec {self._codec!r} has a tile that is not plain")
         return found
@@ -312,17 +308,17 @@ class TilesReader:
             UnsupportedError: there are no base bits, or too few.
         """
         first, self.row = self.row, last
-        tables = self._tables or self.open()
-        if self._old is None and not tables.all_plain:
+        tables = self._tables or self._open()
+        if not self._has_bits and not tables.all_plain:
             raise UnsupportedError(
-                f"{self._what} has codec {self._codec!r} and can be decoded only with the weights of its base version "
-                f"{self._base_version}, which are not available here"
+                f"{self._what} has codec {self._codec!r} and can be decoded only with the weights of its base version, "
+                "which are not available here"
             )
         self._tables = tables if last < self.directory.ids.size else None
         return tables.take(first, last, self._old)
 
 
-def pieces_of(parts: Sequence[LazyDelta]) -> Iterator[Changes]:
+def pieces_of(parts: Sequence[DeltaReader]) -> Iterator[Changes]:
     """Yield what ``decode`` returns for the objects of one document, piece by piece in the memory of few tensors.
 
     A tensor is in one piece only, and is read from all objects before that piece is yielded. So each piece may be
@@ -333,7 +329,7 @@ def pieces_of(parts: Sequence[LazyDelta]) -> Iterator[Changes]:
 
     Raises:
         FormatError, LimitError: a plane is damaged; earlier pieces were already yielded.
-        UnsupportedError: see ``LazyDelta.take``.
+        UnsupportedError: see ``DeltaReader.take``.
     """
     for dtype in sorted({dtype for part in parts for dtype in part.directory}):
         end = max(int(part.directory[dtype][0][-1]) + 1 for part in parts if dtype in part.directory)
@@ -350,7 +346,7 @@ def pieces_of(parts: Sequence[LazyDelta]) -> Iterator[Changes]:
             yield Changes([], [found], {tensor: part.fingerprints[tensor]})
 
 
-def _declared(parts: Sequence[LazyDelta], tensor: int) -> Fingerprint:
+def _declared(parts: Sequence[DeltaReader], tensor: int) -> Fingerprint:
     return sum((part.fingerprints[tensor] for part in parts if tensor in part.fingerprints), Fingerprint())
 
 
@@ -360,15 +356,16 @@ def _merged(directories: list[Directory]) -> tuple[np.ndarray, np.ndarray]:
     return ids[order], counts[order]
 
 
-def batch_stops(parts: Sequence[LazyDelta], dtype: str, end: int, table: TensorTable | None = None) -> list[int]:
+def batch_stops(parts: Sequence[DeltaReader], dtype: str, end: int, table: TensorTable | None = None) -> list[int]:
     """Return the ids at which batches end; the last one is ``end``.
 
-    A batch has about LAZY_ELEMENTS changed elements, or, if ``table`` is given, elements of its tensors.
+    A batch has about LAZY_ELEMENTS changed elements, and if ``table`` is given, BASE_ELEMENTS of its tensors.
     """
     rows = [part.directory[dtype] for part in parts if dtype in part.directory]
     if not rows:
         return [end]
     tensors, sizes = sizes_by_tensor([ids for ids, _ in rows], [counts for _, counts in rows])
     if table is not None:
-        sizes = np.maximum(sizes, [table[int(tensor)].numel for tensor in tensors])
+        numels = np.array([table[tensor].numel for tensor in tensors.tolist()], np.int64)
+        sizes = np.maximum(sizes, numels * LAZY_ELEMENTS // BASE_ELEMENTS)
     return [*tensors[batch_starts(sizes, LAZY_ELEMENTS)[1:]].tolist(), end]

@@ -3,13 +3,14 @@
 This is the layout of Hugging Face's 2026 description of sparse weight sync, for interchange and inspection.
 """
 
-from itertools import groupby
-
 import numpy as np
 
+from vllm_delta_sync.codec.delta_object import Directory
 from vllm_delta_sync.errors import FormatError, TensorMismatchError, UsageError
+from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.safetensors_file import Container, aligned
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Sparse
 
 INDICES = ".indices"
@@ -44,48 +45,92 @@ def index_type(spec: TensorSpec) -> tuple[str, str]:
     return ("I32", "<i4") if spec.numel <= np.iinfo(np.int32).max else ("I64", "<i8")
 
 
-def decode(container: Container, table: TensorTable, what: str) -> list[Sparse]:
-    """Read and check every tensor (errors: see ``delta_reader.decode``); one group per dtype."""
-    tensors = sorted(table.index(name) for name in _carried(table, container))
-    groups = []
-    by_dtype = sorted(tensors, key=lambda tensor: (table[tensor].dtype, tensor))
-    for dtype, members in groupby(by_dtype, key=lambda tensor: table[tensor].dtype):
-        groups.append(_decode_group(container, table, dtype, list(members), what))
-    return groups
-
-
-def _decode_group(container: Container, table: TensorTable, dtype: str, tensors: list[int], what: str) -> Sparse:
-    from vllm_delta_sync.format import kernels
-
-    positions, data = [], []
-    for tensor in tensors:
-        spec = table[tensor]
-        indices, values = container.bits(spec.name + INDICES), container.bits(spec.name + VALUES)
-        index_dtype = container.entries[spec.name + INDICES].dtype.name
-        value_dtype = container.entries[spec.name + VALUES].dtype.name
-        if value_dtype != dtype or index_dtype not in ("I32", "I64"):
-            raise TensorMismatchError(
-                f"{what}: {spec.name!r} has values {value_dtype} and indices {index_dtype}; {dtype} and I32 or I64 "
-                "expected"
-            )
-        if indices.size != values.size or indices.size == 0:
-            raise FormatError(f"{what}: {spec.name!r} has {indices.size} indices and {values.size} values")
-        positions.append(indices.view("<i4" if index_dtype == "I32" else "<i8").astype(np.int64))
-        data.append(values)
-    counts = np.array([array.size for array in positions], np.int64)
-    numels = np.array([table[tensor].numel for tensor in tensors], np.int64)
-    joined = np.concatenate(positions)
-    bad = kernels.first_not_ascending(joined, counts, numels)
-    if bad >= 0:
-        spec = table[tensors[bad]]
-        raise FormatError(
-            f"{what}: indices of {spec.name!r} are not strictly ascending inside its {spec.numel} elements"
+def open_readers(container: Container, table: TensorTable, old: BaseLookup | None, what: str) -> list["RawReader"]:
+    """Return a reader of the changed elements of each dtype. Raises as ``RawReader``."""
+    tensors = [table.index(name) for name in _carried(table, container)]
+    dtypes = sorted({table[tensor].dtype for tensor in tensors})
+    return [
+        RawReader(
+            container, table, dtype, sorted(tensor for tensor in tensors if table[tensor].dtype == dtype), old, what
         )
-    return Sparse(dtype, np.array(tensors, np.uint32), counts, joined, aligned(np.concatenate(data)), relative=False)
+        for dtype in dtypes
+    ]
+
+
+class RawReader:
+    """Reads the changed elements of one dtype, tensor by tensor in ascending order of id.
+
+    Args:
+        tensors: their ids, ascending. old: tells which parts of tensors are wanted; None for all.
+
+    Attributes:
+        dtype: of its tensors. directory: its tensors. row: index of the first tensor not taken yet.
+
+    Raises:
+        TensorMismatchError: a tensor has another dtype. FormatError: the entries of a tensor do not fit each other.
+    """
+
+    def __init__(
+        self, container: Container, table: TensorTable, dtype: str, tensors: list[int], old: BaseLookup | None,
+        what: str,
+    ) -> None:  # fmt: skip
+        self.dtype, self.row = dtype, 0
+        self._container, self._table, self._old, self._what = container, table, old, what
+        counts = []
+        for tensor in tensors:
+            name = table[tensor].name
+            indices, values = (container.bits(name + suffix) for suffix in (INDICES, VALUES))
+            found = container.entries[name + INDICES].dtype.name, container.entries[name + VALUES].dtype.name
+            if found[0] not in ("I32", "I64") or found[1] != dtype:
+                raise TensorMismatchError(
+                    f"{what}: {name!r} has values {found[1]} and indices {found[0]}; {dtype} and I32 or I64 expected"
+                )
+            if indices.size != values.size or indices.size == 0:
+                raise FormatError(f"{what}: {name!r} has {indices.size} indices and {values.size} values")
+            counts.append(indices.size)
+        numels = np.array([table[tensor].numel for tensor in tensors], np.int64)
+        self.directory = Directory(np.array(tensors, np.uint32), np.array(counts, np.int64), numels)
+
+    @property
+    def left(self) -> bool:
+        """Whether a tensor was not taken yet."""
+        return self.row < self.directory.ids.size
+
+    def check(self) -> None:
+        """Do nothing: all that can be checked before positions are read was checked by ``__init__``."""
+
+    def take(self, last: int) -> Sparse:
+        """Return changed elements of the tensors from ``row`` up to row ``last``, excluded.
+
+        Raises:
+            FormatError: positions do not ascend, or are outside their tensor.
+        """
+        from vllm_delta_sync.format import kernels
+
+        rows, self.row = slice(self.row, last), last
+        held = [self._is_held(int(tensor)) for tensor in self.directory.ids[rows]]
+        tensors = self.directory.ids[rows][held]
+        specs = [self._table[tensor] for tensor in tensors.tolist()]
+        positions, data = [np.empty(0, np.int64)], [np.empty(0, DTYPES[self.dtype].uint)]
+        for spec in specs:
+            wide = self._container.entries[spec.name + INDICES].dtype.name == "I64"
+            positions.append(self._container.bits(spec.name + INDICES).view("<i8" if wide else "<i4").astype(np.int64))
+            data.append(self._container.bits(spec.name + VALUES))
+        joined, counts = np.concatenate(positions), self.directory.counts[rows][held]
+        bad = kernels.first_not_ascending(joined, counts, self.directory.numels[rows][held])
+        if bad >= 0:
+            raise FormatError(
+                f"{self._what}: indices of {specs[bad].name!r} are not strictly ascending inside its "
+                f"{specs[bad].numel} elements"
+            )
+        return Sparse(self.dtype, tensors, counts, joined, aligned(np.concatenate(data)), relative=False)
+
+    def _is_held(self, tensor: int) -> bool:
+        return self._old is None or self._old(tensor).rectangles != ()
 
 
 def compile_decoder() -> None:
-    """Compile the loop of ``decode`` now."""
+    """Compile the loop of ``RawReader`` now."""
     from vllm_delta_sync.format import kernels
 
     kernels.first_not_ascending(*[np.empty(0, np.int64)] * 3)

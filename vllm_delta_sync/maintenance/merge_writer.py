@@ -15,8 +15,8 @@ import numpy as np
 
 from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
-from vllm_delta_sync.codec.delta_reader import LazyDelta
-from vllm_delta_sync.codec.merge import RollingBase, merge_lazily
+from vllm_delta_sync.codec.delta_reader import DeltaReader
+from vllm_delta_sync.codec.merge import RollingBase, merge
 from vllm_delta_sync.codec.merge_spool import DeltaSpool
 from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, FingerprintError, UnsupportedError, UsageError
 from vllm_delta_sync.format.codecs import BASE_CODECS, RelativeCodec
@@ -26,11 +26,11 @@ from vllm_delta_sync.format.manifest import Manifest, ObjectRef, timestamp
 from vllm_delta_sync.maintenance.anchor_writer import put_document, read_if_valid
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
 from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.run.decode import open_objects
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import (
     declared_change,
     needs_base_bits,
-    open_objects,
     open_step_objects,
     scratch_folder,
 )
@@ -185,7 +185,7 @@ class _MergeBuilder:
                 if isinstance(deltas, DeltaSyncError):
                     first_error = first_error or deltas
                     continue
-                pieces = merge_lazily(deltas, self.run.table, rolling)
+                pieces = merge(deltas, self.run.table, rolling)
                 written = self.write(pieces, _sum_fingerprints(deltas), folder, old)
                 if first_error is not None:
                     logger.warning("%s used other documents, because one is damaged: %s", purpose, first_error)
@@ -226,9 +226,11 @@ class _MergeBuilder:
         own = isinstance(step.document, Manifest) and needs_base_bits(step.document)
         return self.plain_objects(step.high) if own and self.plain_objects is not None else None
 
-    def _open(self, steps: list[Step], folder: Path, rolling: RollingBase | None) -> list[LazyDelta] | DeltaSyncError:
+    def _open(
+        self, steps: list[Step], folder: Path, rolling: RollingBase | None
+    ) -> list[list[DeltaReader]] | DeltaSyncError:
         """Open every object of the steps, in order. Returns the error if one is damaged, and avoids its document."""
-        deltas: list[LazyDelta] = []
+        deltas: list[list[DeltaReader]] = []
         reached = self.ends[0].model_fingerprint
         for step in steps:
             check_stop(self.stop)
@@ -244,7 +246,7 @@ class _MergeBuilder:
             except DataError as error:
                 self.avoid.add(step.key)
                 return error
-            deltas += opened
+            deltas.append(opened)
         return deltas
 
     def write(
@@ -326,9 +328,9 @@ class _WrittenObjects:
     reversible: bool
 
 
-def _sum_fingerprints(deltas: list[LazyDelta]) -> dict[int, Fingerprint]:
+def _sum_fingerprints(deltas: list[list[DeltaReader]]) -> dict[int, Fingerprint]:
     sums: dict[int, Fingerprint] = {}
-    for part in deltas:
+    for part in (part for parts in deltas for part in parts):
         for tensor, change in part.fingerprints.items():
             sums[tensor] = sums.get(tensor, Fingerprint()) + change
     return sums

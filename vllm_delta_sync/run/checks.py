@@ -1,12 +1,11 @@
 """Checks that raise unless a manifest fits its parent, its objects, the tensor table and the weights."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from vllm_delta_sync.bucket import store_of
 from vllm_delta_sync.codec.delta_object import DeltaContext
-from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.errors import (
     ChainError,
     FingerprintError,
@@ -21,8 +20,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Document, Manifest
 from vllm_delta_sync.format.safetensors_file import Buffer, aligned, read_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
-from vllm_delta_sync.tensors.changes import Changes, Full
+from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.checkpoint import names_model
 from vllm_delta_sync.tensors.state import ModelState
 
@@ -151,62 +149,6 @@ def check_base(base: str | Path | None) -> None:
         f"base {str(base)!r} is not a directory here; pass the checkpoint that the run started from, or leave base "
         "out to use the recorded one"
     )
-
-
-class _BaseBitsProbe:
-    """Wraps an ``Old``, and records whether any requested tensor was available in part only."""
-
-    def __init__(self, old: BaseLookup) -> None:
-        self._old = old
-        self.any_partial = False
-
-    def __call__(self, tensor: int) -> BaseTensor:
-        found = self._old(tensor)
-        self.any_partial |= found.rectangles is not None
-        return found
-
-
-def decode_objects(
-    document: Manifest | MergedDelta | Anchor,
-    table: TensorTable,
-    objects: Sequence[Buffer],
-    old: BaseLookup | None = None,
-) -> Changes:
-    """Decode the objects that a document lists into one ``Changes``. Their digests must have been checked.
-
-    Args:
-        old: the base bits of the document. Objects of codec ``tiled`` need it; where a tensor is available in part
-            only, just that part is decoded.
-
-    Raises:
-        FormatError: counts differ from the document, or an anchor lacks a tensor; also what ``decode`` raises.
-    """
-    context, what = delta_context(document), describe_document(document)
-    merged = Changes()
-    base_bits = None if old is None else _BaseBitsProbe(old)
-    for ref, data in zip(document.objects, objects, strict=True):
-        if context is None:
-            merged.full += [Full(table.index(name), bits) for name, bits in read_shard(data, table, ref.key)]
-            continue
-        part = decode(data, table, context, base_bits)
-        merged.sparse += part.sparse
-        merged.full += part.full
-        for tensor, change in part.fingerprints.items():
-            merged.fingerprints[tensor] = merged.fingerprints.get(tensor, Fingerprint()) + change
-    if (
-        not isinstance(document, MergedDelta)
-        and holds_all_tensors(document)
-        and sorted(full.id for full in merged.full) != list(range(len(table)))
-    ):
-        raise FormatError(f"anchor of version {document.version} does not hold each of {len(table)} tensors once")
-    sparse = (tensor for group in merged.sparse for tensor in group.ids.tolist())
-    check_carried_once(what, table, [full.id for full in merged.full], sparse)
-    partial = base_bits is not None and base_bits.any_partial
-    if isinstance(document, Anchor) or (partial and merged.changed < document.changed):
-        return merged
-    if merged.changed != document.changed:
-        raise FormatError(f"{what}: objects carry {merged.changed} elements, the manifest says {document.changed}")
-    return merged
 
 
 def check_carried_once(what: str, table: TensorTable, full: Iterable[int], sparse: Iterable[int]) -> None:

@@ -66,10 +66,10 @@ from vllm_delta_sync.run.checks import (
     check_follows,
     check_same_store,
     check_tensor_fingerprints,
-    decode_objects,
     document_limit,
     object_limit,
 )
+from vllm_delta_sync.run.decode import decode_objects
 from vllm_delta_sync.run.head import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, newest_good_before
 from vllm_delta_sync.run.prefetch import MAX_EXPECTED, Prefetcher, read_ahead
 from vllm_delta_sync.run.verifier import RunVerifier

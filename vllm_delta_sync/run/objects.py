@@ -1,4 +1,4 @@
-"""Read the objects of a document: ``read_object`` returns the bytes of one, ``open_objects`` reads tensor by tensor.
+"""Fetch objects: ``read_object`` returns the bytes of one, ``open_step_objects`` opens those of a step.
 
 ``summarize_changes`` says what they change.
 """
@@ -16,8 +16,8 @@ import numpy as np
 
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.verified import check_stored_size, damaged_object_error, time_hashing
-from vllm_delta_sync.codec.delta_reader import LazyDelta
-from vllm_delta_sync.errors import ChainError, FormatError, StoreError
+from vllm_delta_sync.codec.delta_reader import DeltaReader, pieces_of
+from vllm_delta_sync.errors import FormatError, StoreError
 from vllm_delta_sync.format.codecs import BASE_CODECS
 from vllm_delta_sync.format.documents import MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint
@@ -26,13 +26,8 @@ from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.process_folders import ProcessFolder, remove_abandoned
-from vllm_delta_sync.run.checks import (
-    check_carried_once,
-    decode_objects,
-    delta_context,
-    describe_document,
-    object_limit,
-)
+from vllm_delta_sync.run.checks import object_limit
+from vllm_delta_sync.run.decode import open_objects
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.tensors.bits import BaseLookup
@@ -76,32 +71,8 @@ def read_object(
     return run.fetch(ref)
 
 
-def open_objects(
-    document: Manifest | MergedDelta, table: TensorTable, objects: Iterable[Buffer], old: BaseLookup | None = None
-) -> list[LazyDelta]:
-    """Open the objects that a document lists for reading tensor by tensor. Their digests must have been checked.
-
-    Args:
-        objects: in the document's order. old: see ``LazyDelta``.
-
-    Raises:
-        UnsupportedError: one has codec ``raw``. ChainError: the document holds whole tensors.
-        FormatError: they contradict the document, or carry a tensor in full and once more.
-    """
-    context, what = delta_context(document), describe_document(document)
-    if context is None:
-        raise ChainError(f"{what} holds whole tensors, not changes")
-    parts = [LazyDelta(data, table, context, old) for data in objects]
-    changed = sum(part.changed for part in parts)
-    if changed != document.changed:
-        raise FormatError(f"{what}: objects carry {changed} elements, it declares {document.changed}")
-    sparse = (int(tensor) for part in parts for ids, _ in part.directory.values() for tensor in ids)
-    check_carried_once(what, table, (tensor for part in parts for tensor in part.full), sparse)
-    return parts
-
-
-def declared_change(parts: Iterable[LazyDelta]) -> Fingerprint:
-    """Return the change of the model's fingerprint that objects declare."""
+def declared_change(parts: Iterable[DeltaReader]) -> Fingerprint:
+    """Return the change of the model's fingerprint that objects declare, in the direction that they are read in."""
     return sum((change for part in parts for change in part.fingerprints.values()), Fingerprint())
 
 
@@ -127,21 +98,16 @@ class ChangeSummary:
 def summarize_changes(document: Manifest | MergedDelta, table: TensorTable, objects: Sequence[Buffer]) -> ChangeSummary:
     """Summarize what a document changes, without its base bits.
 
-    Checks everything; of objects of codec ``tiled``, everything except their streams.
+    Checks everything; of objects of codec ``tiled``, everything except their streams. Takes the memory
+    of a few tensors.
 
     Args:
         objects: with checked digests.
 
     Raises:
-        DeltaSyncError: see ``decode_objects`` and ``open_objects``.
+        DeltaSyncError: see ``open_objects`` and ``DeltaReader.take``.
     """
     counts: Counter[int] = Counter()
-    if not needs_base_bits(document):
-        changes = decode_objects(document, table, objects)
-        for group in changes.sparse:
-            counts.update(dict(zip(group.ids.tolist(), group.counts.tolist(), strict=True)))
-        counts.update({full.id: full.bits.size for full in changes.full})
-        return ChangeSummary(counts, frozenset(full.id for full in changes.full), changes.fingerprints)
     sums: dict[int, Fingerprint] = {}
     parts = open_objects(document, table, objects)
     for part in parts:
@@ -151,20 +117,24 @@ def summarize_changes(document: Manifest | MergedDelta, table: TensorTable, obje
         counts.update({tensor: table[tensor].numel for tensor in part.full})
         for tensor, change in part.fingerprints.items():
             sums[tensor] = sums.get(tensor, Fingerprint()) + change
-    return ChangeSummary(counts, frozenset(tensor for part in parts for tensor in part.full), sums)
+    summary = ChangeSummary(counts, frozenset(tensor for part in parts for tensor in part.full), sums)
+    if not needs_base_bits(document):
+        for _ in pieces_of(parts):
+            pass
+    return summary
 
 
-def open_step_objects(step: Step, folder: Path, old: BaseLookup | None = None) -> list[LazyDelta]:
+def open_step_objects(step: Step, folder: Path, old: BaseLookup | None = None) -> list[DeltaReader]:
     """Open a step's objects for reading tensor by tensor; all of them are mapped, from the cache or from ``folder``.
 
     Args:
-        old: see ``LazyDelta``.
+        old: see ``DeltaReader``.
 
     Raises:
         NotFoundError, DigestError: an object is missing or damaged. Otherwise as ``open_objects``.
     """
     objects = (read_object(step.run, ref, lambda: folder, map_all=True) for ref in step.objects)
-    return open_objects(step.document, step.run.table, objects, old)
+    return open_objects(step.document, step.run.table, objects, old, step.backwards)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ across a lost delta, or an older anchor.
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,16 +25,15 @@ from vllm_delta_sync.errors import (
     FingerprintError,
     NotFoundError,
     StoreError,
-    UnsupportedError,
     UsageError,
 )
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.checks import check_bits, check_fingerprint, check_tensors, decode_objects, read_shard
+from vllm_delta_sync.run.checks import check_bits, check_fingerprint, check_tensors, read_shard
+from vllm_delta_sync.run.decode import decode_objects
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import declared_change, open_step_objects, read_object, scratch_folder
 from vllm_delta_sync.run.read_plan import GapError, Plan, Root, Step, plan_read
@@ -225,9 +224,8 @@ def apply_step(step: Step, state: StepTarget, scratch: str | Path | None = None,
 
     Args:
         scratch: folder for temporary files; None for the system's.
-        in_pieces: True maps the objects and decodes them in pieces, in the memory of a few tensors (codec ``raw``
-            cannot be read so). False decodes the whole step before anything is applied. None decides by the step's
-            size (``DECODED_ELEMENTS``).
+        in_pieces: True maps the objects and decodes them in pieces, in the memory of a few tensors. False decodes the
+            whole step before anything is applied. None decides by the step's size (``DECODED_ELEMENTS``).
 
     Raises:
         FingerprintError: the step was made for other weights; if a tensor has another fingerprint than declared after
@@ -238,16 +236,11 @@ def apply_step(step: Step, state: StepTarget, scratch: str | Path | None = None,
         in_pieces = step.changed > DECODED_ELEMENTS
     if in_pieces:
         with scratch_folder(scratch, step.key, step.payload_bytes) as folder:
-            try:
-                parts = open_step_objects(step, folder, None if step.backwards else state.base_tensor)
-            except UnsupportedError:
-                pass  # this codec cannot be read in pieces
-            else:
-                change = declared_change(parts)
-                check_step(step, state.fingerprint, Fingerprint() - change if step.backwards else change)
-                for piece in pieces_of(parts):
-                    state.apply(piece.reversed() if step.backwards else piece)
-                return
+            parts = open_step_objects(step, folder, state.base_tensor)
+            check_step(step, state.fingerprint, declared_change(parts))
+            for piece in pieces_of(parts):
+                state.apply(piece)
+            return
     changes = step_changes(step, state.base_tensor)
     check_step(step, state.fingerprint, changes.fingerprint)
     state.apply(changes)
@@ -276,22 +269,18 @@ def check_step(step: Step, held: Fingerprint, change: Fingerprint) -> Fingerprin
     return reached
 
 
-def step_changes(step: Step, old: BaseLookup | None = None, objects: Sequence[Buffer] | None = None) -> Changes:
+def step_changes(step: Step, old: BaseLookup | None = None) -> Changes:
     """Fetch, verify and decode what a step changes, in the step's direction.
 
     Args:
         old: the bits that the step is applied to, such as ``ModelState.base_tensor``. Codec ``tiled`` needs them.
-        objects: the step's objects, if they were read before, with checked digests.
 
     Raises:
         UnsupportedError: the codec is ``tiled``, and ``old`` is None or the step goes backwards.
         NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``RunDocuments.changes``.
     """
-    if objects is None:
-        objects = [read_object(step.run, ref) for ref in step.objects]
-    # Going backwards, ``old`` has the bits of the wrong version.
-    changes = decode_objects(step.document, step.run.table, objects, None if step.backwards else old)
-    return changes.reversed() if step.backwards else changes
+    objects = [read_object(step.run, ref) for ref in step.objects]
+    return decode_objects(step.document, step.run.table, objects, old, step.backwards)
 
 
 def load_root(

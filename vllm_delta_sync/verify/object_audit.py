@@ -18,7 +18,8 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
-from vllm_delta_sync.run.checks import decode_objects, describe_document, read_shard
+from vllm_delta_sync.run.checks import describe_document, read_shard
+from vllm_delta_sync.run.decode import decode_objects
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.model_files import fetch_run_file
 from vllm_delta_sync.run.objects import needs_base_bits, summarize_changes

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from vllm_delta_sync.codec.delta_reader import LazyDelta, decode
-from vllm_delta_sync.errors import DeltaSyncError, UnsupportedError
+from vllm_delta_sync.codec.delta_reader import DeltaReader
+from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
@@ -75,11 +75,7 @@ def first_damaged_tensor(
                 ),
                 None,
             )
-        try:
-            part = LazyDelta(data, table, context, None if state is None else state.base_tensor)
-        except UnsupportedError:
-            changes = decode(data, table, context)
-            return None if state is None else first_wrong_tensor(state, changes)
+        part = DeltaReader(data, table, context, None if state is None else state.base_tensor)
         if part.codec == "tiled" and state is None:
             return None
         return _first_damaged_in(part, table, state)
@@ -87,7 +83,7 @@ def first_damaged_tensor(
         return None  # the object's header or directory is damaged
 
 
-def _first_damaged_in(part: LazyDelta, table: TensorTable, state: ModelState | None) -> str | None:
+def _first_damaged_in(part: DeltaReader, table: TensorTable, state: ModelState | None) -> str | None:
     bad = []
     for tensor in part.full:
         try:
@@ -110,7 +106,7 @@ def _first_damaged_in(part: LazyDelta, table: TensorTable, state: ModelState | N
     return table[min(bad)].name if bad else None
 
 
-def _fits(part: LazyDelta, changes: Changes, tensor: int, state: ModelState | None) -> bool:
+def _fits(part: DeltaReader, changes: Changes, tensor: int, state: ModelState | None) -> bool:
     if state is None:
         return True
     return simulate_fingerprints(state, changes).get(tensor) == part.fingerprints[tensor]

@@ -104,7 +104,7 @@ def read_all(data: bytes, seconds: int = WARM_UP_SECONDS) -> set[str]:
         lambda: [decode(data, TABLE, context(20_000), old)],
         lambda: [decode(data, TABLE, context(20_000), part)],
         lambda: [decode(data, TABLE, context(20_000))],
-        lambda: delta_reader.pieces_of([delta_reader.LazyDelta(data, TABLE, context(20_000), old)]),
+        lambda: delta_reader.pieces_of([delta_reader.DeltaReader(data, TABLE, context(20_000), old)]),
     ]
     refused = set()
     for way in ways:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.engine.model.accelerator import Accelerator, Slab, Workspace
-from vllm_delta_sync.engine.model.patch import Positions, SparsePatch, StagedPatch
+from vllm_delta_sync.engine.model.patch import Addresses, SparsePatch, StagedPatch
 from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
 from vllm_delta_sync.engine.model.undo_writes import undo_writes
 from vllm_delta_sync.format.dtypes import DType
@@ -320,7 +320,7 @@ def compile_kernels(elements: set[DType], routes: RouteMap, wide: bool) -> None:
     with workspace.lock:
         # All zeros is a batch with one block, whose segment is empty.
         workspace.on_device.zero_()
-        narrow: list[Positions] = [np.zeros(1, np.int32)]
+        narrow: list[Addresses] = [np.zeros(1, np.int32)]
         positions = [*narrow, np.zeros(1, np.int64)] if wide else narrow
         for element, position, relative in product(elements, positions, (True, False)):
             patch = SparsePatch(0, 0, element, relative, position, np.zeros(1, element.uint), np.zeros(1, np.uint64))

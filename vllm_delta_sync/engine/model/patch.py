@@ -1,13 +1,13 @@
-"""``route_changes`` turns decoded changes into a ``StagedPatch``: per destination, ready to be applied in one pass.
+"""``PatchBuilder`` turns decoded changes into a ``StagedPatch``: addresses of destinations, applied in one pass.
 
 A patch is its own undo log. To revert, distances are subtracted; absolute bits and full tensors are exchanged in place
 with what they overwrite, so that after a commit the patch holds the old bits. A commit allocates nothing that grows
 with the patch.
 """
 
-from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from vllm_delta_sync.engine.model.host_patch import HostBatch
 
 Words = npt.NDArray[np.uint64]
-Positions = npt.NDArray[np.int32] | Indices
-Piece = tuple[Positions, Bits, Words]
+Addresses = npt.NDArray[np.int32] | Indices
 
 NARROW_ELEMENTS = 1 << 31
 """Destinations below this size use int32 addresses: half the memory, and half of what a commit reads."""
@@ -36,7 +35,7 @@ NARROW_ELEMENTS = 1 << 31
 
 @dataclass
 class SparsePatch:
-    """Changed elements of one destination, ascending by address, all held by the same ranks.
+    """Changed elements that one route loads, ascending by address; patches have no element in common.
 
     Attributes:
         destination: position in RouteMap.destinations.
@@ -52,7 +51,7 @@ class SparsePatch:
     group: int
     element: DType
     relative: bool
-    positions: Positions
+    positions: Addresses
     data: Bits
     premix: Words
 
@@ -60,6 +59,11 @@ class SparsePatch:
     def nbytes(self) -> int:
         """Host memory, in bytes."""
         return self.positions.nbytes + self.data.nbytes + self.premix.nbytes
+
+    @property
+    def first(self) -> int:
+        """The lowest address."""
+        return int(self.positions[0])
 
 
 @dataclass
@@ -109,74 +113,69 @@ class StagedPatch:
         return sum(patch.positions.size for patch in self.sparse) + dense
 
 
-def route_changes(version: int, changes: Changes, routes: RouteMap, before: list[Fingerprint]) -> StagedPatch:
-    """Route the changes of a version.
+class PatchBuilder:
+    """Builds the patch of a version from its changes, piece by piece: memory is the patch and what a piece takes.
 
     Args:
         before: per tensor id of the run, the fingerprint before this version.
-
-    Raises:
-        FingerprintError: a tensor sent in full does not have the fingerprint that its object declares.
-        MemoryError: the patch does not fit into memory.
+        declared: the changes of fingerprint that the version's objects declare, per tensor id.
     """
-    after = list(before)
-    for tensor, change in changes.fingerprints.items():
-        after[tensor] += change
+
+    def __init__(
+        self, version: int, routes: RouteMap, before: list[Fingerprint], declared: Mapping[int, Fingerprint]
+    ) -> None:
+        self._version, self._routes, self._declared = version, routes, declared
+        self._sparse: list[SparsePatch] = []
+        self._dense: list[DensePatch] = []
+        self._full: set[int] = set()
+        self._after = list(before)
+        for tensor, change in declared.items():
+            self._after[tensor] += change
+
+    def add(self, piece: Sparse | Full) -> None:
+        """Add changes. No element may come twice, and no tensor in full may come otherwise.
+
+        Raises:
+            FingerprintError: a tensor in full does not have the fingerprint that its object declares.
+            MemoryError: the patch does not fit into memory.
+        """
+        if isinstance(piece, Sparse):
+            self._sparse += _route_sparse(piece, self._routes)
+            return
+        _check_full(piece, self._routes, self._after, self._declared)
+        self._full.add(piece.id)
+        if self._routes.routes_to_write(piece.id):
+            self._dense.append(_route_dense(piece, self._routes))
+
+    def finish(self) -> StagedPatch:
+        """Return the patch of all that was added."""
+        # Where patches follow each other in memory, so do their destinations.
+        self._sparse.sort(key=lambda patch: (patch.element.name, not patch.relative, patch.destination, patch.first))
+        # Use the declared changes, not the decoded ones: a rank decodes only the elements that it holds.
+        scattered = [
+            change
+            for tensor, change in self._declared.items()
+            if tensor not in self._full and self._routes.loaded[tensor]
+        ]
+        total = sum(scattered, Fingerprint())
+        return StagedPatch(self._version, self._sparse, total, self._dense, self._after)
+
+
+def route_changes(version: int, changes: Changes, routes: RouteMap, before: list[Fingerprint]) -> StagedPatch:
+    """Return the patch of a version whose changes were decoded at once. Arguments and errors as ``PatchBuilder``."""
+    builder = PatchBuilder(version, routes, before, changes.fingerprints)
+    for group in changes.sparse:
+        builder.add(group)
     for full in changes.full:
-        _check_full(full, routes, after, changes)
-    dense = [_route_dense(full, routes) for full in changes.full if routes.routes_to_write(full.id)]
-    sparse = [patch for group in changes.sparse for patch in _route_sparse(group, routes)]
-    in_full = {full.id for full in changes.full}
-    # Use the declared changes, not the decoded ones: a rank may have dropped elements that it does not hold.
-    scattered = [
-        change for tensor, change in changes.fingerprints.items() if tensor not in in_full and routes.loaded[tensor]
-    ]
-    declared = sum(scattered, Fingerprint())
-    return StagedPatch(version, sparse, declared, dense, after)
+        builder.add(full)
+    return builder.finish()
 
 
-def keep_local(changes: Changes, routes: RouteMap, keep: set[int]) -> Changes:
-    """Drop the scattered elements that this rank does not hold: used before versions are merged.
-
-    Tensors in full are kept, since they are hashed whole. Fingerprints remain those of all ranks.
-
-    Args:
-        keep: tensor ids of which everything is kept: those that an earlier version of the merge sent in full.
-    """
-    groups = [_keep_local_group(group, routes, keep) for group in changes.sparse]
-    return Changes([group for group in groups if group.positions.size], changes.full, changes.fingerprints)
-
-
-def _keep_local_group(group: Sparse, routes: RouteMap, keep: set[int]) -> Sparse:
-    kept: list[tuple[int, Indices, Bits]] = []
-    for tensor, positions, data in group.tensors():
-        found = routes.routes[tensor]
-        if tensor in keep or sum(route.source.numel for route in found) == routes.table[tensor].numel:
-            kept.append((tensor, positions, data))
-            continue
-        inside = np.zeros(positions.size, bool)
-        for route in found:
-            inside |= route.map(positions)[1]
-        if inside.any():
-            kept.append((tensor, positions[inside], data[inside]))
-    if sum(part[1].size for part in kept) == group.positions.size:
-        return group
-    empty = (np.empty(0, np.int64), np.empty(0, group.data.dtype))
-    return Sparse(
-        group.dtype,
-        np.array([part[0] for part in kept], np.uint32),
-        np.array([part[1].size for part in kept], np.int64),
-        np.concatenate([part[1] for part in kept] or [empty[0]]),
-        np.concatenate([part[2] for part in kept] or [empty[1]]),
-        group.relative,
-    )
-
-
-def _check_full(full: Full, routes: RouteMap, after: list[Fingerprint], changes: Changes) -> None:
+def _check_full(full: Full, routes: RouteMap, after: list[Fingerprint], declared: Mapping[int, Fingerprint]) -> None:
     spec = routes.table[full.id]
     measured = fingerprint_tensor(spec.name, full.bits)
     # An anchor declares absolute fingerprints only; its caller compares them with the manifest.
-    if full.id in changes.fingerprints and after[full.id] != measured:
+    if full.id in declared and after[full.id] != measured:
         raise FingerprintError(
             f"tensor {spec.name!r} was sent in full, but its fingerprint does not follow from the current weights: the "
             "object was made against other weights"
@@ -196,40 +195,69 @@ def _route_dense(full: Full, routes: RouteMap) -> DensePatch:
     )
 
 
-def _route_sparse(group: Sparse, routes: RouteMap) -> list[SparsePatch]:
-    from vllm_delta_sync.format import kernels
+class _Part(NamedTuple):
+    """Elements [first, last) of a group, which lie between a route's ends, and the ranks that hold what it loads."""
 
-    names = [routes.table[tensor].name for tensor in group.ids.tolist()]
-    seeds = np.array([tensor_seed(name) for name in names], np.uint64)
-    premix = np.empty(group.positions.size, np.uint64)
-    kernels.premix_positions(group.positions, seeds, group.counts, premix)
-    pieces: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    seed: int
+    first: int
+    last: int
+    route: Route
+    holders: int
+
+
+def _route_sparse(group: Sparse, routes: RouteMap) -> Iterator[SparsePatch]:
+    narrow: list[_Part] = []
+    wide: list[_Part] = []
     cursor = 0
-    for tensor, positions, data in group.tensors():
-        words = premix[cursor : cursor + positions.size]
-        cursor += positions.size
+    for tensor, positions, _ in group.tensors():
+        start, cursor = cursor, cursor + positions.size
         if tensor in routes.duplicates:
             continue
+        spec = routes.table[tensor]
+        seed = tensor_seed(spec.name)
         for route, holders in zip(routes.routes[tensor], routes.groups[tensor], strict=True):
-            mapped, inside = route.map(positions)
+            first, last = start, cursor
+            if route.source.numel < spec.numel:
+                ends = np.searchsorted(positions, [route.source.offset, route.source.last + 1])
+                first, last = start + int(ends[0]), start + int(ends[1])
             extent = routes.destinations[route.destination].flat.numel()
-            target: Positions = mapped.astype(np.int32) if extent < NARROW_ELEMENTS else mapped
-            part = (target, data, words) if inside.all() else (target[inside], data[inside], words[inside])
-            if part[0].size:
-                pieces[route.destination, holders].append(part)
-    # Pop the pieces one by one, so that pieces and patches do not all exist at once.
-    return [_merge(*key, group, pieces.pop(key)) for key in sorted(pieces)]
+            if last > first:
+                (narrow if extent < NARROW_ELEMENTS else wide).append(_Part(seed, first, last, route, holders))
+    yield from _fill(group, narrow, np.int32)
+    yield from _fill(group, wide, np.int64)
 
 
-def _merge(destination: int, holders: int, group: Sparse, parts: list[Piece]) -> SparsePatch:
-    parts.sort(key=lambda part: int(part[0][0]))
-    positions: Positions = np.concatenate([part[0] for part in parts])
-    data = np.concatenate([part[1] for part in parts])
-    premix = np.concatenate([part[2] for part in parts])
-    if np.any(positions[1:] <= positions[:-1]):
-        order = np.argsort(positions, kind="stable")
-        positions, data, premix = positions[order], data[order], premix[order]
-    return SparsePatch(destination, holders, group.element, group.relative, positions, data, premix)
+def _fill(group: Sparse, parts: list[_Part], index: type[np.integer[Any]]) -> Iterator[SparsePatch]:
+    """Yield the patches of parts of a group, as views of arrays that they share."""
+    from vllm_delta_sync.engine.model import route_kernels
+
+    room = sum(part.last - part.first for part in parts)
+    addresses, data, premix = np.empty(room, index), np.empty(room, group.data.dtype), np.empty(room, np.uint64)
+    ends, used = [0], 0
+    for part in parts:
+        changed, rest = slice(part.first, part.last), slice(used, room)
+        sizes, strides, targets = part.route.dimensions
+        found, ascending = route_kernels.route_elements(
+            group.positions[changed], group.data[changed], np.uint64(part.seed), part.route.source.offset, sizes,
+            strides, part.route.target.offset, targets, addresses[rest], data[rest], premix[rest],
+        )  # fmt: skip
+        if not ascending:
+            mine = slice(used, used + found)
+            order = np.argsort(addresses[mine], kind="stable")
+            for array in (addresses, data, premix):
+                array[mine] = array[mine][order]
+        used += found
+        ends.append(used)
+    for array in (addresses, data, premix):
+        # Frees the unused end, which a view would keep; no other array shares this memory yet.
+        array.resize(used, refcheck=False)
+    for part, first, last in zip(parts, ends[:-1], ends[1:], strict=True):
+        if last > first:
+            mine = slice(first, last)
+            yield SparsePatch(
+                part.route.destination, part.holders, group.element, group.relative, addresses[mine], data[mine],
+                premix[mine],
+            )  # fmt: skip
 
 
 def region_view(flat: torch.Tensor, region: Region) -> torch.Tensor:
@@ -237,9 +265,10 @@ def region_view(flat: torch.Tensor, region: Region) -> torch.Tensor:
     return flat.as_strided(region.sizes, region.strides, region.offset)
 
 
-def compile_routing() -> None:
-    """Compile the loop of ``route_changes`` now."""
-    from vllm_delta_sync.format import kernels
-
-    numbers, words = np.empty(0, np.int64), np.empty(0, np.uint64)
-    kernels.premix_positions(numbers, words, numbers, words)
+def compile_routing(elements: Iterable[DType]) -> None:
+    """Compile the loop of ``PatchBuilder`` for these element types now."""
+    none, route = np.empty(0, np.int64), Route(0, Region(0, (), ()), Region(0, (), ()))
+    for element in elements:
+        group = Sparse(element.name, np.empty(0, np.uint32), none, none, np.empty(0, element.uint), True)
+        for index in (np.int32, np.int64):
+            list(_fill(group, [_Part(0, 0, 0, route, 0)], index))

@@ -23,9 +23,9 @@ class Region:
         return int(np.prod(self.sizes, dtype=np.int64)) if self.sizes else 1
 
     @property
-    def is_linear(self) -> bool:
-        """True if the indices are consecutive in coordinate order."""
-        return not self.sizes or (len(self.sizes) == 1 and self.strides[0] == 1)
+    def last(self) -> int:
+        """The highest index."""
+        return self.offset + sum(stride * (size - 1) for stride, size in zip(self.strides, self.sizes, strict=True))
 
     @property
     def is_injective(self) -> bool:
@@ -39,27 +39,6 @@ class Region:
                 return False
             reach += stride * (size - 1)
         return True
-
-    def coordinates(self, indices: Indices) -> tuple[Indices, npt.NDArray[np.bool_]]:
-        """Invert: flat indices → ((dimensions, n) coordinates, (n,) whether the index lies in the region).
-
-        Needs ``is_injective``. The coordinates of indices outside the region are meaningless.
-        """
-        rest = indices - self.offset
-        inside = rest >= 0
-        found = np.zeros((len(self.sizes), indices.size), np.int64)
-        order = sorted(range(len(self.sizes)), key=lambda dim: -self.strides[dim])
-        for dim in order:
-            found[dim], rest = np.divmod(rest, self.strides[dim])
-            inside &= found[dim] < self.sizes[dim]
-        return found, inside & (rest == 0)
-
-    def indices(self, coordinates: Indices) -> Indices:
-        """Return (dimensions, n) coordinates → (n,) flat indices."""
-        result = np.full(coordinates.shape[1], self.offset, np.int64)
-        for dim, stride in enumerate(self.strides):
-            result += coordinates[dim] * stride
-        return result
 
 
 def coalesce(

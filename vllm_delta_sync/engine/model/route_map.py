@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_delta_sync.engine.model.regions import Region, split_regions
@@ -14,7 +15,7 @@ from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError, TiedTensorError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.bits import Bits, Positions
+from vllm_delta_sync.tensors.bits import Bits
 
 if TYPE_CHECKING:
     from vllm_delta_sync.engine.model.fingerprint_triton import DeviceSums
@@ -60,14 +61,14 @@ class Route:
     source: Region
     target: Region
 
-    def map(self, positions: Positions) -> tuple[Positions, np.ndarray]:
-        """Return flat source positions (n,) → (target positions (n,), (n,) whether this route covers the position)."""
-        if self.source.is_linear and self.target.is_linear:
-            shifted = positions + (self.target.offset - self.source.offset)
-            inside = (positions >= self.source.offset) & (positions < self.source.offset + self.source.numel)
-            return shifted, inside
-        coordinates, inside = self.source.coordinates(positions)
-        return self.target.indices(coordinates), inside
+    @cached_property
+    def dimensions(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(d,) sizes, source strides and target strides, by descending source stride."""
+        rows = sorted(
+            zip(self.source.sizes, self.source.strides, self.target.strides, strict=True), key=lambda row: -row[1]
+        )
+        sizes, strides, targets = np.array(rows, np.int64).reshape(-1, 3).T.copy()
+        return sizes, strides, targets
 
 
 @dataclass

@@ -1,38 +1,55 @@
-"""``check_duplicates`` refuses changes after which a duplicate would differ from its owner, bit for bit."""
+"""``DuplicateCheck`` refuses changes after which a duplicate would differ from its owner, bit for bit."""
 
 import numpy as np
 import torch
 
+from vllm_delta_sync.codec.merge import apply_row
 from vllm_delta_sync.engine.model.patch import region_view
 from vllm_delta_sync.engine.model.route_map import RouteMap
-from vllm_delta_sync.engine.staging.live_base import with_changes
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits, Positions
-from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.bits import BaseLookup, Bits, Positions
+from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 
-def check_duplicates(version: int, changes: Changes, routes: RouteMap, held: BaseLookup) -> None:
-    """Compare what each duplicate and its owner would be on this rank. Both are equal before the changes.
+class DuplicateCheck:
+    """Compares what each duplicate and its owner would be on this rank. Both are equal before the changes.
 
     Equal changes lead to equal bits, and models that tie their heads publish equal changes. Only if they are written in
-    different ways is the owner read from memory.
-
-    Args:
-        version: that the changes lead to. held: reads what this rank holds before them.
-
-    Raises:
-        TiedTensorError: they would differ. Otherwise as ``held``.
+    different ways is the owner read from memory. Keeps the changes of these tensors until ``finish``.
     """
-    for duplicate, owner in routes.duplicates.items():
-        if _are_alike(changes, duplicate, owner):
-            continue
-        before = held(owner).bits
-        first, second = _after(changes, duplicate, before.copy()), _after(changes, owner, before)
-        if not all(
-            torch.equal(region_view(first, route.source), region_view(second, route.source))
-            for route in routes.routes[owner]
-        ):
-            raise routes.tie_error(version, duplicate)
+
+    def __init__(self, routes: RouteMap) -> None:
+        self._routes = routes
+        self._kept = {*routes.duplicates, *routes.duplicates.values()}
+        self._changes = Changes()
+
+    def add(self, piece: Sparse | Full) -> None:
+        """Add changes, in any order of tensors."""
+        if isinstance(piece, Full):
+            self._changes.full += [piece] if piece.id in self._kept else []
+        elif self._kept:
+            rows = [row for row, tensor in enumerate(piece.ids.tolist()) if tensor in self._kept]
+            self._changes.sparse += [piece.rows(row, row + 1) for row in rows]
+
+    def finish(self, version: int, held: BaseLookup) -> None:
+        """Compare.
+
+        Args:
+            version: that the changes lead to. held: reads what this rank holds before them.
+
+        Raises:
+            TiedTensorError: they would differ. Otherwise as ``held``.
+        """
+        for duplicate, owner in self._routes.duplicates.items():
+            if _are_alike(self._changes, duplicate, owner):
+                continue
+            before = held(owner).bits
+            first, second = (_after(self._changes, tensor, before.copy()) for tensor in (duplicate, owner))
+            if not all(
+                torch.equal(region_view(first, route.source), region_view(second, route.source))
+                for route in self._routes.routes[owner]
+            ):
+                raise self._routes.tie_error(version, duplicate)
 
 
 def _are_alike(changes: Changes, first: int, second: int) -> bool:
@@ -59,7 +76,12 @@ def _sparse_changes(changes: Changes, tensor: int) -> list[tuple[bool, Positions
     ]
 
 
-def _after(changes: Changes, tensor: int, before: Bits) -> torch.Tensor:
-    """Return a tensor after the changes, flat; undefined where this rank does not hold it. May modify ``before``."""
-    bits = with_changes(lambda _: BaseTensor(before), [changes])(tensor).bits
+def _after(changes: Changes, tensor: int, bits: Bits) -> torch.Tensor:
+    """Change (numel,) bits in place, and return them as signed integers; undefined where this rank has no part."""
+    for full in changes.full:
+        if full.id == tensor:
+            bits[:] = full.bits
+    for group in changes.sparse:
+        for row in np.flatnonzero(group.ids == tensor).tolist():
+            apply_row(bits, group, row)
     return torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])

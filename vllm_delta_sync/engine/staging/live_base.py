@@ -1,12 +1,11 @@
 """``LiveBaseReader`` reads base bits from a rank's live model, in checkpoint order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import torch
 
-from vllm_delta_sync.codec.merge import apply_row
 from vllm_delta_sync.codec.tiles.coder import SMALL_ELEMENTS
 from vllm_delta_sync.codec.tiles.grid import grid_of
 from vllm_delta_sync.codec.tiles.rectangles import CutTileError, TensorView, covered_rectangles, held_part
@@ -14,8 +13,7 @@ from vllm_delta_sync.engine.model.patch import region_view
 from vllm_delta_sync.engine.model.regions import split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.errors import EngineError
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
-from vllm_delta_sync.tensors.changes import Changes
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 STRIP_COLUMNS = 128
@@ -101,29 +99,3 @@ def _copy_into(live: torch.Tensor, copied: torch.Tensor) -> None:
                 near.copy_(far)
             return
     copied.copy_(live)
-
-
-def with_changes(old: BaseLookup, parts: Sequence[Changes]) -> BaseLookup:
-    """Return the base bits after some changes: ``old`` with ``parts`` applied on top.
-
-    Args:
-        old: returns bits that the caller may modify.
-        parts: in order of application; elements that the rank does not hold may be missing. More may be appended later.
-    """
-
-    def read(tensor: int) -> BaseTensor:
-        whole = [(number, full) for number, part in enumerate(parts) for full in part.full if full.id == tensor]
-        first = whole[-1][0] + 1 if whole else 0
-        found = BaseTensor(np.array(whole[-1][1].bits)) if whole else old(tensor)
-
-        def moved() -> Bits:
-            bits = found.bits
-            for group in (group for part in parts[first:] for group in part.sparse):
-                row = int(np.searchsorted(group.ids, tensor))
-                if row < group.ids.size and group.ids[row] == tensor:
-                    apply_row(bits, group, row)
-            return bits
-
-        return BaseTensor(moved, found.rectangles)
-
-    return read

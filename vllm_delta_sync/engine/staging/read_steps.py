@@ -1,4 +1,4 @@
-"""``read_steps`` reads the deltas of an update for one rank: fetch, check, decode, drop foreign elements, merge."""
+"""``open_steps`` fetches and opens the deltas of an update for one rank, and ``PhaseTimer`` times what staging does."""
 
 import os
 import socket
@@ -9,21 +9,19 @@ from typing import Any
 
 from vllm_delta_sync.bucket.middleware.metrics import PROCESS
 from vllm_delta_sync.bucket.verified import hashing_seconds
-from vllm_delta_sync.codec.merge import merge_changes
-from vllm_delta_sync.engine.model.patch import keep_local
+from vllm_delta_sync.codec.delta_reader import DeltaReader
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.protocol import set_failed_step
-from vllm_delta_sync.engine.staging.live_base import with_changes
 from vllm_delta_sync.errors import ChainError, DataError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import ObjectRef
 from vllm_delta_sync.format.safetensors_file import Buffer
+from vllm_delta_sync.run.decode import open_objects
 from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.objects import read_object
+from vllm_delta_sync.run.objects import declared_change, read_object
 from vllm_delta_sync.run.read_plan import Step
-from vllm_delta_sync.run.restore import check_step, step_changes
+from vllm_delta_sync.run.restore import check_step
 from vllm_delta_sync.tensors.bits import BaseLookup
-from vllm_delta_sync.tensors.changes import Changes
 
 
 def store_usage() -> dict[str, Any]:
@@ -61,43 +59,38 @@ class PhaseTimer:
         return fetch
 
 
-def read_steps(
+def open_steps(
     steps: list[Step], fingerprints: list[Fingerprint], routes: RouteMap, timer: PhaseTimer, old: BaseLookup
-) -> Changes:
-    """Return the changes of consecutive steps, each checked, merged into one.
+) -> list[list[DeltaReader]]:
+    """Fetch the objects of consecutive steps, and check that each step starts where the one before ends.
 
     Args:
         fingerprints: per tensor id, before the first step.
-        old: the bits that this rank holds before the first step; read only if a step cannot be decoded without them.
+        old: see ``DeltaReader``, for the objects of all steps.
 
     Raises:
         FingerprintError: a step does not follow from the current weights or from the step before. NotFoundError,
-            DigestError, FormatError, TensorMismatchError, ChainError: see ``step_changes``. UnsupportedError: a step
-            cannot be decoded with this rank's part of the base. All of them carry the index of the step.
+            DigestError, FormatError, TensorMismatchError, ChainError: see ``open_objects``. All of them carry the index
+            of the step.
     """
     fetched: list[list[Buffer]] = []
     for number, step in enumerate(steps):
-        with _attribute_errors(number):
+        with attribute_errors(number):
             _check_run(step.run, routes)
             fetched.append([read_object(step.run, ref) for ref in step.objects])
     timer.tick("fetch")
-    parts: list[Changes] = []
-    in_full: set[int] = set()
+    opened: list[list[DeltaReader]] = []
     total = sum(fingerprints, Fingerprint())
-    for number, step in enumerate(steps):
-        with _attribute_errors(number):
-            changes = step_changes(step, with_changes(old, parts), fetched[number])
-            fetched[number].clear()
-            total = check_step(step, total, changes.fingerprint)
-        in_full |= {full.id for full in changes.full}
-        parts.append(keep_local(changes, routes, in_full) if len(steps) > 1 else changes)
-    merged = parts[0] if len(parts) == 1 else merge_changes(parts, routes.table)
-    timer.tick("decode")
-    return merged
+    for number, (step, objects) in enumerate(zip(steps, fetched, strict=True)):
+        with attribute_errors(number):
+            opened.append(open_objects(step.document, step.run.table, objects, old, step.backwards))
+            total = check_step(step, total, declared_change(opened[-1]))
+    return opened
 
 
 @contextmanager
-def _attribute_errors(step: int) -> Iterator[None]:
+def attribute_errors(step: int) -> Iterator[None]:
+    """Attach the index of a step to the errors of the block that its data cause."""
     try:
         yield
     except DataError as error:

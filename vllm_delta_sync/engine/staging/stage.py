@@ -7,13 +7,15 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.engine.model.patch import DensePatch, StagedPatch, region_view, route_changes
+from vllm_delta_sync.codec.delta_reader import DeltaReader
+from vllm_delta_sync.codec.merge import RollingBase, merge
+from vllm_delta_sync.engine.model.patch import DensePatch, PatchBuilder, StagedPatch, region_view
 from vllm_delta_sync.engine.model.regions import split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, Route, RouteMap
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
-from vllm_delta_sync.engine.staging.duplicate_check import check_duplicates
+from vllm_delta_sync.engine.staging.duplicate_check import DuplicateCheck
 from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
-from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, read_steps
+from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, attribute_errors, open_steps
 from vllm_delta_sync.engine.staging.reconstruct import restore_version
 from vllm_delta_sync.errors import ChainError, FingerprintError, FormatError
 from vllm_delta_sync.format.documents import Anchor
@@ -22,7 +24,7 @@ from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.run.checks import read_shard
 from vllm_delta_sync.run.objects import read_object
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.bits import BaseLookup, Bits
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 
@@ -45,7 +47,7 @@ def stage_update(
 
     Raises:
         ChainError: the target is of another run. FingerprintError: the current weights are not those it was made
-        against. TiedTensorError: a duplicate would differ from its owner. Also what ``read_steps``, ``route_changes``,
+        against. TiedTensorError: a duplicate would differ from its owner. Also what ``open_steps``, ``build_patch``,
         ``stage_anchor`` and ``stage_rebuilt`` raise.
     """
     target = plan.target
@@ -53,9 +55,9 @@ def stage_update(
         raise ChainError(f"version {target.version} is of run {target.run}, this rank follows {run.info.run}")
     if plan.steps:
         held = LiveBaseReader(routes, weights_stamp)
-        changes = read_steps(plan.steps, fingerprints, routes, timer, held)
-        check_duplicates(target.version, changes, routes, held)
-        patch = route_changes(target.version, changes, routes, fingerprints)
+        rolling = RollingBase(held)
+        steps = open_steps(plan.steps, fingerprints, routes, timer, rolling)
+        patch = build_patch(target.version, steps, routes, fingerprints, held, rolling, timer)
     elif plan.rebuild:
         # A rebuild reads and decodes piece by piece, so all of its time counts as ``fetch``.
         patch = stage_rebuilt(run, target, folder, routes)
@@ -69,6 +71,40 @@ def stage_update(
         routes.reload_units.add_outputs_to(patch, routes, everything=not plan.steps)
     timer.tick("route")
     return patch
+
+
+def build_patch(
+    version: int,
+    steps: list[list[DeltaReader]],
+    routes: RouteMap,
+    fingerprints: list[Fingerprint],
+    held: BaseLookup,
+    rolling: RollingBase,
+    timer: PhaseTimer,
+) -> StagedPatch:
+    """Decode, merge and route the changes of steps, piece by piece: memory is the patch and what a few tensors take.
+
+    Args:
+        version: that they lead to. steps: the objects of each.
+        fingerprints: per tensor id, before the first step. held: what this rank holds then.
+        rolling: the ``old`` of all objects, made of ``held``.
+
+    Raises:
+        TiedTensorError: a duplicate would differ from its owner. DeltaSyncError: as ``merge`` and ``PatchBuilder``.
+    """
+    declared: dict[int, Fingerprint] = {}
+    for reader in (reader for readers in steps for reader in readers):
+        for tensor, change in reader.fingerprints.items():
+            declared[tensor] = declared.get(tensor, Fingerprint()) + change
+    builder, duplicates = PatchBuilder(version, routes, fingerprints, declared), DuplicateCheck(routes)
+    for piece in merge(steps, routes.table, rolling, attribute_errors):
+        timer.tick("decode")
+        builder.add(piece)
+        duplicates.add(piece)
+        timer.tick("route")
+    timer.tick("decode")
+    duplicates.finish(version, held)
+    return builder.finish()
 
 
 def _check_total(target: Manifest, patch: StagedPatch) -> None:

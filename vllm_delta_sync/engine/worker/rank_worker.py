@@ -553,7 +553,7 @@ def _compile_loops(elements: Collection[DType]) -> None:
         # First, because hashing waits for it.
         fingerprint.compile_kernels(elements)
         apply.compile_kernels(elements)
-        compile_routing()
+        compile_routing(elements)
         delta_reader.compile_kernels(elements)
         merge.warm_up(elements)
     except Exception:  # whatever cannot be compiled raises again where it is used, which reports it

@@ -1,7 +1,7 @@
 """``bridge`` finds the objects of a version whose manifest is lost, and writes a merged delta that leads across it."""
 
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
-from vllm_delta_sync.codec.delta_reader import codec_of, decode
+from vllm_delta_sync.codec.delta_reader import DeltaReader
 from vllm_delta_sync.errors import DataError
 from vllm_delta_sync.format.codecs import BASE_CODECS, Codec
 from vllm_delta_sync.format.documents import MergedDelta, merged_delta_key
@@ -63,12 +63,12 @@ def bridge(
             continue
         try:
             data = run.fetch(ref)
-            part = decode(data, run.table, context, before.base_tensor)
-            codec = codec_of(data, context)
+            reader = DeltaReader(data, run.table, context, before.base_tensor)
+            part = reader.rest()
         except DataError:
             continue  # of another version, or damaged
         refs.append(ref)
-        codecs.add(codec)
+        codecs.add(reader.codec)
         changes.sparse += part.sparse
         changes.full += part.full
         for tensor, change in part.fingerprints.items():

@@ -1,0 +1,98 @@
+"""Routing of changed elements: addresses, data and hashes of a patch, against indexing by hand."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.receiver.test_ownership import all_indices, injective_regions
+from vllm_delta_sync.engine.model import patch as patching
+from vllm_delta_sync.engine.model.patch import PatchBuilder, SparsePatch
+from vllm_delta_sync.engine.model.regions import Region
+from vllm_delta_sync.engine.model.route_map import Destination, Route, RouteMap
+from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.bits import Bits, Positions
+from vllm_delta_sync.tensors.changes import Sparse
+
+SIZE = 5_000
+
+
+def contiguous(region: Region, offset: int, order: list[int]) -> Region:
+    """A dense region of the same shape, whose dimensions lie in memory in another order."""
+    strides, reach = [0] * len(region.sizes), 1
+    for dim in order:
+        strides[dim], reach = reach, reach * region.sizes[dim]
+    return Region(offset, region.sizes, tuple(strides))
+
+
+def routed(routes: list[Route], positions: Positions, data: Bits, relative: bool = True) -> list[SparsePatch]:
+    """The patches of one tensor of SIZE elements, loaded by these routes to one destination each."""
+    table = TensorTable([TensorSpec("w", "BF16", (SIZE,))])
+    flat = [torch.zeros(SIZE + 100, dtype=torch.int16) for _ in routes]
+    places = [Destination(f"d{number}", torch.bfloat16, bits) for number, bits in enumerate(flat)]
+    builder = PatchBuilder(1, RouteMap(table, places, [routes]), [Fingerprint()], {})
+    builder.add(Sparse("BF16", np.array([0], np.uint32), np.array([positions.size]), positions, data, relative))
+    return builder.finish().sparse
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[Route], Positions, Bits]:
+    routes = []
+    for number in range(draw(st.integers(1, 3))):
+        source = draw(injective_regions().filter(lambda region: region.last < SIZE))
+        order = draw(st.permutations(range(len(source.sizes))))
+        routes.append(Route(number, source, contiguous(source, draw(st.integers(0, 50)), list(order))))
+    near = sorted({index for route in routes for index in all_indices(route.source)})
+    chosen = draw(st.sets(st.sampled_from(near), max_size=40)) | draw(st.sets(st.integers(0, SIZE - 1), max_size=20))
+    positions = np.array(sorted(chosen | {0}), np.int64)
+    return routes, positions, np.arange(1, positions.size + 1, dtype=np.uint16)
+
+
+@given(cases(), st.booleans())
+def test_each_element_goes_where_its_route_leads(case: tuple[list[Route], Positions, Bits], wide: bool) -> None:
+    routes, positions, data = case
+    with pytest.MonkeyPatch.context() as patch:
+        if wide:
+            patch.setattr(patching, "NARROW_ELEMENTS", 0)
+        found = {patch.destination: patch for patch in routed(routes, positions, data)}
+    zeros = np.zeros(SIZE, np.uint16)
+    for number, route in enumerate(routes):
+        leads = dict(zip(all_indices(route.source), all_indices(route.target), strict=True))
+        wanted = sorted((leads[p], d, p) for p, d in zip(positions.tolist(), data.tolist(), strict=True) if p in leads)
+        if not wanted:
+            assert number not in found
+            continue
+        sparse = found[number]
+        assert sparse.positions.dtype == (np.int64 if wide else np.int32)
+        assert sparse.positions.tolist() == [address for address, _, _ in wanted]
+        assert sparse.data.tolist() == [each for _, each, _ in wanted]
+        # From zeros, what a commit measures is the change of fingerprint at the positions in the tensor.
+        before = np.array([position for _, _, position in sorted(wanted, key=lambda row: row[2])], np.int64)
+        after = np.array([each for _, each, _ in sorted(wanted, key=lambda row: row[2])], np.uint16)
+        expected = fingerprint_change("w", before, zeros[before], after)
+        assert measured(sparse) == expected
+
+
+def measured(sparse: SparsePatch) -> Fingerprint:
+    from vllm_delta_sync.format import kernels
+
+    live = np.zeros(SIZE + 100, np.uint16)
+    sums = kernels.commit_relative(
+        live, sparse.positions.astype(np.int64), sparse.data, sparse.premix, np.uint64(0), np.uint64(0xFFFF), False
+    )
+    return Fingerprint(*(int(number) for number in sums))
+
+
+def test_patches_of_a_batch_share_memory_of_their_size_only() -> None:
+    """Of a rank with half of the columns, nothing is kept for the other half."""
+    half = Route(0, Region(0, (50, 50), (100, 1)), Region(0, (50, 50), (50, 1)))
+    positions = np.arange(SIZE, dtype=np.int64)
+    [sparse] = routed([half], positions, np.ones(SIZE, np.uint16))
+    assert sparse.positions.size == 2500
+    for array in (sparse.positions, sparse.data, sparse.premix):
+        owner = array
+        while owner.base is not None:
+            owner = owner.base
+        assert owner.size == 2500
