@@ -6,7 +6,9 @@ The ULP distance of two patterns is their difference, modulo 2^width, in a monot
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +83,14 @@ Rectangle = tuple[int, int, int, int]
 """(first row, end of rows, first column, end of columns) of a tensor as the matrix that tiles cut (docs/FORMAT.md)."""
 
 
+class Matrix(NamedTuple):
+    """Bits of a tensor as the matrix that tiles cut: element (row, column) is flat[origin + row · stride + column]."""
+
+    flat: Bits
+    origin: int
+    stride: int
+
+
 class BaseTensor:
     """The base bits of one tensor: its bits at the version that a delta applies to.
 
@@ -88,11 +98,18 @@ class BaseTensor:
         bits: (numel,) in row-major order of the whole tensor, undefined outside ``rectangles``; or a function that
             returns them, called only if they are needed.
         rectangles: disjoint parts that this process has; None for the whole tensor.
+        in_place: returns a context in which the bits inside ``rectangles`` are read where they are, of any moment, as
+            any values; None if ``bits`` must be read.
     """
 
-    def __init__(self, bits: Bits | Callable[[], Bits], rectangles: tuple[Rectangle, ...] | None = None) -> None:
+    def __init__(
+        self,
+        bits: Bits | Callable[[], Bits],
+        rectangles: tuple[Rectangle, ...] | None = None,
+        in_place: Callable[[], AbstractContextManager[Matrix]] | None = None,
+    ) -> None:
         self._bits = bits
-        self.rectangles = rectangles
+        self.rectangles, self.in_place = rectangles, in_place
 
     @property
     def bits(self) -> Bits:

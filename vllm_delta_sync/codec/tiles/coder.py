@@ -6,6 +6,7 @@ magnitudes. A plain tile is coded without them. Entries of block k: ``@k.ids`` U
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
@@ -41,7 +42,7 @@ from vllm_delta_sync.errors import FormatError, TensorMismatchError, Unsupported
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits, Positions
+from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits, Matrix, Positions
 from vllm_delta_sync.tensors.changes import Sparse
 
 BLOCK_CHANGES = 1024 * 1024
@@ -482,8 +483,13 @@ class TilesBlock:
         coded = wanted & ~plain & (sizes > 0)
         if base is None and coded.any():
             raise UnsupportedError(f"{self._what}: {spec.name!r} can be decoded only with its old bits")
-        bits = np.empty(0, element.uint) if base is None or not coded.any() else checked(base, spec, element)
-        bits = read_only(bits)
+        reading: AbstractContextManager[Matrix] = nullcontext(Matrix(np.empty(0, element.uint), 0, grid.columns))
+        if base is not None and coded.any():
+            reading = (
+                nullcontext(Matrix(checked(base, spec, element), 0, grid.columns))
+                if base.in_place is None
+                else base.in_place()
+            )
         starts = self._starts[tiles]
         begin, end = int(starts[0]) >> 3, (int(starts[-1]) + int(sizes[-1]) + 7) >> 3
         payload = np.zeros(end - begin + kernels.PADDING, np.uint8)
@@ -495,11 +501,14 @@ class TilesBlock:
             # Of several spans, only the first one's place is known; memory is used as far as it is written.
             mine = into if span is spans[0] else (np.empty_like(into[0]), np.empty_like(into[1]))
             found, where = kernels.decode_bands(
-                bits, grid.row_edges, grid.column_edges, *span, *fixed, payload, self._tables, *mine
-            )
+                bits, matrix.origin, matrix.stride, grid.row_edges, grid.column_edges, *span, *fixed, payload,
+                self._tables, *mine,
+            )  # fmt: skip
             return found, where, mine
 
-        parts = on_threads(run, spans)
+        with reading as matrix:
+            bits = read_only(matrix.flat)
+            parts = on_threads(run, spans)
         for found, where, _ in parts:
             if found < 0:
                 self._refuse(spec, found, where, count)
@@ -541,7 +550,7 @@ def compile_decoder(elements: Iterable[DType]) -> None:
     for element in elements:
         mine = np.empty(kernels.SLACK, np.int64), np.empty(kernels.SLACK, element.uint)
         kernels.decode_bands(
-            read_only(np.empty(0, element.uint)), edges, edges, 0, 0, magnitude_mask(element),
+            read_only(np.empty(0, element.uint)), 0, 0, edges, edges, 0, 0, magnitude_mask(element),
             np.zeros(CLASSES, element.uint), np.empty(0, np.bool_), np.empty(0, np.bool_), none, none,
             np.zeros(kernels.PADDING, np.uint8), tables, *mine,
         )  # fmt: skip

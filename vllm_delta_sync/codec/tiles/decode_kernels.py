@@ -6,17 +6,19 @@ Streams are not trusted: for any bytes, a loop ends and writes only inside the a
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 
 import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
 
 from vllm_delta_sync.codec.tiles.prefix_code import CLASSES, KINDS, LONGEST, OTHERS, PLAIN
-from vllm_delta_sync.codec.tiles.shared_kernels import LOW6, S6, load_word, mask_tile, words_of
+from vllm_delta_sync.codec.tiles.shared_kernels import LANES, LOW6, S6, load_word, mask_tile, words_of, words_passed
 from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, ones, trailing_zeros
 
 PADDING = 24
 """Bytes that must follow a stream in memory: one damaged symbol can read so far beyond its end."""
 SLACK = 2
 """Elements that ``_collect`` writes at least per word of 64, so arrays need this much extra room."""
-BLOCK = np.uint64(8)
-"""Words that are skipped at once, so that ranks far apart are found in few steps."""
 
 # Errors of ``decode_bands``, as negative numbers.
 SHORT, NO_CODE, OUTSIDE, TOO_MANY, WIDE, TWICE = -1, -2, -3, -4, -5, -6
@@ -30,29 +32,45 @@ _WINDOW = np.uint64(57)
 """Bits that one load gives at least."""
 
 
-def _places():
-    """Return (2048,) uint8: entry 8 · byte + rank is the index of set bit number ``rank`` of a byte."""
-    table = np.zeros((256, 8), np.uint8)
-    for byte in range(256):
-        bits_set = [bit for bit in range(8) if byte >> bit & 1]
-        table[byte, : len(bits_set)] = bits_set
-    return table.reshape(-1)
+_DEPOSITS = get_host_cpu_features().get("bmi2", False) and get_host_cpu_name() not in ("bdver4", "znver1", "znver2")
+"""Whether the processor has the instruction PDEP, and does not take hundreds of cycles for it."""
 
 
-_PLACES = _places()
+@intrinsic
+def _deposited(typing_context, source, word):
+    """Return ``source`` with its lowest bits moved to the places of the bits set in ``word``: PDEP of x86."""
+
+    def generate(context, builder, signature, arguments):
+        number = ir.IntType(64)
+        kind = ir.FunctionType(number, [number, number])
+        return builder.call(builder.module.declare_intrinsic("llvm.x86.bmi.pdep.64", [], kind), arguments)
+
+    return types.uint64(types.uint64, types.uint64), generate
 
 
-@_compile
-def _select(word, rank):
-    """Return the index of set bit number ``rank`` of ``word``, which must have that many."""
-    # Without branches: set bits up to each byte, then the byte, then the bit in it.
-    sums = word - ((word >> ONE) & np.uint64(0x5555555555555555))
-    sums = (sums & np.uint64(0x3333333333333333)) + ((sums >> np.uint64(2)) & np.uint64(0x3333333333333333))
-    sums = ((sums + (sums >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)) * _EACH
-    passed = ((((rank * _EACH) | _TOPS) - sums) & _TOPS) >> np.uint64(7)
-    byte = ones(passed) << np.uint64(3)
-    rank -= ((sums << np.uint64(8)) >> byte) & np.uint64(255)
-    return byte + np.uint64(_PLACES[(((word >> byte) & np.uint64(255)) << np.uint64(3)) + rank])
+if _DEPOSITS:
+
+    @_compile
+    def _select(word, rank):
+        """Return the index of set bit number ``rank`` of ``word``, which must have that many."""
+        return trailing_zeros(_deposited(ONE << rank, word))
+
+else:
+
+    @_compile
+    def _select(word, rank):
+        """Return the index of set bit number ``rank`` of ``word``, which must have that many."""
+        # Without branches: set bits up to each byte, then the byte, then the bit in it.
+        sums = word - ((word >> ONE) & np.uint64(0x5555555555555555))
+        sums = (sums & np.uint64(0x3333333333333333)) + ((sums >> np.uint64(2)) & np.uint64(0x3333333333333333))
+        sums = ((sums + (sums >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)) * _EACH
+        passed = ((((rank * _EACH) | _TOPS) - sums) & _TOPS) >> np.uint64(7)
+        byte = ones(passed) << np.uint64(3)
+        rank -= ((sums << np.uint64(8)) >> byte) & np.uint64(255)
+        bits = (word >> byte) & np.uint64(255)
+        for _ in range(rank):
+            bits &= bits - ONE
+        return byte + trailing_zeros(bits)
 
 
 @_compile
@@ -63,13 +81,14 @@ def _read(data, place, count):
 
 @_compile
 def decode_bands(
-    bits, row_edges, column_edges, first, last, magnitudes, limits, wanted, plain, starts, sizes, payload, tables,
-    positions, distances,
+    bits, origin, stride, row_edges, column_edges, first, last, magnitudes, limits, wanted, plain, starts, sizes,
+    payload, tables, positions, distances,
 ):  # fmt: skip
     """Decode the ``wanted`` tiles of some bands of a tensor.
 
     Args:
-        bits: (numel,) old bits, valid in wanted tiles that are not plain. row_edges, column_edges: see ``Grid``.
+        bits, origin, stride: see ``Matrix``; valid in wanted tiles that are not plain.
+        row_edges, column_edges: see ``Grid``.
         first, last: the bands. magnitudes, limits: see ``mask_tile``. wanted, plain: (tiles,) bool, of the tensor.
         starts, sizes: (tiles,) int64: first bit in ``payload``, and bits, of each stream; PADDING bytes follow.
         tables: ``Decoding``, one for each class, then that of plain tiles.
@@ -85,7 +104,7 @@ def decode_bands(
     for tile in range(across):
         widest = max(widest, column_edges[tile + 1] - column_edges[tile])
     words = tallest * words_of(widest)
-    masks, before = np.empty(CLASSES * words, np.uint64), np.empty(CLASSES * (words + 1), np.uint32)
+    masks, before = np.empty((CLASSES, words), np.uint64), np.empty((CLASSES, words + 1 + LANES), np.uint32)
     none = np.zeros(CLASSES, np.uint32)
     ranks, zigzags = np.empty(tallest * widest, np.uint32), np.empty(tallest * widest, distances.dtype)
     # The words of a row of all tiles of a band, then those of the next row. One tile at a time where tiles follow each
@@ -122,9 +141,8 @@ def decode_bands(
                 width = words_of(right - left)
                 members, others = none, PLAIN
                 if not plain[tile]:
-                    mask_tile(bits, columns, top, bottom, left, right, magnitudes, limits, masks, before)
-                    used_words = CLASSES * (bottom - top) * width
-                    members, others = before[used_words : used_words + CLASSES], OTHERS
+                    mask_tile(bits, origin, stride, top, bottom, left, right, magnitudes, limits, masks, before)
+                    members, others = before[:, (bottom - top) * width], OTHERS
                 got = read_stream(
                     payload, starts[tile], sizes[tile], tables, members, others, (bottom - top) * (right - left), ranks,
                     zigzags,
@@ -137,9 +155,8 @@ def decode_bands(
                 cursor = 0
                 if not plain[tile]:
                     cursor = _mark(
-                        ranks[:got], zigzags, masks, before, members, (bottom - top) * width, width, offset, in_row,
-                        marks, used, marked,
-                    )  # fmt: skip
+                        ranks[:got], zigzags, masks, before, members, width, offset, in_row, marks, used, marked
+                    )
                 base = members[0] + members[1] + members[2]
                 _mark_others(
                     ranks[cursor:got], zigzags[cursor:], base, right - left, offset, in_row, marks, used, marked
@@ -230,14 +247,14 @@ def read_stream(data, start, size, tables, members, others, elements, ranks, zig
 @_compile
 def _mark_others(ranks, zigzags, base, columns, offset, in_row, marks, used, marked):
     """As ``_mark``, for ranks among all elements of a tile of so many columns; ``base`` is the first one's."""
-    row, end = np.int64(0), columns
+    # A quotient by a reciprocal: exact, since a tile has fewer than 2^20 elements.
+    reciprocal = np.uint64(((1 << 40) + columns - 1) // columns)
+    across, start, width = np.uint64(in_row), np.uint64(offset), np.uint64(columns)
     for i in range(ranks.size):
-        rank = np.int64(ranks[i] - base)
-        while rank >= end:
-            row += 1
-            end += columns
-        column = np.uint64(rank - end + columns)
-        word = np.uint64(row * in_row + offset) + (column >> S6)
+        rank = np.uint64(ranks[i] - base)
+        row = (rank * reciprocal) >> np.uint64(40)
+        column = rank - row * width
+        word = row * across + start + (column >> S6)
         bit = column & LOW6
         marks[word] |= ONE << bit
         used[word >> S6] |= ONE << (word & LOW6)
@@ -245,34 +262,33 @@ def _mark_others(ranks, zigzags, base, columns, offset, in_row, marks, used, mar
 
 
 @_compile
-def _mark(ranks, zigzags, masks, before, members, words, width, offset, in_row, marks, used, marked):
+def _mark(ranks, zigzags, masks, before, members, width, offset, in_row, marks, used, marked):
     """Mark a tile's changed elements that have classes in the words of its band → how many.
 
     Args:
         ranks, zigzags: see ``read_stream``. masks, before, members: see ``mask_tile``.
-        words: of the tile. width: of them, in a row. offset: of the tile in a row of the band. in_row: words of that.
+        width: words of the tile, in a row. offset: of the tile in a row of the band. in_row: words of that.
         marks: one bit for each element of the band. used: one for each word of ``marks`` that is not 0. marked:
             distances, at the same index as in ``marks``.
     """
-    last = np.uint64(CLASSES * words)
+    # A quotient by a reciprocal: exact, since a tile has fewer than 2^16 words.
     reciprocal = np.uint64(((1 << 32) + width - 1) // width)
     skip = np.uint64(in_row - width)
     cursor, base = ZERO, np.uint32(0)
     size = np.uint64(ranks.size)
     for kind in range(CLASSES):
-        place, block = np.uint64(kind), np.uint64(CLASSES) * BLOCK
+        # Unsigned, since numba checks signed indices for negative values at each use.
+        row_of_class, word = np.uint64(kind), ZERO
         while cursor < size and ranks[cursor] - base < members[kind]:
             rank = ranks[cursor] - base
-            # Unsigned, since numba checks signed indices for negative values at each use.
-            while place + block <= last and before[place + block] <= rank:
-                place += block
-            while before[place + np.uint64(CLASSES)] <= rank:
-                place += np.uint64(CLASSES)
-            bit = _select(masks[place], np.uint64(rank - before[place]))
-            # Exact, since a tile has fewer than 2^16 words.
-            word = place // np.uint64(CLASSES)
-            row = (word * reciprocal) >> np.uint64(32)
-            target = word + row * skip + np.uint64(offset)
+            # Many words at once, since the number of words to the next change is unpredictable.
+            passed = words_passed(before, row_of_class, word + ONE, rank)
+            word += passed
+            while passed == np.uint64(LANES):
+                passed = words_passed(before, row_of_class, word + ONE, rank)
+                word += passed
+            bit = _select(masks[row_of_class, word], np.uint64(rank - before[row_of_class, word]))
+            target = word + ((word * reciprocal) >> np.uint64(32)) * skip + np.uint64(offset)
             marks[target] |= ONE << bit
             used[target >> S6] |= ONE << (target & LOW6)
             marked[(target << S6) + bit] = zigzags[cursor]

@@ -7,6 +7,7 @@ from numba.extending import intrinsic
 
 from vllm_delta_sync.codec.tiles.prefix_code import CLASSES, KINDS, OTHERS, PLAIN
 from vllm_delta_sync.codec.tiles.shared_kernels import (
+    LANES,
     LOW6,
     S6,
     THREE,
@@ -103,7 +104,7 @@ def gaps_of_bands(
         widest = max(widest, column_edges[tile + 1] - column_edges[tile])
         tile_of[column_edges[tile] : column_edges[tile + 1]] = tile
     words = tallest * words_of(widest)
-    masks, before = np.empty(CLASSES * words, np.uint64), np.empty(CLASSES * (words + 1), np.uint32)
+    masks, before = np.empty((CLASSES, words), np.uint64), np.empty((CLASSES, words + 1 + LANES), np.uint32)
     # Quotients by reciprocals, since integer division has no vectors. Half a unit is further from a whole number than
     # the rounding error, for bands below 2^50 elements.
     per_column = 1.0 / columns
@@ -156,7 +157,7 @@ def gaps_of_bands(
                         kinds[out[0] : out[1]], gaps[out[0] : out[1]], values[out[0] : out[1]],
                     )  # fmt: skip
                 else:
-                    mask_tile(bits, columns, top, bottom, left, right, magnitudes, limits, masks, before)
+                    mask_tile(bits, 0, columns, top, bottom, left, right, magnitudes, limits, masks, before)
                     _class_gaps(
                         masks, before, (bottom - top) * words_of(right - left), left, right, rows[low:high],
                         places[low:high], moved[low:high], kinds[out[0] : out[1]], gaps[out[0] : out[1]],
@@ -178,7 +179,7 @@ def _plain_gaps(rows, places, left, right, zigzags, kinds, gaps, values):
 @_compile
 def _class_gaps(masks, before, words, left, right, rows, places, zigzags, kinds, gaps, values):
     """Sort a tile's changes by rank, and compute their gaps; arguments as in ``gaps_of_bands`` and ``mask_tile``."""
-    members = before[CLASSES * words : CLASSES * words + CLASSES]
+    members = before[:, words]
     ranks, owners = np.empty(rows.size, np.uint32), np.empty(rows.size, np.uint8)
     starts = np.zeros(CLASSES + 2, np.int64)
     base = np.zeros(CLASSES + 1, np.uint32)
@@ -188,13 +189,13 @@ def _class_gaps(masks, before, words, left, right, rows, places, zigzags, kinds,
     for i in range(rows.size):
         place = np.uint64(places[i] - left)
         bit = place & LOW6
-        word = np.uint64(CLASSES) * (np.uint64(rows[i] * across) + (place >> S6))
+        word = np.uint64(rows[i] * across) + (place >> S6)
         # Without branches, since the class is unpredictable.
-        low, middle, high = masks[word], masks[word + ONE], masks[word + TWO]
+        low, middle, high = masks[ZERO, word], masks[ONE, word], masks[TWO, word]
         owner = ONE * ((middle >> bit) & ONE) + TWO * ((high >> bit) & ONE)
         owner += THREE * ((~(low | middle | high) >> bit) & ONE)
         mine = low if owner == ZERO else (middle if owner == ONE else high)
-        rank = before[word + min(owner, TWO)] + np.uint32(ones(mine & ((ONE << bit) - ONE)))
+        rank = before[min(owner, TWO), word] + np.uint32(ones(mine & ((ONE << bit) - ONE)))
         among_all = np.uint32(rows[i]) * np.uint32(right - left) + np.uint32(place)
         ranks[i] = base[owner] + (among_all if owner == THREE else rank)
         owners[i] = owner

@@ -3,12 +3,13 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, NoReturn
 
 from vllm_delta_sync.codec.tiles.grid import extent
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Rectangle
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Matrix, Rectangle
 from vllm_delta_sync.tensors.boxes import Box
 
 MOST_RECTANGLES = 4096
@@ -59,16 +60,21 @@ def covered_rectangles(spec: TensorSpec, views: Sequence[TensorView]) -> tuple[R
     return tuple(found)
 
 
-def held_part(spec: TensorSpec, views: Sequence[TensorView], read: Callable[[], Bits]) -> BaseTensor:
+def held_part(
+    spec: TensorSpec,
+    views: Sequence[TensorView],
+    read: Callable[[], Bits],
+    in_place: Callable[[], AbstractContextManager[Matrix]] | None = None,
+) -> BaseTensor:
     """Return the part of a tensor that views without overlap cover.
 
     If they are too many, plain tiles are decoded as if all of it were held, and others are refused.
 
     Args:
-        read: returns the (numel,) bits, called only if they are needed.
+        read: returns the (numel,) bits, called only if they are needed. in_place: see ``BaseTensor``.
     """
     try:
-        return BaseTensor(read, covered_rectangles(spec, views))
+        return BaseTensor(read, covered_rectangles(spec, views), in_place)
     except CutTileError as error:
         return refusing(error)
 

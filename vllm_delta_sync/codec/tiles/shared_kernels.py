@@ -20,6 +20,9 @@ S6 = np.uint64(6)
 LOW6 = np.uint64(63)
 TWO = np.uint64(2)
 THREE = np.uint64(3)
+LANES = 16
+"""Words of which ``words_passed`` looks at the counts at once."""
+LAST = np.uint32(np.iinfo(np.uint32).max)
 AHEAD, AHEAD_ELEMENTS = 96, 8192
 """By how much prefetching is ahead of reading: rows, or elements where rows follow each other."""
 
@@ -82,6 +85,28 @@ def below(typing_context, bits, index, limit, magnitudes):
     return types.uint64(bits, index, limit, magnitudes), generate
 
 
+@intrinsic
+def words_passed(typing_context, before, row, place, rank):
+    """Return how many of before[row, place : place + LANES] (uint32) are at most ``rank``.
+
+    The caller checks the bounds.
+    """
+
+    def generate(context, builder, signature, arguments):
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        across = builder.extract_value(array.shape, 1)
+        index = builder.add(builder.mul(arguments[1], across), arguments[2])
+        kind = ir.VectorType(ir.IntType(32), LANES)
+        zeros = ir.Constant(kind, [0] * LANES)
+        loaded = builder.load(builder.bitcast(builder.gep(array.data, [index]), kind.as_pointer()), align=1)
+        one = builder.insert_element(ir.Constant(kind, ir.Undefined), arguments[3], ir.IntType(32)(0))
+        passed = builder.icmp_unsigned("<=", loaded, builder.shuffle_vector(one, one, zeros))
+        mask = builder.zext(builder.bitcast(passed, ir.IntType(LANES)), ir.IntType(64))
+        return builder.ctpop(mask)
+
+    return types.uint64(before, types.uint64, types.uint64, types.uint32), generate
+
+
 @_compile
 def words_of(columns):
     """Return the number of words of a row with this many columns."""
@@ -89,14 +114,15 @@ def words_of(columns):
 
 
 @_compile
-def mask_tile(bits, columns, top, bottom, left, right, magnitudes, limits, masks, before):
+def mask_tile(bits, start, stride, top, bottom, left, right, magnitudes, limits, masks, before):
     """Compute the class masks of a tile.
 
     Args:
-        bits: (numel,) old bits of a matrix with ``columns``. top, bottom, left, right: the tile's rows and columns.
+        bits: old bits: those of a matrix's element (row, column) at ``start`` + row · ``stride`` + column.
+        top, bottom, left, right: the tile's rows and columns.
         magnitudes, limits: ``magnitude_mask`` and (CLASSES,) ``key_limits``, of the element's width.
-        masks: (CLASSES · words or more,) uint64 output, the classes of one word after the other. before: (CLASSES ·
-            (words + 1) or more,) uint32 output: elements of each class before each word.
+        masks: (CLASSES, words or more) uint64 output. before: (CLASSES, words + 1 + LANES or more) uint32 output:
+            elements of each class before each word, then all of them, then the largest number LANES times.
     """
     across = words_of(right - left)
     tail = ~ZERO >> np.uint64((64 - (right - left) % 64) % 64)
@@ -105,51 +131,46 @@ def mask_tile(bits, columns, top, bottom, left, right, magnitudes, limits, masks
     place = ZERO
     first = second = third = np.uint32(0)
     for row in range(top, bottom):
-        origin = row * columns + left
+        origin = start + row * stride + left
         # Rows of a tile may lie far apart, so that the processor does not prefetch them by itself.
-        ahead = origin + (AHEAD * columns if right - left < columns else AHEAD_ELEMENTS)
+        ahead = origin + (AHEAD * stride if right - left < stride else AHEAD_ELEMENTS)
         for i in range(ahead, ahead + right - left, 64 // bits.itemsize):
             prefetch(bits, np.uint64(i))
         # Whole words are read; those at the end of the tensor element by element.
-        if origin + 64 * across <= bits.size:
-            for number in range(across):
+        whole = origin + 64 * across <= bits.size
+        for number in range(across):
+            before[ZERO, place], before[ONE, place], before[TWO, place] = first, second, third
+            if whole:
                 i = np.uint64(origin + 64 * number)
                 valid = tail if number == across - 1 else ~ZERO
                 below_low = below(bits, i, low, magnitudes) & valid
-                masks[place] = below_low
-                before[place] = first
-                first += np.uint32(ones(below_low))
                 below_middle = below(bits, i, middle, magnitudes) & valid
-                masks[place + ONE] = below_middle & ~below_low
-                before[place + ONE] = second
-                second += np.uint32(ones(below_middle & ~below_low))
                 below_high = below(bits, i, high, magnitudes) & valid
-                masks[place + TWO] = below_high & ~below_middle
-                before[place + TWO] = third
-                third += np.uint32(ones(below_high & ~below_middle))
-                place += THREE
-        else:
-            for number in range(across):
-                start, stop = origin + 64 * number, min(origin + right - left, origin + 64 * number + 64)
-                for kind in range(CLASSES):
-                    masks[place + np.uint64(kind)] = _mask_each(bits, start, stop, kind, limits, magnitudes)
-                before[place], before[place + ONE], before[place + TWO] = first, second, third
-                first += np.uint32(ones(masks[place]))
-                second += np.uint32(ones(masks[place + ONE]))
-                third += np.uint32(ones(masks[place + TWO]))
-                place += THREE
-    before[place], before[place + ONE], before[place + TWO] = first, second, third
+            else:
+                stop = min(origin + right - left, origin + 64 * number + 64)
+                below_low, below_middle, below_high = _below_each(bits, origin + 64 * number, stop, limits, magnitudes)
+            masks[ZERO, place] = below_low
+            masks[ONE, place] = below_middle & ~below_low
+            masks[TWO, place] = below_high & ~below_middle
+            first += np.uint32(ones(below_low))
+            second += np.uint32(ones(below_middle & ~below_low))
+            third += np.uint32(ones(below_high & ~below_middle))
+            place += ONE
+    before[ZERO, place], before[ONE, place], before[TWO, place] = first, second, third
+    for kind in range(CLASSES):
+        before[kind, place + ONE : place + ONE + np.uint64(LANES)] = LAST
 
 
 @_compile
-def _mask_each(bits, start, stop, kind, limits, magnitudes):
-    """Return the mask of one class over bits[start : stop], at most 64 of them."""
-    found = ZERO
+def _below_each(bits, start, stop, limits, magnitudes):
+    """Return, for each limit, the mask of those of bits[start : stop], at most 64, that are below it."""
+    low, middle, high = ZERO, ZERO, ZERO
     for i in range(start, stop):
-        magnitude = bits[i] & magnitudes
-        if magnitude < limits[kind] and (kind == 0 or magnitude >= limits[kind - 1]):
-            found |= ONE << np.uint64(i - start)
-    return found
+        magnitude, bit = bits[i] & magnitudes, ONE << np.uint64(i - start)
+        low |= bit if magnitude < limits[0] else ZERO
+        middle |= bit if magnitude < limits[1] else ZERO
+        high |= bit if magnitude < limits[2] else ZERO
+    return low, middle, high
 
 
 @_compile

@@ -1,19 +1,20 @@
 """``LiveBaseReader`` reads base bits from a rank's live model, in checkpoint order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import numpy as np
 import torch
 
 from vllm_delta_sync.codec.tiles.coder import SMALL_ELEMENTS
-from vllm_delta_sync.codec.tiles.grid import grid_of
+from vllm_delta_sync.codec.tiles.grid import extent, grid_of
 from vllm_delta_sync.codec.tiles.rectangles import CutTileError, TensorView, covered_rectangles, held_part
 from vllm_delta_sync.engine.model.patch import region_view
 from vllm_delta_sync.engine.model.regions import split_regions
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.errors import EngineError
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Matrix
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 STRIP_COLUMNS = 128
@@ -21,7 +22,8 @@ STRIP_COLUMNS = 128
 
 
 class LiveBaseReader:
-    """An ``BaseLookup`` that copies one tensor at a time from the live model, and uses the memory of that tensor.
+    """A ``BaseLookup`` that reads one tensor at a time from the live model: where it is, if it lies in host memory as a
+    matrix with rows of neighbors; otherwise in a copy, which takes the memory of that tensor.
 
     Args:
         weights_stamp: returns a new value once weights may have been written.
@@ -34,12 +36,44 @@ class LiveBaseReader:
     def __call__(self, tensor: int) -> BaseTensor:
         """Return the rank's part of a tensor; its bits are copied if they are asked for.
 
-        Asking for them raises:
+        Asking for them, and reading them in place, raises:
             EngineError: weights were written since this object was made. CutTileError: see
             ``held_part``. BusyError: the engine fell asleep.
         """
         spec = self._routes.table[tensor]
-        return held_part(spec, _held_views(self._routes, tensor), partial(self._copy, tensor))
+        return held_part(spec, _held_views(self._routes, tensor), partial(self._copy, tensor), self._in_place(tensor))
+
+    def _in_place(self, tensor: int) -> Callable[[], AbstractContextManager[Matrix]] | None:
+        """Return how to read a tensor's part without a copy, if it is one rectangle with adjacent columns."""
+        _, columns = extent(self._routes.table[tensor].shape)
+        routes = self._routes.routes[tensor]
+        if len({route.source for route in routes}) != 1:
+            return None
+        source, target = routes[0].source, routes[0].target
+        destination = self._routes.destinations[routes[0].destination]
+        row, column = divmod(source.offset, columns)
+        match source.strides, target.strides:
+            case (1,), (1,):
+                stride = columns
+            case (int(below), 1), (int(stride), 1) if below == columns:
+                pass
+            case _:
+                return None
+        if destination.flat.device.type != "cpu":
+            return None
+        return partial(self._reading, Matrix(destination.bits, target.offset - row * stride - column, stride))
+
+    @contextmanager
+    def _reading(self, matrix: Matrix) -> Iterator[Matrix]:
+        """Hold off writers while a tensor is decoded: some milliseconds, or a fraction of a second for the largest."""
+        self._check()
+        try:
+            with self._routes.memory.reading():
+                yield matrix
+        finally:
+            # Every writer changes the stamp before it writes, so this discards what was decoded against mixed bits, and
+            # hides the errors that they caused.
+            self._check()
 
     def _copy(self, tensor: int) -> Bits:
         """Copy a tensor. Pages of the result outside the rank's part are never touched."""
