@@ -441,15 +441,13 @@ class TilesBlock:
             UnsupportedError: it is None, and a tile is not plain.
             TensorMismatchError: its bits have another size.
         """
-        from vllm_delta_sync.codec.tiles.decode_kernels import SLACK
-
         element, rows = self._block.element, slice(first, last)
         room = int(self.directory.counts[rows].sum())
-        positions, distances = np.empty(room + SLACK, np.int64), np.empty(room + SLACK, element.uint)
+        positions, distances = np.empty(room, np.int64), np.empty(room, element.uint)
         counts, used = np.zeros(last - first, np.int64), 0
         for row in range(first, last):
             count = int(self.directory.counts[row])
-            into = positions[used : used + count + SLACK], distances[used : used + count + SLACK]
+            into = positions[used : used + count], distances[used : used + count]
             counts[row - first] = self._decode(row, old, into)
             used += int(counts[row - first])
         kept = counts > 0
@@ -461,12 +459,12 @@ class TilesBlock:
         """Write the positions and distances of the block's tensor number ``row`` → how many.
 
         Args:
-            into: room for the changed elements that the block declares, and ``decode_kernels.SLACK`` more.
+            into: room for the changed elements that the block declares.
         """
         from vllm_delta_sync.codec.tiles import decode_kernels as kernels
         from vllm_delta_sync.format.kernels import read_only
 
-        tensor, count, element = int(self.directory.ids[row]), into[0].size - kernels.SLACK, self._block.element
+        tensor, count, element = int(self.directory.ids[row]), into[0].size, self._block.element
         spec, tiles = self._table[tensor], slice(self._firsts[row], self._firsts[row + 1])
         grid, plain, sizes = grid_of(spec.shape), self._plain[tiles], self._sizes[tiles]
         base = None if old is None else old(tensor)
@@ -548,7 +546,7 @@ def compile_decoder(elements: Iterable[DType]) -> None:
     none, edges = np.empty(0, np.int64), read_only(np.zeros(1, np.int64))
     tables = decoding(np.zeros((TABLES, 2, SYMBOLS), np.uint8))
     for element in elements:
-        mine = np.empty(kernels.SLACK, np.int64), np.empty(kernels.SLACK, element.uint)
+        mine = np.empty(0, np.int64), np.empty(0, element.uint)
         kernels.decode_bands(
             read_only(np.empty(0, element.uint)), 0, 0, edges, edges, 0, 0, magnitude_mask(element),
             np.zeros(CLASSES, element.uint), np.empty(0, np.bool_), np.empty(0, np.bool_), none, none,

@@ -12,20 +12,17 @@ from numba import types
 from numba.extending import intrinsic
 
 from vllm_delta_sync.codec.tiles.prefix_code import CLASSES, KINDS, LONGEST, OTHERS, PLAIN
-from vllm_delta_sync.codec.tiles.shared_kernels import LANES, LOW6, S6, load_word, mask_tile, words_of, words_passed
+from vllm_delta_sync.codec.tiles.shared_kernels import LANES, LOW6, S6, load_word, mask_tiles, words_of, words_passed
 from vllm_delta_sync.format.kernels import ONE, ZERO, _compile, ones, trailing_zeros
 
 PADDING = 24
 """Bytes that must follow a stream in memory: one damaged symbol can read so far beyond its end."""
-SLACK = 2
-"""Elements that ``_collect`` writes at least per word of 64, so arrays need this much extra room."""
 
 # Errors of ``decode_bands``, as negative numbers.
 SHORT, NO_CODE, OUTSIDE, TOO_MANY, WIDE, TWICE = -1, -2, -3, -4, -5, -6
 
 _EACH = np.uint64(0x0101010101010101)
 _TOPS = np.uint64(0x8080808080808080)
-_TOP = np.uint64(1 << 63)
 _THREE = np.uint64(3)
 _SEVEN = np.uint64(7)
 _WINDOW = np.uint64(57)
@@ -89,10 +86,10 @@ def decode_bands(
     Args:
         bits, origin, stride: see ``Matrix``; valid in wanted tiles that are not plain.
         row_edges, column_edges: see ``Grid``.
-        first, last: the bands. magnitudes, limits: see ``mask_tile``. wanted, plain: (tiles,) bool, of the tensor.
+        first, last: the bands. magnitudes, limits: see ``mask_tiles``. wanted, plain: (tiles,) bool, of the tensor.
         starts, sizes: (tiles,) int64: first bit in ``payload``, and bits, of each stream; PADDING bytes follow.
         tables: ``Decoding``, one for each class, then that of plain tiles.
-        positions, distances: output, room for as many elements as may change, and SLACK more.
+        positions, distances: output, room for as many elements as may change.
 
     Returns:
         (number of elements, or a negative error; tile of the error).
@@ -104,9 +101,13 @@ def decode_bands(
     for tile in range(across):
         widest = max(widest, column_edges[tile + 1] - column_edges[tile])
     words = tallest * words_of(widest)
-    masks, before = np.empty((CLASSES, words), np.uint64), np.empty((CLASSES, words + 1 + LANES), np.uint32)
+    slots = across if tallest > 1 else 1
+    masks = np.empty((slots, CLASSES, words), np.uint64)
+    before = np.empty((slots, CLASSES, words + 1 + LANES), np.uint32)
+    edges = np.empty((slots, 2), np.int64)
     none = np.zeros(CLASSES, np.uint32)
-    ranks, zigzags = np.empty(tallest * widest, np.uint32), np.empty(tallest * widest, distances.dtype)
+    most = positions.size
+    ranks, targets, zigzags = np.empty(most, np.uint32), np.empty(most, np.uint32), np.empty(most, distances.dtype)
     # The words of a row of all tiles of a band, then those of the next row. One tile at a time where tiles follow each
     # other in memory.
     row_words = words_of(widest)
@@ -114,63 +115,61 @@ def decode_bands(
         row_words = 0
         for tile in range(across):
             row_words += words_of(column_edges[tile + 1] - column_edges[tile])
-    marks = np.zeros(tallest * row_words, np.uint64)
-    used = np.zeros(words_of(marks.size), np.uint64)
-    marked = np.empty(marks.size * 64, distances.dtype)
+    marks, earlier = np.zeros(tallest * row_words, np.uint64), np.empty(tallest * row_words, np.uint32)
     lefts = np.empty(row_words, np.int64)
-    most = positions.size - SLACK
     found = 0
     for band in range(first, last):
         top, bottom = row_edges[band], row_edges[band + 1]
         group = across if bottom - top > 1 else 1
         for start in range(0, across, group):
             # Only tiles that are wanted and have changes take words.
-            in_row = np.int64(0)
+            in_row, masked = np.int64(0), 0
             for number in range(start, start + group):
                 tile = band * across + number
                 if wanted[tile] and sizes[tile]:
-                    in_row += words_of(column_edges[number + 1] - column_edges[number])
+                    left, right = column_edges[number], column_edges[number + 1]
+                    for word in range(words_of(right - left)):
+                        lefts[in_row + word] = left + 64 * word
+                    in_row += words_of(right - left)
+                    if not plain[tile]:
+                        edges[masked] = left, right
+                        masked += 1
             if in_row == 0:
                 continue
-            offset, in_group = np.int64(0), 0
+            if masked:
+                mask_tiles(bits, origin, stride, top, bottom, edges[:masked], magnitudes, limits, masks, before)
+            offset, done, slot = np.int64(0), 0, -1
             for number in range(start, start + group):
                 tile = band * across + number
                 if not wanted[tile] or not sizes[tile]:
                     continue
-                left, right = column_edges[number], column_edges[number + 1]
-                width = words_of(right - left)
+                columns_here = column_edges[number + 1] - column_edges[number]
+                width = words_of(columns_here)
                 members, others = none, PLAIN
                 if not plain[tile]:
-                    mask_tile(bits, origin, stride, top, bottom, left, right, magnitudes, limits, masks, before)
-                    members, others = before[:, (bottom - top) * width], OTHERS
+                    slot += 1
+                    members, others = before[slot, :, (bottom - top) * width], OTHERS
                 got = read_stream(
-                    payload, starts[tile], sizes[tile], tables, members, others, (bottom - top) * (right - left), ranks,
-                    zigzags,
+                    payload, starts[tile], sizes[tile], tables, members, others, (bottom - top) * columns_here,
+                    ranks[: most - found - done], zigzags[done:],
                 )  # fmt: skip
                 if got < 0:
                     return got, tile
-                in_group += got
-                if found + in_group > most:
-                    return TOO_MANY, tile
-                cursor = 0
+                cursor, end = 0, done + got
                 if not plain[tile]:
                     cursor = _mark(
-                        ranks[:got], zigzags, masks, before, members, width, offset, in_row, marks, used, marked
+                        ranks[:got], masks[slot], before[slot], members, width, offset, in_row, marks, targets[done:]
                     )
                 base = members[0] + members[1] + members[2]
-                _mark_others(
-                    ranks[cursor:got], zigzags[cursor:], base, right - left, offset, in_row, marks, used, marked
-                )
-                for word in range(width):
-                    lefts[offset + word] = left + 64 * word
-                offset += width
-            done = _collect(
-                marks, used, marked, (bottom - top) * in_row, in_row, lefts, top * columns, columns, positions[found:],
-                distances[found:],
+                _mark_others(ranks[cursor:got], base, columns_here, offset, in_row, marks, targets[done + cursor :])
+                done, offset = end, offset + width
+            total = _place(
+                targets[:done], zigzags, marks[: (bottom - top) * in_row], earlier, in_row, lefts, top * columns,
+                columns, positions[found:], distances[found:],
             )  # fmt: skip
-            if done != in_group:
+            if total != done:
                 return TWICE, band * across + start
-            found += in_group
+            found += done
     return found, 0
 
 
@@ -181,7 +180,8 @@ def read_stream(data, start, size, tables, members, others, elements, ranks, zig
     Args:
         start, size: first bit in ``data``, and number of bits. members: (CLASSES,) elements of each class.
         others: the table after those of the classes. elements: of the tile.
-        ranks, zigzags: output, room for all elements: ascending ranks, and distances, unsigned, of the element's width.
+        ranks, zigzags: output: ascending ranks, and distances, unsigned, of the element's width. Room for as many
+            elements as may change.
     """
     kind, kind_end, room = 0, np.int64(members[0]), elements
     for number in members:
@@ -196,6 +196,8 @@ def read_stream(data, start, size, tables, members, others, elements, ranks, zig
     while place < end:
         if following >= elements or found >= room:
             return OUTSIDE
+        if found >= ranks.size:
+            return TOO_MANY
         while following >= kind_end:
             kind += 1
             if kind < CLASSES:
@@ -245,7 +247,7 @@ def read_stream(data, start, size, tables, members, others, elements, ranks, zig
 
 
 @_compile
-def _mark_others(ranks, zigzags, base, columns, offset, in_row, marks, used, marked):
+def _mark_others(ranks, base, columns, offset, in_row, marks, targets):
     """As ``_mark``, for ranks among all elements of a tile of so many columns; ``base`` is the first one's."""
     # A quotient by a reciprocal: exact, since a tile has fewer than 2^20 elements.
     reciprocal = np.uint64(((1 << 40) + columns - 1) // columns)
@@ -255,21 +257,18 @@ def _mark_others(ranks, zigzags, base, columns, offset, in_row, marks, used, mar
         row = (rank * reciprocal) >> np.uint64(40)
         column = rank - row * width
         word = row * across + start + (column >> S6)
-        bit = column & LOW6
-        marks[word] |= ONE << bit
-        used[word >> S6] |= ONE << (word & LOW6)
-        marked[(word << S6) + bit] = zigzags[i]
+        marks[word] |= ONE << (column & LOW6)
+        targets[i] = (word << S6) + (column & LOW6)
 
 
 @_compile
-def _mark(ranks, zigzags, masks, before, members, width, offset, in_row, marks, used, marked):
+def _mark(ranks, masks, before, members, width, offset, in_row, marks, targets):
     """Mark a tile's changed elements that have classes in the words of its band → how many.
 
     Args:
-        ranks, zigzags: see ``read_stream``. masks, before, members: see ``mask_tile``.
+        ranks: see ``read_stream``. masks, before, members: of the tile, see ``mask_tiles``.
         width: words of the tile, in a row. offset: of the tile in a row of the band. in_row: words of that.
-        marks: one bit for each element of the band. used: one for each word of ``marks`` that is not 0. marked:
-            distances, at the same index as in ``marks``.
+        marks: one bit for each element of the band. targets: output: the index of each element in ``marks``.
     """
     # A quotient by a reciprocal: exact, since a tile has fewer than 2^16 words.
     reciprocal = np.uint64(((1 << 32) + width - 1) // width)
@@ -290,50 +289,37 @@ def _mark(ranks, zigzags, masks, before, members, width, offset, in_row, marks, 
             bit = _select(masks[row_of_class, word], np.uint64(rank - before[row_of_class, word]))
             target = word + ((word * reciprocal) >> np.uint64(32)) * skip + np.uint64(offset)
             marks[target] |= ONE << bit
-            used[target >> S6] |= ONE << (target & LOW6)
-            marked[(target << S6) + bit] = zigzags[cursor]
+            targets[cursor] = (target << S6) + bit
             cursor += ONE
         base += members[kind]
     return np.int64(cursor)
 
 
 @_compile
-def _collect(marks, used, marked, words, in_row, lefts, origin, stride, positions, distances):
-    """Write the marked elements, ascending, and clear the marks → how many.
+def _place(targets, zigzags, marks, earlier, in_row, lefts, origin, stride, positions, distances):
+    """Write the marked elements of a band, ascending, and clear the marks → how many different ones.
+
+    An element's place is the number of marks before its own, so that nothing is sorted.
 
     Args:
-        words: of the band. lefts: (in_row,) column of the first element of each word of a row. origin: flat index of
-            the band's first element. stride: of a row. positions, distances: output, with room for SLACK more elements,
-            which are undefined.
+        targets, zigzags: (n,) elements, in any order: see ``_mark``. marks: of the band. earlier: scratch memory for
+            as many numbers. in_row: words of a row. lefts: (in_row,) column of the first element of each word.
+        origin: flat index of the band's first element. stride: of a row.
+        positions, distances: output, room for n elements.
     """
-    done = ZERO
+    total = np.uint32(0)
+    for word in range(marks.size):
+        earlier[word] = total
+        total += np.uint32(ones(marks[word]))
+    # A quotient by a reciprocal: exact, since a band has fewer than 2^20 words.
+    across = np.uint64(in_row)
+    reciprocal = np.uint64(((1 << 40) + in_row - 1) // in_row)
     one = distances.dtype.type(1)
-    end = np.uint64(in_row)
-    for group in range((words + 63) >> 6):
-        flags = used[group]
-        used[group] = ZERO
-        while flags:
-            word = (np.uint64(group) << S6) + trailing_zeros(flags)
-            flags &= flags - ONE
-            while word >= end:
-                end += np.uint64(in_row)
-                origin += stride
-            remaining = marks[word]
-            marks[word] = ZERO
-            start = origin + lefts[word - (end - np.uint64(in_row))]
-            here = word << S6
-            left = ones(remaining)
-            while True:
-                # Always SLACK at a time, since the number of set bits is unpredictable; surplus is overwritten.
-                for i in range(SLACK):
-                    bit = trailing_zeros(remaining | _TOP)
-                    remaining &= remaining - ONE
-                    positions[done + np.uint64(i)] = start + np.int64(bit)
-                    value = marked[here + bit]
-                    distances[done + np.uint64(i)] = (value >> one) ^ (distances.dtype.type(0) - (value & one))
-                if left <= np.uint64(SLACK):
-                    break
-                done += np.uint64(SLACK)
-                left -= np.uint64(SLACK)
-            done += left
-    return np.int64(done)
+    for i in range(targets.size):
+        word, bit = np.uint64(targets[i]) >> S6, np.uint64(targets[i]) & LOW6
+        place = np.uint64(earlier[word]) + ones(marks[word] & ((ONE << bit) - ONE))
+        row = (word * reciprocal) >> np.uint64(40)
+        positions[place] = origin + np.int64(row) * stride + lefts[word - row * across] + np.int64(bit)
+        distances[place] = (zigzags[i] >> one) ^ (distances.dtype.type(0) - (zigzags[i] & one))
+    marks[:] = ZERO
+    return np.int64(total)

@@ -13,7 +13,7 @@ from vllm_delta_sync.codec.tiles.shared_kernels import (
     THREE,
     TWO,
     load_word,
-    mask_tile,
+    mask_tiles,
     store_word,
     token_of,
     words_of,
@@ -89,7 +89,7 @@ def gaps_of_bands(
 
     Args:
         bits: (numel,) old bits, which are not read in plain tiles. row_edges, column_edges: see ``Grid``.
-        first, last: the bands. magnitudes, limits: see ``mask_tile``. plain: (tiles of the bands,) bool.
+        first, last: the bands. magnitudes, limits: see ``mask_tiles``. plain: (tiles of the bands,) bool.
         positions: (n,) int64 ascending, inside the bands. distances: (n,) of the width of ``bits``, none 0.
         kinds, gaps, values: (n,) output: table (uint8), gap (uint32) and zigzag of each change.
         sizes: (tiles of the bands,) int64 output: changes of each.
@@ -104,7 +104,10 @@ def gaps_of_bands(
         widest = max(widest, column_edges[tile + 1] - column_edges[tile])
         tile_of[column_edges[tile] : column_edges[tile + 1]] = tile
     words = tallest * words_of(widest)
-    masks, before = np.empty((CLASSES, words), np.uint64), np.empty((CLASSES, words + 1 + LANES), np.uint32)
+    slots = across if tallest > 1 else 1
+    masks = np.empty((slots, CLASSES, words), np.uint64)
+    before = np.empty((slots, CLASSES, words + 1 + LANES), np.uint32)
+    edges = np.empty((slots, 2), np.int64)
     # Quotients by reciprocals, since integer division has no vectors. Half a unit is further from a whole number than
     # the rounding error, for bands below 2^50 elements.
     per_column = 1.0 / columns
@@ -145,6 +148,13 @@ def gaps_of_bands(
                 cursor = cursors[number]
                 cursors[number] += 1
                 rows[cursor], places[cursor], moved[cursor] = row, column, zigzag_of(distances[i])
+        masked, slot = 0, -1
+        if tallest > 1:
+            for number in range(across):
+                if tallies[number + 1] > tallies[number] and not plain[tile + number]:
+                    edges[masked] = column_edges[number], column_edges[number + 1]
+                    masked += 1
+            mask_tiles(bits, 0, columns, top, bottom, edges[:masked], magnitudes, limits, masks, before)
         for number in range(across):
             low, high = tallies[number], tallies[number + 1]
             sizes[tile] = high - low
@@ -157,9 +167,13 @@ def gaps_of_bands(
                         kinds[out[0] : out[1]], gaps[out[0] : out[1]], values[out[0] : out[1]],
                     )  # fmt: skip
                 else:
-                    mask_tile(bits, 0, columns, top, bottom, left, right, magnitudes, limits, masks, before)
+                    slot += 1
+                    if tallest == 1:
+                        slot = 0
+                        edges[0] = left, right
+                        mask_tiles(bits, 0, columns, top, bottom, edges, magnitudes, limits, masks, before)
                     _class_gaps(
-                        masks, before, (bottom - top) * words_of(right - left), left, right, rows[low:high],
+                        masks[slot], before[slot], (bottom - top) * words_of(right - left), left, right, rows[low:high],
                         places[low:high], moved[low:high], kinds[out[0] : out[1]], gaps[out[0] : out[1]],
                         values[out[0] : out[1]],
                     )  # fmt: skip
@@ -178,7 +192,7 @@ def _plain_gaps(rows, places, left, right, zigzags, kinds, gaps, values):
 
 @_compile
 def _class_gaps(masks, before, words, left, right, rows, places, zigzags, kinds, gaps, values):
-    """Sort a tile's changes by rank, and compute their gaps; arguments as in ``gaps_of_bands`` and ``mask_tile``."""
+    """Sort a tile's changes by rank, and compute their gaps; arguments as in ``gaps_of_bands`` and ``mask_tiles``."""
     members = before[:, words]
     ranks, owners = np.empty(rows.size, np.uint32), np.empty(rows.size, np.uint8)
     starts = np.zeros(CLASSES + 2, np.int64)

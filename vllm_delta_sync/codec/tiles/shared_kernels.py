@@ -23,8 +23,8 @@ THREE = np.uint64(3)
 LANES = 16
 """Words of which ``words_passed`` looks at the counts at once."""
 LAST = np.uint32(np.iinfo(np.uint32).max)
-AHEAD, AHEAD_ELEMENTS = 96, 8192
-"""By how much prefetching is ahead of reading: rows, or elements where rows follow each other."""
+AHEAD_ROWS, AHEAD_ELEMENTS = 2, 8192
+"""By how much prefetching is ahead of reading: rows, or elements of a tensor that is one row."""
 
 
 @intrinsic
@@ -114,51 +114,60 @@ def words_of(columns):
 
 
 @_compile
-def mask_tile(bits, start, stride, top, bottom, left, right, magnitudes, limits, masks, before):
-    """Compute the class masks of a tile.
+def mask_tiles(bits, start, stride, top, bottom, edges, magnitudes, limits, masks, before):
+    """Compute the class masks of some tiles that lie side by side.
 
     Args:
         bits: old bits: those of a matrix's element (row, column) at ``start`` + row · ``stride`` + column.
-        top, bottom, left, right: the tile's rows and columns.
+        top, bottom: the tiles' rows. edges: (tiles, 2) int64: the first column of each, and the column after its last.
         magnitudes, limits: ``magnitude_mask`` and (CLASSES,) ``key_limits``, of the element's width.
-        masks: (CLASSES, words or more) uint64 output. before: (CLASSES, words + 1 + LANES or more) uint32 output:
-            elements of each class before each word, then all of them, then the largest number LANES times.
+        masks: (tiles, CLASSES, words or more) uint64 output. before: (tiles, CLASSES, words + 1 + LANES or more) uint32
+            output: elements of each class before each word, then all of them, then the largest number LANES times.
     """
-    across = words_of(right - left)
-    tail = ~ZERO >> np.uint64((64 - (right - left) % 64) % 64)
     low, middle, high = limits[0], limits[1], limits[2]
-    # Unsigned, since numba checks signed indices for negative values at each use.
-    place = ZERO
-    first = second = third = np.uint32(0)
+    tiles = edges.shape[0]
+    counts = np.zeros((tiles, CLASSES), np.uint32)
+    one_row = bottom - top == 1
+    # Row by row, as the elements lie in memory. Unsigned, since numba checks signed indices for negative values at each
+    # use.
     for row in range(top, bottom):
-        origin = start + row * stride + left
-        # Rows of a tile may lie far apart, so that the processor does not prefetch them by itself.
-        ahead = origin + (AHEAD * stride if right - left < stride else AHEAD_ELEMENTS)
-        for i in range(ahead, ahead + right - left, 64 // bits.itemsize):
-            prefetch(bits, np.uint64(i))
-        # Whole words are read; those at the end of the tensor element by element.
-        whole = origin + 64 * across <= bits.size
-        for number in range(across):
-            before[ZERO, place], before[ONE, place], before[TWO, place] = first, second, third
-            if whole:
-                i = np.uint64(origin + 64 * number)
-                valid = tail if number == across - 1 else ~ZERO
-                below_low = below(bits, i, low, magnitudes) & valid
-                below_middle = below(bits, i, middle, magnitudes) & valid
-                below_high = below(bits, i, high, magnitudes) & valid
-            else:
-                stop = min(origin + right - left, origin + 64 * number + 64)
-                below_low, below_middle, below_high = _below_each(bits, origin + 64 * number, stop, limits, magnitudes)
-            masks[ZERO, place] = below_low
-            masks[ONE, place] = below_middle & ~below_low
-            masks[TWO, place] = below_high & ~below_middle
-            first += np.uint32(ones(below_low))
-            second += np.uint32(ones(below_middle & ~below_low))
-            third += np.uint32(ones(below_high & ~below_middle))
-            place += ONE
-    before[ZERO, place], before[ONE, place], before[TWO, place] = first, second, third
-    for kind in range(CLASSES):
-        before[kind, place + ONE : place + ONE + np.uint64(LANES)] = LAST
+        for tile in range(tiles):
+            left, right = edges[tile, 0], edges[tile, 1]
+            across = words_of(right - left)
+            tail = ~ZERO >> np.uint64((64 - (right - left) % 64) % 64)
+            slot, place = np.uint64(tile), np.uint64((row - top) * across)
+            origin = start + row * stride + left
+            ahead = origin + (AHEAD_ELEMENTS if one_row else AHEAD_ROWS * stride)
+            for i in range(ahead, ahead + right - left, 64 // bits.itemsize):
+                prefetch(bits, np.uint64(i))
+            first, second, third = counts[slot, ZERO], counts[slot, ONE], counts[slot, TWO]
+            # Whole words are read; those at the end of the tensor element by element.
+            whole = origin + 64 * across <= bits.size
+            for number in range(across):
+                before[slot, ZERO, place], before[slot, ONE, place], before[slot, TWO, place] = first, second, third
+                if whole:
+                    i = np.uint64(origin + 64 * number)
+                    valid = tail if number == across - 1 else ~ZERO
+                    below_low = below(bits, i, low, magnitudes) & valid
+                    below_middle = below(bits, i, middle, magnitudes) & valid
+                    below_high = below(bits, i, high, magnitudes) & valid
+                else:
+                    stop = min(origin + right - left, origin + 64 * number + 64)
+                    below_low, below_middle, below_high = _below_each(
+                        bits, origin + 64 * number, stop, limits, magnitudes
+                    )
+                masks[slot, ZERO, place] = below_low
+                masks[slot, ONE, place] = below_middle & ~below_low
+                masks[slot, TWO, place] = below_high & ~below_middle
+                first += np.uint32(ones(below_low))
+                second += np.uint32(ones(below_middle & ~below_low))
+                third += np.uint32(ones(below_high & ~below_middle))
+                place += ONE
+            counts[slot, ZERO], counts[slot, ONE], counts[slot, TWO] = first, second, third
+    for tile in range(tiles):
+        words = (bottom - top) * words_of(edges[tile, 1] - edges[tile, 0])
+        before[tile, :, words] = counts[tile]
+        before[tile, :, words + 1 : words + 1 + LANES] = LAST
 
 
 @_compile
