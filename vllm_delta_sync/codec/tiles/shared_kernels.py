@@ -140,22 +140,20 @@ def mask_tiles(bits, start, stride, top, bottom, edges, magnitudes, limits, mask
             ahead = origin + (AHEAD_ELEMENTS if one_row else AHEAD_ROWS * stride)
             for i in range(ahead, ahead + right - left, 64 // bits.itemsize):
                 prefetch(bits, np.uint64(i))
+            if origin + 64 * across > bits.size:
+                # Whole words are read otherwise, and a call in that loop would take the registers of its vectors.
+                _mask_row_by_elements(
+                    bits, origin, right - left, limits, magnitudes, masks[slot], before[slot], place, counts[slot]
+                )
+                continue
             first, second, third = counts[slot, ZERO], counts[slot, ONE], counts[slot, TWO]
-            # Whole words are read; those at the end of the tensor element by element.
-            whole = origin + 64 * across <= bits.size
             for number in range(across):
                 before[slot, ZERO, place], before[slot, ONE, place], before[slot, TWO, place] = first, second, third
-                if whole:
-                    i = np.uint64(origin + 64 * number)
-                    valid = tail if number == across - 1 else ~ZERO
-                    below_low = below(bits, i, low, magnitudes) & valid
-                    below_middle = below(bits, i, middle, magnitudes) & valid
-                    below_high = below(bits, i, high, magnitudes) & valid
-                else:
-                    stop = min(origin + right - left, origin + 64 * number + 64)
-                    below_low, below_middle, below_high = _below_each(
-                        bits, origin + 64 * number, stop, limits, magnitudes
-                    )
+                i = np.uint64(origin + 64 * number)
+                valid = tail if number == across - 1 else ~ZERO
+                below_low = below(bits, i, low, magnitudes) & valid
+                below_middle = below(bits, i, middle, magnitudes) & valid
+                below_high = below(bits, i, high, magnitudes) & valid
                 masks[slot, ZERO, place] = below_low
                 masks[slot, ONE, place] = below_middle & ~below_low
                 masks[slot, TWO, place] = below_high & ~below_middle
@@ -171,15 +169,19 @@ def mask_tiles(bits, start, stride, top, bottom, edges, magnitudes, limits, mask
 
 
 @_compile
-def _below_each(bits, start, stop, limits, magnitudes):
-    """Return, for each limit, the mask of those of bits[start : stop], at most 64, that are below it."""
-    low, middle, high = ZERO, ZERO, ZERO
-    for i in range(start, stop):
-        magnitude, bit = bits[i] & magnitudes, ONE << np.uint64(i - start)
-        low |= bit if magnitude < limits[0] else ZERO
-        middle |= bit if magnitude < limits[1] else ZERO
-        high |= bit if magnitude < limits[2] else ZERO
-    return low, middle, high
+def _mask_row_by_elements(bits, origin, columns, limits, magnitudes, masks, before, place, counts):
+    """Compute the masks of one row of a tile, whose last word ends beyond ``bits``; arguments as in ``mask_tiles``."""
+    for start in range(0, columns, 64):
+        for kind in range(CLASSES):
+            found = ZERO
+            for i in range(start, min(start + 64, columns)):
+                magnitude = bits[origin + i] & magnitudes
+                if magnitude < limits[kind] and (kind == 0 or magnitude >= limits[kind - 1]):
+                    found |= ONE << np.uint64(i - start)
+            before[kind, place] = counts[kind]
+            masks[kind, place] = found
+            counts[kind] += np.uint32(ones(found))
+        place += ONE
 
 
 @_compile
