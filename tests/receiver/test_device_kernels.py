@@ -31,6 +31,7 @@ def run_with_triton(module: str, **environment: str) -> subprocess.CompletedProc
     "program",
     [
         "interpreted_commit",
+        pytest.param("interpreted_decode", marks=pytest.mark.slow),
         pytest.param("interpreted_diff", marks=pytest.mark.slow),
         "interpreted_fingerprint",
     ],

@@ -20,6 +20,7 @@ from triton.compiler import ASTSource  # type: ignore[import-untyped, import-not
 
 from trainer_side.diff import triton as diff
 from vllm_delta_sync.engine.model import commit_triton as commit
+from vllm_delta_sync.engine.model import decode_triton as decode
 from vllm_delta_sync.engine.model import fingerprint_triton as fingerprint
 from vllm_delta_sync.engine.model.device_patch import BLOCK
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
@@ -30,13 +31,14 @@ class DeviceKernel:
     """A kernel as it is compiled for arguments of some types.
 
     Attributes:
-        signature: the type of each parameter but constants, in Triton's words.
+        signature: the type of each parameter but constants, in Triton's words. warps: of a program.
     """
 
     name: str
     fn: Any
     signature: dict[str, str]
     constexprs: dict[str, Any]
+    warps: int = 4
 
 
 def _fingerprint(width: int, dims: int) -> DeviceKernel:
@@ -95,6 +97,42 @@ def _commit(width: int, relative: bool, wide: bool = False) -> DeviceKernel:
     )  # fmt: skip
 
 
+def _masks(width: int) -> DeviceKernel:
+    signed, _ = commit.WIDTHS[getattr(torch, f"int{8 * width}")]
+    return DeviceKernel(
+        f"decode: masks, int{8 * width}",
+        decode.mask_kernel,
+        {"fields": "*i64", "count": "i32", "limits": "*i32", "masks": "*i32", "before": "*i32", "members": "*i32"},
+        {"MAGNITUDE": (1 << (8 * width - 1)) - 1, "ELEMENT": signed, "SIZE": decode.MASK_WORDS},
+    )
+
+
+def _streams(width: int) -> DeviceKernel:
+    return DeviceKernel(
+        f"decode: streams, int{8 * width}",
+        decode.stream_kernel,
+        {
+            "fields": "*i64", "count": "i32", "streams": "*i64", "tables": "*i16", "members": "*i32", "ranks": "*i32",
+            "steps": f"*i{8 * width}", "found": "*i32",
+        },
+        {"LANES": decode.LANES},
+        warps=1,
+    )  # fmt: skip
+
+
+def _places(width: int, wide: bool) -> DeviceKernel:
+    return DeviceKernel(
+        f"decode: places, int{8 * width}" + (", int64 positions" if wide else ""),
+        decode.place_kernel,
+        {
+            "fields": "*i64", "count": "i32", "masks": "*i32", "before": "*i32", "members": "*i32", "ranks": "*i32",
+            "steps": f"*i{8 * width}", "found": "*i32", "ends": "*i64", "room": "i64",
+            "positions": "*i64" if wide else "*i32", "distances": f"*i{8 * width}",
+        },
+        {"SIZE": decode.CHANGES},
+    )  # fmt: skip
+
+
 KERNELS = [
     *(_commit(width, relative) for width in (1, 2, 4, 8) for relative in (True, False)),
     _commit(2, True, wide=True),
@@ -108,6 +146,9 @@ KERNELS = [
     _fingerprint(2, 4),
     _fingerprint(4, 1),
     _fingerprint(8, 4),
+    *(kernel(width) for kernel in (_masks, _streams) for width in (1, 2, 4)),
+    _places(2, wide=False),
+    _places(2, wide=True),
 ]
 """To add a kernel, add it here, and a program that runs it under Triton's interpreter to
 tests/receiver/test_device_kernels.py."""
@@ -132,7 +173,8 @@ def compiled(kernel: DeviceKernel, capability: int) -> Figures:
     """Return the registers and the bytes of stack of each thread."""
     signature = {**kernel.signature, **dict.fromkeys(kernel.constexprs, "constexpr")}
     source = ASTSource(fn=kernel.fn, signature=signature, constexprs=kernel.constexprs)
-    code = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+    target = GPUTarget("cuda", capability, 32)
+    code = triton.compile(source, target=target, options={"num_warps": kernel.warps}).asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
