@@ -19,7 +19,7 @@ from tests.support import reference_tiles as reference
 from tests.support.samples import CONTEXT
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
-from vllm_delta_sync.codec.delta_reader import LazyDelta
+from vllm_delta_sync.codec.delta_reader import DeltaReader
 from vllm_delta_sync.codec.tiles import decode_kernels
 from vllm_delta_sync.codec.tiles.classes import key_limits, magnitude_mask
 from vllm_delta_sync.codec.tiles.grid import Grid, grid_of
@@ -77,10 +77,10 @@ class Sample:
 
 def samples_of(data: bytes, table: TensorTable, context: DeltaContext, old: Sequence[Bits]) -> Iterator[Sample]:
     """Yield the tensors of an object whose elements have fewer than 64 bits."""
-    for reader in LazyDelta(data, table, context, lambda tensor: BaseTensor(old[tensor]))._readers:
-        block = reader.open()
+    for reader in DeltaReader(data, table, context, lambda tensor: BaseTensor(old[tensor]))._readers:
+        block = reader._open()
         for row, tensor in enumerate(reader.directory.ids.tolist()):
-            tiles, element = slice(block._firsts[row], block._firsts[row + 1]), reader.block.element
+            tiles, element = slice(block._firsts[row], block._firsts[row + 1]), DTYPES[reader.dtype]
             if element.itemsize < 8:
                 yield Sample(
                     element, grid_of(table[tensor].shape), block._tables, block._thresholds, block._plain[tiles],
@@ -133,10 +133,10 @@ def by_cpu(sample: Sample, payload: np.ndarray, starts: np.ndarray, tile: int) -
     """Decode one tile by the loops for CPUs."""
     only, band = np.zeros(sample.grid.tiles, np.bool_), tile // sample.grid.across
     only[tile] = True
-    room = int(sample.grid.covered(None).reshape(-1)[tile]) + decode_kernels.SLACK
+    room = int(sample.grid.covered(None).reshape(-1)[tile])
     positions, distances = np.empty(room, np.int64), np.empty(room, sample.element.uint)
     found, _ = decode_kernels.decode_bands(
-        read_only(sample.old), sample.grid.row_edges, sample.grid.column_edges, band, band + 1,
+        read_only(sample.old), 0, sample.grid.columns, sample.grid.row_edges, sample.grid.column_edges, band, band + 1,
         magnitude_mask(sample.element), key_limits(sample.thresholds, sample.element), only, sample.plain, starts,
         sample.sizes, payload, sample.tables, positions, distances,
     )  # fmt: skip

@@ -16,9 +16,9 @@ from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, NotFou
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 
-STAGED_BYTES = 32
-"""Upper bound of staging memory in bytes per changed element of a 16-bit dtype: 10 decoded, 10 more merged, 14 routed,
-never all at once."""
+STAGED_BYTES = 14
+"""Memory of a patch per changed element of a 16-bit dtype: address, distance, half a hash. That of all ranks is an upper
+bound of what this one holds; decoding and merging take the memory of a few tensors besides."""
 MAX_SNAPSHOTS = 8
 """Maximum number of anchors, or versions to rebuild, that are tried, newest first."""
 
