@@ -93,7 +93,7 @@ TIMINGS = {
     "fetch": "read the version's objects, from the bucket or the cache",
     "verify": "compare their SHA-256 with what the manifest declares",
     "decode": "decode and check them, and merge versions into one",
-    "route": "turn changes into one patch per destination, sorted by address",
+    "route": "turn changes into addresses of the model's memory, sorted, with half of each hash",
     "rescan": "hash a slice of the weights again (setting `rescan_bytes`)",
     "queued": "wait for a pause slot; 0 without the setting `fleet_pauses`",
     "wait": "from the request to pause until generation is paused; `waited` in the log line",
