@@ -130,8 +130,9 @@ class Committer:
             group.size,
             None if maintenance is None else maintenance.recent,
         )
-        self._gate = None if options.gate is None else UpdateGate(options.gate, self.baseline)
-        self._budget = None if options.budget is None else BudgetSelection(options.budget, self.baseline)
+        part = self.baseline, weights.table, weights.places, group
+        self._gate = None if options.gate is None else UpdateGate(options.gate, *part)
+        self._budget = None if options.budget is None else BudgetSelection(options.budget, *part)
         self._rebase_tag = RebaseTag(lambda: self.run, opened.writer.epoch)
 
     @property
@@ -219,7 +220,10 @@ class Committer:
 
     def rebase(self, version: int) -> None:
         """Check out an older version, so that the next one builds on it; after an error nothing has changed."""
-        self._run_on_rank0("rebase", lambda: self._rebase(version))
+        if version != self.current.version:
+            text: str = self._group.from_rank0("rebase: version", lambda: _text(self._rebase_target(version)))
+            manifest = _parsed(text)
+            self._move_to(manifest, "rebase", lambda: self._rebase(manifest))
 
     def close(self) -> None:
         """Release the rebase tag and write HEAD for the last time. May be called twice."""
@@ -285,16 +289,23 @@ class Committer:
         failure: BaseException | None,
     ) -> _RankContents:
         """Store this rank's objects; an error is recorded, since other ranks wait for an answer in any case."""
-        own = _RankContents(self._options.codec, found=pending.changed, error=failure)
-        if failure is not None:
-            return own
-        try:
+        own = _RankContents(self._options.codec, found=pending.changed)
+
+        def check() -> None:
+            if failure is not None:
+                raise failure if isinstance(failure, Exception) else PublishError(f"unexpectedly: {failure!r}")
             self._check_scrub_slice(pending, version)
+
+        try:
+            self._do_on_every_rank("check", check)
             watch.lap()
             if self._budget is None:
-                self._encode(own, pending, version)
+                self._do_on_every_rank("encode", lambda: self._encode(own, pending, version))
             else:
-                self._encode_within(self._budget, own, pending, version, progress)
+                exact = progress.exact or self._budget.is_exact_due(version, self.newest)
+                progress.held_back = self._budget.encode(
+                    pending, exact, self.newest, lambda: self._encode(own, pending, version)
+                )
             progress.seconds["encode"] = watch.lap()
             # After the encoding, since a budget may then hold back more: servers get what is judged.
             self._judge(pending, version, step, progress)
@@ -307,30 +318,23 @@ class Committer:
             if self._group.is_rank0:
                 own.sidecars = self.writer.put_sidecars(progress.sidecars)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is reported, and ``_apply_outcome`` raises it
-            own.error = error
+            own.error = failure or error
         return own
 
-    def _encode(self, own: _RankContents, pending: PendingDelta, version: int) -> None:
+    def _do_on_every_rank(self, what: str, work: Callable[[], object]) -> None:
+        """Do ``work``. If ranks have something to agree on before they store, go on only if it succeeds on all."""
+        if self._gate is None and self._budget is None:
+            work()
+        else:
+            self._group.on_every_rank(what, work)
+
+    def _encode(self, own: _RankContents, pending: PendingDelta, version: int) -> int:
+        """Encode this rank's changes; return the bytes of its objects."""
         changes = self._weights.changes(pending)
         own.changed, own.reversible, own.changes = changes.changed, changes.reversible, changes.fingerprints
         context = DeltaContext(self.writer.run, version, self.current.version)
         own.data = self._encoder.encode(changes, context)
-
-    def _encode_within(
-        self,
-        budget: BudgetSelection,
-        own: _RankContents,
-        pending: PendingDelta,
-        version: int,
-        progress: PublishProgress,
-    ) -> None:
-        """Encode what the budget lets through, and record what it holds back."""
-        exact = progress.exact or budget.is_exact_due(version, self.newest)
-        budget.select(pending, exact)
-        self._encode(own, pending, version)
-        while budget.must_shrink(pending, sum(map(len, own.data)), exact):
-            self._encode(own, pending, version)
-        progress.held_back = budget.held_back(pending, self.newest)
+        return sum(map(len, own.data))
 
     def _check_scrub_slice(self, pending: PendingDelta, version: int) -> None:
         """Compare a slice of the baseline with what was published, taking the pending delta into account.
@@ -353,7 +357,7 @@ class Committer:
         )
 
     def _judge(self, pending: PendingDelta, version: int, step: int, progress: PublishProgress) -> None:
-        """Have the gate judge the pending delta; raise GateError if it refuses the version."""
+        """Have the gate judge the pending delta; raise GateError, on every rank, if it refuses the version."""
         reasons = [] if self._gate is None else self._gate.judge(pending)
         if reasons and self._options.gate is not None and self._options.gate.action == "refuse":
             raise GateError(
@@ -418,7 +422,7 @@ class Committer:
             case "former":
                 pending.revert()
                 former = FormerVersionError(_parsed(answer["manifest"]))
-                self._run_on_rank0("former version", lambda: self._continue_from_former(former))
+                self._move_to(former.manifest, "former version", lambda: self._continue_from_former(former))
                 raise PublishError(
                     f"{message}; this publisher continues from that version, and the next publish carries the changes "
                     f"of step {step}"
@@ -463,6 +467,12 @@ class Committer:
 
     # Done by rank 0 for all ranks
 
+    def _move_to(self, manifest: Manifest, what: str, work: Callable[[], None]) -> None:
+        """Do ``work`` on rank 0, which brings all baselines to a version; every rank calls it."""
+        reference = self._reference(manifest)
+        self._run_on_rank0(what, work)
+        self._start_from(manifest, reference)
+
     def _run_on_rank0(self, what: str, work: Callable[[], _Result]) -> _Result:
         """Do ``work`` on rank 0, and set its ``current`` and ``newest`` on all ranks."""
 
@@ -481,19 +491,22 @@ class Committer:
         value: _Result = answer["value"]
         return value
 
-    def _rebase(self, version: int) -> None:
-        if version == self.current.version:
-            return
+    def _rebase_target(self, version: int) -> Manifest:
         newest = self.newest
         if version > newest.version:
             raise NotFoundError(f"version {version} is not published; the newest is {newest.version}")
         if version == newest.version:
-            self._checkout(newest)
+            return newest
+        manifests.check_breaks(newest.breaks)
+        return self.run.manifest(version)
+
+    def _rebase(self, manifest: Manifest) -> None:
+        if manifest.version == self.newest.version:
+            self._checkout(manifest)
             self._rebase_tag.release()
             return
-        manifests.check_breaks(newest.breaks)
-        with self._rebase_tag.keeping(version):
-            self._checkout(self.run.manifest(version))
+        with self._rebase_tag.keeping(manifest.version):
+            self._checkout(manifest)
 
     def _write_anchor(self) -> int:
         state, objects = self._weights.put_shards(self.writer.put_file)
@@ -524,33 +537,43 @@ class Committer:
         self.writer.update_head()
 
     def _checkout(self, manifest: Manifest) -> None:
-        reference = self._reference(manifest)
         self._weights.checkout(manifest)
         self.current = manifest
-        self._start_from(manifest, reference)
 
     def _reference(self, manifest: Manifest) -> tuple[int, list[Bits]] | None:
         """Return what a quarantined version is compared with: the newest sound version that it builds on.
 
+        Every rank calls it.
+
         Returns:
-            Its number, and its bits per tensor id; None if it is not needed, or cannot be rebuilt.
+            Its number, and its bits per tensor id; None if it is not needed, or a rank cannot rebuild its part.
         """
-        current = manifest
-        if self._gate is None or current.quarantine is None:
+        if self._gate is None or manifest.quarantine is None:
             return None
-        try:
-            while (quarantine := manifest.quarantine) is not None:
-                # The manifest names the sound version, unless a version in between was rebased.
-                version = quarantine.sound
-                if manifest.breaks and manifest.breaks[-1].version > (version or 0):
-                    version = manifest.base_version
-                if version is None:
-                    return None
-                manifest = self.run.manifest(version)
-            return manifest.version, self._weights.restore(manifest)
-        except (DataError, UsageError) as error:
-            logger.warning("the sound version before version %d cannot be rebuilt: %s", current.version, error)
-            return None
+        found: list[tuple[int, list[Bits]]] = []
+
+        def work() -> bool:
+            try:
+                sound = self._sound_before(manifest)
+                if sound is not None:
+                    found.append((sound.version, self._weights.restore(sound)))
+            except (DataError, UsageError) as error:
+                logger.warning("the sound version before version %d cannot be rebuilt: %s", manifest.version, error)
+            return bool(found)
+
+        is_known: bool = self._group.reduce_on_rank0("sound version", work, all)
+        return found[0] if is_known else None
+
+    def _sound_before(self, manifest: Manifest) -> Manifest | None:
+        while (quarantine := manifest.quarantine) is not None:
+            # The manifest names the sound version, unless a version in between was rebased.
+            version = quarantine.sound
+            if manifest.breaks and manifest.breaks[-1].version > (version or 0):
+                version = manifest.base_version
+            if version is None:
+                return None
+            manifest = self.run.manifest(version)
+        return manifest
 
     def _start_from(self, manifest: Manifest, reference: tuple[int, list[Bits]] | None) -> None:
         if self._gate is not None:

@@ -3,7 +3,7 @@
 ``ranks.coordinator.RankCoordinator`` holds the parts of one rank.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -17,6 +17,7 @@ from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.diff.version_changes import VersionChanges
 from trainer_side.encode.budget_selection import check_dtypes
 from trainer_side.encode.encoder import BaseCopies
+from trainer_side.encode.update_gate import nonfinite_by_tensor
 from trainer_side.model.quantized import quantized, to_quantize
 from trainer_side.model.sources import LiveTensors
 from trainer_side.options import Options
@@ -31,6 +32,7 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.model_files import read_file
 from vllm_delta_sync.run.restore import check_base_bits, restore
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
+from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint
 from vllm_delta_sync.tensors.state import AllocateBits, ModelState
@@ -60,6 +62,10 @@ class RunWeights(Protocol):
         """The run's tensors."""
 
     @property
+    def places(self) -> Sequence[tuple[int, Box]]:
+        """For each tensor of ``baseline`` its tensor's id in ``table``, and its box there."""
+
+    @property
     def run(self) -> Run:
         """The run, for reading."""
 
@@ -73,7 +79,7 @@ class RunWeights(Protocol):
     def run_on_rank0(self, what: str, work: Callable[[], _Result]) -> _Result:
         """Return the result of ``work``, done on rank 0, on every rank.
 
-        Within ``work`` the four methods below act on the weights of all ranks.
+        Within ``work`` the methods below, to ``put_shards``, act on the weights of all ranks.
         """
 
     def fit(self, run: Run) -> None:
@@ -96,6 +102,9 @@ class RunWeights(Protocol):
             FingerprintError: they do not have the manifest's fingerprint; nothing was replaced.
             PublishError: only another rank cannot rebuild its parts.
         """
+
+    def nonfinite(self) -> dict[int, int]:
+        """Return the number of elements that are NaN or infinite, by id in ``table`` of the tensors that have some."""
 
     def put_shards(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
         """Store all weights as an anchor's objects; return their state and the objects."""
@@ -147,6 +156,10 @@ class WholeWeights:
         return self.baseline.table
 
     @property
+    def places(self) -> Sequence[tuple[int, Box]]:
+        return [(tensor, Box.all_of(spec.shape)) for tensor, spec in enumerate(self.table)]
+
+    @property
     def run(self) -> Run:
         if self._run is None:
             self._run = Run(self._bucket, self._options.keyring)
@@ -184,6 +197,9 @@ class WholeWeights:
         room = self.baseline.room if first else None
         state = self._restored(manifest, room, require_base=first and self.base is not None)
         self.baseline.replace(state.bits, manifest.model_fingerprint)
+
+    def nonfinite(self) -> dict[int, int]:
+        return nonfinite_by_tensor(self.baseline, self.places)
 
     def put_shards(self, put: manifests.Put) -> tuple[manifests.FullState, list[ObjectRef]]:
         return self._state, manifests.put_shards(self.baseline, self._options.shard_bytes, put)

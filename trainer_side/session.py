@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from trainer_side.committer import Committer
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.model.sources import ModelLike
-from trainer_side.options import Options, SidecarData, check_step, checked_sidecars
+from trainer_side.options import Budget, Gate, Options, SidecarData, check_step, checked_sidecars
 from trainer_side.ranks.group import (
     ONE_PUBLISHER,
     Json,
@@ -166,7 +166,7 @@ class PublishSession:
             if waits:
                 self._wait_idle(deadline)
             # In this order: once it is not busy, neither of the others changes.
-            own = [waits, self._busy, (problem := self._unraised_error()) is not None, self._is_dirty()]
+            own = [exact, waits, self._busy, (problem := self._unraised_error()) is not None, self._is_dirty()]
             own.append(waits and deadline.passed)
             work = partial(lambda own: [checked(), *own], own)
             waits, busy, failed, dirty, late = self._group.reduce_on_rank0(what, work, _agreed)
@@ -275,7 +275,7 @@ class PublishSession:
         newest = self._committer.newest
         if self._last is not None and not self._last.is_published(newest):
             return True
-        own = newest is self._committer.current and newest.epoch == self._committer.writer.epoch
+        own = newest.version == self._committer.current.version and newest.epoch == self._committer.writer.epoch
         if newest.held_back is None or not own or self._options.budget is None:
             return False
         if self._live.has_values and not (self._last is not None and self._last.handed):
@@ -516,10 +516,11 @@ def _agreed(reports: list[Json]) -> Json:
     """Return whether any rank waits, any is busy, which have an error to raise, any is dirty, any has waited in vain.
 
     Raises:
-        UsageError: the ranks publish different steps.
+        UsageError: the ranks publish different steps, or only some of them an exact version.
     """
-    steps, waits, busy, failed, dirty, late = zip(*reports, strict=True)
+    steps, exact, waits, busy, failed, dirty, late = zip(*reports, strict=True)
     check_same("step", steps)
+    check_same("exact", exact)
     ranks = [rank for rank, has_error in enumerate(failed) if has_error]
     return any(waits), any(busy), ranks, any(dirty), any(late)
 
@@ -578,7 +579,7 @@ def ranks_of(model: ModelLike) -> RankGroups:
 
 # With other values ranks would encode or split differently, or reach their calls at other steps. For all other options
 # rank 0's values count, or each rank's own.
-_SAME_ON_ALL_RANKS = ("codec", "compression", "every", "shard_bytes", "expect_run")
+_SAME_ON_ALL_RANKS = ("codec", "compression", "every", "shard_bytes", "expect_run", "gate", "budget")
 
 
 def agreed_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Options:
@@ -595,9 +596,12 @@ def agreed_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Optio
 
     def work() -> Json:
         found.append(check(ranks.is_rank0))
-        if not ranks.alone:
-            _check_sharded(found[0])
-        return [getattr(found[0], name) for name in _SAME_ON_ALL_RANKS]
+        if not ranks.alone and found[0].baseline == "disk":
+            raise UsageError(
+                "baseline is 'disk', which is for whole tensors, of which each rank has a part; give 'host'"
+            )
+        values = [getattr(found[0], name) for name in _SAME_ON_ALL_RANKS]
+        return [asdict(value) if isinstance(value, Gate | Budget) else value for value in values]
 
     def judge(reports: list[Json]) -> None:
         for name, values in zip(_SAME_ON_ALL_RANKS, zip(*reports, strict=True), strict=True):
@@ -610,18 +614,3 @@ def agreed_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Optio
     # A rank that signs nothing trusts the keys that rank 0 trusts.
     keyring = found[0].keyring if ranks.is_rank0 else Keyring(trusted)
     return found[0].model_copy(update={"keyring": keyring})
-
-
-def _check_sharded(options: Options) -> None:
-    if options.budget is not None:
-        raise UsageError(
-            "budget is set, and a budget chooses among the changes of whole tensors, of which each rank has a part; "
-            "leave it out, or publish from one rank through a function that yields (checkpoint name, whole tensor)"
-        )
-    if options.gate is not None:
-        raise UsageError(
-            "gate is set, and a gate needs whole tensors, of which each rank has a part; leave it out, or publish "
-            "from one rank through a function that yields (checkpoint name, whole tensor)"
-        )
-    if options.baseline == "disk":
-        raise UsageError("baseline is 'disk', which is for whole tensors, of which each rank has a part; give 'host'")

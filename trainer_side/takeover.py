@@ -658,7 +658,8 @@ class Takeover:
                 ) from problem
             logger.warning("tensors that the model does not have are taken from base: %s", ", ".join(absent[:5]))
         self._weights.capture(rest)
-        self._reasons = self._background.call(lambda: judge_state(self._options.gate, self._weights.baseline))
+        weights = self._weights
+        self._reasons = self._background.call(lambda: judge_state(self._options.gate, weights.table, weights.nonfinite))
 
     def _start_over(self, found: HistoryTail) -> OpenedRun:
         """Commit the weights that ``_capture_instead`` copied as a full snapshot after the lost version."""

@@ -18,10 +18,7 @@ from hypothesis import strategies as st
 
 from tests.support.publishers import FailAt, Hooked, assert_holds, expect_failure, nothing
 from trainer_side import Budget, Gate, Publisher
-from trainer_side.encode.budget_selection import largest
 from trainer_side.integrations.gathered import gathered_publisher
-from trainer_side.options import checked
-from trainer_side.session import _check_sharded
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ConflictError, FormatError, PublishError, UsageError
 from vllm_delta_sync.format.canonical_json import dump_canonical
@@ -54,15 +51,6 @@ def test_budget_is_a_budget(bucket: Hooked) -> None:
         Publisher({"a": torch.zeros(3)}, bucket, budget={"max_bytes": 9})  # type: ignore[arg-type]
 
 
-def test_sharded_model_is_refused() -> None:
-    options = checked(
-        None, None, codec="plain", compression="zstd", every=1, resume=True, read_back=False, rescan_bytes=0,
-        anchor_every=None, merge=False, shard_bytes=1, budget=Budget(max_bytes=9),
-    )  # fmt: skip
-    with pytest.raises(UsageError, match=r"budget is set.*publish from one rank"):
-        _check_sharded(options)
-
-
 def test_values_with_scales_are_refused(bucket: Hooked) -> None:
     with pytest.raises(UsageError, match="tensor 'a' has dtype F8_E4M3"):
         Publisher({"a": torch.zeros(3).to(torch.float8_e4m3fn)}, bucket, budget=Budget(max_share=0.5))
@@ -80,29 +68,6 @@ def scores_of(old: torch.Tensor, new: torch.Tensor) -> np.ndarray:
         plain = one != 0 and other != 0 and math.isfinite(one) and math.isfinite(other)
         found.append(abs((other - one) / one) if plain else INF)
     return np.array(found, np.float64).astype(np.float32)
-
-
-@given(
-    st.lists(st.lists(st.sampled_from([0.0, 0.25, 0.25, 0.5, 1.0, 3e-9, INF]), max_size=12), min_size=1, max_size=5),
-    st.lists(st.integers(1, 2), min_size=5, max_size=5),
-    st.integers(-3, 70),
-    st.sampled_from([0.0, 0.25, 0.3, 9.0]),
-)
-def test_largest_is_what_sorting_finds(values: list[list[float]], weights: list[int], most: int, least: float) -> None:
-    scores = [np.array(item, np.float32) for item in values]
-    masks = largest(scores, weights[: len(scores)], most, least)
-    flat = np.concatenate(scores)
-    kept = np.concatenate(masks)
-    counts = np.concatenate([np.full(len(item), weight) for item, weight in zip(scores, weights, strict=False)])
-    taken = int(counts[kept].sum())
-    assert taken <= max(0, most)
-    assert (flat[kept] >= np.float32(least)).all()
-    wanted = (flat >= np.float32(least)) & ~kept
-    if wanted.any():
-        assert not kept.any() or flat[kept].min() >= flat[wanted].max()
-        # One more, the largest that is left, does not fit.
-        best = flat[wanted].max()
-        assert taken + counts[wanted & (flat == best)].min() > most
 
 
 def test_largest_relative_changes_go_first_and_the_rest_later(bucket: Hooked) -> None:
@@ -130,6 +95,26 @@ def test_largest_relative_changes_go_first_and_the_rest_later(bucket: Hooked) ->
     log = list(open_run(bucket.url).log())
     assert [manifest.changed for manifest in log][1:] == [3, 3]
     assert b"held_back" not in log[2].to_bytes()
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1, 66_005])
+def test_of_equal_changes_the_first_go_out(more: int, bucket: Hooked) -> None:
+    """Tensors in the order of their names, and in the last one the first positions, beyond 16 bits of them."""
+    live = {"b": torch.ones(2, 50_000), "a": torch.ones(500), "c": torch.ones(9)}
+    total = sum(tensor.numel() for tensor in live.values())
+    most = 500 + 1 + more
+    with Publisher(live, bucket, budget=Budget(max_share=(most + 0.5) / total), merge=False) as publisher:
+        live["c"][:1] *= 3
+        for tensor in live.values():
+            tensor[tensor == 1] = 2
+        publisher.publish(1, wait=True)
+        publisher.flush()
+        held = dict(open_run(bucket.url).tensors(1))
+        assert held["c"].tolist() == [3.0] + [1.0] * 8, "the largest goes before all others"
+        sent = torch.cat([held["a"], held["b"].view(-1)]) == 2
+        assert sent.tolist() == [True] * (most - 1) + [False] * (total - 9 - (most - 1))
+        assert publisher.publish(2, exact=True).changed == total - most
+    assert_holds(bucket, 2, live)
 
 
 def test_what_counts_as_largest(bucket: Hooked) -> None:
@@ -430,6 +415,7 @@ class World:
         assert manifest.base_version == self.base
         sent: list[np.ndarray] = []
         left: list[np.ndarray] = []
+        places: list[tuple[float, int, int, bool]] = []
         elements = integers = 0
         distance = norm = 0.0
         for name, live in self.live.items():
@@ -444,6 +430,7 @@ class World:
             scores = scores_of(before[name], live)
             sent.append(scores[(held == new) & (old != new)])
             left.append(scores[kept])
+            places += [(-float(scores[at]), len(sent), at, not kept[at]) for at in np.flatnonzero(old != new).tolist()]
             values, ours = now[name].double().numpy().ravel(), live.double().numpy().ravel()
             both = np.isfinite(values) & np.isfinite(ours)
             distance += float(((ours[both] - values[both]) ** 2).sum())
@@ -470,8 +457,8 @@ class World:
             assert bound.max_bytes is not None or went.size == min(most, eligible)
         if bound.min_change is not None:
             assert (went >= np.float32(bound.min_change)).all()
-        if went.size and stayed.size:
-            assert went.min() >= stayed.max()
+        ordered = [goes for *_, goes in sorted(places)]
+        assert ordered == sorted(ordered, reverse=True), "what goes is the beginning of the order"
 
 
 STEPS = st.one_of(

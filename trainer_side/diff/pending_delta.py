@@ -34,6 +34,7 @@ class PendingDelta:
     Attributes:
         changed: number of elements whose bits changed, without those held back.
         compared: ids of the tensors that were compared.
+        sparse: no tensor is sent in full, which would carry elements that a budget holds back, here or on another rank.
         fingerprints: tensor id → fingerprint after minus before.
     """
 
@@ -46,8 +47,8 @@ class PendingDelta:
         self._touched: list[tuple[int, ChangeLog]] = []
         self._lock = threading.Lock()
         self._closed = False
-        self._sparse = False
         self.changed = 0
+        self.sparse = False
         self.compared: set[int] = set()
         self.fingerprints: dict[int, Fingerprint] = {}
 
@@ -163,23 +164,27 @@ class PendingDelta:
     def hold_back(self, tensor: int, keep: npt.NDArray[np.bool_]) -> tuple[Bits, Bits]:
         """Revert changed elements of a tensor and drop them: the next comparison finds them again.
 
-        From then on no tensor is sent in full, which would carry more elements than were kept.
-
         Args:
             keep: (n,) which of the tensor's changed elements stay, in ascending order.
 
         Returns:
             Bits before and after, of the elements that are held back.
         """
-        log = next(log for touched, log in self._touched if touched == tensor)
+        log = self._log(tensor)
         positions, before, after = log.hold_back(self._baseline.buffer(tensor), keep)
         self.fingerprints[tensor] -= fingerprint_change(self._baseline.table[tensor].name, positions, before, after)
         self.changed -= positions.size
-        self._sparse = True
         if not log.size:
             self._touched.remove((tensor, log))
             del self.fingerprints[tensor]
         return before, after
+
+    def positions(self, tensor: int) -> Positions:
+        """Return the (n,) positions of the changed elements of a tensor, ascending."""
+        return np.concatenate([positions for positions, _ in self._log(tensor).pieces()])
+
+    def _log(self, tensor: int) -> ChangeLog:
+        return next(log for touched, log in self._touched if touched == tensor)
 
     def elements(self, most: int) -> Iterator[tuple[int, Iterator[tuple[Positions, Bits, Bits]]]]:
         """Yield tensor id, and its changed elements in pieces of up to ``most``: positions, bits before and now."""
@@ -228,7 +233,7 @@ class PendingDelta:
     def _is_smaller_in_full(self, tensor: int, log: ChangeLog) -> bool:
         baseline = self._baseline
         return (
-            not self._sparse
+            not self.sparse
             and baseline.may_send_in_full(tensor)
             and full_is_smaller(
                 baseline.table[tensor], log, self._codec, self._compression, lambda: baseline.read(tensor)

@@ -1,8 +1,15 @@
-"""``BudgetSelection``: choose which changes a version sends within a ``Budget``, and measure what it holds back."""
+"""``BudgetSelection``: choose which changes a version sends within a ``Budget``, and measure what it holds back.
+
+All changes have one order: by size, the largest first, then by tensor and position. The ranks find together where in it
+the version ends, digit by digit, from sums of how many changes have each digit. So the shards of a model send what the
+whole model would, and a publisher alone is a group of one.
+"""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +18,14 @@ from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.encode.update_gate import PIECE_ELEMENTS, Difference, add_difference, squared_norm
 from trainer_side.options import Budget
+from trainer_side.ranks.group import Json, ProcessGroup
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.dtypes import DType, has_values, values_of
 from vllm_delta_sync.format.manifest import HeldBack, Manifest
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.bits import Bits, Positions
+from vllm_delta_sync.tensors.boxes import Box
 
 logger = guarded_logger(__name__)
 
@@ -26,48 +35,70 @@ first version is small rather than encoded twice."""
 TARGET_SHARE = 0.95
 """Share of ``max_bytes`` that is aimed at: bytes per element vary a little between versions."""
 
-_HALF, _LOW = np.uint32(16), np.uint32(0xFFFF)
+DIGIT_BITS = 8
+"""Bits that ranks agree on at once: few, since each sends a number for each value of them."""
 
-Scores = npt.NDArray[np.float32]
-Mask = npt.NDArray[np.bool_]
+Sizes = npt.NDArray[np.uint32]
+"""(n,) sizes of changes, as ``by_size`` returns them."""
+Numbers = npt.NDArray[np.integer]
+
+
+class Place(NamedTuple):
+    """A place in the order of all changes.
+
+    Attributes:
+        size: as in ``by_size``; 2³² is behind all. tensor: id in the run's table. position: in that tensor.
+    """
+
+    size: int
+    tensor: int = 0
+    position: int = 0
 
 
 @dataclass
 class _Selection:
-    """What was found out about the version under way.
+    """What was found out about the version under way. All but ``end`` is of this rank's part of the weights.
 
     Attributes:
-        compared: tensor ids. always: changed elements that are never held back.
-        scores: tensor id → (n,) sizes of the changes that are not held back, in ascending order of position.
-        copies: tensor id → ids of all tensors with its changes: itself, and those tied to it.
+        compared: ids of tensors of the baseline, as all ids here. always: changed elements that are never held back.
+        sizes: tensor id → sizes of the changes that are not held back, in ascending order of position.
+        end: the changes from here on are held back; None if all are sent.
         held: tensor id → difference of what is held back.
         gain: what all changes add to Σ w² of the weights. squares: Σ w² of the version; None if unknown.
     """
 
     compared: set[int]
     always: int = 0
-    scores: dict[int, Scores] = field(default_factory=dict)
-    copies: dict[int, list[int]] = field(default_factory=dict)
+    sizes: dict[int, Sizes] = field(default_factory=dict)
+    end: Place | None = None
     held: dict[int, Difference] = field(default_factory=dict)
     gain: float = 0.0
     squares: float | None = None
-
-    @property
-    def kept(self) -> int:
-        """Number of scored elements that are not held back."""
-        return sum(scores.size * len(self.copies[tensor]) for tensor, scores in self.scores.items())
 
 
 class BudgetSelection:
     """Selects the changes of one version at a time. The baseline holds the bits after the changes.
 
-    A selection costs O(changed elements) time and, until the version is encoded, four bytes for each.
+    Each rank has the state of its own part of the weights, and all make the same calls. A selection costs O(changed
+    elements) time and, until the version is encoded, four bytes for each.
+
+    Args:
+        baseline: of this rank. table: the run's tensors. places: as in ``RunWeights``. group: the ranks.
     """
 
-    def __init__(self, budget: Budget, baseline: Baseline) -> None:
-        self._budget, self._baseline = budget, baseline
-        tied = [targets for targets in baseline.targets_of.values() if len(targets) > 1]
-        self._tied_to = {tensor: targets[0] for targets in tied for tensor in targets[1:]}
+    def __init__(
+        self,
+        budget: Budget,
+        baseline: Baseline,
+        table: TensorTable,
+        places: Sequence[tuple[int, Box]],
+        group: ProcessGroup,
+    ) -> None:
+        self._budget, self._baseline, self._table, self._group = budget, baseline, table, group
+        # Elements of tied tensors that change alike have one place, so that a server that ties them serves one of the
+        # two states.
+        first = {tensor: targets[0] for targets in baseline.targets_of.values() for tensor in targets}
+        self._places = [places[first.get(tensor, tensor)] for tensor in range(len(places))]
         self._bytes_per_element = FIRST_BYTES_PER_ELEMENT
         self._squares: float | None = None
         self._held: dict[int, Difference] = {}
@@ -89,123 +120,209 @@ class BudgetSelection:
         every = self._budget.exact_every
         return every is not None and version - newest.exact >= every
 
-    def select(self, pending: PendingDelta, exact: bool) -> None:
-        """Hold back changes of a pending delta until the rest is within the budget; none if ``exact``."""
+    def encode(self, pending: PendingDelta, exact: bool, newest: Manifest, work: Callable[[], int]) -> HeldBack | None:
+        """Encode the changes of a pending delta that are within the budget, and hold back the others.
+
+        Every rank calls it with its own delta; after an error of any rank, all raise.
+
+        Args:
+            exact: hold nothing back. newest: the version before it.
+            work: encodes what the delta has left; returns the bytes of this rank's objects.
+
+        Returns:
+            What all ranks hold back; None if the version is exact.
+        """
         selection = self._selection = _Selection(set(pending.compared))
-        table, total = self._baseline.table, Difference()
+        least = Place(int(by_size(np.array([self._budget.min_change or 0.0], np.float32))[0]) + 1)
+
+        def measure() -> Json:
+            self._measure_changes(pending, selection, exact)
+            return selection.always, sum(int(np.count_nonzero(of >= least.size)) for of in selection.sizes.values())
+
+        always, small = self._group.sums("budget: changes", measure)
+        if not exact:
+            end = self._find_end(pending, selection, self._most() - int(always))
+            selection.end = min(end, least) if small and end is not None else least if small else end
+
+        def encoded() -> Json:
+            self._hold_back(pending, selection)
+            kept = sum(of.size for of in selection.sizes.values())
+            held = sum(found.changed for found in self._all_held(selection).values())
+            return work(), kept, held, len(self._unseen - selection.compared)
+
+        most = math.inf if exact or self._budget.max_bytes is None else self._budget.max_bytes
+        while True:
+            size, kept, held, unseen = map(int, self._group.sums("budget: size", encoded))
+            if size <= most or not kept:
+                break
+            selection.end = self._find_end(pending, selection, int(TARGET_SHARE * kept * most / size))
+        if size > most and self._group.is_rank0:
+            logger.warning("integer elements, always sent, take %d bytes; max_bytes is %d", size, most)
+        return self._held_back(selection, held, unseen > 0, newest)
+
+    def mark_durable(self, manifest: Manifest) -> None:
+        """Record that the version encoded last is now durable."""
+        selection, self._selection = self._selection, None
+        if selection is None:
+            return
+        self._held = self._all_held(selection)
+        self._unseen -= selection.compared
+        self._squares = selection.squares
+        self._learn(manifest)
+
+    def _learn(self, manifest: Manifest) -> None:
+        if manifest.held_back is not None and manifest.changed:
+            self._bytes_per_element = manifest.payload_bytes / manifest.changed
+
+    def _measure_changes(self, pending: PendingDelta, selection: _Selection, exact: bool) -> None:
+        total = Difference()
         for tensor, found in pending.elements(PIECE_ELEMENTS):
-            element, scores = table[tensor].element, []
+            element, sizes = self._baseline.table[tensor].element, []
             for _, before, now in found:
                 if self._squares is not None:
                     add_difference(total, element, before, now, True, True)
                 if exact or not has_values(element):
                     selection.always += before.size
                 else:
-                    scores.append(relative_changes(element, before, now))
-            if scores:
-                self._add_scores(selection, tensor, np.concatenate(scores))
-        if not exact:
-            most = self._most() - selection.always
-            self._hold_back(pending, selection, most, self._budget.min_change or 0.0)
+                    sizes.append(by_size(relative_changes(element, before, now)))
+            if sizes:
+                selection.sizes[tensor] = np.concatenate(sizes)
         selection.gain = total.squares_gain
 
-    def must_shrink(self, pending: PendingDelta, payload_bytes: int, exact: bool) -> bool:
-        """Hold back more if the encoded version exceeds ``max_bytes``; return whether to encode it again."""
-        selection, most = self._selected, self._budget.max_bytes
-        if exact or most is None or payload_bytes <= most:
-            return False
-        kept = selection.kept
-        if not kept:
-            logger.warning("integer elements, always sent, take %d bytes; max_bytes is %d", payload_bytes, most)
-            return False
-        self._hold_back(pending, selection, int(TARGET_SHARE * kept * most / payload_bytes), 0.0)
-        return True
+    def _most(self) -> int:
+        """Return the most elements that a version may send."""
+        bounds = [self._table.total]
+        if self._budget.max_share is not None:
+            bounds.append(int(self._budget.max_share * self._table.total))
+        if self._budget.max_bytes is not None:
+            bounds.append(int(TARGET_SHARE * self._budget.max_bytes / self._bytes_per_element))
+        return min(bounds)
 
-    def held_back(self, pending: PendingDelta, newest: Manifest) -> HeldBack | None:
-        """Return what the selected version holds back; None if it is exact. Args: newest: the version before it."""
-        selection = self._selected
+    # Where the version ends
+
+    def _find_end(self, pending: PendingDelta, selection: _Selection, most: int) -> Place | None:
+        """Return the first place in the order of all ranks' changes whose changes do not fit; None if all do.
+
+        Args:
+            most: changes that fit.
+        """
+        size, room = self._find(max(0, most), 1 << 32, lambda: selection.sizes.values())
+        if size < 0:
+            return None
+        tensor = position = 0
+        if room:
+            tensor, room = self._find(room, len(self._table), lambda: self._tied_tensors(selection, size))
+        if room:
+            numel = self._table[tensor].numel
+            position, _ = self._find(room, numel, lambda: self._tied_positions(pending, selection, size, tensor))
+        return Place(size, tensor, position)
+
+    def _find(self, room: int, below: int, values: Callable[[], Iterable[Numbers]]) -> tuple[int, int]:
+        """Return the smallest value up to which all ranks have more changes than ``room``, and what smaller ones leave.
+
+        Args:
+            below: larger than all values. values: returns those of this rank's changes, in (n,) arrays.
+
+        Returns:
+            −1 and 0 if all changes fit.
+        """
+        found, own = 0, cache(lambda: list(values()))
+        top = max(0, (below - 1).bit_length() - 1) // DIGIT_BITS * DIGIT_BITS
+        for shift in range(top, -1, -DIGIT_BITS):
+            work = partial(lambda known, shift: count_digits(own(), known, shift), found, shift)
+            totals = np.cumsum(self._group.sums("budget: places", work))
+            beyond = np.flatnonzero(totals > room)
+            if not beyond.size:
+                return -1, 0
+            digit = int(beyond[0])
+            found, room = found | digit << shift, room - (int(totals[digit - 1]) if digit else 0)
+            if not room:
+                break
+        return found, room
+
+    def _tied_tensors(self, selection: _Selection, size: int) -> Iterator[Numbers]:
+        """Yield the tensors of the changes of one size."""
+        for tensor, of in selection.sizes.items():
+            yield np.broadcast_to(np.int64(self._places[tensor][0]), int(np.count_nonzero(of == size)))
+
+    def _tied_positions(
+        self, pending: PendingDelta, selection: _Selection, size: int, tensor: int
+    ) -> Iterator[Numbers]:
+        """Yield the positions of the changes of one size and tensor."""
+        for part, of in selection.sizes.items():
+            if self._places[part][0] == tensor:
+                yield self._positions(pending, part, of == size)
+
+    def _positions(self, pending: PendingDelta, tensor: int, chosen: npt.NDArray[np.bool_]) -> Positions:
+        """Return where the chosen changes of a tensor of the baseline are in the whole tensor."""
+        if not chosen.any():
+            return np.empty(0, np.int64)
+        return self._places[tensor][1].positions(pending.positions(tensor)[chosen])
+
+    # What is held back
+
+    def _hold_back(self, pending: PendingDelta, selection: _Selection) -> None:
+        """Hold back this rank's changes from the end of the version on."""
+        end = selection.end
+        if end is None:
+            return
+        pending.sparse = True
+        for tensor, of in list(selection.sizes.items()):
+            keep, ties = of < end.size, of == end.size
+            if self._places[tensor][0] < end.tensor:
+                keep |= ties
+            elif self._places[tensor][0] == end.tensor:
+                keep[ties] = self._positions(pending, tensor, ties) < end.position
+            if keep.all():
+                continue
+            before, after = pending.hold_back(tensor, keep)
+            result = selection.held.setdefault(tensor, Difference())
+            element = self._baseline.table[tensor].element
+            for start in range(0, before.size, PIECE_ELEMENTS):
+                piece = slice(start, start + PIECE_ELEMENTS)
+                add_difference(result, element, before[piece], after[piece], True, True)
+            selection.sizes[tensor] = of[keep]
+            if not selection.sizes[tensor].size:
+                del selection.sizes[tensor]
+
+    def _held_back(self, selection: _Selection, elements: int, unseen: bool, newest: Manifest) -> HeldBack | None:
+        """Return what the version holds back.
+
+        Args:
+            elements: of all ranks. unseen: whether there are more, in tensors that were not compared yet.
+        """
+        share = 0.0
+        if unseen and self._earlier is not None:
+            elements += self._earlier.elements
+            share = math.inf if self._earlier.relative_norm is None else self._earlier.relative_norm
         if self._squares is not None:
             gain = selection.gain - sum(held.squares_gain for held in selection.held.values())
             selection.squares = self._squares + gain
-        held = self._not_compared(selection) | selection.held
-        elements, share = sum(found.changed for found in held.values()), 0.0
-        if self._unseen - selection.compared and self._earlier is not None:
-            elements += self._earlier.elements
-            share = math.inf if self._earlier.relative_norm is None else self._earlier.relative_norm
         if not elements:
             return None
-        if selection.squares is None or not 0 <= selection.squares < math.inf:
-            selection.squares = self._measure()
-        distance = sum(found.distance for found in held.values())
-        far = math.hypot(math.sqrt(distance / selection.squares), share) if selection.squares else math.inf
+
+        def measure() -> Json:
+            if selection.squares is None or not 0 <= selection.squares < math.inf:
+                selection.squares = self._measure()
+            return sum(found.distance for found in self._all_held(selection).values()), selection.squares
+
+        distance, squares = self._group.sums("budget: distance", measure)
+        far = math.hypot(math.sqrt(distance / squares), share) if squares else math.inf
         return HeldBack(
             elements=elements,
             relative_norm=float(f"{far:.6g}") if math.isfinite(far) else None,
             exact=newest.exact,
         )
 
-    def mark_durable(self, manifest: Manifest) -> None:
-        """Record that the version selected last is now durable."""
-        selection, self._selection = self._selection, None
-        if selection is None:
-            return
-        self._held = self._not_compared(selection) | selection.held
-        self._unseen -= selection.compared
-        self._squares = selection.squares
-        self._learn(manifest)
-
-    @property
-    def _selected(self) -> _Selection:
-        if self._selection is None:
-            raise UsageError("no version is selected yet")
-        return self._selection
-
-    def _not_compared(self, selection: _Selection) -> dict[int, Difference]:
-        return {tensor: found for tensor, found in self._held.items() if tensor not in selection.compared}
-
-    def _add_scores(self, selection: _Selection, tensor: int, scores: Scores) -> None:
-        first = self._tied_to.get(tensor, tensor)
-        if first in selection.scores and np.array_equal(selection.scores[first], scores):
-            # Tied tensors change alike, so that a server that ties them serves one of the two states.
-            selection.copies[first].append(tensor)
-        else:
-            selection.scores[tensor], selection.copies[tensor] = scores, [tensor]
-
-    def _most(self) -> int:
-        """Return the most elements that a version may send."""
-        bounds = [self._baseline.table.total]
-        if self._budget.max_share is not None:
-            bounds.append(int(self._budget.max_share * self._baseline.table.total))
-        if self._budget.max_bytes is not None:
-            bounds.append(int(TARGET_SHARE * self._budget.max_bytes / self._bytes_per_element))
-        return min(bounds)
-
-    def _hold_back(self, pending: PendingDelta, selection: _Selection, most: int, least: float) -> None:
-        ids = list(selection.scores)
-        weights = [len(selection.copies[tensor]) for tensor in ids]
-        masks = largest([selection.scores[tensor] for tensor in ids], weights, most, least)
-        for tensor, keep in zip(ids, masks, strict=True):
-            if keep.all():
-                continue
-            for copy in selection.copies[tensor]:
-                before, after = pending.hold_back(copy, keep)
-                result = selection.held.setdefault(copy, Difference())
-                for start in range(0, before.size, PIECE_ELEMENTS):
-                    piece = slice(start, start + PIECE_ELEMENTS)
-                    element = self._baseline.table[copy].element
-                    add_difference(result, element, before[piece], after[piece], True, True)
-            selection.scores[tensor] = selection.scores[tensor][keep]
-            if not selection.scores[tensor].size:
-                del selection.scores[tensor]
+    def _all_held(self, selection: _Selection) -> dict[int, Difference]:
+        """Return what is held back by tensor id, of tensors that this version did not compare too."""
+        rest = {tensor: found for tensor, found in self._held.items() if tensor not in selection.compared}
+        return rest | selection.held
 
     def _measure(self) -> float:
         """Return Σ w² of the baseline: one pass over the model."""
         read = self._baseline.read
         return sum(squared_norm(spec.element, read(tensor)) for tensor, spec in enumerate(self._baseline.table))
-
-    def _learn(self, manifest: Manifest) -> None:
-        if manifest.held_back is not None and manifest.changed:
-            self._bytes_per_element = manifest.payload_bytes / manifest.changed
 
 
 def check_dtypes(table: TensorTable) -> None:
@@ -218,7 +335,7 @@ def check_dtypes(table: TensorTable) -> None:
         )
 
 
-def relative_changes(element: DType, before: Bits, now: Bits) -> Scores:
+def relative_changes(element: DType, before: Bits, now: Bits) -> npt.NDArray[np.float32]:
     """Return |new − old| / |old| of (n,) elements; infinite if a value is zero or not finite before or after."""
     with np.errstate(all="ignore"):
         old, new = values_of(element, before), values_of(element, now)
@@ -227,48 +344,15 @@ def relative_changes(element: DType, before: Bits, now: Bits) -> Scores:
         return sizes.astype(np.float32)
 
 
-def largest(scores: Sequence[Scores], weights: Sequence[int], most: int, least: float) -> list[Mask]:
-    """Return masks of the largest scores: all that are at least ``least``, but together no more than ``most``.
-
-    Of equal scores the first are taken. Needs no sorting: two histograms find the smallest score that is taken.
-
-    Args:
-        scores: (n,) each, at least 0. weights: how often each score of an array counts.
-    """
-    keys = [item.view(np.uint32) for item in scores]  # in the order of the scores, since none is negative
-    cut, room = _cut(keys, weights, most)
-    if cut < int(np.float32(least).view(np.uint32)):
-        return [item >= np.float32(least) for item in scores]
-    masks = []
-    for item, weight in zip(keys, weights, strict=True):
-        mask = item > cut
-        ties = np.flatnonzero(item == cut)[: room // weight]
-        mask[ties] = True
-        room -= ties.size * weight
-        masks.append(mask)
-    return masks
+def by_size(scores: npt.NDArray[np.float32]) -> Sizes:
+    """Return (n,) numbers that ascend where (n,) scores of at least 0 descend; equal ones stay equal."""
+    return ~scores.view(np.uint32)
 
 
-def _cut(keys: Sequence[npt.NDArray[np.uint32]], weights: Sequence[int], most: int) -> tuple[int, int]:
-    """Return the largest key of which not all fit into ``most``, and how many do; −1 and 0 if all keys fit."""
-    high = _histogram((item >> _HALF for item in keys), weights)
-    top = _first_beyond(high, most)
-    if top < 0:
-        return -1, 0
-    room = most - int(high[top + 1 :].sum())
-    low = _histogram((item[item >> _HALF == top] & _LOW for item in keys), weights)
-    cut = _first_beyond(low, room)
-    return top << 16 | cut, max(0, room - int(low[cut + 1 :].sum()))
-
-
-def _histogram(digits: Iterable[npt.NDArray[np.uint32]], weights: Sequence[int]) -> npt.NDArray[np.int64]:
-    counts = np.zeros(1 << 16, np.int64)
-    for item, weight in zip(digits, weights, strict=True):
-        counts += weight * np.bincount(item, minlength=counts.size)
-    return counts
-
-
-def _first_beyond(counts: npt.NDArray[np.int64], most: int) -> int:
-    """Return the largest digit at which the count from above exceeds ``most``; −1 if none does."""
-    beyond = np.flatnonzero(np.cumsum(counts[::-1]) > max(0, most))
-    return counts.size - 1 - int(beyond[0]) if beyond.size else -1
+def count_digits(values: Iterable[Numbers], known: int, shift: int) -> list[int]:
+    """Return how many values have each digit at ``shift``, of those with the digits of ``known`` before it."""
+    counts = np.zeros(1 << DIGIT_BITS, np.int64)
+    for of in values:
+        rest = (of >> shift) ^ (known >> shift)
+        counts += np.bincount(rest[rest < counts.size], minlength=counts.size)
+    return counts.tolist()

@@ -1,11 +1,12 @@
 """``UpdateGate``: check each version against a ``Gate``'s bounds, relative to the newest version that passed.
 
-While the current version is sound, a judgement costs O(changed elements). While it is quarantined, the sound bits of
-the tensors that differ are kept (at most one more copy of the model), and comparing those costs O(tensor).
+Each rank measures its own part of the weights, and only sums pass between ranks. While the current version is sound, a
+judgement costs O(changed elements). While it is quarantined, the sound bits of the tensors that differ are kept (at
+most one more copy of the model), and comparing those costs O(tensor).
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,11 +14,13 @@ import numpy as np
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.options import Gate
+from trainer_side.ranks.group import Json, ProcessGroup, added_rows
 from vllm_delta_sync.errors import GateError
 from vllm_delta_sync.format.dtypes import DType, Values, count_nonfinite, has_values, values_of
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.bits import Bits
+from vllm_delta_sync.tensors.boxes import Box
 
 logger = guarded_logger(__name__)
 
@@ -54,24 +57,36 @@ class Difference:
 class _Verdict:
     """The gate's measurements per changed tensor, kept until ``mark_durable`` records them."""
 
-    reasons: list[str]
     against_sound: dict[int, Difference]
     against_current: dict[int, Difference]
+    reasons: list[str] = field(default_factory=list)
     saved: dict[int, Bits] = field(default_factory=dict)
 
 
 class UpdateGate:
     """The running state of a gate. One thread at a time; nothing else may change the baseline meanwhile.
 
+    Of several ranks each has the state of its own part of the weights, and all reach one verdict.
+
     Attributes:
         sound: number of the version that others are compared with; None if it is not available.
         nonfinite: per tensor id, NaN or infinite elements of the current version; empty if they are not bounded.
         squares: per tensor id, Σ w² of the sound version's finite elements; empty if norms are not bounded.
+
+    Args:
+        baseline: of this rank. table: the run's tensors. places: as in ``RunWeights``. group: the ranks.
     """
 
-    def __init__(self, gate: Gate, baseline: Baseline) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        baseline: Baseline,
+        table: TensorTable,
+        places: Sequence[tuple[int, Box]],
+        group: ProcessGroup,
+    ) -> None:
         self.gate = gate
-        self._baseline = baseline
+        self._baseline, self._table, self._places, self._group = baseline, table, places, group
         self.sound: int | None = None
         self.nonfinite: list[int] = []
         self.squares: list[float] = []
@@ -79,10 +94,6 @@ class UpdateGate:
         self._sound_bits: dict[int, Bits] = {}
         self._differences: dict[int, Difference] = {}
         self._verdict: _Verdict | None = None
-
-    @property
-    def _table(self) -> TensorTable:
-        return self._baseline.table
 
     def start(self, version: int, quarantined: bool, sound: tuple[int, list[Bits]] | None) -> None:
         """Start with the baseline as the current version: one pass over the model.
@@ -95,8 +106,8 @@ class UpdateGate:
         self._verdict = None
         self._sound_bits, self._differences = {}, {}
         self.sound = version if not quarantined else None
-        bits = [self._baseline.read(tensor) for tensor in range(len(self._table))]
-        self.nonfinite = _count_nonfinite(self._table, bits) if self.gate.nonfinite else []
+        bits = [self._baseline.read(tensor) for tensor in range(len(self._places))]
+        self.nonfinite = _count_nonfinite(self._baseline.table, bits) if self.gate.nonfinite else []
         reference = bits
         if quarantined and sound is not None:
             self.sound, reference = sound
@@ -110,23 +121,38 @@ class UpdateGate:
         self._log_start(version, quarantined)
 
     def judge(self, pending: PendingDelta) -> list[str]:
-        """Return how the baseline with its pending delta exceeds the bounds, one line each; empty if it does not."""
-        current = {
-            tensor: self._compare(tensor, ((before, now) for _, before, now in found))
-            for tensor, found in pending.elements(PIECE_ELEMENTS)
-        }
-        against_sound = {
-            tensor: self._compare(tensor, pieces(self._sound_bits[tensor], self._baseline.bits(tensor)))
-            if tensor in self._sound_bits
-            else difference
-            for tensor, difference in current.items()
-        }
-        reasons = self._reasons(self._differences | against_sound, current)
-        verdict = _Verdict(reasons, against_sound, current)
-        if reasons and self.gate.action == "quarantine":
+        """Return how the baseline with its pending delta exceeds the bounds, one line each; empty if it does not.
+
+        Every rank calls it with its own delta, and gets the same lines.
+        """
+        self._verdict = None
+        found: list[_Verdict] = []
+
+        def measure() -> Json:
+            found.append(self._compared(pending))
+            return [*(sum(of.values()) for of in self._measured(found[0])), sum(self.squares)]
+
+        sums = self._group.sums("gate", measure)
+        verdict = self._verdict = found[0]
+        exceeded = self._exceeded(*sums)
+        if not exceeded:
+            return []
+
+        def by_tensor() -> Json:
+            measured = self._measured(verdict)
+            return [[*self._by_tensor(measured[check]).items()] for check in exceeded]
+
+        def worst_of_all(reports: list[Json]) -> Json:
+            return [_worst(added_rows(rows)) for rows in zip(*reports, strict=True)]
+
+        # In a second question, since a model may have many tensors, and most versions pass.
+        worst = self._group.reduce_on_rank0("gate: reasons", by_tensor, worst_of_all)
+        texts = self._nonfinite_reason, self._share_reason, self._norm_reason
+        reasons = [texts[check](sums, *most)[:MAX_REASON_CHARS] for check, most in zip(exceeded, worst, strict=True)]
+        verdict.reasons = reasons
+        if self.gate.action == "quarantine":
             # Saved before the version is written, so that nothing can fail afterwards.
-            verdict.saved = pending.before(current.keys() - self._sound_bits.keys())
-        self._verdict = verdict
+            verdict.saved = pending.before(verdict.against_current.keys() - self._sound_bits.keys())
         return reasons
 
     def mark_durable(self, version: int) -> None:
@@ -161,85 +187,85 @@ class UpdateGate:
 
     # Reasons
 
-    def _reasons(self, sound: dict[int, Difference], current: dict[int, Difference]) -> list[str]:
-        found = [
-            self._nonfinite_reason(sound, current),
-            self._share_reason(sound),
-            self._norm_reason(sound),
-        ]
-        return [reason[:MAX_REASON_CHARS] for reason in found if reason is not None]
+    def _measured(self, verdict: _Verdict) -> tuple[dict[int, float], ...]:
+        """Return for each check what it looks at, by tensor id of the baseline: not finite, changed, distance."""
+        found, current = self._differences | verdict.against_sound, verdict.against_current
+        nonfinite: dict[int, float] = {}
+        if self.gate.nonfinite and self.sound is not None:
+            nonfinite = {tensor: difference.nonfinite for tensor, difference in found.items()}
+        elif self.gate.nonfinite:
+            gains = {tensor: difference.nonfinite_gain for tensor, difference in current.items()}
+            nonfinite = {tensor: count + gains.get(tensor, 0) for tensor, count in enumerate(self.nonfinite)}
+        changed: dict[int, float] = {tensor: difference.changed for tensor, difference in found.items()}
+        return nonfinite, changed, {tensor: difference.distance for tensor, difference in found.items()}
 
-    def _nonfinite_reason(self, sound: dict[int, Difference], current: dict[int, Difference]) -> str | None:
-        if not self.gate.nonfinite:
-            return None
-        if self.sound is None:
-            counts = {
-                tensor: count + (current[tensor].nonfinite_gain if tensor in current else 0)
-                for tensor, count in enumerate(self.nonfinite)
-            }
-        else:
-            counts = {tensor: difference.nonfinite for tensor, difference in sound.items()}
-        bad = {tensor: count for tensor, count in counts.items() if count}
-        if not bad:
-            return None
-        name, count = self._worst(bad)
-        return f"elements became NaN or infinite: {count} in tensor {name}{_others(bad)}; nonfinite is True"
+    def _exceeded(self, nonfinite: float, changed: float, distance: float, squares: float) -> list[int]:
+        """Return the checks, by their places in ``_measured``, that sums over the model do not pass."""
+        share, jump = self.gate.max_changed_share, self.gate.max_norm_jump
+        beyond = (
+            nonfinite > 0,
+            share is not None and changed > share * self._table.total,
+            # Infinity divided by infinity is NaN, which must not let the version pass.
+            jump is not None and distance != 0 and not _jump(distance, squares) <= jump,
+        )
+        return [check for check, is_beyond in enumerate(beyond) if is_beyond]
 
-    def _share_reason(self, sound: dict[int, Difference]) -> str | None:
-        bound = self.gate.max_changed_share
-        changed = {tensor: difference.changed for tensor, difference in sound.items() if difference.changed}
-        total = sum(changed.values())
-        if bound is None or total <= bound * self._table.total:
-            return None
-        name, count = self._worst(changed)
-        share = total / self._table.total
+    def _nonfinite_reason(self, sums: Sequence[float], worst: int, count: float, tensors: int) -> str:
+        name, others = _named(self._table, worst), _others(sums[0], tensors)
+        return f"elements became NaN or infinite: {count} in tensor {name}{others}; nonfinite is True"
+
+    def _share_reason(self, sums: Sequence[float], worst: int, count: float, tensors: int) -> str:
         return (
-            f"{share:.4g} of the elements changed since {self._since}, most in tensor {name} ({count:g}); "
-            f"max_changed_share is {bound:g}"
+            f"{sums[1] / self._table.total:.4g} of the elements changed since {self._since}, most in tensor "
+            f"{_named(self._table, worst)} ({count:g}); max_changed_share is {self.gate.max_changed_share:g}"
         )
 
-    def _norm_reason(self, sound: dict[int, Difference]) -> str | None:
-        bound = self.gate.max_norm_jump
-        distances = {tensor: difference.distance for tensor, difference in sound.items() if difference.distance}
-        if bound is None or not distances:
-            return None
-        norm = _sqrt(sum(self.squares))
-        jump = _sqrt(sum(distances.values())) / norm if norm > 0 else math.inf
-        # Infinity divided by infinity is NaN, which must not let the version pass.
-        if jump <= bound:
-            return None
-        name, distance = self._worst(distances)
+    def _norm_reason(self, sums: Sequence[float], worst: int, distance: float, tensors: int) -> str:
         return (
-            f"the weights moved by {jump:.4g} of the norm of {self._since}, most in tensor {name} "
-            f"(by {_sqrt(distance):.4g}); max_norm_jump is {bound:g}"
+            f"the weights moved by {_jump(*sums[2:]):.4g} of the norm of {self._since}, most in tensor "
+            f"{_named(self._table, worst)} (by {_sqrt(distance):.4g}); max_norm_jump is {self.gate.max_norm_jump:g}"
         )
 
     @property
     def _since(self) -> str:
         return "the version before" if self.sound is None else f"version {self.sound}"
 
-    def _worst(self, of: "dict[int, int] | dict[int, float]") -> tuple[str, float]:
-        tensor = max(of, key=lambda number: (of[number], -number))
-        return repr(self._table[tensor].name[:200]), of[tensor]
+    def _by_tensor(self, values: Mapping[int, float]) -> dict[int, float]:
+        """Return the sums by id in the run's table, those that are not 0; the argument has ids of the baseline."""
+        return added_rows([[(self._places[part][0], value) for part, value in values.items() if value]])
 
     def _log_start(self, version: int, quarantined: bool) -> None:
-        nonfinite = {tensor: count for tensor, count in enumerate(self.nonfinite) if count}
+        nonfinite = self._by_tensor(dict(enumerate(self.nonfinite)))
         if quarantined and self.sound is None:
             logger.warning(
                 "version %d is quarantined and the sound version before it cannot be read: the next one is sound if "
                 "everything in it is finite and it is within the bounds of this one", version,
             )  # fmt: skip
         elif nonfinite and not quarantined:
-            name, count = self._worst(nonfinite)
+            worst, count, tensors = _worst(nonfinite)
             logger.warning(
                 "version %d holds elements that are NaN or infinite, %d in tensor %s%s; the gate looks at those that "
-                "change", version, count, name, _others(nonfinite),
+                "change",
+                version, count, _named(self._table, worst), _others(sum(nonfinite.values()), tensors),
             )  # fmt: skip
 
     # Measuring
 
+    def _compared(self, pending: PendingDelta) -> _Verdict:
+        current = {
+            tensor: self._compare(tensor, ((before, now) for _, before, now in found))
+            for tensor, found in pending.elements(PIECE_ELEMENTS)
+        }
+        against_sound = {
+            tensor: self._compare(tensor, pieces(self._sound_bits[tensor], self._baseline.bits(tensor)))
+            if tensor in self._sound_bits
+            else difference
+            for tensor, difference in current.items()
+        }
+        return _Verdict(against_sound, current)
+
     def _compare(self, tensor: int, found: Pieces) -> Difference:
-        element, gate, result = self._table[tensor].element, self.gate, Difference()
+        element, gate, result = self._baseline.table[tensor].element, self.gate, Difference()
         with np.errstate(all="ignore"):
             for before, after in found:
                 add_difference(result, element, before, after, gate.nonfinite, gate.max_norm_jump is not None)
@@ -248,7 +274,7 @@ class UpdateGate:
         return result
 
     def _squared(self, tensor: int, bits: Bits) -> float:
-        return squared_norm(self._table[tensor].element, bits)
+        return squared_norm(self._baseline.table[tensor].element, bits)
 
 
 def pieces(before: Bits, after: Bits) -> Iterator[tuple[Bits, Bits]]:
@@ -265,25 +291,32 @@ def squared_norm(element: DType, bits: Bits) -> float:
         return math.fsum(_squares(values_of(element, piece)) for piece, _ in pieces(bits, bits))
 
 
-def judge_state(gate: Gate | None, baseline: Baseline) -> list[str]:
+def judge_state(gate: Gate | None, table: TensorTable, nonfinite: Callable[[], Mapping[int, int]]) -> list[str]:
     """Return why to quarantine weights that cannot be compared with a version.
+
+    Args:
+        nonfinite: returns the number of elements that are NaN or infinite, by id of the tensors that have some.
 
     Raises:
         GateError: the gate refuses them.
     """
-    if gate is None or not gate.nonfinite:
+    bad = nonfinite() if gate is not None and gate.nonfinite else {}
+    if gate is None or not bad:
         return []
-    table = baseline.table
-    counts = _count_nonfinite(table, [baseline.read(tensor) for tensor in range(len(table))])
-    bad = {tensor: count for tensor, count in enumerate(counts) if count}
-    if not bad:
-        return []
-    worst = max(bad, key=lambda tensor: bad[tensor])
-    name = table[worst].name[:200]
-    reason = f"elements are NaN or infinite: {bad[worst]} in tensor {name!r}{_others(bad)}; nonfinite is True"
+    worst, count, tensors = _worst(bad)
+    reason = (
+        f"elements are NaN or infinite: {count} in tensor {_named(table, worst)}{_others(sum(bad.values()), tensors)}; "
+        "nonfinite is True"
+    )
     if gate.action == "refuse":
         raise GateError(f"the weights are not published: {reason}. Fix them, or give a gate with nonfinite=False")
     return [reason]
+
+
+def nonfinite_by_tensor(baseline: Baseline, places: Sequence[tuple[int, Box]]) -> dict[int, int]:
+    """Return NaN and infinite elements of a rank's weights, by id in the run's table of the tensors that have some."""
+    counts = _count_nonfinite(baseline.table, [baseline.read(part) for part in range(len(places))])
+    return added_rows([[(tensor, count) for (tensor, _), count in zip(places, counts, strict=True) if count]])
 
 
 def _count_nonfinite(table: TensorTable, bits: list[Bits]) -> list[int]:
@@ -343,6 +376,20 @@ def _sqrt(value: float) -> float:
     return math.sqrt(value) if value >= 0 else math.nan
 
 
-def _others(counts: dict[int, int]) -> str:
-    others = len(counts) - 1
-    return f", {sum(counts.values())} in {others + 1} tensors" if others else ""
+def _jump(distance: float, squares: float) -> float:
+    norm = _sqrt(squares)
+    return _sqrt(distance) / norm if norm > 0 else math.inf
+
+
+def _worst(of: Mapping[int, float]) -> tuple[int, float, int]:
+    """Return the tensor with the largest value, the first if there are several, that value, and how many have one."""
+    tensor = max(of, key=lambda number: (of[number], -number))
+    return tensor, of[tensor], len(of)
+
+
+def _named(table: TensorTable, tensor: int) -> str:
+    return repr(table[tensor].name[:200])
+
+
+def _others(total: float, tensors: int) -> str:
+    return f", {total} in {tensors} tensors" if tensors > 1 else ""

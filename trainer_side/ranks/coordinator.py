@@ -3,7 +3,7 @@
 Where rank 0's code reads or writes weights it sends a command, which every rank executes on its own parts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,11 +12,12 @@ from torch import nn
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.diff.version_changes import VersionChanges
+from trainer_side.encode.update_gate import nonfinite_by_tensor
 from trainer_side.manifests import FullState, Put
 from trainer_side.model.sources import ModelLike
 from trainer_side.options import Options
 from trainer_side.ranks.gather import put_shards
-from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, error_from_rank
+from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, added_rows, error_from_rank
 from trainer_side.ranks.shard_baseline import ShardBaseline, changes_of_tensors, check_same_tables
 from trainer_side.ranks.shard_parts import ModuleParts, boxes_document, check_coverage
 from trainer_side.run_weights import prepare
@@ -37,11 +38,12 @@ from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.partial import restore_boxes
 from vllm_delta_sync.run.restore import check_base_bits
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
+from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
 logger = guarded_logger(__name__)
 
-Command = Literal["fit", "check_base", "capture", "checkout", "put_shards"]
+Command = Literal["fit", "check_base", "capture", "checkout", "nonfinite", "put_shards"]
 """The methods of ``RankCoordinator`` that rank 0 has the other ranks call."""
 
 
@@ -69,6 +71,10 @@ class RankCoordinator:
     @property
     def table(self) -> TensorTable:
         return self._shards.whole
+
+    @property
+    def places(self) -> Sequence[tuple[int, Box]]:
+        return self._shards.boxes
 
     @property
     def _shards(self) -> ShardBaseline:
@@ -156,6 +162,8 @@ class RankCoordinator:
                 self.capture(None)
             case "checkout":
                 self.checkout(Manifest.from_bytes(argument.encode()))
+            case "nonfinite":
+                self.nonfinite()
             case "put_shards":
                 self.put_shards(self._store)
 
@@ -219,6 +227,14 @@ class RankCoordinator:
             # The version exists, because this rank was able to read it: do not start over.
             raise PublishError(f"version {manifest.version} cannot be restored: {error.message}") from error
         self._shards.replace_bits(*restored[0])
+
+    def nonfinite(self) -> dict[int, int]:
+        self._command("nonfinite")
+
+        def work() -> Json:
+            return [*nonfinite_by_tensor(self.baseline, self.places).items()]
+
+        return added_rows(self._group.all_or_raise("nonfinite", work) or [])
 
     def put_shards(self, put: Put) -> tuple[FullState, list[ObjectRef]]:
         self._command("put_shards")

@@ -6,7 +6,7 @@ waits for. Documents are small. Only one question before each comparison (``redu
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,6 +35,7 @@ _PARTING_SECONDS = 5.0
 Json = Any
 Bytes = npt.NDArray[np.uint8]
 _Result = TypeVar("_Result")
+_Number = TypeVar("_Number", int, float)
 
 
 class LostRankError(PublishError):
@@ -244,6 +245,16 @@ class ProcessGroup:
             raise error_from_rank(answer["failed"]["error"], answer["failed"]["rank"])
         return answer["value"]
 
+    def sums(self, what: str, work: Callable[[], Sequence[float]]) -> list[float]:
+        """Do ``work`` on every rank; return, on every rank, the sums of the numbers that it returns, in their order.
+
+        Rank 0 adds them in the order of the ranks, so all have the same bits. Raises as ``reduce_on_rank0``.
+        """
+        found: list[float] = self.reduce_on_rank0(
+            what, work, lambda reports: [sum(numbers) for numbers in zip(*reports, strict=True)]
+        )
+        return found
+
     def ranks_where(self, what: str, flags: Sequence[bool]) -> list[list[int]]:
         """Return for each flag the ranks that have set it; the same on every rank."""
         reports = self.gather(what, [bool(flag) for flag in flags])
@@ -385,6 +396,15 @@ class RankGroups:
         """Release sockets and threads."""
         self.caller.close()
         self.work.close()
+
+
+def added_rows(reports: Iterable[Iterable[tuple[int, _Number]]]) -> dict[int, _Number]:
+    """Return key → sum of its numbers, from the (key, number) of each rank, added in the order of the ranks."""
+    sums: dict[int, _Number] = {}
+    for rows in reports:
+        for key, number in rows:
+            sums[key] = sums[key] + number if key in sums else number
+    return sums
 
 
 def check_same(name: str, reports: Sequence[Json]) -> None:

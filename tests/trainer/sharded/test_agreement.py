@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.publishers import FailAt, Hooked, Late, flip, nothing
 from tests.trainer.sharded.nursery import Nursery
 from tests.trainer.sharded.training import Mixed, make, sharded, whole_tensors
-from trainer_side import Gate, Publisher
+from trainer_side import Budget, Gate, Publisher
 from trainer_side.ranks import group
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import (
@@ -37,12 +38,16 @@ from vllm_delta_sync.format.limits import MAX_SIDECAR_BYTES
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import generate
 
+GUARDS: dict[str, Any] = {"gate": Gate(max_norm_jump=9.0, action="quarantine"), "budget": Budget(max_share=1.0)}
+"""A gate that lets all pass, and a budget that holds nothing back: the ranks then have more to agree on."""
+
 
 class Trained:
-    """A sharded model, and what was published of it so far."""
+    """A sharded model, and what was published of it so far. ``options``: of its publishers."""
 
-    def __init__(self, rank: int, folder: str) -> None:
+    def __init__(self, rank: int, folder: str, guarded: bool = False) -> None:
         self.rank = rank
+        self.options = GUARDS if guarded else {}
         self.bucket = Hooked(Path(folder))
         self.model = sharded(make("mixed"), "fsdp")
         self.expected: dict[int, dict[str, torch.Tensor]] = {}
@@ -82,10 +87,10 @@ def refused(work: Callable[[], Any], kind: type[DeltaSyncError], text: str) -> s
     return caught.value.message
 
 
-def failures(rank: int, size: int, folder: str) -> None:
-    trained = Trained(rank, folder)
+def failures(rank: int, size: int, folder: str, guarded: bool) -> None:
+    trained = Trained(rank, folder, guarded)
     bucket = trained.bucket
-    with Publisher(trained.model, bucket) as publisher:
+    with Publisher(trained.model, bucket, **trained.options) as publisher:
         trained.publish(publisher)
         # A rank cannot read its weights: it says so at once, the others with their next call, which does nothing.
         trained.train()
@@ -113,13 +118,21 @@ def failures(rank: int, size: int, folder: str) -> None:
             trained.note(publisher.publish(trained.step, wait=True).version)
             publisher.flush()
         assert publisher.version == 4
+        # A bad memory cell of one rank, which shows before anything is encoded.
+        trained.train()
+        if rank == 1:
+            flip(publisher, 0, 0)
+        publisher.publish(trained.step)
+        message = refused(publisher.flush, PublishError, "the baseline in memory was damaged")
+        assert (rank == 1) == ("rank 1:" not in message)
+        trained.publish(publisher)
     trained.check()
 
 
-def uncertain(rank: int, size: int, folder: str) -> None:
-    trained = Trained(rank, folder)
+def uncertain(rank: int, size: int, folder: str, guarded: bool) -> None:
+    trained = Trained(rank, folder, guarded)
     bucket = trained.bucket
-    with Publisher(trained.model, bucket) as publisher:
+    with Publisher(trained.model, bucket, **trained.options) as publisher:
         for written in (True, False):
             trained.train()
             fail = FailAt("versions/")
@@ -145,10 +158,10 @@ def uncertain(rank: int, size: int, folder: str) -> None:
     assert publisher.version == 3
 
 
-def former(rank: int, size: int, folder: str) -> None:
-    trained = Trained(rank, folder)
+def former(rank: int, size: int, folder: str, guarded: bool) -> None:
+    trained = Trained(rank, folder, guarded)
     bucket = trained.bucket = Late(Path(folder))
-    with Publisher(trained.model, bucket) as publisher:
+    with Publisher(trained.model, bucket, **trained.options) as publisher:
         trained.publish(publisher)
         trained.train()
         bucket.holds_back = rank == 0
@@ -201,9 +214,9 @@ def skipping(rank: int, size: int, folder: str) -> list[Any]:
     return found
 
 
-def operations(rank: int, size: int, folder: str) -> None:
-    trained = Trained(rank, folder)
-    with Publisher(trained.model, trained.bucket, shard_bytes=200, rescan_bytes=0) as publisher:
+def operations(rank: int, size: int, folder: str, guarded: bool) -> None:
+    trained = Trained(rank, folder, guarded)
+    with Publisher(trained.model, trained.bucket, shard_bytes=200, rescan_bytes=0, **trained.options) as publisher:
         for _ in range(3):
             trained.publish(publisher)
         publisher.rebase(1)
@@ -248,7 +261,6 @@ def whole_of(trained: Trained) -> dict[str, torch.Tensor]:
 def refusals(rank: int, size: int, folder: str, key: str) -> None:
     trained = Trained(rank, folder)
     model, bucket = trained.model, trained.bucket
-    refused(lambda: Publisher(model, bucket, gate=Gate()), UsageError, "gate")
     refused(lambda: Publisher(model, bucket, baseline="disk"), UsageError, "give 'host'")
     refused(lambda: Publisher(model, bucket, base=f"{folder}/nowhere"), NotFoundError, "nowhere")
     refused(lambda: Publisher(model, bucket, expect_run=f"{rank}"), UsageError, "expect_run is '1' on rank 1, and '0'")
@@ -307,9 +319,20 @@ def out_of_step(rank: int, size: int, folder: str) -> None:
     refused(publisher.close, PublishError, "every rank")
 
 
-@pytest.mark.parametrize("work", [failures, uncertain, former, operations, wrong_bases, out_of_step])
-def test_ranks_do_alike(work: Any, nursery: Nursery, tmp_path: Path) -> None:
-    nursery.run(2, work, folder=str(tmp_path / "run"))
+@pytest.mark.parametrize(
+    ("work", "given"),
+    [
+        *(
+            (work, {"guarded": guarded})
+            for work in (failures, uncertain, former, operations)
+            for guarded in (False, True)
+        ),
+        (wrong_bases, {}),
+        (out_of_step, {}),
+    ],
+)
+def test_ranks_do_alike(work: Any, given: dict[str, bool], nursery: Nursery, tmp_path: Path) -> None:
+    nursery.run(2, work, folder=str(tmp_path / "run"), **given)
 
 
 def test_skipping_is_agreed(nursery: Nursery, tmp_path: Path) -> None:
@@ -348,6 +371,16 @@ def of_calls(rank: int, size: int, folder: str) -> None:
     assert open_run(folder).tags() == {}
 
 
+def of_exact_calls(rank: int, size: int, folder: str) -> None:
+    trained = Trained(rank, folder)
+    with Publisher(trained.model, trained.bucket, budget=Budget(max_share=0.5)) as publisher:
+        trained.train()
+        refused(lambda: publisher.publish(1, exact=rank == 1), UsageError, "exact is True on rank 1, and False on rank")
+        assert publisher.publish(1, exact=True).held_back is None
+        trained.note(publisher.version)
+    trained.check()
+
+
 def of_calls_that_are_not_due(rank: int, size: int, folder: str) -> list[int | None]:
     trained = Trained(rank, folder)
     found = []
@@ -366,9 +399,11 @@ def of_making(rank: int, size: int, folder: str) -> None:
     model, bucket = trained.model, trained.bucket
     for name, here, there in (
         ("every", 2, 1), ("codec", "raw", "plain"), ("compression", "none", "zstd"), ("shard_bytes", 300, 200),
+        ("gate", Gate(), None), ("budget", Budget(max_bytes=9), Budget(max_bytes=8)),
     ):  # fmt: skip
         given: Any = {name: here if rank == 1 else there}
-        message = f"{name} is {here!r} on rank 1, and {there!r} on rank 0"
+        shown = [asdict(value) if is_dataclass(value) else value for value in (here, there)]
+        message = f"{name} is {shown[0]!r} on rank 1, and {shown[1]!r} on rank 0"
         refused(lambda: Publisher(model, bucket, **given), UsageError, message)  # noqa: B023 - called here
     whose = "" if rank == 1 else "rank 1: "
     refused(lambda: Publisher(model, bucket, every=1 - rank), UsageError, f"{whose}every is 0: ")
@@ -407,7 +442,7 @@ def leaving(rank: int, size: int, folder: str) -> None:
         refused(lambda: Publisher(trained.model, trained.bucket), PublishError, "not all ranks have come together in 2")
 
 
-@pytest.mark.parametrize("work", [of_calls, of_making])
+@pytest.mark.parametrize("work", [of_calls, of_exact_calls, of_making])
 def test_one_rank_that_is_given_something_else(work: Any, nursery: Nursery, tmp_path: Path) -> None:
     nursery.run(2, work, folder=str(tmp_path / "run"))
 
