@@ -41,8 +41,8 @@ def publisher_memory(baseline: Baseline, options: Options, threads: int) -> Publ
     if options.gate is not None and options.gate.action == "quarantine":
         host += own.full_bytes  # the bits of the sound version
     if options.budget is not None:
-        # Scores and masks of all changes, and what is kept of them, expanded; for one tensor what is held back too.
-        host += (5 + 8) * own.total + own.full_bytes + max((40 * spec.numel for spec in own), default=0)
+        # Sizes of all changes, and what is kept of them, expanded; for one tensor masks, and what is held back.
+        host += (4 + 8) * own.total + own.full_bytes + max((40 * spec.numel for spec in own), default=0)
     # The log, the pieces of an object with the planes of one tensor, and all objects.
     log = own.full_bytes + 2 * own.total
     disk = max(0, log - limits.log_bytes) + 2 * own.full_bytes + own.total

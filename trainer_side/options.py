@@ -31,6 +31,8 @@ ACTIONS = ("refuse", "quarantine")
 class Gate:
     """Bounds that a version must satisfy before servers serve it, and what happens to a version that does not.
 
+    Of a sharded model they apply to all shards together; give every rank the same.
+
     Each version is compared with the last *sound* one, which is what servers have: the version it builds on or, if that
     is quarantined, the newest one before it that is not. So a model that went bad and recovers is sound again at once,
     and one that stays bad stays quarantined, even if its bad elements no longer change. Defects of the sound version
@@ -83,14 +85,17 @@ def _is_bound(value: object, maximum: float) -> bool:
 class Budget:
     """Bounds of what a version sends: the largest changes first; the rest goes out with later versions.
 
+    Of a sharded model they apply to all shards together; give every rank the same.
+
     This is lossy until the next exact version. A version that holds something back is not the trainer's state: its
     manifest has how many elements are held back and how far it is from it, and receivers hold exactly what was
     published. Importance ratios see it: tokens come from weights that the trainer never had.
 
     The size of a change is |new − old| / |old| of its element, where old is what was published last. A change from or
     to zero, and one from or to NaN or infinity, counts as largest. Of equal changes the first go out, in the order of
-    the tensors. Integer and boolean elements always go out. What is held back stays in the difference to the published
-    state: the next call finds it again, with what was added meanwhile, also after a failed upload or a restart.
+    the tensors' names and of their elements. Integer and boolean elements always go out. What is held back stays in the
+    difference to the published state: the next call finds it again, with what was added meanwhile, also after a failed
+    upload or a restart.
 
     Exact versions have no bound: version 0, those of ``publish(exact=True)`` and ``exact_every``, and the one that
     ``close`` adds if the last version is not exact.

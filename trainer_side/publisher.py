@@ -327,7 +327,7 @@ class Publisher:
                 without changes is published. Not for sharded models.
             exact: send all changes, also those that the ``budget`` held back; waits like ``wait``, and ignores
                 ``every``. Elements of tensors that ``weights`` lacks stay held back. Without a budget it changes
-                nothing: every version is exact.
+                nothing: every version is exact. Ranks that publish together give the same.
             timeout: maximum seconds to ``wait``; None means no limit.
 
         Returns:

@@ -589,8 +589,8 @@ def agreed_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Optio
         check: makes them. Its argument says whether to load signing keys, which only rank 0 needs.
 
     Raises:
-        UsageError, SettingsError: ``check`` raised it on any rank; or the ranks have different options; or options
-            need whole tensors, and the model is sharded.
+        UsageError, SettingsError: ``check`` raised it on any rank; or the ranks have different options; or the baseline
+            is to be on disk, and the model is sharded.
     """
     found: list[Options] = []
 
