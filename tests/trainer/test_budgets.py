@@ -159,6 +159,14 @@ def test_integers_beyond_the_bytes_are_sent_all_the_same(bucket: Hooked, caplog:
         assert "integer elements, always sent, take" in caplog.text
 
 
+def test_integers_that_fill_the_budget_alone_are_sent_as_without_one(bucket: Hooked) -> None:
+    live = {"a": torch.ones(100), "n": torch.zeros(1000, dtype=torch.int32)}
+    with Publisher(live, bucket, codec="raw", budget=Budget(max_share=0.1), merge=False) as publisher:
+        live["n"][1:] = 7
+        assert publisher.publish(1, wait=True).held_back is None
+    assert open_run(bucket.url).manifest(1).changed == 1000, "the tensor is sent in full"
+
+
 def test_budget_that_holds_nothing_back_writes_what_none_writes(tmp_path: Path) -> None:
     same = {"changed", "payload_bytes", "held_back"}
     found = []

@@ -8,7 +8,7 @@ whole model would, and a publisher alone is a group of one.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -35,8 +35,8 @@ first version is small rather than encoded twice."""
 TARGET_SHARE = 0.95
 """Share of ``max_bytes`` that is aimed at: bytes per element vary a little between versions."""
 
-DIGIT_BITS = 8
-"""Bits that ranks agree on at once: few, since each sends a number for each value of them."""
+DIGIT_BITS = 12
+"""Bits of a place that are found at once: each rank sends a number for each value that they can have."""
 
 Sizes = npt.NDArray[np.uint32]
 """(n,) sizes of changes, as ``by_size`` returns them."""
@@ -226,18 +226,26 @@ class BudgetSelection:
         Returns:
             −1 and 0 if all changes fit.
         """
-        found, own = 0, cache(lambda: list(values()))
-        top = max(0, (below - 1).bit_length() - 1) // DIGIT_BITS * DIGIT_BITS
-        for shift in range(top, -1, -DIGIT_BITS):
-            work = partial(lambda known, shift: count_digits(own(), known, shift), found, shift)
-            totals = np.cumsum(self._group.sums("budget: places", work))
+        found, left = 0, list[Numbers]()
+
+        def count(known: int, shift: int) -> list[int]:
+            """Count this rank's values by the bits from ``shift`` to ``known``, if those above are as in ``found``."""
+            left[:] = [of[of >> known == found >> known] for of in left] if left else values()
+            counts = np.zeros(1 << known - shift, np.int64)
+            for of in left:
+                counts += np.bincount(of >> shift & counts.size - 1, minlength=counts.size)
+            return counts.tolist()
+
+        known = (below - 1).bit_length()
+        while known:
+            shift = max(0, known - DIGIT_BITS)
+            totals = np.cumsum(self._group.sums("budget: places", partial(count, known, shift)))
             beyond = np.flatnonzero(totals > room)
             if not beyond.size:
                 return -1, 0
             digit = int(beyond[0])
             found, room = found | digit << shift, room - (int(totals[digit - 1]) if digit else 0)
-            if not room:
-                break
+            known = shift if room else 0
         return found, room
 
     def _tied_tensors(self, selection: _Selection, size: int) -> Iterator[Numbers]:
@@ -347,12 +355,3 @@ def relative_changes(element: DType, before: Bits, now: Bits) -> npt.NDArray[np.
 def by_size(scores: npt.NDArray[np.float32]) -> Sizes:
     """Return (n,) numbers that ascend where (n,) scores of at least 0 descend; equal ones stay equal."""
     return ~scores.view(np.uint32)
-
-
-def count_digits(values: Iterable[Numbers], known: int, shift: int) -> list[int]:
-    """Return how many values have each digit at ``shift``, of those with the digits of ``known`` before it."""
-    counts = np.zeros(1 << DIGIT_BITS, np.int64)
-    for of in values:
-        rest = (of >> shift) ^ (known >> shift)
-        counts += np.bincount(rest[rest < counts.size], minlength=counts.size)
-    return counts.tolist()

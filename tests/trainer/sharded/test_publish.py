@@ -59,6 +59,7 @@ CASES = [
     ("llama", "ddp", 2, "tiled"),
     pytest.param("qwen3_moe", "hsdp", 4, "tiled", marks=pytest.mark.slow),
     ("qwen3_moe", "fsdp", 2, "raw"),
+    ("qwen3_moe", "fsdp", 4, "tiled"),
 ]
 
 
