@@ -6,7 +6,9 @@ float32 masters that Adam moves, about 1 % changed a version; its head is 13 ver
 range happens to fit. ``--quick`` has *synthetic* only, smaller.
 
 A reader that holds version head − n reads, verifies, decodes and applies whatever leads to the head, and ends bit for
-bit there. Objects, bytes and requests are what the bucket was asked for; documents that are looked for and not there
+bit there. *back* is the other way: a reader that holds the head needs version head − n, which distances of codec
+``tiled`` do not lead back to, so it rebuilds it from an anchor or the base; servers do that only beyond their undo log.
+Objects, bytes and requests are what the bucket was asked for; documents that are looked for and not there
 count as requests. One thread; a local disk, where a request costs next to nothing: over a network each costs a round
 trip.
 
@@ -177,12 +179,22 @@ def measure_run(url: str, data: str, spans: Sequence[int]) -> list[Row]:
 def measure(url: str, data: str, span: int) -> list[Row]:
     """Rows of one distance from the head."""
     bucket = Counting(open_bucket(url))
-    runs = {"merged_deltas": Run(bucket), "each_delta": EachDelta(bucket), "fresh_anchor": Run(bucket)}
+    runs = {
+        "merged_deltas": Run(bucket),
+        "each_delta": EachDelta(bucket),
+        "fresh_anchor": Run(bucket),
+        "back": Run(bucket),
+    }
     head = runs["merged_deltas"].head()
     held = runs["merged_deltas"].manifest(head.version - span)
 
     def counted(ways: str) -> list[float]:
         run = runs[ways]
+        if ways == "back":
+            bucket.requests = bucket.objects = bucket.bytes = 0
+            began = time.perf_counter()
+            restore(run, held)
+            return [bucket.objects, bucket.requests, bucket.bytes, time.perf_counter() - began]
         state = restore(run, held).state
         bucket.requests = bucket.objects = bucket.bytes = 0
         began = time.perf_counter()

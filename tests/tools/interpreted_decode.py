@@ -19,7 +19,7 @@ from tests.support import reference_tiles as reference
 from tests.support.samples import CONTEXT
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
-from vllm_delta_sync.codec.delta_reader import DeltaReader
+from vllm_delta_sync.codec.delta_reader import DeltaReader, TilesReader
 from vllm_delta_sync.codec.tiles import decode_kernels
 from vllm_delta_sync.codec.tiles.classes import key_limits, magnitude_mask
 from vllm_delta_sync.codec.tiles.grid import Grid, grid_of
@@ -78,6 +78,7 @@ class Sample:
 def samples_of(data: bytes, table: TensorTable, context: DeltaContext, old: Sequence[Bits]) -> Iterator[Sample]:
     """Yield the tensors of an object whose elements have fewer than 64 bits."""
     for reader in DeltaReader(data, table, context, lambda tensor: BaseTensor(old[tensor]))._readers:
+        assert isinstance(reader, TilesReader)
         block = reader._open()
         for row, tensor in enumerate(reader.directory.ids.tolist()):
             tiles, element = slice(block._firsts[row], block._firsts[row + 1]), DTYPES[reader.dtype]

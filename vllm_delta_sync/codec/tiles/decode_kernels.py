@@ -3,7 +3,7 @@
 Streams are not trusted: for any bytes, a loop ends and writes only inside the arrays that it was given.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,assignment"
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]

@@ -17,8 +17,8 @@ from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 
 STAGED_BYTES = 14
-"""Memory of a patch per changed element of a 16-bit dtype: address, distance, half a hash. That of all ranks is an upper
-bound of what this one holds; decoding and merging take the memory of a few tensors besides."""
+"""Memory of a patch per changed element of a 16-bit dtype: address, distance, half a hash. The changes of all ranks are
+an upper bound of this rank's; decoding and merging take the memory of a few tensors besides."""
 MAX_SNAPSHOTS = 8
 """Maximum number of anchors, or versions to rebuild, that are tried, newest first."""
 
