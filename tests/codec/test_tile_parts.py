@@ -298,3 +298,51 @@ def test_a_lookup_is_asked_once_to_read_and_twice_to_write() -> None:
     asked.clear()
     decode(data, table, CONTEXT, counting)
     assert asked == [0, 1]
+
+
+TRAINERS, SERVERS = (1, 3, 4, 7), (1, 2, 3, 4, 6, 8, 16)
+HEADS = [(49_152, 64), (128_256, 64), (151_936, 64)]
+
+
+def shares(size: int, ranks: int) -> list[tuple[int, int]]:
+    """How torch divides rows between the ranks of FSDP: all have the same number, but for the last ones."""
+    each = -(-size // ranks)
+    return [(min(rank * each, size), min((rank + 1) * each, size)) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("trainers", TRAINERS)
+@pytest.mark.parametrize(
+    ("shape", "by"), [*((head, "rows") for head in HEADS), ((3072, 3072), "rows"), ((3072, 3072), "columns")]
+)
+def test_servers_of_any_size_read_what_trainers_of_any_size_write(
+    shape: tuple[int, int], by: str, trainers: int
+) -> None:
+    """FSDP's ranks cut rows anywhere; those of a server share a head, or a matrix by rows or columns."""
+    table, (rows, columns) = TensorTable([TensorSpec("t", "BF16", shape)]), shape
+    old, new = trained(shape, 1, share=0.01)
+    written = []
+    for top, bottom in shares(rows, trainers):
+        part = (top, bottom, 0, columns)
+        mine = np.where(mask_of(shape, [part]), new, old)
+        changes = changes_between(table, [old], [mine])
+        written.append(encode(changes, table, "tiled", "zstd", CONTEXT, lambda _, part=part: held(old, shape, [part])))  # type: ignore[misc]
+    expected = signed(changes_between(table, [old], [new]))[0]
+    coded = 0
+    for servers in SERVERS:
+        size = rows if by == "rows" else columns
+        # vLLM pads a vocabulary to whole multiples of 64 rows.
+        padded = -(-size // 64) * 64 if shape in HEADS else size
+        if padded % servers:
+            continue
+        seen: reference.Changed = {}
+        for rank in range(servers):
+            first, last = (min(size, padded * number // servers) for number in (rank, rank + 1))
+            part = (first, last, 0, columns) if by == "rows" else (0, rows, first, last)
+            base, inside = held(old, shape, [part]), mask_of(shape, [part])
+            for data in written:
+                found = signed(decode(data, table, CONTEXT, lambda _, base=base: base)).get(0, {})  # type: ignore[misc]
+                # A plain tile is read whole.
+                seen |= {where: step for where, step in found.items() if inside[where]}
+        assert seen == expected
+        coded += 1
+    assert coded >= 5
