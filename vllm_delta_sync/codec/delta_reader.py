@@ -307,7 +307,13 @@ class TilesReader:
             FormatError, LimitError: a table or stream is damaged, or was made against other bits.
             UnsupportedError: there are no base bits, or too few.
         """
-        first, self.row = self.row, last
+        rows, self.row = list(range(self.row, last)), last
+        if self._old is not None:
+            # Of a model of experts a rank holds few tensors, and needs no tables of blocks without them.
+            rows = [row for row in rows if self._old(int(self.directory.ids[row])).rectangles != ()]
+        if not rows:
+            self._tables = None if last == self.directory.ids.size else self._tables
+            return Sparse.empty(self._block.element, relative=True)
         tables = self._tables or self._open()
         if not self._has_bits and not tables.all_plain:
             raise UnsupportedError(
@@ -315,7 +321,7 @@ class TilesReader:
                 "which are not available here"
             )
         self._tables = tables if last < self.directory.ids.size else None
-        return tables.take(first, last, self._old)
+        return tables.take(rows, self._old)
 
 
 def pieces_of(parts: Sequence[DeltaReader]) -> Iterator[Changes]:

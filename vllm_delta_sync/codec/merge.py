@@ -199,9 +199,7 @@ class RollingBase:
 
 def warm_up(elements: Iterable[DType]) -> None:
     """Compile the loops for these element types now, so that no later merge waits for it."""
-    positions, counts = np.empty(0, np.int64), np.empty(0, np.int64)
     for element in elements:
-        bits = np.empty(0, element.uint)
-        group = Sparse(element.name, np.empty(0, np.uint32), counts, positions, bits, relative=True)
+        group = Sparse.empty(element, relative=True)
         _merge_groups([group, group], np.empty(0, np.int64))
-        apply_distances(element, bits, positions, bits)
+        apply_distances(element, group.data, group.positions, group.data)

@@ -34,6 +34,12 @@ class Sparse:
     data: Bits
     relative: bool
 
+    @classmethod
+    def empty(cls, element: DType, relative: bool) -> "Sparse":
+        """Return a group without tensors."""
+        none = np.empty(0, np.int64)
+        return cls(element.name, np.empty(0, np.uint32), none, none, np.empty(0, element.uint), relative)
+
     @property
     def element(self) -> DType:
         return DTYPES[self.dtype]

@@ -5,7 +5,7 @@ magnitudes. A plain tile is coded without them. Entries of block k: ``@k.ids`` U
 ``@k.streams`` U8. docs/FORMAT.md specifies every byte.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -429,10 +429,11 @@ class TilesBlock:
         """Whether no tile needs old bits."""
         return bool(np.all(self._plain | (self._sizes == 0)))
 
-    def take(self, first: int, last: int, old: BaseLookup | None) -> Sparse:
-        """Decode tensors ``first`` to ``last`` − 1 of the block, limited to the parts that ``old`` has.
+    def take(self, rows: Sequence[int], old: BaseLookup | None) -> Sparse:
+        """Decode tensors of the block, limited to the parts that ``old`` has.
 
         Args:
+            rows: their numbers in the directory, ascending.
             old: the bits at the base version; None decodes whole tensors whose tiles are plain.
 
         Raises:
@@ -441,15 +442,15 @@ class TilesBlock:
             UnsupportedError: it is None, and a tile is not plain.
             TensorMismatchError: its bits have another size.
         """
-        element, rows = self._block.element, slice(first, last)
+        element = self._block.element
         room = int(self.directory.counts[rows].sum())
         positions, distances = np.empty(room, np.int64), np.empty(room, element.uint)
-        counts, used = np.zeros(last - first, np.int64), 0
-        for row in range(first, last):
+        counts, used = np.zeros(len(rows), np.int64), 0
+        for number, row in enumerate(rows):
             count = int(self.directory.counts[row])
             into = positions[used : used + count], distances[used : used + count]
-            counts[row - first] = self._decode(row, old, into)
-            used += int(counts[row - first])
+            counts[number] = self._decode(row, old, into)
+            used += int(counts[number])
         kept = counts > 0
         return Sparse(
             element.name, self.directory.ids[rows][kept], counts[kept], positions[:used], distances[:used], True
@@ -490,8 +491,10 @@ class TilesBlock:
             )
         starts = self._starts[tiles]
         begin, end = int(starts[0]) >> 3, (int(starts[-1]) + int(sizes[-1]) + 7) >> 3
-        payload = np.zeros(end - begin + kernels.PADDING, np.uint8)
-        payload[: end - begin] = self._streams[begin:end]
+        payload = self._streams[begin : end + kernels.PADDING]
+        if payload.size < end - begin + kernels.PADDING:
+            payload = np.concatenate([payload, np.zeros(kernels.PADDING, np.uint8)])
+        payload = read_only(payload)
         fixed = magnitude_mask(element), key_limits(self._thresholds, element), wanted, plain, starts - 8 * begin, sizes
         spans = grid.spans()
 
@@ -550,5 +553,5 @@ def compile_decoder(elements: Iterable[DType]) -> None:
         kernels.decode_bands(
             read_only(np.empty(0, element.uint)), 0, 0, edges, edges, 0, 0, magnitude_mask(element),
             np.zeros(CLASSES, element.uint), np.empty(0, np.bool_), np.empty(0, np.bool_), none, none,
-            np.zeros(kernels.PADDING, np.uint8), tables, *mine,
+            read_only(np.zeros(kernels.PADDING, np.uint8)), tables, *mine,
         )  # fmt: skip

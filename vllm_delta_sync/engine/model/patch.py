@@ -267,8 +267,8 @@ def region_view(flat: torch.Tensor, region: Region) -> torch.Tensor:
 
 def compile_routing(elements: Iterable[DType]) -> None:
     """Compile the loop of ``PatchBuilder`` for these element types now."""
-    none, route = np.empty(0, np.int64), Route(0, Region(0, (), ()), Region(0, (), ()))
+    route = Route(0, Region(0, (), ()), Region(0, (), ()))
     for element in elements:
-        group = Sparse(element.name, np.empty(0, np.uint32), none, none, np.empty(0, element.uint), True)
+        group = Sparse.empty(element, relative=True)
         for index in (np.int32, np.int64):
             list(_fill(group, [_Part(0, 0, 0, route, 0)], index))
