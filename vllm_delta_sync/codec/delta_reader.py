@@ -307,11 +307,12 @@ class TilesReader:
             FormatError, LimitError: a table or stream is damaged, or was made against other bits.
             UnsupportedError: there are no base bits, or too few.
         """
-        rows, self.row = list(range(self.row, last)), last
-        if self._old is not None:
-            # Of a model of experts a rank holds few tensors, and needs no tables of blocks without them.
-            rows = [row for row in rows if self._old(int(self.directory.ids[row])).rectangles != ()]
-        if not rows:
+        rows, self.row = range(self.row, last), last
+        old = self._old
+        wanted = [(row, None if old is None else old(int(self.directory.ids[row]))) for row in rows]
+        # Of a model of experts a rank holds few tensors, and needs no tables of blocks without them.
+        wanted = [(row, base) for row, base in wanted if base is None or base.rectangles != ()]
+        if not wanted:
             self._tables = None if last == self.directory.ids.size else self._tables
             return Sparse.empty(self._block.element, relative=True)
         tables = self._tables or self._open()
@@ -321,7 +322,7 @@ class TilesReader:
                 "which are not available here"
             )
         self._tables = tables if last < self.directory.ids.size else None
-        return tables.take(rows, self._old)
+        return tables.take(wanted)
 
 
 def pieces_of(parts: Sequence[DeltaReader]) -> Iterator[Changes]:

@@ -429,34 +429,35 @@ class TilesBlock:
         """Whether no tile needs old bits."""
         return bool(np.all(self._plain | (self._sizes == 0)))
 
-    def take(self, rows: Sequence[int], old: BaseLookup | None) -> Sparse:
-        """Decode tensors of the block, limited to the parts that ``old`` has.
+    def take(self, wanted: list[tuple[int, BaseTensor | None]]) -> Sparse:
+        """Decode tensors of the block, limited to the parts whose base bits are there.
 
         Args:
-            rows: their numbers in the directory, ascending.
-            old: the bits at the base version; None decodes whole tensors whose tiles are plain.
+            wanted: their numbers in the directory, ascending, and base bits; None decodes a whole tensor whose tiles
+                are plain. The list is empty afterwards, so that bits are freed one by one.
 
         Raises:
             FormatError: a stream is damaged, or was made against other bits.
-            CutTileError: ``old`` has only a part of a tile that is not plain.
-            UnsupportedError: it is None, and a tile is not plain.
-            TensorMismatchError: its bits have another size.
+            CutTileError: only a part of a tile's base bits is there, and it is not plain.
+            UnsupportedError: there are none, and a tile is not plain.
+            TensorMismatchError: they have another size.
         """
         element = self._block.element
+        rows = [row for row, _ in wanted]
         room = int(self.directory.counts[rows].sum())
         positions, distances = np.empty(room, np.int64), np.empty(room, element.uint)
         counts, used = np.zeros(len(rows), np.int64), 0
         for number, row in enumerate(rows):
             count = int(self.directory.counts[row])
             into = positions[used : used + count], distances[used : used + count]
-            counts[number] = self._decode(row, old, into)
+            counts[number] = self._decode(*wanted.pop(0), into)
             used += int(counts[number])
         kept = counts > 0
         return Sparse(
             element.name, self.directory.ids[rows][kept], counts[kept], positions[:used], distances[:used], True
         )
 
-    def _decode(self, row: int, old: BaseLookup | None, into: tuple[Positions, Bits]) -> int:
+    def _decode(self, row: int, base: BaseTensor | None, into: tuple[Positions, Bits]) -> int:
         """Write the positions and distances of the block's tensor number ``row`` → how many.
 
         Args:
@@ -468,7 +469,6 @@ class TilesBlock:
         tensor, count, element = int(self.directory.ids[row]), into[0].size, self._block.element
         spec, tiles = self._table[tensor], slice(self._firsts[row], self._firsts[row + 1])
         grid, plain, sizes = grid_of(spec.shape), self._plain[tiles], self._sizes[tiles]
-        base = None if old is None else old(tensor)
         wanted, whole = np.ones(grid.tiles, np.bool_), base is None or base.rectangles is None
         if base is not None and base.rectangles is not None:
             covered = grid.covered(base.rectangles).reshape(-1)
