@@ -5,7 +5,7 @@ magnitudes. A plain tile is coded without them. Entries of block k: ``@k.ids`` U
 ``@k.streams`` U8. docs/FORMAT.md specifies every byte.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
