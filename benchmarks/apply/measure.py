@@ -174,12 +174,13 @@ def _bare_scatter(loop: Callable[..., None], patch: StagedPatch, routes: RouteMa
 
 
 def _scatter_into_one(subject: Subject, patch: StagedPatch) -> Method:
-    used = [subject.routes.destinations[sparse.destination].bits for sparse in patch.sparse]
-    starts = np.cumsum([0] + [bits.size for bits in used])
-    array = np.concatenate(used)
+    used = sorted({sparse.destination for sparse in patch.sparse})
+    arrays = [subject.routes.destinations[number].bits for number in used]
+    starts = dict(zip(used, np.cumsum([0] + [bits.size for bits in arrays]).tolist(), strict=False))
+    array = np.concatenate(arrays)
     positions = np.concatenate(
-        [sparse.positions + start for sparse, start in zip(patch.sparse, starts[:-1], strict=True)]
-    ).astype(np.int32)
+        [sparse.positions + starts[sparse.destination] for sparse in patch.sparse], dtype=np.int32
+    )
     values = array[positions] ^ np.uint16(1)
     return Method(ONE_ARRAY, lambda: scatter(array, positions, values), 0)
 

@@ -35,7 +35,9 @@ NARROW_ELEMENTS = 1 << 31
 
 @dataclass
 class SparsePatch:
-    """Changed elements that one route loads, ascending by address; patches have no element in common.
+    """Changed elements of one destination, ascending by address, all held by the same ranks.
+
+    Several patches may lead to one destination; they have no element in common.
 
     Attributes:
         destination: position in RouteMap.destinations.
@@ -231,6 +233,8 @@ def _fill(group: Sparse, parts: list[_Part], index: type[np.integer[Any]]) -> It
     """Yield the patches of parts of a group, as views of arrays that they share."""
     from vllm_delta_sync.engine.model import route_kernels
 
+    # What follows each other in a destination is one patch: a commit reads each destination's address in the pause.
+    parts.sort(key=lambda part: (part.route.destination, part.holders, part.route.target.offset))
     room = sum(part.last - part.first for part in parts)
     addresses, data, premix = np.empty(room, index), np.empty(room, group.data.dtype), np.empty(room, np.uint64)
     ends, used = [0], 0
@@ -251,13 +255,22 @@ def _fill(group: Sparse, parts: list[_Part], index: type[np.integer[Any]]) -> It
     for array in (addresses, data, premix):
         # Frees the unused end, which a view would keep; no other array shares this memory yet.
         array.resize(used, refcheck=False)
-    for part, first, last in zip(parts, ends[:-1], ends[1:], strict=True):
-        if last > first:
-            mine = slice(first, last)
+    first = 0
+    for number, part in enumerate(parts):
+        end, following = ends[number + 1], parts[number + 1] if number + 1 < len(parts) else None
+        same = following is not None and (following.route.destination, following.holders) == (
+            part.route.destination,
+            part.holders,
+        )
+        if same and (first == end or end == used or addresses[end] > addresses[end - 1]):
+            continue
+        if end > first:
+            mine = slice(first, end)
             yield SparsePatch(
                 part.route.destination, part.holders, group.element, group.relative, addresses[mine], data[mine],
                 premix[mine],
             )  # fmt: skip
+        first = end
 
 
 def region_view(flat: torch.Tensor, region: Region) -> torch.Tensor:
