@@ -4,6 +4,7 @@ import gc
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import numba
@@ -27,8 +28,10 @@ from benchmarks.common import real_case, real_steps
 from benchmarks.common.rows import Row, parser, row, write
 from benchmarks.common.timing import Method, load_average, peak_extra_bytes, time_all
 from benchmarks.common.training_data import tensors_of
+from vllm_delta_sync.codec.delta_object import batch_starts
+from vllm_delta_sync.codec.delta_reader import LAZY_ELEMENTS
 from vllm_delta_sync.engine.commit.apply import apply_patch
-from vllm_delta_sync.engine.model.patch import StagedPatch, route_changes
+from vllm_delta_sync.engine.model.patch import PatchBuilder, StagedPatch, route_changes
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.format import kernels
@@ -134,8 +137,15 @@ def _methods(subject: Subject, new: NewVersion, patch: StagedPatch) -> list[Meth
     bare = sum(sparse.positions.nbytes + sparse.data.nbytes for sparse in patch.sparse)
     checkpoint = sum(tensor.nbytes for tensor in new.tensors.values())
 
+    # As many changes at a time as are decoded at a time.
+    cuts = [*batch_starts(group.counts, LAZY_ELEMENTS).tolist(), group.ids.size]
+    pieces = [group.rows(first, last) for first, last in pairwise(cuts)]
+
     def run_stage() -> StagedPatch:
-        return route_changes(1, new.changes, routes, subject.held)
+        builder = PatchBuilder(1, routes, subject.held, new.changes.fingerprints)
+        for piece in pieces:
+            builder.add(piece)
+        return builder.finish()
 
     def run_commit() -> None:
         if sum(apply_patch(patch, routes).values(), Fingerprint()) != patch.declared:
