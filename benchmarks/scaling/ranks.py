@@ -315,7 +315,7 @@ def blocks(rows: Sequence[Row]) -> dict[str, list[str]]:
     """Tables for docs/scale.md by name: ``slices``, ``ranks`` and ``bucket``."""
     ranks = {
         "weights": "weights", "undo log": "undo log, a version", "device": "on the device, calculated",
-        "memory": "staging, calculated", "object tiled": "version, tiled", "object plain": "version, plain",
+        "memory": "staging", "object tiled": "version, tiled", "object plain": "version, plain",
         "fetch": "fetch",
     }  # fmt: skip
     bucket = {
