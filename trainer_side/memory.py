@@ -34,10 +34,14 @@ class PublisherMemory:
         return f"{self.at_rest} at rest; {self.largest} at most, for a version in which every element changed"
 
 
-def publisher_memory(baseline: Baseline, options: Options, threads: int) -> PublisherMemory:
-    """Return what a publisher takes. Args: baseline: its bits. threads: that compare."""
+def publisher_memory(baseline: Baseline, options: Options, threads: int, keeps_deltas: bool) -> PublisherMemory:
+    """Return what a publisher takes.
+
+    Args:
+        baseline: its bits. threads: that compare. keeps_deltas: whether it has ``RecentDeltas``.
+    """
     own, limits, at_rest = baseline.table, MemoryLimits.of(baseline.table), baseline.memory()
-    host = _comparing(own, threads) + _encoding(baseline, options)
+    host = _comparing(own, threads) + _encoding(baseline, options) + keeps_deltas * limits.loaded_bytes
     if options.gate is not None and options.gate.action == "quarantine":
         host += own.full_bytes  # the bits of the sound version
     if options.budget is not None:

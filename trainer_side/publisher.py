@@ -270,7 +270,8 @@ class Publisher:
     @property
     def memory(self) -> PublisherMemory:
         """What this publisher takes in this process, at rest and for the largest version."""
-        return publisher_memory(self._committer.baseline, self._options, self._threads)
+        keeps_deltas = self._maintenance is not None and self._maintenance.recent is not None
+        return publisher_memory(self._committer.baseline, self._options, self._threads, keeps_deltas)
 
     @property
     def run(self) -> str:

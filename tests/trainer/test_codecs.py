@@ -21,6 +21,7 @@ from tests.support.publishers import (
 from tests.support.publishing import damage
 from tests.support.samples import CONTEXT
 from trainer_side import Gate, Publisher
+from trainer_side.diff import memory_limits
 from trainer_side.diff.dense_or_sparse import SPARSE_RATIO, full_is_smaller
 from trainer_side.diff.undo_log import ChangeLog, ExpandedChanges
 from trainer_side.encode.recent_deltas import KEPT_VERSIONS, RecentDeltas
@@ -120,18 +121,31 @@ def test_no_copies_are_kept_where_none_are_needed(bucket: Hooked, trainer: Train
             assert publisher._maintenance.recent is None
 
 
-def test_old_copies_make_room() -> None:
-    table, recent = TensorTable([TensorSpec("w", "BF16", (8,))]), RecentDeltas()
-    for version in range(1, 20):
+def kept_of(recent: RecentDeltas, versions: int) -> list[int]:
+    """Keep so many small versions, and return which are there at the end."""
+    table = TensorTable([TensorSpec("w", "BF16", (8,))])
+    for version in range(1, versions + 1):
         positions, distances, change = diff(
             "w", ELEMENTS["BF16"], np.zeros(8, np.uint16), np.arange(8, dtype=np.uint16)
         )
         group = Sparse("BF16", np.zeros(1, np.uint32), np.array([positions.size]), positions, distances, True)
         recent.keep(DeltaContext("r", version, version - 1), [Changes([group], [], {0: change})], table)
-    kept = [version for version in range(25) if recent.of(version) is not None]
-    assert kept == list(range(20 - KEPT_VERSIONS, 20))
-    [data] = recent.of(19) or []
-    assert decode(data, table, DeltaContext("r", 19, 18)).changed == 7
+    kept = [version for version in range(versions + 5) if recent.of(version) is not None]
+    if kept:
+        [data] = recent.of(versions) or []
+        assert decode(data, table, DeltaContext("r", versions, versions - 1)).changed == 7
+    return kept
+
+
+def test_old_copies_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kept_of(RecentDeltas(), 19) == list(range(20 - KEPT_VERSIONS, 20))
+    single = RecentDeltas()
+    kept_of(single, 1)
+    size = len((single.of(1) or [b""])[0])
+    for limit, kept in ((3 * size + size // 2, [17, 18, 19]), (size - 1, [])):
+        monkeypatch.setattr(memory_limits, "LEAST_BYTES", limit)
+        # Numbers of versions with more digits make their headers a little longer.
+        assert kept_of(RecentDeltas(), 19) == kept
 
 
 # In full, or only what changed

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 
+from trainer_side.diff.memory_limits import MemoryLimits
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.format.table import TensorTable
@@ -14,7 +15,8 @@ KEPT_VERSIONS = 2 * MERGE_WIDTH - 1
 
 
 class RecentDeltas:
-    """Plain objects by version. They take about 1.5 bytes for each changed element. Thread-safe."""
+    """Plain objects by version, about 1.5 bytes for each changed element; those that exceed ``loaded_bytes`` of
+    ``MemoryLimits`` are dropped, oldest first. Thread-safe."""
 
     def __init__(self) -> None:
         self._objects: dict[int, list[bytes]] = {}
@@ -27,6 +29,9 @@ class RecentDeltas:
             self._objects[context.version] = objects
             oldest = context.version - KEPT_VERSIONS
             self._objects = {version: found for version, found in self._objects.items() if version > oldest}
+            most = MemoryLimits.of(table).loaded_bytes
+            while sum(len(data) for found in self._objects.values() for data in found) > most:
+                del self._objects[min(self._objects)]
 
     def of(self, version: int) -> list[bytes] | None:
         """Return a version's objects, or None if they are not kept."""
