@@ -498,3 +498,78 @@ def test_weights_that_move_while_they_are_copied_are_not_handed_on() -> None:
     moves = 1
     with pytest.raises(EngineError, match="staged again"):
         _ = ask(0).bits
+
+
+class Parts(nn.Module):
+    """The second of two ranks: rows, columns, columns transposed; two matrices in one parameter; one apart from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {
+            "rows": (40, 256),
+            "columns": (64, 128),
+            "transposed": (128, 64),
+            "fused": (112, 256),
+            "narrow": (9, 5),
+        }
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            match name:
+                case "rows":
+                    self.rows.data.copy_(tensor[24:])
+                case "columns":
+                    self.columns.data.copy_(tensor[:, 128:])
+                case "transposed":
+                    self.transposed.data.copy_(tensor[:, 128:].t())
+                case "gate":
+                    self.fused.data[:64].copy_(tensor)
+                case "up":
+                    self.fused.data[64:].copy_(tensor[16:])
+                case "scattered":
+                    self.narrow.data.copy_(tensor[::2])
+
+
+PARTS = TensorTable(
+    TensorSpec(name, "BF16", (17, 5) if name == "scattered" else (64, 256))
+    for name in ("rows", "columns", "transposed", "gate", "up", "scattered")
+)
+
+
+def test_what_is_read_in_place_is_what_would_be_copied() -> None:
+    model, bits = Parts(), random_bits(PARTS, np.random.default_rng(2))
+    model.load_weights(tensors_of(bits, PARTS))
+    ask, in_place = LiveBaseReader(trace_routes(model, PARTS), lambda: 0), []
+    for tensor, spec in enumerate(PARTS):
+        found = ask(tensor)
+        assert found.rectangles is None or found.rectangles
+        if found.in_place is None:
+            continue
+        in_place.append(spec.name)
+        expected = bits[tensor].reshape(spec.shape)
+        with found.in_place() as matrix:
+            for top, bottom, left, right in found.rectangles or ((0, *spec.shape[:1], 0, spec.shape[1]),):
+                where = np.add.outer(matrix.origin + matrix.stride * np.arange(top, bottom), np.arange(left, right))
+                assert np.array_equal(matrix.flat[where], expected[top:bottom, left:right]), spec.name
+                copied = found.bits.reshape(spec.shape)[top:bottom, left:right]
+                assert np.array_equal(copied, expected[top:bottom, left:right]), spec.name
+    assert in_place == ["columns", "gate", "rows", "up"]
+
+
+def test_weights_that_move_while_they_are_read_in_place_hide_what_that_caused() -> None:
+    model = Parts()
+    moves = 0
+    reading = LiveBaseReader(trace_routes(model, PARTS), lambda: moves)(0).in_place
+    assert reading is not None
+
+    def decode_damaged() -> None:
+        nonlocal moves
+        with reading():
+            moves = 1
+            raise FormatError("a stream that does not fit these bits")
+
+    for _ in range(2):
+        with pytest.raises(EngineError, match="staged again"):
+            decode_damaged()
