@@ -505,15 +505,12 @@ class Parts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        shapes = {
-            "rows": (40, 256),
-            "columns": (64, 128),
-            "transposed": (128, 64),
-            "fused": (112, 256),
-            "narrow": (9, 5),
-        }
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False))
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(*shape, dtype=torch.bfloat16), requires_grad=False)
+
+        self.rows, self.columns, self.transposed = parameter(40, 256), parameter(64, 128), parameter(128, 64)
+        self.fused, self.narrow = parameter(112, 256), parameter(9, 5)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
