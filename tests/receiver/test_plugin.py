@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.snapshot import differences
 from vllm_delta_sync.engine.entrypoints.plugin import AfterImport
+from vllm_delta_sync.engine.names import WORKER_EXTENSION, is_our_extension
 
 pytestmark = pytest.mark.xdist_group("plugin")
 CHANGED = [
@@ -157,3 +158,21 @@ def test_a_module_that_lacks_a_name_is_imported_all_the_same() -> None:
 
     finder = AfterImport({"vllm.somewhere": change})
     finder.change(SimpleNamespace(__name__="vllm.somewhere"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        (WORKER_EXTENSION, True),
+        ("tests.e2e.exchanging.WorkerExtension", True),
+        ("vllm.v1.worker.cpu_worker.CPUWorker", False),
+        ("os.path", False),
+        ("vllm_delta_sync.engine.Nothing", False),
+        ("no.such.module.Extension", False),
+        ("Extension", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_a_worker_extension_that_derives_from_ours_is_ours(name: str | None, ours: bool) -> None:
+    assert is_our_extension(name) is ours

@@ -105,6 +105,12 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "receiver/test_commit.py",
         "receiver/test_commit_faults.py",
     ),
+    "vllm_delta_sync/engine/model/patch.py": (
+        "receiver/test_patch_routing.py",
+        "receiver/test_commit.py",
+        "receiver/test_tiled_codec.py",
+    ),
+    "vllm_delta_sync/engine/model/route_kernels.py": ("receiver/test_patch_routing.py",),
     "vllm_delta_sync/engine/model/route_map.py": (
         "receiver/test_follow.py",
         "receiver/test_commit_faults.py",

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.caches import check_caches
-from vllm_delta_sync.engine.names import WORKER_EXTENSION
+from vllm_delta_sync.engine.names import WORKER_EXTENSION, is_our_extension
 from vllm_delta_sync.errors import EngineError, SettingsError
 from vllm_delta_sync.settings import Settings
 
@@ -45,7 +45,7 @@ def check_engine(vllm_config: Any, prefix_cache: str, *, offline: bool = False, 
     """
     patches.warn_untested()
     found = vllm_config.parallel_config.worker_extension_cls
-    if found != WORKER_EXTENSION:
+    if not is_our_extension(found):
         raise EngineError(
             f"worker_extension_cls is {found!r}; launch vLLM with --worker-extension-cls {WORKER_EXTENSION}"
         )

@@ -18,7 +18,7 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from vllm_delta_sync.engine.names import LOAD_FORMAT, TRANSFER_BACKEND, WORKER_EXTENSION
+from vllm_delta_sync.engine.names import LOAD_FORMAT, TRANSFER_BACKEND, is_our_extension
 
 ENV_PREFIX = "DELTA_SYNC_"
 LOGGER = "vllm.delta_sync"
@@ -129,7 +129,7 @@ def _wrap_engine_core(core: Any) -> None:
 
     @wraps(original)
     def initialize(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if vllm_config.parallel_config.worker_extension_cls == WORKER_EXTENSION:
+        if is_our_extension(vllm_config.parallel_config.worker_extension_cls):
             from vllm_delta_sync.engine.core import engine_core
 
             engine_core.install(self)
