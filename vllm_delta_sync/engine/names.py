@@ -15,8 +15,8 @@ TRANSFER_BACKEND = "delta_bucket"
 def is_our_extension(name: str | None) -> bool:
     """Return whether ``worker_extension_cls`` names our worker extension, or a class that derives from it.
 
-    vLLM takes only one extension, so who has methods of their own in workers derives from ours. What cannot be imported
-    is not ours; vLLM reports it where it needs it.
+    vLLM takes only one extension, so users with methods of their own in workers derive theirs from ours. What cannot be
+    imported is not ours; vLLM reports it where it needs it.
     """
     if name == WORKER_EXTENSION:
         return True
