@@ -1,5 +1,7 @@
 """Blocks of kind tiles: what is encoded comes back bit for bit, and as docs/FORMAT.md reads it, in few bytes."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -23,7 +25,7 @@ from tests.support.samples import CONTEXT, changes_between
 from vllm_delta_sync.codec.delta_object import Arrays, BlockEntries
 from vllm_delta_sync.codec.delta_reader import DeltaReader, decode
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.codec.tiles import coder, encode_kernels
+from vllm_delta_sync.codec.tiles import coder, decode_kernels, encode_kernels
 from vllm_delta_sync.codec.tiles.classes import KEYS, choose_thresholds, key_limits, magnitude_mask
 from vllm_delta_sync.codec.tiles.coder import LargeTensor
 from vllm_delta_sync.codec.tiles.grid import grid_of
@@ -471,3 +473,21 @@ def test_what_is_read_is_its_own() -> None:
     for tensor, (where, data) in flat(found).items():
         np.testing.assert_array_equal(where, before[tensor][0])
         np.testing.assert_array_equal(data, before[tensor][1])
+
+
+SELECTS = [
+    pytest.param(
+        decode_kernels.select_by_deposit,
+        marks=[] if decode_kernels.DEPOSITS else pytest.mark.skip(reason="this processor has no fast PDEP"),
+    ),
+    decode_kernels.select_by_counting,
+]
+
+
+@pytest.mark.parametrize("select", SELECTS)
+def test_set_bits_are_found_by_their_rank(select: Callable[[np.uint64, np.uint64], int]) -> None:
+    random = np.random.default_rng(1)
+    sparse = [int.from_bytes(random.bytes(8)) & int.from_bytes(random.bytes(8)) for _ in range(30)]
+    for word in (1, 1 << 63, (1 << 64) - 1, 0x8000000000000001, *sparse):
+        places = [place for place in range(64) if word >> place & 1]
+        assert [int(select(np.uint64(word), np.uint64(rank))) for rank in range(len(places))] == places

@@ -501,7 +501,10 @@ def test_weights_that_move_while_they_are_copied_are_not_handed_on() -> None:
 
 
 class Parts(nn.Module):
-    """The second of two ranks: rows, columns, columns transposed; two matrices in one parameter; one apart from it."""
+    """The second of two ranks: rows, columns, columns transposed; two matrices in one parameter; every second row.
+
+    Of ``wrapped`` it has the end of each row, and the beginning of the next.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -510,7 +513,7 @@ class Parts(nn.Module):
             return nn.Parameter(torch.zeros(*shape, dtype=torch.bfloat16), requires_grad=False)
 
         self.rows, self.columns, self.transposed = parameter(40, 256), parameter(64, 128), parameter(128, 64)
-        self.fused, self.narrow = parameter(112, 256), parameter(9, 5)
+        self.fused, self.narrow, self.wrapped = parameter(112, 256), parameter(9, 5), parameter(63, 128)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
@@ -527,11 +530,13 @@ class Parts(nn.Module):
                     self.fused.data[64:].copy_(tensor[16:])
                 case "scattered":
                     self.narrow.data.copy_(tensor[::2])
+                case "wrapped":
+                    self.wrapped.data.copy_(tensor.flatten()[192:].unfold(0, 128, 256))
 
 
 PARTS = TensorTable(
     TensorSpec(name, "BF16", (17, 5) if name == "scattered" else (64, 256))
-    for name in ("rows", "columns", "transposed", "gate", "up", "scattered")
+    for name in ("rows", "columns", "transposed", "gate", "up", "scattered", "wrapped")
 )
 
 
@@ -539,6 +544,7 @@ def test_what_is_read_in_place_is_what_would_be_copied() -> None:
     model, bits = Parts(), random_bits(PARTS, np.random.default_rng(2))
     model.load_weights(tensors_of(bits, PARTS))
     ask, in_place = LiveBaseReader(trace_routes(model, PARTS), lambda: 0), []
+    assert ask(PARTS.index("wrapped")).rectangles == ((0, 63, 192, 256), (1, 64, 0, 64))
     for tensor, spec in enumerate(PARTS):
         found = ask(tensor)
         assert found.rectangles is None or found.rectangles

@@ -29,7 +29,7 @@ _WINDOW = np.uint64(57)
 """Bits that one load gives at least."""
 
 
-_DEPOSITS = get_host_cpu_features().get("bmi2", False) and get_host_cpu_name() not in ("bdver4", "znver1", "znver2")
+DEPOSITS = get_host_cpu_features().get("bmi2", False) and get_host_cpu_name() not in ("bdver4", "znver1", "znver2")
 """Whether the processor has the instruction PDEP, and does not take hundreds of cycles for it."""
 
 
@@ -45,29 +45,29 @@ def _deposited(typing_context, source, word):
     return types.uint64(types.uint64, types.uint64), generate
 
 
-if _DEPOSITS:
+@_compile
+def select_by_deposit(word, rank):
+    """Return the index of set bit number ``rank`` of ``word``, which must have that many."""
+    return trailing_zeros(_deposited(ONE << rank, word))
 
-    @_compile
-    def _select(word, rank):
-        """Return the index of set bit number ``rank`` of ``word``, which must have that many."""
-        return trailing_zeros(_deposited(ONE << rank, word))
 
-else:
+@_compile
+def select_by_counting(word, rank):
+    """As ``select_by_deposit``, for any processor."""
+    # Without branches: set bits up to each byte, then the byte.
+    sums = word - ((word >> ONE) & np.uint64(0x5555555555555555))
+    sums = (sums & np.uint64(0x3333333333333333)) + ((sums >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    sums = ((sums + (sums >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)) * _EACH
+    passed = ((((rank * _EACH) | _TOPS) - sums) & _TOPS) >> np.uint64(7)
+    byte = ones(passed) << np.uint64(3)
+    rank -= ((sums << np.uint64(8)) >> byte) & np.uint64(255)
+    bits = (word >> byte) & np.uint64(255)
+    for _ in range(rank):
+        bits &= bits - ONE
+    return byte + trailing_zeros(bits)
 
-    @_compile
-    def _select(word, rank):
-        """Return the index of set bit number ``rank`` of ``word``, which must have that many."""
-        # Without branches: set bits up to each byte, then the byte, then the bit in it.
-        sums = word - ((word >> ONE) & np.uint64(0x5555555555555555))
-        sums = (sums & np.uint64(0x3333333333333333)) + ((sums >> np.uint64(2)) & np.uint64(0x3333333333333333))
-        sums = ((sums + (sums >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)) * _EACH
-        passed = ((((rank * _EACH) | _TOPS) - sums) & _TOPS) >> np.uint64(7)
-        byte = ones(passed) << np.uint64(3)
-        rank -= ((sums << np.uint64(8)) >> byte) & np.uint64(255)
-        bits = (word >> byte) & np.uint64(255)
-        for _ in range(rank):
-            bits &= bits - ONE
-        return byte + trailing_zeros(bits)
+
+_select = select_by_deposit if DEPOSITS else select_by_counting
 
 
 @_compile

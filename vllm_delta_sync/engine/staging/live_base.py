@@ -40,6 +40,9 @@ class LiveBaseReader:
             EngineError: weights were written since this object was made. CutTileError: see
             ``held_part``. BusyError: the engine fell asleep.
         """
+        if not self._routes.routes[tensor]:
+            # Most tensors of a model of experts, and each is asked for once per object.
+            return BaseTensor(partial(self._copy, tensor), ())
         spec = self._routes.table[tensor]
         return held_part(spec, _held_views(self._routes, tensor), partial(self._copy, tensor), self._in_place(tensor))
 
@@ -55,7 +58,8 @@ class LiveBaseReader:
         match source.strides, target.strides:
             case (1,), (1,):
                 stride = columns
-            case (int(below), 1), (int(stride), 1) if below == columns:
+            # Rows that go on in the next row of the matrix are two rectangles.
+            case (int(below), 1), (int(stride), 1) if below == columns and column + source.sizes[1] <= columns:
                 pass
             case _:
                 return None
