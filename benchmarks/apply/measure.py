@@ -31,11 +31,12 @@ from benchmarks.common.training_data import tensors_of
 from vllm_delta_sync.codec.delta_object import batch_starts
 from vllm_delta_sync.codec.delta_reader import LAZY_ELEMENTS
 from vllm_delta_sync.engine.commit.apply import apply_patch
-from vllm_delta_sync.engine.model.patch import PatchBuilder, StagedPatch, route_changes
+from vllm_delta_sync.engine.model.patch import PatchBuilder, StagedPatch
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.format import kernels
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
+from vllm_delta_sync.tensors.changes import Changes
 
 BENCH = "apply"
 REAL = f"{real_case.CASE}, settled, lr 1e-6"
@@ -101,7 +102,7 @@ def measure(subject: Subject, tensors: dict[str, torch.Tensor], case: str, turns
     new = make_version(subject.table, subject.folder, tensors, subject.work / "new")
     expected = digests(subject.loader.load(new.folder))
     gc.collect()
-    patch = route_changes(1, new.changes, subject.routes, subject.held)
+    patch = routed(new.changes, subject.routes, subject.held)
     methods = _methods(subject, new, patch)
     extra = {method.name: _check(method, subject, expected) for method in methods}
     time_all(methods, subject.restore, *turns)
@@ -128,6 +129,14 @@ def measure(subject: Subject, tensors: dict[str, torch.Tensor], case: str, turns
     return rows + [row(BENCH, case, "ratio", ours / found[peer].seconds, "x", peer) for peer in BARE]
 
 
+def routed(changes: Changes, routes: RouteMap, held: list[Fingerprint]) -> StagedPatch:
+    """Route changes of one dtype, as many at a time as are decoded at a time."""
+    builder, [group] = PatchBuilder(1, routes, held, changes.fingerprints), changes.sparse
+    for first, last in pairwise([*batch_starts(group.counts, LAZY_ELEMENTS).tolist(), group.ids.size]):
+        builder.add(group.rows(first, last))
+    return builder.finish()
+
+
 def _methods(subject: Subject, new: NewVersion, patch: StagedPatch) -> list[Method]:
     """Ours and the peers. The model is at the old version, and is left there."""
     model, routes = subject.model, subject.routes
@@ -137,15 +146,8 @@ def _methods(subject: Subject, new: NewVersion, patch: StagedPatch) -> list[Meth
     bare = sum(sparse.positions.nbytes + sparse.data.nbytes for sparse in patch.sparse)
     checkpoint = sum(tensor.nbytes for tensor in new.tensors.values())
 
-    # As many changes at a time as are decoded at a time.
-    cuts = [*batch_starts(group.counts, LAZY_ELEMENTS).tolist(), group.ids.size]
-    pieces = [group.rows(first, last) for first, last in pairwise(cuts)]
-
     def run_stage() -> StagedPatch:
-        builder = PatchBuilder(1, routes, subject.held, new.changes.fingerprints)
-        for piece in pieces:
-            builder.add(piece)
-        return builder.finish()
+        return routed(new.changes, routes, subject.held)
 
     def run_commit() -> None:
         if sum(apply_patch(patch, routes).values(), Fingerprint()) != patch.declared:

@@ -168,10 +168,9 @@ class SliceSubject:
         return self._stage([self.objects["plain"], self.second])
 
     def _stage(self, objects: list[bytes]) -> StagedPatch:
-        held = LiveBaseReader(self.routes, lambda: None)
-        rolling = RollingBase(held)
-        steps = [[delta_reader.DeltaReader(data, self.table, CONTEXT, rolling)] for data in objects]
-        return build_patch(1, steps, self.routes, self.fingerprints, held, rolling, PhaseTimer())
+        base = RollingBase(LiveBaseReader(self.routes, lambda: None))
+        steps = [[delta_reader.DeltaReader(data, self.table, CONTEXT, base)] for data in objects]
+        return build_patch(1, steps, self.routes, self.fingerprints, base, PhaseTimer())
 
     def restore(self) -> None:
         """Take a commit back."""

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.device import SimulatedDevice, staged_on_device
+from tests.support.routing import route_changes
 from vllm_delta_sync.engine.commit.apply import apply_patch
 from vllm_delta_sync.engine.model import accelerator
-from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch, route_changes
+from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch
 from vllm_delta_sync.engine.model.regions import Region
 from vllm_delta_sync.engine.model.route_map import Destination, Route, RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory

@@ -11,11 +11,12 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.support.routing import route_changes
 from tests.support.samples import changes_between
 from vllm_delta_sync.engine.commit.apply import apply_patch
 from vllm_delta_sync.engine.model import load_record
 from vllm_delta_sync.engine.model.model_replica import walk_numbers, walk_tensors
-from vllm_delta_sync.engine.model.patch import StagedPatch, route_changes
+from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.errors import ModelError

@@ -240,7 +240,11 @@ class DeltaReader:
 
     def rest(self) -> Changes:
         """Return what was not taken yet, at once. Raises as ``take``."""
-        groups = [self._directed(reader.take(reader.directory.ids.size)) for reader in self._readers if reader.left]
+        groups = [
+            self._directed(reader.take(reader.directory.ids.size))
+            for reader in self._readers
+            if reader.row < reader.directory.ids.size
+        ]
         return Changes([group for group in groups if group.ids.size], [*self.full.values()], self.fingerprints)
 
     def _directed(self, group: Sparse) -> Sparse:
@@ -282,11 +286,6 @@ class TilesReader:
         self._old, self._has_bits = old, old is not None and not backwards
         self.row = 0
         self._tables: TilesBlock | None = None
-
-    @property
-    def left(self) -> bool:
-        """Whether a tensor was not taken yet."""
-        return self.row < self.directory.ids.size
 
     def check(self) -> None:
         """Raise FormatError or LimitError if the tables are malformed."""

@@ -169,18 +169,17 @@ class RollingBase:
         self._pending: dict[int, list[tuple[Sparse, int]]] = defaultdict(list)
 
     def __call__(self, tensor: int) -> BaseTensor:
-        if tensor not in self._tensors and tensor not in self._pending:
-            return self._old(tensor)
-        if self._pending[tensor]:
-            found, rows = self._tensors.get(tensor) or self._old(tensor), self._pending.pop(tensor)
+        found, rows = self._tensors.get(tensor) or self._old(tensor), self._pending.pop(tensor, [])
+        if not rows:
+            return found
 
-            def moved() -> Bits:
-                bits = np.array(found.bits)
-                for group, row in rows:
-                    apply_row(bits, group, row)
-                return bits
+        def moved() -> Bits:
+            bits = np.array(found.bits)
+            for group, row in rows:
+                apply_row(bits, group, row)
+            return bits
 
-            self._tensors[tensor] = BaseTensor(moved, found.rectangles)
+        self._tensors[tensor] = BaseTensor(moved, found.rectangles)
         return self._tensors[tensor]
 
     def apply(self, group: Sparse, wanted: npt.NDArray[np.bool_]) -> None:

@@ -91,11 +91,6 @@ class RawReader:
         numels = np.array([table[tensor].numel for tensor in tensors], np.int64)
         self.directory = Directory(np.array(tensors, np.uint32), np.array(counts, np.int64), numels)
 
-    @property
-    def left(self) -> bool:
-        """Whether a tensor was not taken yet."""
-        return self.row < self.directory.ids.size
-
     def check(self) -> None:
         """Do nothing: all that can be checked before positions are read was checked by ``__init__``."""
 

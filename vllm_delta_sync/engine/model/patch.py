@@ -7,6 +7,7 @@ with the patch.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from vllm_delta_sync.errors import FingerprintError
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor, tensor_seed
 from vllm_delta_sync.tensors.bits import Bits
-from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
+from vllm_delta_sync.tensors.changes import Full, Sparse
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 if TYPE_CHECKING:
@@ -163,16 +164,6 @@ class PatchBuilder:
         return StagedPatch(self._version, self._sparse, total, self._dense, self._after)
 
 
-def route_changes(version: int, changes: Changes, routes: RouteMap, before: list[Fingerprint]) -> StagedPatch:
-    """Return the patch of a version whose changes were decoded at once. Arguments and errors as ``PatchBuilder``."""
-    builder = PatchBuilder(version, routes, before, changes.fingerprints)
-    for group in changes.sparse:
-        builder.add(group)
-    for full in changes.full:
-        builder.add(full)
-    return builder.finish()
-
-
 def _check_full(full: Full, routes: RouteMap, after: list[Fingerprint], declared: Mapping[int, Fingerprint]) -> None:
     spec = routes.table[full.id]
     measured = fingerprint_tensor(spec.name, full.bits)
@@ -255,22 +246,20 @@ def _fill(group: Sparse, parts: list[_Part], index: type[np.integer[Any]]) -> It
     for array in (addresses, data, premix):
         # Frees the unused end, which a view would keep; no other array shares this memory yet.
         array.resize(used, refcheck=False)
-    first = 0
-    for number, part in enumerate(parts):
-        end, following = ends[number + 1], parts[number + 1] if number + 1 < len(parts) else None
-        same = following is not None and (following.route.destination, following.holders) == (
-            part.route.destination,
-            part.holders,
-        )
-        if same and (first == end or end == used or addresses[end] > addresses[end - 1]):
-            continue
-        if end > first:
-            mine = slice(first, end)
+    # A patch ends where the next part is in another destination, or lies among what came before.
+    cuts = [0]
+    for number, at in enumerate(ends[1:-1], 1):
+        one, other = parts[number - 1], parts[number]
+        apart = (one.route.destination, one.holders) != (other.route.destination, other.holders)
+        if apart or (0 < at < used and addresses[at] <= addresses[at - 1]):
+            cuts.append(number)
+    for number, following in pairwise([*cuts, len(parts)]):
+        mine = slice(ends[number], ends[following])
+        if mine.stop > mine.start:
+            destination, holders = parts[number].route.destination, parts[number].holders
             yield SparsePatch(
-                part.route.destination, part.holders, group.element, group.relative, addresses[mine], data[mine],
-                premix[mine],
-            )  # fmt: skip
-        first = end
+                destination, holders, group.element, group.relative, addresses[mine], data[mine], premix[mine]
+            )
 
 
 def region_view(flat: torch.Tensor, region: Region) -> torch.Tensor:

@@ -24,7 +24,7 @@ from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.run.checks import read_shard
 from vllm_delta_sync.run.objects import read_object
-from vllm_delta_sync.tensors.bits import BaseLookup, Bits
+from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 
@@ -54,10 +54,9 @@ def stage_update(
     if target.run != run.info.run:
         raise ChainError(f"version {target.version} is of run {target.run}, this rank follows {run.info.run}")
     if plan.steps:
-        held = LiveBaseReader(routes, weights_stamp)
-        rolling = RollingBase(held)
-        steps = open_steps(plan.steps, fingerprints, routes, timer, rolling)
-        patch = build_patch(target.version, steps, routes, fingerprints, held, rolling, timer)
+        base = RollingBase(LiveBaseReader(routes, weights_stamp))
+        steps = open_steps(plan.steps, fingerprints, routes, timer, base)
+        patch = build_patch(target.version, steps, routes, fingerprints, base, timer)
     elif plan.rebuild:
         # A rebuild reads and decodes piece by piece, so all of its time counts as ``fetch``.
         patch = stage_rebuilt(run, target, folder, routes)
@@ -78,16 +77,15 @@ def build_patch(
     steps: list[list[DeltaReader]],
     routes: RouteMap,
     fingerprints: list[Fingerprint],
-    held: BaseLookup,
-    rolling: RollingBase,
+    base: RollingBase,
     timer: PhaseTimer,
 ) -> StagedPatch:
     """Decode, merge and route the changes of steps, piece by piece: memory is the patch and what a few tensors take.
 
     Args:
         version: that they lead to. steps: the objects of each.
-        fingerprints: per tensor id, before the first step. held: what this rank holds then.
-        rolling: the ``old`` of all objects, made of ``held``.
+        fingerprints: per tensor id, before the first step.
+        base: the ``old`` of all objects; starts from what this rank holds before the first step.
 
     Raises:
         TiedTensorError: a duplicate would differ from its owner. DeltaSyncError: as ``merge`` and ``PatchBuilder``.
@@ -97,13 +95,14 @@ def build_patch(
         for tensor, change in reader.fingerprints.items():
             declared[tensor] = declared.get(tensor, Fingerprint()) + change
     builder, duplicates = PatchBuilder(version, routes, fingerprints, declared), DuplicateCheck(routes)
-    for piece in merge(steps, routes.table, rolling, attribute_errors):
+    for piece in merge(steps, routes.table, base, attribute_errors):
         timer.tick("decode")
         builder.add(piece)
         duplicates.add(piece)
         timer.tick("route")
     timer.tick("decode")
-    duplicates.finish(version, held)
+    # Between two batches it has the bits before the first step again.
+    duplicates.finish(version, base)
     return builder.finish()
 
 
