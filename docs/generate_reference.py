@@ -320,7 +320,7 @@ def states() -> Iterator[str]:
     yield table(("state", "meaning"), [(code(name), text) for name, text in STATES.items()])
     yield "## Timings"
     yield (
-        "Milliseconds, in `timings_ms`. Generation continues during all up to `queued`, and is paused during the rest."
+        "Milliseconds, in `timings_ms`. Generation continues during all up to `rescan`, and is paused during the rest."
     )
     yield table(("key", "meaning"), [(code(name), text) for name, text in TIMINGS.items()])
 

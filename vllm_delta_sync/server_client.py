@@ -27,7 +27,7 @@ MAX_ANSWER_BYTES = 8 * 1024 * 1024
 MAX_MESSAGE = 2000
 """Most characters of a server's message that are shown."""
 STAGING = ("fetch", "verify", "decode", "route", "rescan")
-"""Phases of ``timings_ms`` in the status that run beside generation, without the wait for a pause slot."""
+"""Phases of ``timings_ms`` in the status that run beside generation."""
 NOT_LOADED = (
     "Start it with `delta-sync serve MODEL --bucket URL`. With plain `vllm serve`: install vllm-delta-sync there, add "
     "delta_sync to VLLM_PLUGINS, set DELTA_SYNC_BUCKET, and pass --worker-extension-cls "

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from vllm_delta_sync import admin_token, units
 from vllm_delta_sync.errors import SettingsError, UsageError
 from vllm_delta_sync.format.documents import RECEIVER_ID, TAG_NAME
-from vllm_delta_sync.format.limits import MAX_HEARTBEAT_SECONDS, MAX_SLOTS
+from vllm_delta_sync.format.limits import MAX_HEARTBEAT_SECONDS
 from vllm_delta_sync.redaction import public_url, redact
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.urls import check_url, scheme_of
@@ -315,15 +315,6 @@ class Settings(StoreOptions):
             "its versions are no longer retained. Heartbeats are written after a third of it, and at each change.",
         ),
     ] = 60
-    fleet_pauses: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=MAX_SLOTS,
-            description="Most servers of the run that may be paused for a commit at once; applies if all of them "
-            "have this setting. They claim pause slots in the bucket. Requires `receiver_id`. None: no limit.",
-        ),
-    ] = None
     max_lag: Annotated[
         int | None,
         Field(
@@ -483,8 +474,6 @@ def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mappi
     if (settings.notice_key is None) != (settings.notice_server_key is None):
         missing = "notice_key" if settings.notice_key is None else "notice_server_key"
         raise SettingsError(f"setting {missing!r} is missing; set both notice_key and notice_server_key")
-    if settings.fleet_pauses is not None and settings.receiver_id is None:
-        raise SettingsError(f"setting 'receiver_id' is missing; fleet_pauses = {settings.fleet_pauses} requires it")
     return settings
 
 

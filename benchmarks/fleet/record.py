@@ -14,7 +14,7 @@ FULL, VERSION = "full weights, stored and fetched", "a version"
 RATIO = 20.0
 """How many times sooner than full weights a version has to be, in full size."""
 TRAINER_PHASES = ("diff", "encode")
-REPLICA_PHASES = ("fetch", "verify", "decode", "route", "queued", "pause")
+REPLICA_PHASES = ("fetch", "verify", "decode", "route", "pause")
 """Those that come one after the other; the rescan goes beside them, ``wait`` and ``commit`` are parts of ``pause``."""
 
 

@@ -281,7 +281,7 @@ def test_environment_of_a_pod_is_read() -> None:
         if entry["name"] not in NO_SETTINGS
     }
     fields = {name.removeprefix("DELTA_SYNC_").lower(): value for name, value in environment.items() if "SYNC" in name}
-    assert Settings(**fields).fleet_pauses == 1  # type: ignore[arg-type]
+    assert Settings(**fields).receiver_id == "a-pods-name"  # type: ignore[arg-type]
 
 
 # How `make test-images` hands pip's settings over.

@@ -1,54 +1,69 @@
-"""Two real vLLM servers on one run: they take turns, tell what they serve, and one that ends is not waited for."""
+"""Three real vLLM servers on one run: they answer while they take versions, say what they serve, and may end."""
 
-import json
 import signal
+import statistics
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.servers import Server, delta_sync_serve, serving
+from tests.e2e.servers import Load, Server, delta_sync_serve, serving
+from tests.support.commands import answer
 from tests.support.tiny import make_model, save_checkpoint
 from trainer_side import Publisher
-from vllm_delta_sync import cli, open_run
+from vllm_delta_sync import open_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 WAIT = 300.0
-TINY_FLAGS = ("--poll-seconds", "0.2", "--fleet-pauses", "1", "--heartbeat-seconds", "6")
+NAMES = ("a", "b", "c")
+VERSIONS = 6
+FLAGS = ("--poll-seconds", "0.2", "--heartbeat-seconds", "6", "--pause-mode", "wait")
+LONGEST_SECONDS = 60.0
+"""A request waits for those in flight, then for the pause: 16 s with three servers on two cores, 6 s being usual."""
 
 
-def test_two_servers_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_three_servers_answer_every_request_while_they_take_dense_versions(tmp_path: Path) -> None:
+    """Servers pause when they are ready, in no order; each waits for the requests in flight before it commits."""
     model = make_model("qwen3")
+    elements = sum(parameter.numel() for parameter in model.parameters())
     base = save_checkpoint(model, tmp_path / "base")
     url = str(tmp_path / "run")
     with ExitStack() as ended, Publisher(model, url, base) as publisher:
         servers: dict[str, Server] = {}
-        for name in ("a", "b"):
-            state = str(tmp_path / f"state-{name}")
-            flags = ("--bucket", url, "--receiver-id", name, "--state-dir", state, *TINY_FLAGS)
+        for name in NAMES:
+            flags = ("--bucket", url, "--receiver-id", name, "--state-dir", str(tmp_path / f"state-{name}"), *FLAGS)
             log = tmp_path / f"{name}.log"
             servers[name] = ended.enter_context(serving(base, log, delta_sync_serve(base, *flags), {}))
-        publisher.wait_served(0, replicas=2, timeout=WAIT)
-        for step in (1, 2, 3):
-            for parameter in model.parameters():
-                parameter.data.view(-1)[::7] += 0.01
-            publisher.publish(step=step, wait=True)
-            served = publisher.wait_served(replicas=2, timeout=WAIT)
-            assert [replica.heartbeat.served for replica in served] == [step, step]
+        publisher.wait_served(0, replicas=3, timeout=WAIT)
+        with ExitStack() as asking:
+            loads = [asking.enter_context(Load(server)) for server in servers.values()]
+            for step in range(1, VERSIONS + 1):
+                for parameter in model.parameters():
+                    parameter.data += 0.01
+                assert publisher.publish(step=step, wait=True).changed > 0.9 * elements
+                served = publisher.wait_served(replicas=3, timeout=WAIT)
+                assert [replica.heartbeat.served for replica in served] == [step] * 3
+        answers = [response for load in loads for response in load.answers]
+        assert {response.status_code for response in answers} == {200}
+        for load in loads:
+            spans = [response.json()["delta_sync"]["spans"] for response in load.answers]
+            assert {len(each) for each in spans} == {1}, "a request in flight finishes with its version"
+            assert {each[0]["version"] for each in spans} == set(range(VERSIONS + 1))
+        seconds = [response.elapsed.total_seconds() for response in answers]
+        print(f"{len(seconds)} answers: {statistics.median(seconds):.2f} s (median), {max(seconds):.2f} s (longest)")
+        assert max(seconds) < LONGEST_SECONDS
         for server in servers.values():
             status = server.status()
-            assert all(commit["timings_ms"]["queued"] > 0 for commit in status["recent"])
+            print([commit["timings_ms"]["pause"] for commit in status["recent"]])
+            assert (status["served"]["version"], status["last_error"]) == (VERSIONS, None)
             assert server.post("/delta_sync/verify").json()["verdict"]
-        capsys.readouterr()  # libraries that were imported meanwhile print to it
-        assert cli.run(["fleet", "list", "--bucket", url, "--json"]) == 0
-        rows = json.loads(capsys.readouterr().out)["data"]["replicas"]
+        rows = answer("fleet", "list", "--bucket", url)["replicas"]
         assert [(row["receiver"], row["served"], row["lag"], row["error"]) for row in rows] == [
-            ("a", 3, 0, None),
-            ("b", 3, 0, None),
+            (name, VERSIONS, 0, None) for name in NAMES
         ]
-        servers["b"].process.send_signal(signal.SIGTERM)
-        servers["b"].process.wait(WAIT)
+        servers["c"].process.send_signal(signal.SIGTERM)
+        servers["c"].process.wait(WAIT)
         gone = {replica.receiver: replica.left for replica in open_run(url).fleet().ended}
-        assert gone == {"b": True}
-        assert publisher.wait_served(replicas=2, timeout=WAIT)
+        assert gone == {"c": True}
+        assert publisher.wait_served(replicas=3, timeout=WAIT)

@@ -30,7 +30,6 @@ from vllm_delta_sync.format.documents import (
     KeyEntry,
     KeyFile,
     MergedDelta,
-    PauseSlotClaim,
     Retention,
     Tag,
     anchor_key,
@@ -102,9 +101,9 @@ def test_members_of_documents() -> None:
         assert f"`{name}`" in section("HEAD.json")
 
 
-@pytest.mark.parametrize("kind", [Anchor, MergedDelta, Tag, Claim, Heartbeat, PauseSlotClaim, Collection, Retention])
+@pytest.mark.parametrize("kind", [Anchor, MergedDelta, Tag, Claim, Heartbeat, Collection, Retention])
 def test_members_of_what_lies_beside_the_chain(kind: type[Document]) -> None:
-    titles = {Anchor: "Anchors", MergedDelta: "Merged deltas", PauseSlotClaim: "Pause slots"}
+    titles = {Anchor: "Anchors", MergedDelta: "Merged deltas"}
     title = titles.get(kind) or (kind.__name__ if kind is Retention else f"{kind.__name__}s")
     found = re.search(rf"^### {title}\n(.*?)(?=^### |\Z)", section("Beside the chain"), re.MULTILINE | re.DOTALL)
     assert found is not None
@@ -131,7 +130,6 @@ def test_members_of_the_key_file_and_kinds_of_signed_documents() -> None:
         Retention,
         RunInfo,
         Tag,
-        PauseSlotClaim,
     ):
         assert f"`{kind.KIND}`" in text
 

@@ -23,7 +23,7 @@ from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles import coder
 from vllm_delta_sync.codec.tiles.rectangles import TensorView, covered_rectangles
 from vllm_delta_sync.format import documents as side
-from vllm_delta_sync.format.documents import Claim, Heartbeat, KeyEntry, KeyValidity, PauseSlotClaim, Retention, Tag
+from vllm_delta_sync.format.documents import Claim, Heartbeat, KeyEntry, KeyValidity, Retention, Tag
 from vllm_delta_sync.format.manifest import Document
 from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -119,23 +119,18 @@ def write_tree(directory: Path) -> RunWriter:
         "lag": 2,
         "state": "staging",
         "following": "head",
-        "waiting": True,
         "started_at": CREATED,
         "error": {"kind": "store", "message": "no answer"},
         "pause_ms": 12.5,
     }
-    turn = {"run": RUN, "slot": 0, "receiver": "rollout-1", "holder": RUN, "version": 7, "seconds": 46}
     documents: dict[str, Document] = {
         side.tag_key("best"): Tag.model_validate({**named, "name": "best", "milestone": True}),
         side.claim_key(1): Claim.model_validate({**named, "epoch": 1, "writer": RUN}),
         side.heartbeat_key("rollout-1"): Heartbeat.model_validate({**heartbeat, **reported, "created_at": CREATED}),
-        side.pause_slot_key(0, 1): PauseSlotClaim.model_validate({**turn, "number": 1, "created_at": CREATED}),
-        side.pause_slot_key(0, 2): PauseSlotClaim.model_validate({**turn, "number": 2, "created_at": CREATED}),
         side.RETENTION_KEY: Retention.model_validate({"run": RUN, "gone": [[3, 3]], "created_at": CREATED}),
     }
     for key, document in documents.items():
         writer.bucket.put(key, document.to_bytes())
-    writer.bucket.put(side.pause_slot_end_key(0, 1), side.PAUSE_SLOT_END)
     writer.bucket.delete(writer.manifests[3].objects[0].key)
     return writer
 

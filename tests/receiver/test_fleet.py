@@ -1,13 +1,8 @@
-"""Receivers of a fleet: what each writes to the bucket about itself, and how they take turns to pause. Never do more
-pause at once than the setting says; all get there, whoever dies."""
+"""Receivers of a fleet: what each writes to the bucket about itself; they pause without waiting for one another."""
 
-import logging
-import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,28 +14,15 @@ from tests.support.fleets import Rollouts, rollouts
 from tests.support.services import WAIT, serving, wait_until
 from tests.support.stores import STORES
 from vllm_delta_sync import open_run
-from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.engine.follow import heartbeat as keeper_module
 from vllm_delta_sync.engine.follow.heartbeat import HeartbeatWriter
 from vllm_delta_sync.engine.follow.receiver import Receiver
-from vllm_delta_sync.errors import AccessError, SettingsError, StoreError
+from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.fleet.heartbeats import read_heartbeats
-from vllm_delta_sync.fleet.pause_slots import PauseSlot, PauseSlots
-from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.maintenance.branch import branch
-from vllm_delta_sync.settings import Settings, load_settings
+from vllm_delta_sync.settings import Settings
 
 NAMES = [f"r{number}" for number in range(5)]
-
-
-HOLDER = """
-import sys, time
-from vllm_delta_sync import open_run
-from vllm_delta_sync.fleet.pause_slots import PauseSlots
-assert PauseSlots(open_run(sys.argv[1]), "killed", 1, 1.0).try_acquire(1) is not None
-print("holds", flush=True)
-time.sleep(600)
-"""
 
 
 @pytest.fixture
@@ -49,157 +31,21 @@ def fleet(tmp_path: Path) -> Iterator[Rollouts]:
         yield fleet
 
 
-@pytest.mark.parametrize(("store", "slots"), [("local", 2), ("s3", 1)])
-def test_no_more_pause_at_once_and_everyone_gets_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str, slots: int
-) -> None:
-    with STORES[store](tmp_path / "store") as place:
-        for name, value in place.environment.items():
-            monkeypatch.setenv(name, value)
-        with rollouts(place.url, tmp_path) as fleet:
-            fleet.lasting = lambda: time.sleep(0.05)
-            for name in NAMES:
-                fleet.serve(name, fleet_pauses=slots)
-            for step in (1, 2):
-                fleet.train(step)
-                served = fleet.publisher.wait_served(replicas=5, timeout=WAIT)
-                assert [replica.heartbeat.served for replica in served] == [step] * 5
-            assert fleet.pauses.most <= slots
-            assert sorted(fleet.pauses.log) == sorted(2 * NAMES)
-            for service in fleet.services.values():
-                assert service.receiver.verify()["verdict"]
-                wait_until(lambda: service.receiver.status()["commits"] == 2)  # noqa: B023
-                assert service.receiver.status()["timings_ms"]["queued"] > 0
-
-
-def test_without_the_setting_nobody_waits(fleet: Rollouts) -> None:
-    """All of them are paused together: each pause lasts until the last one has begun."""
-    together = threading.Barrier(3)
-
-    def lasting() -> None:
-        together.wait(WAIT)
-
-    fleet.lasting = lasting
-    for name in NAMES[:3]:
+def test_servers_pause_when_they_are_ready(fleet: Rollouts) -> None:
+    """They do not wait for one another: each pause lasts until the last one has begun, and all end."""
+    together = threading.Barrier(len(NAMES))
+    fleet.lasting = lambda: together.wait(WAIT)
+    for name in NAMES:
         fleet.serve(name)
-    fleet.publisher.wait_served(0, replicas=3, timeout=WAIT)
-    fleet.train(1)
-    fleet.publisher.wait_served(replicas=3, timeout=WAIT)
-    assert fleet.pauses.most == 3
-    assert [*open_bucket(fleet.url).list(side.PAUSE_SLOTS_PREFIX)] == []
-
-
-def test_killed_holder_delays_others_by_the_life_of_its_claim(fleet: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_delta_sync.fleet.pause_slots.MARGIN_SECONDS", 2)
-    service = fleet.serve("a", fleet_pauses=1)
-    wait_until(lambda: service.receiver.served_version == 0)
-    program = HOLDER.replace("assert", "import vllm_delta_sync.fleet.pause_slots as t; t.MARGIN_SECONDS = 2\nassert")
-    holder = subprocess.Popen([sys.executable, "-c", program, fleet.url], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "holds\n"
-    finally:
-        os.kill(holder.pid, signal.SIGKILL)
-        holder.wait(WAIT)
-    fleet.train(1)
-    wait_until(lambda: service.receiver.status()["fleet"]["waiting"])
-    assert service.receiver.status()["fleet"] == {"receiver": "a", "pauses": 1, "waiting": True}
-    assert service.receiver.status()["state"] == "staging"
-    assert fleet.pauses.log == []
-    wait_until(lambda: service.receiver.status()["commits"] == 1)
-    assert service.receiver.status()["timings_ms"]["queued"] > 0
-    assert fleet.pauses.log == ["a"]
-
-
-def holding(fleet: Rollouts) -> PauseSlots:
-    """Somebody else has the turn."""
-    turns = PauseSlots(open_run(fleet.url), "other", 1, 600.0)
-    assert turns.try_acquire(1) is not None
-    return turns
-
-
-@pytest.mark.parametrize(("action", "argument"), [("hold", None), ("rollback", 0)])
-def test_request_does_not_wait_for_the_turn(fleet: Rollouts, action: str, argument: int | None) -> None:
-    service = fleet.serve("a", fleet_pauses=1)
-    fleet.train(1)
-    wait_until(lambda: service.receiver.served_version == 1)
-    wait_until(lambda: service.receiver.status()["state"] == "idle")
-    wait_until(lambda: any(info.key.endswith(".end") for info in open_bucket(fleet.url).list(side.PAUSE_SLOTS_PREFIX)))
-    holding(fleet)
-    fleet.train(2)
-    wait_until(lambda: service.receiver.status()["fleet"]["waiting"])
-    status = service.request(action, argument).result(WAIT)
-    assert status["served"]["version"] == (1 if argument is None else argument)
-    assert (status["holding"], status["fleet"]["waiting"], status["last_error"]) == (True, False, None)
-
-
-class Broken:
-    """Fails what a bucket is asked about turns."""
-
-    def __init__(self, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, error: StoreError) -> None:
-        self.error: StoreError | None = error
-        put = bucket.put
-
-        def failing(key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-            if key.startswith(side.PAUSE_SLOTS_PREFIX) and self.error is not None:
-                raise self.error
-            put(key, data, if_absent=if_absent)
-
-        monkeypatch.setattr(bucket, "put", failing)
-
-
-@pytest.mark.parametrize("error", [AccessError("read only"), StoreError("the store is down")])
-def test_where_turns_cannot_be_had_versions_are_taken_all_the_same(
-    fleet: Rollouts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: StoreError
-) -> None:
-    monkeypatch.setattr("vllm_delta_sync.fleet.pause_slots.PATIENCE_SECONDS", 0.2)
-    caplog.set_level(logging.INFO, "vllm.delta_sync")
-    service = fleet.serve("a", fleet_pauses=1)
-    wait_until(lambda: service.receiver.served_version == 0)
-    broken = Broken(service.receiver.history.run.bucket, monkeypatch, error)
+    fleet.publisher.wait_served(0, replicas=len(NAMES), timeout=WAIT)
     for step in (1, 2):
         fleet.train(step)
-        wait_until(lambda wanted=step: service.receiver.served_version == wanted)  # type: ignore[misc]
-    broken.error = None
-    fleet.train(3)
-    wait_until(lambda: service.receiver.served_version == 3)
-    told = [record.getMessage() for record in caplog.records if record.module == "pause_slot_client"]
-    assert told == [
-        "committing without a pause slot, so more than fleet_pauses = 1 servers may be paused at once: "
-        f"{error.message}",
-        "pause slots are available again",
-    ]
-
-
-def test_end_that_cannot_be_written_keeps_nothing_up(fleet: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the commit while the store hangs, and not the next one: that would wait for a turn of its own."""
-    hangs = threading.Event()
-    end = PauseSlots.release
-
-    def hanging(turns: PauseSlots, held: PauseSlot) -> None:
-        if not hangs.is_set():
-            hangs.wait(WAIT)
-            raise StoreError("the store is down")
-        end(turns, held)
-
-    monkeypatch.setattr(PauseSlots, "release", hanging)
-    service = fleet.serve("a", fleet_pauses=1, pause_seconds=2 * WAIT)
-    wait_until(lambda: service.receiver.served_version == 0)
-    fleet.train(1)
-    wait_until(lambda: service.receiver.status()["commits"] == 1)
-    wait_until(lambda: service.receiver.status()["state"] == "idle")
-    hangs.set()
-    fleet.train(2)
-    wait_until(lambda: service.receiver.served_version == 2)
-
-
-def test_turns_are_taken_under_names() -> None:
-    with pytest.raises(SettingsError, match="'receiver_id' is missing"):
-        load_settings({"bucket": "/run", "fleet_pauses": "1"}, {})
-    assert load_settings({"bucket": "/run", "fleet_pauses": "2", "receiver_id": "a"}, {}).fleet_pauses == 2
-    for fields in ({"fleet_pauses": 0}, {"fleet_pauses": 65}, {"heartbeat_seconds": 2}):
-        with pytest.raises(ValueError):
-            Settings.model_validate({"bucket": "/run", "receiver_id": "a", **fields})
+        served = fleet.publisher.wait_served(replicas=len(NAMES), timeout=WAIT)
+        assert [replica.heartbeat.served for replica in served] == [step] * len(NAMES)
+    assert sorted(fleet.pauses) == sorted(2 * NAMES)
+    for name, service in fleet.services.items():
+        assert service.receiver.verify()["verdict"]
+        assert service.receiver.status()["fleet"] == {"receiver": name}
 
 
 # Heartbeats
@@ -327,6 +173,11 @@ def test_service_writes_a_heartbeat_only_under_a_name(chain: Chain, policy: str,
             wait_until(lambda: [heartbeat.served for heartbeat in heartbeats(chain)] == [6])
 
 
+def test_heartbeat_is_valid_for_three_seconds_at_least() -> None:
+    with pytest.raises(ValueError, match="heartbeat_seconds"):
+        Settings(bucket="/run", receiver_id="one", heartbeat_seconds=2)
+
+
 def test_receiver_alone_writes_nothing(chain: Chain) -> None:
     server = Server(chain, chain.bits[0])
     Receiver(server.port, Settings(bucket=chain.url, receiver_id="one")).advance()
@@ -373,7 +224,7 @@ def test_server_that_goes_to_another_run_leaves_the_one_before(fleet: Rollouts, 
 LEAVING = """
 import sys
 from pathlib import Path
-from tests.support.fleets import Pauses, RecordedPort
+from tests.support.fleets import RecordedPort
 from tests.support.modules import FusedModel, checkpoint_tensors
 from tests.support.services import wait_until
 from vllm_delta_sync.settings import Settings
@@ -381,7 +232,7 @@ from vllm_delta_sync.engine.follow.service import ReceiverService
 import torch, tempfile
 model = FusedModel()
 model.load_weights((name, tensor.to(torch.bfloat16)) for name, tensor in checkpoint_tensors().items())
-port = RecordedPort(model, "a", Pauses(), lambda: None)
+port = RecordedPort(model, "a", [], lambda: None)
 settings = Settings(bucket=sys.argv[1], receiver_id="a", poll_seconds=0.05, state_dir=tempfile.mkdtemp())
 service = ReceiverService(port, settings)
 service.start()

@@ -61,13 +61,6 @@ def test_each_move_is_counted_once_with_what_it_took(tmp_path: Path) -> None:
     assert (versions(), pauses()) == (2, 3)
 
 
-def test_turns_are_counted_where_they_are_waited_for() -> None:
-    turns, commits = grown("phase_seconds_sum", phase="queued"), grown("commits_total", move="forward")
-    metrics.observe_slot_wait(2.0)
-    metrics.count_move("forward", {"queued": 2000.0, "pause": 5.0})
-    assert (turns(), commits()) == (2.0, 1)
-
-
 def test_gauges_follow_the_status(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.receiver.board.export_metrics()
@@ -267,5 +260,5 @@ def test_anchor_is_told_as_such_and_its_reading_apart(tmp_path: Path, caplog: py
         expected = timings.get(phase, 0)
         assert shown.get(word, 0) == pytest.approx(expected, rel=0, abs=0.06 if expected < 9.9 else 0.51), word
     assert list(timings) == [phase for phase in log_lines.PHASE_ORDER if phase in timings]
-    assert {"fetch", "verify", "decode", "route", "queued"} <= timings.keys()
+    assert {"fetch", "verify", "decode", "route"} <= timings.keys()
     assert min(timings["verify"], timings["fetch"], timings["decode"]) > 0

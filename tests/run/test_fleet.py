@@ -16,7 +16,7 @@ import torch
 
 from tests.support.chains import Chain
 from tests.support.commands import answer, delta_sync, kind, parsed, refusal, shown
-from tests.support.turn_model import FleetRun
+from tests.support.fleet_run import FleetRun
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.cli import fleet as cli_fleet
@@ -240,11 +240,6 @@ def test_a_flood_is_read_up_to_a_bound(world: FleetRun, monkeypatch: pytest.Monk
 
 
 def test_collection_removes_what_is_long_over_and_nothing_live(world: FleetRun) -> None:
-    for name in ("a", "b", "c", "d", "e", "f"):
-        turns = world.turns(name)
-        held = turns.try_acquire(1)
-        assert held is not None
-        turns.release(held)
     world.heartbeat("dead", 1)
     world.bucket.now += DAY + 100
     world.heartbeat("shown", 1, seconds=5)
@@ -255,21 +250,16 @@ def test_collection_removes_what_is_long_over_and_nothing_live(world: FleetRun) 
     assert {info.key for info in world.bucket.list()} == before
     report = collect(world.run, RetentionPolicy())
     assert report.heartbeats == dry.heartbeats == [side.heartbeat_key("dead")]
-    assert report.pause_slots == dry.pause_slots != []
     left = {info.key for info in world.bucket.list()}
     assert {key for key in left if key.startswith(side.HEARTBEATS_PREFIX)} == {
         side.heartbeat_key(n) for n in ("live", "shown")
-    }
-    assert {key for key in left if key.startswith(side.PAUSE_SLOTS_PREFIX)} == {
-        side.pause_slot_key(0, 6),
-        side.pause_slot_end_key(0, 6),
     }
 
 
 TABLE = """\
 receiver  served  step  lag  state                      target       pause        heartbeat  last error
 a              2     2    0  idle                       head       12.3 ms     0 s ago  -
-b              1     1    1  staging, waits for a pause slot  tag:best, holds  -  0 s ago  store: the disk is full\\x07
+b              1     1    1  staging                    tag:best, holds  -  0 s ago  store: the disk is full\\x07
 gone           2     2    0  left                       head       -     0 s ago  -
 """
 
@@ -277,9 +267,7 @@ gone           2     2    0  left                       head       -     0 s ago
 def test_table(world: FleetRun, capsys: pytest.CaptureFixture[str]) -> None:
     world.heartbeat("a", 2, step=2, lag=0, head=2, state="idle", following="head", pause_ms=12.34)
     error = {"kind": "store", "message": "the disk is full\a"}
-    world.heartbeat(
-        "b", 1, step=1, lag=1, state="staging", waiting=True, following="tag:best", holding=True, error=error
-    )
+    world.heartbeat("b", 1, step=1, lag=1, state="staging", following="tag:best", holding=True, error=error)
     world.heartbeat("gone", 2, step=2, lag=0, state="left", following="head", seconds=1)
     fleet = world.fleet()
     fleet.poll()

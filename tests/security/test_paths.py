@@ -130,7 +130,7 @@ def test_names_on_the_disk_that_no_key_has(reader: Reader, written: Written) -> 
     before = reader.reads("list", written.folder)
     names = [b"..%2f..%2fetc", b"\xff\xfe.json", b"0000000099.json\n", b"\x1b[2J.json", "0000000099.jsоn".encode()]
     names += [b"back\\slash", b" ", b"...json ", b"x" * 250 + b"\xe2\x80\xae"]
-    for folder in ("versions", "objects", "anchors", "merged", "tags", "claims", "heartbeats", "pause-slots", "."):
+    for folder in ("versions", "objects", "anchors", "merged", "tags", "claims", "heartbeats", "."):
         (written.folder / folder).mkdir(exist_ok=True)
         for name in names:
             Path(os.fsdecode(os.path.join(os.fsencode(written.folder / folder), name))).write_bytes(b"{}")

@@ -1,6 +1,5 @@
-"""A fleet in one process: receivers on plain modules that follow one run, and a record of who was paused when."""
+"""A fleet in one process: receivers on plain modules that follow one run, and a record of who paused."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,61 +18,33 @@ WAIT = 120.0
 POLL = 0.05
 
 
-class Pauses:
-    """Who is paused now, who was with whom, and how many at once.
-
-    Attributes:
-        most: how many at once. log: names, in the order in which they paused.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._now: set[str] = set()
-        self.most = 0
-        self.log: list[str] = []
-
-    def begin(self, name: str) -> None:
-        with self._lock:
-            self._now.add(name)
-            self.log.append(name)
-            self.most = max(self.most, len(self._now))
-
-    def end(self, name: str) -> None:
-        with self._lock:
-            self._now.discard(name)
-
-
 class RecordedPort(ModulePort):
-    """An engine that records its pauses, each of which lasts at least a while."""
+    """An engine that notes its name in ``pauses`` at each pause, which lasts at least as long as ``lasting``."""
 
-    def __init__(self, model: FusedModel, name: str, pauses: Pauses, lasting: Callable[[], None]) -> None:
+    def __init__(self, model: FusedModel, name: str, pauses: list[str], lasting: Callable[[], object]) -> None:
         super().__init__(model)
         self._name, self._pauses, self._lasting = name, pauses, lasting
 
     def pause(self) -> None:
         super().pause()
-        self._pauses.begin(self._name)
+        self._pauses.append(self._name)
         self._lasting()
-
-    def resume(self) -> bool:
-        self._pauses.end(self._name)
-        return super().resume()
 
 
 class Rollouts:
     """A world, whose publisher any number of servers follow by name.
 
     Attributes:
-        pauses: of all servers.
+        pauses: names of servers, in the order in which they paused. lasting: called in each pause.
     """
 
     def __init__(self, url: str, folder: Path) -> None:
         self.world = World(folder, url=url)
         self.url, self.publisher, self.train = self.world.url, self.world.publisher, self.world.train
         self._folder = folder
-        self.pauses = Pauses()
+        self.pauses: list[str] = []
         self.services: dict[str, ReceiverService] = {}
-        self.lasting: Callable[[], None] = lambda: None
+        self.lasting: Callable[[], object] = lambda: None
 
     def serve(self, name: str, **settings: Any) -> ReceiverService:
         """Start a server on the base, which follows the run."""

@@ -158,7 +158,7 @@ class PageRun:
                 zip(("fetch", "verify", "decode", "route"), (180, 6, 25, 12) * (0.7 + noise[:4]), strict=True)
             )
             commit = 5.5 + 6 * noise[4] + (28 if version % 17 == 5 else 0)
-            timings |= {"rescan": 0.0, "queued": 0.0, "wait": 1.0 + noise[5], "commit": commit, "resume": 0.8}
+            timings |= {"rescan": 0.0, "wait": 1.0 + noise[5], "commit": commit, "resume": 0.8}
             timings["pause"] = timings["wait"] + timings["commit"] + timings["resume"]
             recent.append(
                 {
@@ -186,7 +186,7 @@ class PageRun:
             "timings_ms": recent[-1]["timings_ms"] if recent else {},
             "commits": served,
             "polled_seconds": 0.4,
-            "fleet": {"receiver": receiver, "pauses": 1, "waiting": False},
+            "fleet": {"receiver": receiver},
             "versions": {"vllm": "0.33.0", "torch": "2.13.0", "vllm_delta_sync": __version__, "tested": True},
             "recent": recent,
         }

@@ -158,7 +158,6 @@ def _row(replica: "Replica") -> dict[str, Any]:
         "state": heartbeat.state,
         "following": heartbeat.following,
         "holding": heartbeat.holding,
-        "waiting": heartbeat.waiting,
         "paused": heartbeat.paused,
         "pause_ms": heartbeat.pause_ms,
         "error": None if heartbeat.error is None else heartbeat.error.model_dump(),
@@ -198,10 +197,10 @@ def _totals(document: dict[str, Any]) -> str:
 
 
 def _cells(row: dict[str, Any]) -> tuple[object, ...]:
-    if not row["live"]:
-        state = "left" if row["left"] else "ended"
+    if row["live"]:
+        state = _text(row["state"])
     else:
-        state = _text(row["state"]) + (", waits for a pause slot" if row["waiting"] else "")
+        state = "left" if row["left"] else "ended"
     error = row["error"]
     text = "-" if error is None else f"{error['kind']}: {error['message']}"
     return (

@@ -24,7 +24,7 @@ Remove objects, anchors and merged deltas that no kept version needs. Kept versi
 with all their deltas; every K-th version; tagged versions; versions that another run branches from; versions published
 within --keep-for; versions that a live receiver serves, targets or pins, with its path to the head. Each kept version
 can still be rebuilt bit for bit. Manifests stay, so the log stays complete. Heartbeats that expired a day ago
-or more, and all pause slot entries but the newest, are removed too.
+or more are removed too.
 
 Without any --keep-… option, --yes or --dry-run is required. If nothing can be removed, the output says why. Safe beside
 publishers and receivers, and to interrupt with Ctrl-C: the next collection continues. Only one collection runs at a
@@ -110,7 +110,6 @@ def _gc(options: argparse.Namespace) -> Answer:
             "merged_deltas": [{"first": first, "last": last} for first, last in report.merged_deltas],
             "sidecars": report.sidecars,
             "heartbeats": report.heartbeats,
-            "pause_slots": report.pause_slots,
         },
         "bytes": report.bytes,
         "gone": report.gone,
@@ -141,8 +140,8 @@ def _print_gc(document: dict[str, Any]) -> None:
     counts += f"{len(removed['merged_deltas'])} merged deltas"
     if removed["sidecars"]:
         counts += f", {len(removed['sidecars'])} sidecars"
-    if removed["heartbeats"] or removed["pause_slots"]:
-        counts += f", {len(removed['heartbeats'])} heartbeats, {len(removed['pause_slots'])} pause slot entries"
+    if removed["heartbeats"]:
+        counts += f", {len(removed['heartbeats'])} heartbeats"
     fields: list[tuple[str, object]] = [
         ("head", f"version {document['head']}"),
         ("kept", f"{len(document['kept'])} versions: {spelled(row['version'] for row in document['kept'])}"),

@@ -229,7 +229,6 @@ class RunReader:
             "state": heartbeat.state,
             "target": heartbeat.following,
             "holding": heartbeat.holding,
-            "waiting": heartbeat.waiting,
             "pause_ms": heartbeat.pause_ms,
             "error": None if heartbeat.error is None else heartbeat.error.model_dump(),
             "age": round(replica.age, 1),

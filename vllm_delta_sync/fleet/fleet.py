@@ -192,9 +192,9 @@ class Fleet:
 def _describe(replica: Replica) -> str:
     heartbeat = replica.heartbeat
     serves = "nothing yet" if heartbeat.served is None else f"version {heartbeat.served}"
-    notes = [heartbeat.state or "", "waiting for a pause slot" if heartbeat.waiting else ""]
+    notes = [] if heartbeat.state is None else [heartbeat.state]
     notes += [f"{heartbeat.error.kind}: {heartbeat.error.message[:120]}"] if heartbeat.error is not None else []
-    text = ", ".join(note for note in notes if note)
+    text = ", ".join(notes)
     return f"{heartbeat.receiver!r} serves {serves}" + (f" ({text})" if text else "")
 
 

@@ -34,7 +34,6 @@ MERGED_PREFIX = "merged/"
 TAGS_PREFIX = "tags/"
 CLAIMS_PREFIX = "claims/"
 HEARTBEATS_PREFIX = "heartbeats/"
-PAUSE_SLOTS_PREFIX = "pause-slots/"
 COLLECTIONS_PREFIX = "collections/"
 COLLECTIONS_CLOCK = "collections/clock"
 """Key that is overwritten to read the store's clock; the content has no meaning."""
@@ -48,9 +47,6 @@ _ANCHOR = re.compile(r"anchors/([0-9]{10})\.json")
 _MERGED = re.compile(r"merged/([0-9]{10})-([0-9]{10})\.json")
 _CLAIM = re.compile(r"claims/([0-9]{10})\.json")
 _TAG = re.compile(r"tags/(.+)\.json")
-_PAUSE_SLOT = re.compile(r"pause-slots/([0-9]{2})/([0-9]{10})\.(json|end)")
-PAUSE_SLOT_END = b"{}"
-"""Content of ``pause-slots/<s>/<n>.end``; only the object's existence matters."""
 _COLLECTION = re.compile(r"collections/([0-9]{10})\.(json|end)")
 COLLECTION_END = b"{}"
 """Content of ``collections/<n>.end``; only the object's existence matters."""
@@ -82,22 +78,6 @@ def tag_key(name: str) -> str:
 def heartbeat_key(receiver: str) -> str:
     """Return the key of a receiver's heartbeat. Raises UsageError if its id is malformed."""
     return f"{HEARTBEATS_PREFIX}{_checked('receiver id', receiver)}.json"
-
-
-def pause_slot_key(slot: int, number: int) -> str:
-    """Return the key of claim number ``number`` on a pause slot."""
-    return f"{PAUSE_SLOTS_PREFIX}{slot:02d}/{number:010d}.json"
-
-
-def pause_slot_end_key(slot: int, number: int) -> str:
-    """Return the key of the object that ends a claim on a pause slot."""
-    return f"{PAUSE_SLOTS_PREFIX}{slot:02d}/{number:010d}.end"
-
-
-def pause_slot_of_key(key: str) -> tuple[int, int, bool] | None:
-    """Parse the key of a pause slot claim: (slot, number, whether it is that of its end); None for another key."""
-    match = _PAUSE_SLOT.fullmatch(key)
-    return (int(match[1]), int(match[2]), match[3] == "end") if match else None
 
 
 def collection_key(number: int) -> str:
@@ -269,7 +249,7 @@ class Heartbeat(DatedDocument):
         step: of the served version. head: newest known version. lag: versions behind the target that it follows.
         state: as in the status; ``left`` after the receiver has ended.
         following: the configured target: ``head``, a number or ``tag:NAME``. holding: whether a hold is in force.
-        waiting: for a pause slot. paused: from the request of a pause to its end.
+        paused: from the request of a pause to its end.
         started_at: by the receiver's clock. error: the last failure, null after a success.
         pause_ms: duration of the last commit's pause.
     """
@@ -286,29 +266,10 @@ class Heartbeat(DatedDocument):
     state: Annotated[str, Field(pattern=r"^[a-z][a-z_]{0,39}$")] | None = None
     following: Annotated[str, Field(pattern=r"^(head|[0-9]{1,10}|tag:[A-Za-z0-9][A-Za-z0-9._-]{0,99})$")] | None = None
     holding: bool = False
-    waiting: bool = False
     paused: bool = False
     started_at: Timestamp | None = None
     error: ReportedError | None = None
     pause_ms: Annotated[float, Field(ge=0, le=1e9)] | None = None
-
-
-class PauseSlotClaim(DatedDocument):
-    """pause-slots/<s>/<n>.json: a receiver's claim on pause slot s, written create-if-absent.
-
-    Attributes:
-        slot, number: as in the key. receiver: its id. holder: random id of this claim.
-        version: that the receiver is about to serve. seconds: validity, from the time of writing;
-            pause-slots/<s>/<n>.end ends the claim earlier.
-    """
-
-    KIND = "pause-slot"
-    slot: Annotated[int, Field(ge=0, lt=limits.MAX_SLOTS)]
-    number: Annotated[int, Field(ge=1, le=limits.MAX_VERSION)]
-    receiver: FileName
-    holder: Hex32
-    version: Version
-    seconds: Annotated[int, Field(ge=1, le=limits.MAX_SLOT_SECONDS)]
 
 
 class Collection(DatedDocument):

@@ -42,9 +42,6 @@ MAX_HEARTBEAT_PINS = 64
 MAX_HEARTBEAT_SECONDS = 7 * 24 * 3600
 MAX_HEARTBEAT_TEXT = 400
 """Characters of an error's message in a heartbeat."""
-MAX_SLOTS = 64
-"""Pause slots of a run: servers that may be paused at once."""
-MAX_SLOT_SECONDS = 2 * 24 * 3600
 MAX_COLLECTION_SECONDS = 3600
 """Longest validity of a garbage collection's claim."""
 MAX_BLOCK_COUNT = 1_000_000

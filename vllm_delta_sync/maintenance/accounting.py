@@ -25,7 +25,6 @@ from vllm_delta_sync.format.documents import (
     collection_of_key,
     merged_delta_key,
     merged_delta_of_key,
-    pause_slot_of_key,
     tag_of_key,
 )
 from vllm_delta_sync.format.limits import check_limit
@@ -164,8 +163,7 @@ def _document(key: str, versions: int) -> tuple[Kind, int | None]:
     if version is not None:
         return "manifests", version if version < versions else None
     parsers: tuple[Callable[[str], object], ...] = (
-        *(anchor_of_key, merged_delta_of_key, tag_of_key, claim_of_key),
-        *(pause_slot_of_key, collection_of_key, _HEARTBEAT.fullmatch),
+        *(anchor_of_key, merged_delta_of_key, tag_of_key, claim_of_key, collection_of_key, _HEARTBEAT.fullmatch),
     )
     is_document = key in _DOCUMENTS or any(parse(key) is not None for parse in parsers)
     return ("documents" if is_document else "unnamed"), None

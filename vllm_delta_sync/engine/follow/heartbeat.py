@@ -101,7 +101,7 @@ class HeartbeatWriter:
         if self._last_content is None:
             return
         run, content = self._last_content
-        ended: dict[str, Any] = {"target": None, "pins": [], "state": LEFT, "waiting": False, "paused": False}
+        ended: dict[str, Any] = {"target": None, "pins": [], "state": LEFT, "paused": False}
         self._last_content = None
         try:
             self._write(run, content | ended, 1)
@@ -128,7 +128,6 @@ class HeartbeatWriter:
             "state": shown["state"],
             "following": shown["target"],
             "holding": shown["holding"],
-            "waiting": shown["fleet"]["waiting"],
             "paused": shown["state"] in ("draining", "committing"),
             "error": None if shown["last_error"] is None else _brief(shown["last_error"]),
             "pause_ms": shown["timings_ms"].get("pause"),

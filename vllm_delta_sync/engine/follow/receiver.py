@@ -65,7 +65,7 @@ class Receiver:
         chosen = settings if order is None else apply_order(settings, order)
         self.board = StatusBoard(settings.policy, chosen.target, settings.max_lag)
         self.board.trust = lambda: self.history.trusted_head.document()
-        self.board.set(holding=order is not None and order.holding)
+        self.board.set(receiver=settings.receiver_id, holding=order is not None and order.holding)
         self.goal_version: int | None = None
         self.announced_version: int | None = None
         self._ranks = RankGroup(self.port, stage_seconds)
@@ -178,7 +178,7 @@ class Receiver:
             if self.served_version is None or (self.served_version < target and not stays):
                 self.history.check_fresh()
             while self.served_version is None or (self.served_version < target and not stays and not until()):
-                self._updater.commit_next(position, target, until)
+                self._updater.commit_next(position, target)
                 position = self._served_position() or position
             if version is None and self.settings.target == HEAD and stopped_by is not None:
                 raise stopped_by
@@ -517,7 +517,7 @@ class Receiver:
         while self.served_version != target:
             if self.served_version is None or self.served_version < target:
                 self.history.check_fresh()
-            self._updater.commit_next(position, target, until)
+            self._updater.commit_next(position, target)
             position = self._served_position() or position
             if until():
                 return

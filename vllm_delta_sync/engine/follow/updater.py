@@ -1,14 +1,11 @@
 """``WeightUpdater`` changes an engine's weights: stage, commit, roll back, repair. It also detects external writes."""
 
-from collections.abc import Callable
-
 from vllm_delta_sync.engine.commit.transaction import (
     EnginePort,
     FingerprintMismatchError,
     Transaction,
     describe_ranks,
 )
-from vllm_delta_sync.engine.follow.pause_slot_client import PauseSlotClient
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe import log_lines, metrics
@@ -70,7 +67,6 @@ class WeightUpdater:
         self._failed_repairs = 0
         self._confirmed = True
         self._keeps_undo = True
-        self._pause_slots = PauseSlotClient(settings, board, history)
 
     @property
     def _served_version(self) -> int | None:
@@ -166,14 +162,11 @@ class WeightUpdater:
         if not all(rank.confirmed for rank in ranks):
             self._confirm()
 
-    def commit_next(
-        self, position: WeightPosition | None, target: int, until: Callable[[], bool] = lambda: False
-    ) -> None:
+    def commit_next(self, position: WeightPosition | None, target: int) -> None:
         """Stage and commit the next part of the update to a version; all of it, if the version is older.
 
         Args:
             position: what the ranks hold; None means weights that are no known version.
-            until: checked while waiting for a pause slot; if True, what is staged is not committed.
         """
         if not self._confirmed:
             self._confirm()
@@ -205,8 +198,7 @@ class WeightUpdater:
                 fatal = isinstance(error, EngineError) and not isinstance(error, MemoryLimitError)
                 if self._board.invalidated or fatal or not self._planner.feedback.exclude(plan, error):
                     raise
-        with self._pause_slots.slot(plan.target.version, until) as waited:
-            timings = None if waited is None else self._commit(plan, position, staged | {"queued": waited})
+        timings = self._commit(plan, position, staged)
         if timings is not None:
             self._committed(plan, timings, elements)
 
@@ -263,7 +255,7 @@ class WeightUpdater:
         return timings | self._resume(transaction, target)
 
     def _committed(self, plan: UpdatePlan, timings: dict[str, float], elements: int) -> None:
-        """Confirm, record and log a commit, after generation has resumed and the pause slot is free."""
+        """Confirm, record and log a commit, after generation has resumed."""
         target = plan.target
         left = max((version for version in self._history.undo_manifests if version > target.version), default=None)
         # After going back, the undo log's entries would lead forward again, so they are dropped.

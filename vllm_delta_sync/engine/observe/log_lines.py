@@ -11,8 +11,8 @@ from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.json_log import about
 
-PHASE_ORDER = ("fetch", "verify", "decode", "route", "rescan", "queued", "wait", "pause", "commit", "resume")
-"""Order of the phases in ``timings_ms``; those up to ``queued`` run beside generation."""
+PHASE_ORDER = ("fetch", "verify", "decode", "route", "rescan", "wait", "pause", "commit", "resume")
+"""Order of the phases in ``timings_ms``; those up to ``rescan`` run beside generation."""
 MIN_SHOWN_MS = 0.05
 """Phases shorter than this are left out of the line."""
 _WORDS = {
@@ -21,7 +21,6 @@ _WORDS = {
     "decode": "decoded",
     "route": "routed",
     "rescan": "rescanned",
-    "queued": "queued",
     "wait": "waited",
 }
 

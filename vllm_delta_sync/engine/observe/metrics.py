@@ -20,7 +20,7 @@ BUCKETS = (
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
 """Upper bounds in seconds: a pause takes milliseconds, an anchor over a slow link minutes."""
-PHASES = ("fetch", "verify", "decode", "route", "rescan", "queued", "wait", "commit", "resume")
+PHASES = ("fetch", "verify", "decode", "route", "rescan", "wait", "commit", "resume")
 OUTCOMES = ("served", "late", "unreachable", "version", "malformed")
 MOVES = ("forward", "rollback", "repair")
 
@@ -95,11 +95,6 @@ def register() -> None:
         _metric(name)
 
 
-def observe_slot_wait(seconds: float) -> None:
-    """Record the wait for a pause slot, whether it was acquired or not."""
-    _metric("phase_seconds", "queued").observe(seconds)
-
-
 def observe_admission(outcome: str, seconds: float) -> None:
     """Record a request that asks for a version.
 
@@ -129,8 +124,7 @@ def count_move(move: str, ms: Mapping[str, float], versions: int = 0, payload_by
     for phase, value in ms.items():
         if phase == "pause":
             _metric("pause_seconds").observe(value / 1e3)
-        elif phase in PHASES and phase != "queued":
-            # ``observe_slot_wait`` records this phase, even where no commit follows.
+        elif phase in PHASES:
             _metric("phase_seconds", phase).observe(value / 1e3)
 
 

@@ -39,8 +39,7 @@ class StatusBoard:
         asleep: whether the engine's weights were out of memory when last asked.
         invalidated: whether the weights were found to be no version. polls: how often the bucket was polled.
         rank_store_use: the ranks' use of stores, as of the last staging.
-        fleet: this receiver's id and the setting ``fleet_pauses``; None means unset.
-        waiting_for_slot: whether a commit waits for a pause slot.
+        receiver: this receiver's id, None if unset.
         listens: whether notices are set up. notice_heard_at: when the last one came, by the monotonic clock.
         polled_at: when the bucket was last read without an error, by the monotonic clock; None before.
         trust: gives the field ``trust``.
@@ -75,8 +74,7 @@ class StatusBoard:
         self.rank_store_use: list[Answer] = []
         self.listens = False
         self.notice_heard_at: float | None = None
-        self.fleet: Answer = {"receiver": None, "pauses": None}
-        self.waiting_for_slot = False
+        self.receiver: str | None = None
         self.trust: Callable[[], Answer | None] = lambda: None
         self._watchers: list[Callable[[], None]] = []
 
@@ -137,7 +135,7 @@ class StatusBoard:
 
     def record_commit(self, plan: UpdatePlan, timings: dict[str, float]) -> None:
         """Record a commit of one or more versions."""
-        rounded = {name: round(value, 3) for name, value in ordered({"queued": 0.0, **timings}).items()}
+        rounded = {name: round(value, 3) for name, value in ordered(timings).items()}
         entry = {
             "version": plan.target.version,
             "step": plan.target.step,
@@ -169,7 +167,7 @@ class StatusBoard:
                 "polls": self.polls,
                 "polled_seconds": _age(self.polled_at),
                 "notice": self._notice(),
-                "fleet": {**self.fleet, "waiting": self.waiting_for_slot},
+                "fleet": {"receiver": self.receiver},
                 "store": self._store(),
                 "versions": dict(versions()),
                 "recent": list(self._recent),

@@ -1,6 +1,6 @@
 """``collect`` removes what no retained version needs.
 
-A collection removes only objects, anchors, merged deltas, sidecars and the stale heartbeats and pause slots of servers;
+A collection removes only objects, anchors, merged deltas, sidecars and the stale heartbeats of servers;
 manifests, tags and claims stay. It can stop at any point, because of its order: it announces in retention.json what it
 will remove, reads tags, heartbeats and the head again, removes anchors and merged deltas, then objects. A crash leaves
 only garbage that the next collection finds.
@@ -25,12 +25,10 @@ from vllm_delta_sync.errors import ConflictError, NotFoundError
 from vllm_delta_sync.fleet.heartbeats import Heartbeats
 from vllm_delta_sync.format.documents import (
     HEARTBEATS_PREFIX,
-    PAUSE_SLOTS_PREFIX,
     RETENTION_KEY,
     Retention,
     anchor_of_key,
     merged_delta_of_key,
-    pause_slot_of_key,
 )
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, SIDECARS_PREFIX, timestamp, version_key
 from vllm_delta_sync.maintenance.gc.graph import RunGraph, check_current, survey
@@ -57,7 +55,7 @@ class CollectionReport:
     Attributes:
         head: newest version. kept: version → reasons. lost: versions to keep that cannot be rebuilt, → reasons; see
             `delta-sync repair`. Nothing that may belong to them is removed.
-        objects, sidecars, heartbeats, pause_slots: removed keys. anchors: removed versions.
+        objects, sidecars, heartbeats: removed keys. anchors: removed versions.
         merged_deltas: (first, last) of those removed.
         bytes: total size of what was removed.
         gone: closed ranges of versions whose own deltas are no longer stored.
@@ -73,7 +71,6 @@ class CollectionReport:
     merged_deltas: list[tuple[int, int]] = field(default_factory=list)
     sidecars: list[str] = field(default_factory=list)
     heartbeats: list[str] = field(default_factory=list)
-    pause_slots: list[str] = field(default_factory=list)
     bytes: int = 0
     gone: list[list[int]] = field(default_factory=list)
     nothing_because: list[str] = field(default_factory=list)
@@ -121,7 +118,7 @@ class _Collector:
         found = survey(self._run, record=record)
         at = time.time() if now is None else now
         planned = plan_collection(found, self._policy, at, record)
-        removals = [*_planned_removals(planned), *self._stale_fleet_objects(found.heartbeats, at)]
+        removals = [*_planned_removals(planned), *self._stale_heartbeats(found.heartbeats, at)]
         return self._report(found, planned, removals, True)
 
     def collect(self, now: float | None) -> CollectionReport:
@@ -152,25 +149,15 @@ class _Collector:
             self._check_announced(written)
             self._announce(declared)
             written = declared
-        removals = [*_planned_removals(again), *self._stale_fleet_objects(found.heartbeats, at)]
+        removals = [*_planned_removals(again), *self._stale_heartbeats(found.heartbeats, at)]
         removed = self._remove(removals, found, written)
         self._finish(written)
         return self._report(found, again, removed, False)
 
-    def _stale_fleet_objects(self, heartbeats: Heartbeats, now: float) -> list[ObjectInfo]:
-        """Return heartbeats that expired a day ago or more, and pause slot entries that are ``min_age`` old or older.
-
-        The newest entry of each pause slot always stays: the next entry continues its numbering.
-        """
-        min_age = self._policy.min_age
-        ended = [held.info for held in heartbeats.stored if now - held.expires >= max(min_age, SHOWN_SECONDS)]
-        listed = self._run.bucket.list(PAUSE_SLOTS_PREFIX)
-        entries = [(entry, info) for info in listed if (entry := pause_slot_of_key(info.key))]
-        newest: dict[int, int] = {}
-        for (slot, number, _), _ in entries:
-            newest[slot] = max(number, newest.get(slot, 0))
-        old = [info for (slot, number, _), info in entries if number < newest[slot] and now - info.modified >= min_age]
-        return ended + old
+    def _stale_heartbeats(self, heartbeats: Heartbeats, now: float) -> list[ObjectInfo]:
+        """Return heartbeats that expired a day ago or more, and at least ``min_age`` ago."""
+        stays = max(self._policy.min_age, SHOWN_SECONDS)
+        return [held.info for held in heartbeats.stored if now - held.expires >= stays]
 
     def _announce(self, record: Retention) -> None:
         self._lock.renew()
@@ -257,8 +244,6 @@ class _Collector:
                 report.sidecars.append(info.key)
             elif info.key.startswith(HEARTBEATS_PREFIX):
                 report.heartbeats.append(info.key)
-            elif info.key.startswith(PAUSE_SLOTS_PREFIX):
-                report.pause_slots.append(info.key)
             else:
                 report.objects.append(info.key)
         if not (removed or _planned_removals(planned)):
