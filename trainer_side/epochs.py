@@ -15,7 +15,7 @@ replace another writer's object. That writer notices at its next commit at the l
 import secrets
 from dataclasses import dataclass
 
-from trainer_side.writer import key_refusal, stored_digest
+from trainer_side.writer import stored_digest
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.conditional_put import confirm_created, create_if_absent
 from vllm_delta_sync.client import Run
@@ -34,7 +34,6 @@ from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import Claim, claim_key
 from vllm_delta_sync.format.manifest import RUN_KEY, Manifest, RunInfo, timestamp, version_key
 from vllm_delta_sync.run.checks import check_follows
-from vllm_delta_sync.run.documents import revoked_manifest
 from vllm_delta_sync.run.head import last_consecutive
 from vllm_delta_sync.trust import Keyring
 
@@ -137,7 +136,7 @@ def _check_link(run: Run, manifest: Manifest) -> None:
     try:
         parent = run.manifest(before)
     except (FormatError, SignatureError):
-        # Damaged, or its key was revoked since: the writer that continued after it named it as it is stored.
+        # Damaged, or its key is not trusted any more: the writer that continued after it named it as it is stored.
         return
     check_follows(parent, manifest)
 
@@ -179,8 +178,8 @@ def open_trusted(bucket: Bucket, keyring: Keyring) -> Run:
     """Open a run in order to continue it.
 
     Raises:
-        SignatureError: it is signed and there is no signing key, or the reverse; or the key may not sign it.
-        DeltaSyncError: run.json, tensors.json or keys.json is missing or damaged.
+        SignatureError: it is signed and there is no signing key, or the reverse; or a key is not trusted.
+        DeltaSyncError: run.json or tensors.json is missing or damaged.
     """
     info = RunInfo.from_bytes(bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), RUN_KEY)
     if keyring.has_signing_key and info.signature is None:
@@ -190,39 +189,21 @@ def open_trusted(bucket: Bucket, keyring: Keyring) -> Run:
         )
     if info.signature is not None:
         _check_has_key(bucket, keyring)
-    run = Run(bucket, keyring)
-    refused = key_refusal(run.verifier.keys, keyring)
-    if refused is not None:
-        raise SignatureError(f"{refused} ({bucket.url})")
-    return run
+    keyring.check_signing_key()
+    return Run(bucket, keyring)
 
 
 def check_tail(run: Run, tail: HistoryTail) -> None:
     """Raise SignatureError if a signed run ends with data that no trusted key has signed.
 
     Continuing after it would sign it, and publish its weights as ours. Damaged data count too: they may replace a
-    version that receivers have, which would take the next version for another history. A version whose key keys.json
-    revoked or retired is not refused: receivers that believed it follow only what continues after it.
+    version that receivers have, which would take the next version for another history.
     """
     if not run.keyring.has_signing_key:
         if tail.manifest is not None and tail.manifest.signature is not None:
             _check_has_key(run.bucket, run.keyring)
-    elif (tail.problem is not None or tail.manifest is None) and not is_revoked_tail(run, tail):
+    elif tail.problem is not None or tail.manifest is None:
         raise _untrusted_error(run, tail, tail.problem)
-
-
-def is_revoked_tail(run: Run, tail: HistoryTail) -> bool:
-    """Return whether everything after the last good version is signed by keys that were retired or revoked since."""
-    last = tail.manifest
-    if tail.problem is None or last is None:
-        return False
-    digest = last.digest
-    for version in range(last.version + 1, tail.version + 1):
-        manifest = revoked_manifest(run, version)
-        if manifest is None or manifest.parent != digest:
-            return False
-        digest = manifest.digest
-    return digest == tail.digest
 
 
 def forgery_cause(error: BaseException | None) -> DeltaSyncError | None:

@@ -41,7 +41,7 @@ from vllm_delta_sync.errors import (
     UsageError,
 )
 from vllm_delta_sync.format import limits
-from vllm_delta_sync.format.documents import CLAIMS_PREFIX, KEYS_KEY
+from vllm_delta_sync.format.documents import CLAIMS_PREFIX
 from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
     RUN_KEY,
@@ -57,7 +57,6 @@ from vllm_delta_sync.format.manifest import (
 )
 from vllm_delta_sync.format.safetensors_file import shard_tables
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.maintenance.keys import CHANGES_PREFIX
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base, document_limit
 from vllm_delta_sync.run.read_plan import Root, plan_read
@@ -219,10 +218,8 @@ def inspect_url(bucket: Bucket, resume: bool, expect_run: str | None = None) -> 
     if expect_run is not None:
         check_expected_run(bucket.url, None, expect_run)
     found += [VERSIONS_PREFIX] if versions else []
-    # Claims of a removed run would fence the writer of a new one, and readers would refuse the new run for its keys.
-    found += [KEYS_KEY] if _present(bucket, KEYS_KEY) else []
-    for prefix in (CLAIMS_PREFIX, CHANGES_PREFIX):
-        found += [prefix] if next(iter(bucket.list(prefix)), None) is not None else []
+    # Claims of a removed run would fence the writer of a new one.
+    found += [CLAIMS_PREFIX] if next(iter(bucket.list(CLAIMS_PREFIX)), None) is not None else []
     if not found:
         return UrlContents(False)
     if resume and found in ([RUN_KEY], [RUN_KEY, TABLE_KEY]):
@@ -284,10 +281,10 @@ def begin(
         ConflictError: the URL holds a run already.
         StoreError: the store failed; what this call wrote is removed, and the message names what could not be.
         UncertainError: version 0 may have been written; the URL stays claimed.
-        SignatureError: the signing key may not begin a run.
+        SignatureError: the signing key is not trusted.
     """
     keyring = options.keyring
-    keyring.check_can_start_run()
+    keyring.check_signing_key()
     files = collect_files(base)
     info = keyring.signed(new_run(state.table, files))
     writer = RunWriter(bucket, info, 0, options, document_limit(state.table))

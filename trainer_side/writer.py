@@ -48,10 +48,7 @@ from vllm_delta_sync.format.manifest import (
 from vllm_delta_sync.notice import Notice, NoticePublisher, Upcoming
 from vllm_delta_sync.notice.messages import MAX_UPCOMING
 from vllm_delta_sync.run.checks import check_document_size
-from vllm_delta_sync.run.verifier import RunVerifier
-from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import make_head
-from vllm_delta_sync.trust.keyring import RunKeys, short
 from vllm_delta_sync.urls import is_remote
 
 logger = logging.getLogger(__name__)
@@ -112,7 +109,6 @@ class RunWriter:
         self._info = info.to_bytes()
         self._claim_data = claim
         self._options = options
-        self._verifier = RunVerifier(bucket, options.keyring, info)
         self._notice: NoticePublisher | None = None
         self._head_lock = threading.Lock()
         self._head_manifest: Manifest | None = None
@@ -335,7 +331,7 @@ class RunWriter:
             present = Head.from_bytes(self._bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES), HEAD_KEY)
             if present.run != wanted.run:
                 return self._bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES) != self._info
-            self._verifier.check_head(present, HEAD_KEY)
+            self._options.keyring.check(present, HEAD_KEY)
         except SignatureError as error:
             logger.error("%s, which another party has written to the bucket, is overwritten: %s", HEAD_KEY, error)
             return False
@@ -366,14 +362,11 @@ class RunWriter:
         )  # fmt: skip
 
     def check_not_fenced(self) -> None:
-        """Raise ConflictError if this is no longer the writer of the run, may not sign it, or the run was removed.
+        """Raise ConflictError if this is no longer the writer of the run, or the run was removed.
 
-        Takes one small get and one stat, with trusted keys another get; in parallel, where the store is remote.
-
-        Raises:
-            SignatureError, ReplayError, FormatError: ``keys.json`` cannot be trusted.
+        Takes one small get and one stat; in parallel, where the store is remote.
         """
-        checks = (self._check_same_run, self._check_epoch, self._check_key)
+        checks = (self._check_same_run, self._check_epoch)
         run_all = in_parallel if is_remote(self._bucket.url) else map
         try:
             for _ in run_all(lambda check: check(), checks):
@@ -381,12 +374,6 @@ class RunWriter:
         except ConflictError:
             self._fenced = True
             raise
-
-    def _check_key(self) -> None:
-        self._verifier.refresh()
-        refused = key_refusal(self._verifier.keys, self._options.keyring)
-        if refused is not None:
-            raise ConflictError(f"{refused}; this publisher stops")
 
     def _check_same_run(self) -> None:
         bucket = self._bucket
@@ -450,7 +437,7 @@ class RunWriter:
         key, newest = version_key(version), self.newest
         try:
             theirs = Manifest.from_bytes(self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), key)
-            self._verifier.check_manifest(theirs, key)
+            self._options.keyring.check(theirs, key)
         except SignatureError as error:
             theirs = None
             reason = (
@@ -486,22 +473,6 @@ class RunWriter:
             raise UncertainError(f"{version_key(manifest.version)} was damaged by the store: {error}") from error
         if not self.is_stored(manifest):
             raise UncertainError(f"{version_key(manifest.version)} reads back differently: check the store")
-
-
-def key_refusal(keys: RunKeys, keyring: Keyring) -> str | None:
-    """Return why readers refuse the signing key's signatures; None if they accept them, or there is no key."""
-    if keyring.public is None or keyring.public in keys.allowed():
-        return None
-    entry = None if keys.file is None else keys.file.entry(keyring.public)
-    if entry is None:
-        return (
-            f"signing_key {short(keyring.public)} is neither among trusted_keys nor listed in keys.json; list it "
-            "(delta-sync keys add), or add its public key file to trusted_keys here and on the receivers"
-        )
-    return (
-        f"keys.json says that signing_key {short(keyring.public)} was {'revoked' if entry.revoked else 'retired'}; "
-        "publish with a key that is in use"
-    )
 
 
 def stored_digest(bucket: Bucket, key: str) -> str:

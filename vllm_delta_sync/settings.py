@@ -184,8 +184,9 @@ class Settings(StoreOptions):
         str | None,
         Field(
             description="Public key files (`delta-sync keygen`), separated by commas. With them, every document that "
-            "decides about weights must be signed by one of these keys, or by a key that they list in the "
-            "bucket's keys.json; and an older state than seen before, or another run, is refused."
+            "decides about weights must be signed by one of these keys; "
+            "and an older state than seen before, or another run, is refused. To change a key without a stop, name "
+            "the old one and the new one."
         ),
     ] = None
     state_dir: Annotated[

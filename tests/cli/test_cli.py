@@ -49,7 +49,7 @@ def test_version_and_help() -> None:
     assert delta_sync("--version").out == f"delta-sync {__version__}\n"
     text, parser = delta_sync("--help").out, cli.build_parser()
     assert all(word in text for word in (*parser.children, "exit codes:", "130 interrupted", "examples:"))
-    for group in ("keys", "tag", "fleet"):
+    for group in ("tag", "fleet"):
         text = delta_sync(group, "--help").out
         assert all(f"\n    {name} " in text for name in parser.children[group].children), group
         assert "examples:" in text
@@ -253,8 +253,6 @@ USAGE = (
         "tag set best --bucket x --version two",
     ),
     *("tag rm best --bucket x --version 3", "branch", "branch --bucket x", "branch --to y", "compact", "tag list"),
-    *("keys", "keys list", "keys add --bucket x", "keys add k --bucket x --version 1", "keys retire --bucket x"),
-    *("keys retire k --bucket x --version none", "keys revoke k --bucket x --version two", "keys list k --bucket x"),
     *("compact --bucket RUN --no-merge", "compact --bucket RUN --anchor -1", "compact --bucket RUN --anchor best"),
     *("fleet", "fleet --bucket RUN", "fleet watch --bucket RUN --poll 0", "fleet watch --bucket RUN --poll soon"),
     *(

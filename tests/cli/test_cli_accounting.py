@@ -616,6 +616,5 @@ def test_every_command_takes_them(written: Written, tmp_path: Path) -> None:
         for action in command._actions
         if action.dest in ("version", "anchor") and action.nargs is None
     }
-    assert takes.pop("keys revoke") == f"{VERSION}|none"
     assert takes.pop("rollback") == f"{VERSION}|served~N"
     assert set(takes.values()) == {VERSION}

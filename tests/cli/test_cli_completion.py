@@ -38,8 +38,8 @@ def completed(script: Path, line: str) -> list[str]:
 def test_commands(script: Path) -> None:
     parser = cli.build_parser()
     assert completed(script, "delta-sync ") == list(parser.children)
-    assert completed(script, "delta-sync ke") == ["keygen", "keys"]
-    assert completed(script, "delta-sync keys re") == ["retire", "revoke"]
+    assert completed(script, "delta-sync ke") == ["keygen"]
+    assert completed(script, "delta-sync tag s") == ["set"]
     assert completed(script, "delta-sync --v") == ["--version"]
 
 
@@ -48,7 +48,7 @@ def test_the_flags_of_every_command(script: Path) -> None:
         flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
         assert completed(script, f"delta-sync {name} --") == flags, name
     # A value does not count as a command, and other words may come before the flag.
-    assert completed(script, "delta-sync tag set keys --bucket log --mi") == ["--milestone"]
+    assert completed(script, "delta-sync tag set keygen --bucket log --mi") == ["--milestone"]
 
 
 def test_values(script: Path) -> None:

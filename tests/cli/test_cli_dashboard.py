@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.cli.test_cli_keys import KeyedRun
+from tests.cli.test_cli_signing import KeyedRun
 from tests.support.answers import Answer, answering, closed_port
 from tests.support.commands import answer, delta_sync, kind, shown
 from tests.support.page_runs import HOSTILE, PageRun, busy_run, empty_run, hostile_run, hostile_status

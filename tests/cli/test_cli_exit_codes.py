@@ -31,9 +31,8 @@ def code_of(written: Written, *arguments: str) -> tuple[int, Any]:
     return code, answer(*arguments, "--bucket", written.folder, code=code)
 
 
-KEY = "ab" * 32
 ON_A_RUN = {
-    **dict.fromkeys(("log", "inspect", "verify", "repair", "compact", "du", "stats", "tag list", "keys list"), ""),
+    **dict.fromkeys(("log", "inspect", "verify", "repair", "compact", "du", "stats", "tag list"), ""),
     **dict.fromkeys(("fleet list", "fleet wait", "fleet watch"), ""),
     **dict.fromkeys(("branch", "export"), "--to {new}"),
     **dict.fromkeys(("tag set", "tag rm"), "best"),
@@ -44,7 +43,6 @@ ON_A_RUN = {
     "publish": "--from {new}",
     "dashboard": "--port 0",
     "report": "--to {new}.html",
-    **dict.fromkeys(("keys add", "keys retire", "keys revoke"), KEY),
 }
 """Arguments of the commands that read a run."""
 OF_A_SERVER = {
@@ -71,11 +69,10 @@ def failures(command: str, folder: Path) -> Iterator[tuple[int, list[str], dict[
         yield 2, [*arguments, "--server", "nowhere"], {}
         yield 4, [*arguments, "--server", f"http://127.0.0.1:{closed_port()}"], {}
         return
-    environment = {"DELTA_SYNC_SIGNING_KEY": str(folder / "file")} if command.startswith("keys") else {}
-    yield 2, arguments, environment  # no run is named
-    yield 2, arguments, {**environment, "DELTA_SYNC_BUCKET": "gopher://x"}
-    yield 3, arguments, {**environment, "DELTA_SYNC_BUCKET": str(folder / "nowhere")}
-    yield 4, arguments, {**environment, "DELTA_SYNC_BUCKET": str(folder / "file")}
+    yield 2, arguments, {}  # no run is named
+    yield 2, arguments, {"DELTA_SYNC_BUCKET": "gopher://x"}
+    yield 3, arguments, {"DELTA_SYNC_BUCKET": str(folder / "nowhere")}
+    yield 4, arguments, {"DELTA_SYNC_BUCKET": str(folder / "file")}
 
 
 def test_every_command_has_its_failures() -> None:

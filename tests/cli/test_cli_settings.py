@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.test_cli_keys import KeyedRun
+from tests.cli.test_cli_signing import KeyedRun
 from tests.golden.regenerate import DIRECTORY
 from tests.support.clouds import far_from_clouds
 from tests.support.commands import answer, process, refusal
@@ -40,12 +40,12 @@ def refused_by(environment: dict[str, str], *arguments: str, code: int) -> Any:
     return refusal(*arguments, code=code, **environment)
 
 
-# Arguments that no setting gives. {url}: the run, {folder}: where new files go, {pub}: a public key file.
+# Arguments that no setting gives. {url}: the run, {folder}: where new files go.
 ON_A_RUN = (
     *("log", "inspect", "inspect --version 1", "verify", "verify --all", "export --to {folder}/export"),
     *("repair", "repair --dry-run", "gc --keep-last 1", "gc --keep-last 1 --dry-run", "tag list"),
-    *("tag set best", "tag rm old", "branch --to {folder}/branch", "compact", "compact --dry-run", "keys list"),
-    *("keys add {pub}", "doctor --bytes 0", "fleet list", "fleet wait --version 1 --replicas 0"),
+    *("tag set best", "tag rm old", "branch --to {folder}/branch", "compact", "compact --dry-run"),
+    *("doctor --bytes 0", "fleet list", "fleet wait --version 1 --replicas 0"),
     *(
         "follow --to {folder}/followed --once",
         "du",
@@ -65,7 +65,7 @@ OF_EVERY_KIND = (
 
 
 def arguments_of(command: str, world: KeyedRun) -> list[str]:
-    return command.format(url=world.url, folder=world.folder, pub=world.pub("next")).split()
+    return command.format(url=world.url, folder=world.folder).split()
 
 
 def files(url: str) -> dict[Path, bytes]:
@@ -83,8 +83,8 @@ def world(tmp_path: Path) -> KeyedRun:
 
 def test_every_command_has_its_case() -> None:
     commands = cli.build_parser().commands
-    # Those that never end of themselves are in test_cli_publish and test_fleet, and two need another state of the keys.
-    rest = {"fleet watch", "keys retire", "keys revoke"}
+    # It never ends of itself, and is in test_fleet.
+    rest = {"fleet watch"}
     assert {name for name in commands for case in OF_EVERY_KIND if f"{case} ".startswith(f"{name} ")} == set(
         commands
     ) - rest

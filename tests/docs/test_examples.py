@@ -28,9 +28,8 @@ from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.cli.main import parse
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.fleet.heartbeats import write_heartbeat
-from vllm_delta_sync.maintenance.keys import change_keys
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.keys import generate, load_public
+from vllm_delta_sync.trust.keys import generate
 
 PARSER = cli.build_parser()
 SERVER_COMMANDS = ("status", "sync", "rollback", "hold", "release", "wait")
@@ -96,7 +95,7 @@ class Example:
 
     @property
     def command(self) -> str:
-        """Its whole name: ``log``, ``keys add``."""
+        """Its whole name: ``log``, ``tag set``."""
         return next((name for name in PARSER.commands if f"{self.text} ".startswith(f"{name} ")), self.words[0])
 
 
@@ -172,7 +171,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sign(folder: Path) -> None:
-    """A signed run, and keys: root, which is also the trainer's and ``signer``, and those that keys.json lists."""
+    """A signed run, and keys: root, which is also the trainer's and ``signer``."""
     generate(folder / "root.key")
     for name in ("trainer.key", "signer"):
         for suffix in ("", ".pub"):
@@ -181,10 +180,6 @@ def sign(folder: Path) -> None:
     signed = Signed(keyring, open_bucket(str(folder / "signed")))
     for _ in range(VERSIONS):
         signed.publish()
-    for name in ("trainer2", "old", "new", "stolen"):
-        generate(folder / f"{name}.key")
-    added = [load_public(folder / f"{name}.key.pub") for name in ("old", "stolen")]
-    change_keys(open_bucket(str(folder / "signed")), keyring, add=added)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ SAME_ON_PURPOSE = {
     "documents",  # the format of documents, and reading those of a run
     "errors",  # of the product, and of the Hub's clients
     "head",  # a signed HEAD.json, and finding the newest version
-    "keys",  # key pairs, the key list of a run, and the command
     "limits",  # of the format, and of requests to a store
     "metrics",  # of a store, and of a server
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden.regenerate import DIRECTORY, SIGNED, TREE
+from tests.golden.regenerate import DIRECTORY, TREE
 from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS, KINDS
 from vllm_delta_sync.codec.tiles.coder import BLOCK_CHANGES, SMALL_ELEMENTS
 from vllm_delta_sync.codec.tiles.grid import (
@@ -22,13 +22,10 @@ from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.codecs import CODECS, FEATURES
 from vllm_delta_sync.format.documents import (
-    KEYS_KEY,
     Anchor,
     Claim,
     Collection,
     Heartbeat,
-    KeyEntry,
-    KeyFile,
     MergedDelta,
     Retention,
     Tag,
@@ -38,7 +35,6 @@ from vllm_delta_sync.format.documents import (
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.manifest import Document, Head, Manifest, RunInfo, object_key, version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.maintenance.keys import CHANGES_PREFIX
 from vllm_delta_sync.run.checks import PLAUSIBLE_RANKS, document_limit, object_limit
 from vllm_delta_sync.run.head import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW
 
@@ -112,19 +108,14 @@ def test_members_of_what_lies_beside_the_chain(kind: type[Document]) -> None:
     assert all(f"`{name}`" in section("Beside the chain") for name in common)
 
 
-def test_members_of_the_key_file_and_kinds_of_signed_documents() -> None:
+def test_kinds_of_signed_documents() -> None:
     text = section("Signatures")
-    assert first_column(text) | {"format_version", "requires", "run", "created_at", "signature"} == set(
-        KeyFile.model_fields
-    )
-    assert all(f"`{name}`" in text for name in KeyEntry.model_fields)
     for kind in (
         Anchor,
         Claim,
         Collection,
         MergedDelta,
         Head,
-        KeyFile,
         Heartbeat,
         Manifest,
         Retention,
@@ -172,9 +163,6 @@ def test_keys() -> None:
         "objects",
         "files",
         "sidecars",
-        "keys",
         "collections",
     }
-    assert (SIGNED / KEYS_KEY).is_file()
-    assert f"`{CHANGES_PREFIX}<s>.json`" in section("Keys and commit order")
     assert [anchor_key(5), merged_delta_key(0, 4)] == ["anchors/0000000005.json", "merged/0000000000-0000000004.json"]

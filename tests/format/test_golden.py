@@ -195,22 +195,26 @@ def test_the_tree_is_written_with_the_same_documents(tmp_path: Path) -> None:
         assert {k: v for k, v in ours.items() if k not in odd} == {k: v for k, v in golden.items() if k not in odd}
 
 
-def test_the_signed_run_is_read_with_the_first_key_alone_and_not_without_it() -> None:
+def test_the_signed_run_is_read_with_both_keys_and_not_without_one() -> None:
     first, second = (Keyring([], key_pair(number)).public or "" for number in (1, 2))
-    run = open_run(str(SIGNED), Keyring([first]))
+    run = open_run(str(SIGNED), Keyring([first, second]))
     assert run.head().version == 2
     assert run.tag("best").version == 2
     assert run.anchor(2).fingerprint == run.merged_delta(0, 2).last_fingerprint == FINGERPRINTS[2]
     assert [manifest.signature.key for manifest in run.log() if manifest.signature] == [first, first, second]
-    with pytest.raises(SignatureError, match="not among trusted_keys"):
+    with pytest.raises(SignatureError, match=r"run\.json is signed by key .* which is not trusted"):
         open_run(str(SIGNED), Keyring([second]))
+    only_first = open_run(str(SIGNED), Keyring([first]))
+    with pytest.raises(SignatureError, match="is not trusted"):
+        only_first.head()
+    with pytest.raises(SignatureError, match="is not trusted"):
+        only_first.tag("best")
 
 
 @pytest.mark.parametrize(
     ("key", "kind"),
     [
         ("run.json", "run"),
-        ("keys.json", "keys"),
         ("HEAD.json", "head"),
         ("versions/0000000000.json", "manifest"),
         ("versions/0000000002.json", "manifest"),
@@ -229,5 +233,5 @@ def test_signatures_are_over_the_bytes_that_the_format_says(key: str, kind: str)
 
 def test_signed_documents_are_written_byte_by_byte(tmp_path: Path) -> None:
     write_signed(tmp_path)
-    for key in ("run.json", "keys.json", "versions/0000000000.json"):
+    for key in ("run.json", "versions/0000000000.json", "versions/0000000001.json"):
         assert (tmp_path / key).read_bytes() == (SIGNED / key).read_bytes()

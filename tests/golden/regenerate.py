@@ -3,8 +3,8 @@
 ``run`` has one tensor of each width and kind, and one version of each kind of object. Everything is a function of
 constants, except the bytes of zstd frames, which may differ between releases of that library. ``tree`` has what lies
 beside a chain: a merged delta, an anchor, a tag, a claim, a heartbeat, what is gone; and a version that builds on an
-older one. ``signed`` is signed, by two keys: one that was retired, and the one that took its place. ``tiles`` is in
-codec tiled, with tiles of each kind.
+older one. ``signed`` is signed, by two keys: a publisher with the second one has taken over. ``tiles`` is in codec
+tiled, with tiles of each kind.
 """
 
 import shutil
@@ -23,7 +23,7 @@ from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles import coder
 from vllm_delta_sync.codec.tiles.rectangles import TensorView, covered_rectangles
 from vllm_delta_sync.format import documents as side
-from vllm_delta_sync.format.documents import Claim, Heartbeat, KeyEntry, KeyValidity, Retention, Tag
+from vllm_delta_sync.format.documents import Claim, Heartbeat, Retention, Tag
 from vllm_delta_sync.format.manifest import Document
 from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -141,7 +141,7 @@ def key_pair(number: int) -> Ed25519PrivateKey:
 
 
 def write_signed(directory: Path) -> RunWriter:
-    """Write a signed run: key 1 signs versions 0 and 1 and is retired, key 2, which key 1 lists, signs version 2."""
+    """Write a signed run: key 1 signs versions 0 and 1, key 2 signs version 2 and what lies beside the history."""
     first, second = (Keyring([], key_pair(number)) for number in (1, 2))
     writer = RunWriter(open_bucket(str(directory)), table(), RUN, first)
     bits = versions()
@@ -150,9 +150,6 @@ def write_signed(directory: Path) -> RunWriter:
         write_anchor(path, table(), [(spec.name, bits[0][tensor]) for tensor, spec in enumerate(table())])
         writer.anchor(bits[0], path.read_bytes())
         writer.delta(bits[1])
-        last = KeyValidity(version=1, manifest=writer.manifests[1].digest)
-        entries = [KeyEntry(key=first.public or "", last=last), KeyEntry(key=second.public or "")]
-        writer.key_file(1, entries)
         writer.keyring = second
         writer.delta(bits[2])
         writer.merge(0, 2)

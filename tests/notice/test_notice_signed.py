@@ -26,11 +26,9 @@ class Counting(Keyring):
         self.made += 1
         return super().sign_bytes(kind, data)
 
-    def check_bytes(
-        self, kind: str, data: bytes, signature: Signature | None, what: str, allowed: frozenset[str]
-    ) -> None:
+    def check_bytes(self, kind: str, data: bytes, signature: Signature | None, what: str) -> None:
         self.checked += 1
-        super().check_bytes(kind, data, signature, what, allowed)
+        super().check_bytes(kind, data, signature, what)
 
 
 class Site:
@@ -128,7 +126,7 @@ def test_what_is_no_signature_is_malformed(site: Site, signature: object) -> Non
 def test_the_newest_of_several_counts() -> None:
     """In whatever order they come."""
     messages = [parse(encode(notice(version), None), RUN) for version in (5, 9, 6)]
-    assert NoticeVerifier(Keyring(), None).newest(messages) == notice(9)
+    assert NoticeVerifier(Keyring()).newest(messages) == notice(9)
 
 
 def test_another_runs_signed_notice_is_no_news_of_this(site: Site) -> None:
@@ -150,21 +148,11 @@ def test_without_trusted_keys_a_signature_is_no_matter(site: Site) -> None:
     publisher.close()
 
 
-def test_a_key_that_is_no_longer_in_use_vouches_for_nothing(site: Site) -> None:
-    in_use = set(site.signing.trusted)
-    believer = NoticeVerifier(site.trusting, lambda: frozenset(in_use))
-    message = parse(encode(notice(4), site.signing), RUN)
-    assert believer.newest([message]) == notice(4)
-    in_use.clear()
-    assert believer.newest([message]) is None
-    assert believer.rejected == 1
-
-
 def test_a_flood_of_forgeries_costs_few_checks(site: Site) -> None:
     """With the right key's name, so that each has to be looked into."""
     template = encode(notice(5), site.signing)
     messages = [parse(changed(template, version=number), RUN) for number in range(100, 1100)]
-    believer = NoticeVerifier(site.trusting, None)
+    believer = NoticeVerifier(site.trusting)
     began = time.thread_time()
     assert believer.newest(messages) is None
     assert time.thread_time() - began < 5

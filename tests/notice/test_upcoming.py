@@ -97,7 +97,7 @@ def test_where_notices_are_signed_only_a_trusted_key_names_objects(tmp_path: Pat
         generate(tmp_path / name)
     signing, stranger = (Keyring.load(signing_key=tmp_path / name) for name in ("key", "stranger"))
     trusting = Counting(signing.trusted)
-    verifier = NoticeVerifier(trusting, None)
+    verifier = NoticeVerifier(trusting)
 
     def believed(*frames: list[bytes]) -> Upcoming | None:
         return verifier.upcoming([parse(one, RUN) for one in frames])

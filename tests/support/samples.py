@@ -14,7 +14,7 @@ from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
-from vllm_delta_sync.format.documents import Anchor, KeyEntry, KeyFile, MergedDelta
+from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Break, Head, Manifest, ObjectRef, RunInfo
@@ -226,14 +226,6 @@ class RunWriter:
             expires_at=self.expires_at if self.keyring.has_signing_key else None,
         )
         self.bucket.put(keys.HEAD_KEY, self.keyring.signed(head).to_bytes())
-
-    def key_file(self, sequence: int, entries: Iterable[KeyEntry]) -> KeyFile:
-        """Write keys.json."""
-        file = self.keyring.signed(
-            KeyFile(run=self.run, info=self.info.digest, sequence=sequence, keys=list(entries), created_at=CREATED)
-        )
-        self.bucket.put(side.KEYS_KEY, file.to_bytes())
-        return file
 
     def _commit(self, bits: list[Bits], objects: list[bytes], kind: str, changed: int, **fields: object) -> Manifest:
         version = len(self.manifests)

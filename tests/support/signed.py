@@ -14,15 +14,13 @@ from trainer_side import Publisher
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format.canonical_json import dump_canonical
-from vllm_delta_sync.format.documents import KEYS_KEY, KeyEntry, KeyFile
-from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Document, Head, RunInfo, object_key, timestamp
+from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Document, Head, object_key
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import generate
 
 KINDS = {
     "run.json": "run",
     "HEAD.json": "head",
-    "keys.json": "keys",
     "versions": "manifest",
     "anchors": "anchor",
     "merged": "merged-delta",
@@ -110,12 +108,6 @@ def unsign(folder: Path, key: str) -> None:
     value = json.loads((folder / key).read_bytes())
     value["signature"] = None
     (folder / key).write_bytes(dump_canonical(value))
-
-
-def list_keys(folder: Path, signer: Keyring, entries: list[KeyEntry], sequence: int = 1) -> None:
-    info = RunInfo.from_bytes((folder / RUN_KEY).read_bytes())
-    file = KeyFile(run=info.run, info=info.digest, sequence=sequence, keys=entries, created_at=timestamp())
-    (folder / KEYS_KEY).write_bytes(signer.signed(file).to_bytes())
 
 
 def stored(folder: Path) -> dict[str, bytes]:

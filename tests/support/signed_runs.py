@@ -9,7 +9,7 @@ from tests.support.samples import CREATED, RUN, RunWriter, random_bits
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.format import documents as side
-from vllm_delta_sync.format.documents import KeyEntry, KeyFile, KeyValidity, Tag
+from vllm_delta_sync.format.documents import Tag
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import public_hex
 
@@ -55,11 +55,3 @@ class Signed(Whole):
         self.beside(5)
         self.tag("best", 3)
         return self
-
-    def list_keys(self, sequence: int, *entries: KeyEntry) -> None:
-        """Let the root write keys.json."""
-        file = KeyFile(run=RUN, info=self.writer.info.digest, sequence=sequence, keys=list(entries), created_at=CREATED)
-        self.bucket.put(side.KEYS_KEY, ROOT.signed(file).to_bytes())
-
-    def last_word(self, version: int) -> KeyValidity:
-        return KeyValidity(version=version, manifest=self.writer.manifests[version].digest)

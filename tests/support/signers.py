@@ -6,7 +6,6 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from vllm_delta_sync.format.documents import KeyEntry, KeyFile, KeyValidity
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, RunInfo, object_key
 from vllm_delta_sync.trust import Keyring
 
@@ -52,20 +51,3 @@ def manifest(version: int, parent: Manifest | None = None, **fields: Any) -> Man
 
 
 INFO = RunInfo(run=RUN, created_at=TIME, tensors="0" * 64, total=100, full_bytes=200)
-
-
-def key_file(entries: list[KeyEntry], sequence: int = 1, signer: Any = ROOT, **fields: Any) -> KeyFile:
-    given: dict[str, Any] = {
-        "run": RUN,
-        "info": by(TRAINER, INFO).digest,
-        "sequence": sequence,
-        "keys": entries,
-        "created_at": TIME,
-    }
-    made: KeyFile = by(signer, KeyFile(**(given | fields)))
-    return made
-
-
-def entry(key: ed25519.Ed25519PrivateKey, last: Manifest | None = None, revoked: bool = False) -> KeyEntry:
-    word = None if last is None else KeyValidity(version=last.version, manifest=last.digest)
-    return KeyEntry(key=public(key), last=word, revoked=revoked)

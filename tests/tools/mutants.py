@@ -68,7 +68,7 @@ CORE: Mapping[str, tuple[str, ...]] = {
     "vllm_delta_sync/run/read_plan.py": ("run/test_plan.py", "receiver/test_planning.py"),
     "vllm_delta_sync/run/restore.py": ("run/test_restore.py", "run/test_history.py"),
     "vllm_delta_sync/verify/verify.py": ("run/test_verify.py", "run/test_history.py", "trust/test_verify_signed.py"),
-    "vllm_delta_sync/run/verifier.py": ("trust/test_trust_keys.py", "trust/test_receiver_attacks.py"),
+    "vllm_delta_sync/run/ancestors.py": ("trust/test_trust_keys.py", "trust/test_receiver_attacks.py"),
     "trainer_side/committer.py": (
         "trainer/test_publisher.py",
         "trainer/faults/test_store_faults.py",

@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 
 from tests.support.chains import Chain
-from tests.support.trusted import Trusted, keyring_at
+from tests.support.trusted import Trusted
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.planning import trusted_head as module
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.engine.protocol import BackgroundRequest, RankRequest
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest
-from vllm_delta_sync.errors import ExpiredError, ForkError, NotFoundError, ReplayError, SettingsError
+from vllm_delta_sync.errors import ExpiredError, ForkError, ReplayError, SettingsError
 from vllm_delta_sync.format import manifest as keys
-from vllm_delta_sync.format.documents import KeyEntry, KeyValidity
 from vllm_delta_sync.settings import Settings, load_settings
-from vllm_delta_sync.trust.last_seen import LastSeen, LastSeenStore
 
 
 def ago(seconds: float) -> str:
@@ -34,13 +32,12 @@ def expire(world: Trusted, moment: str) -> None:
 def test_status_says_what_is_trusted_and_what_was_seen(tmp_path: Path) -> None:
     world = Trusted(tmp_path)
     key = (world.trainer.public or "")[:16]
-    nothing = {"keys": [key], "key_file": None, "last_seen": None, "expires_at": None, "expired": False}
+    nothing = {"keys": [key], "last_seen": None, "expires_at": None, "expired": False}
     assert world.receiver.status()["trust"] == nothing
-    world.chain.key_file(4, [])
     world.serves(3)
-    seen = {"run": world.chain.run, "keys": 4, "version": 3}
+    seen = {"run": world.chain.run, "version": 3}
     mark = {**seen, "manifest": world.chain.manifests[3].digest, "kept": True}
-    expected = {**nothing, "key_file": 4, "last_seen": mark, "expires_at": world.chain.expires_at}
+    expected = {**nothing, "last_seen": mark, "expires_at": world.chain.expires_at}
     assert world.receiver.status()["trust"] == expected
     # Without trusted keys nothing is kept.
     world.settings = {"state_dir": tmp_path / "unused"}
@@ -269,22 +266,6 @@ def test_cold_start_honours_the_mark_and_leaves_it(tmp_path: Path) -> None:
     assert file.read_bytes() == kept
 
 
-def test_mark_keeps_whom_it_was_told_to_be_revoked(tmp_path: Path) -> None:
-    file = LastSeenStore(tmp_path, "file:///run")
-    file.advance_to(LastSeen("r", 1, 5, "five", ""))
-    kept = json.loads(file.path.read_bytes())
-    assert kept.pop("revoked") == []
-    file.path.write_bytes(json.dumps(kept).encode())
-    assert file.load() == LastSeen("r", 1, 5, "five", "")
-    file.advance_to(LastSeen("r", 1, 4, "four", "", revoked=("b",)))
-    file.advance_to(LastSeen("r", 1, 6, "six", "", revoked=("a",)))
-    assert file.load() == LastSeen("r", 1, 6, "six", "", revoked=("a", "b"))
-    for wrong in ("a", [1], None):
-        file.path.write_bytes(json.dumps({**kept, "revoked": wrong}).encode())
-        with pytest.raises(SettingsError, match="does not say"):
-            file.load()
-
-
 def test_default_place_of_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
     assert load_settings({"bucket": "/x"}, {}).state_folder() == tmp_path / "xdg" / "vllm-delta-sync"
@@ -326,44 +307,3 @@ def test_head_descends_from_what_is_served_where_nothing_else_is_remembered(tmp_
         with pytest.raises(error):
             TrustedHead(settings, world.trainer).accept_head(run, head, None, served)
     TrustedHead(settings, world.trainer).accept_head(run, head, None, world.chain.manifests[1])
-
-
-@pytest.mark.parametrize("restarted", [False, True])
-def test_what_a_stolen_key_showed_and_took_away_is_forgotten_once_it_is_revoked(
-    tmp_path: Path, restarted: bool
-) -> None:
-    world = Trusted(tmp_path)
-    world.serves(3)
-    stolen = keyring_at(tmp_path / "stolen.key")
-    entry = KeyEntry(key=stolen.public or "")
-    world.chain.key_file(1, [entry])
-    forged = world.copied(stolen, seed=5)
-    forged.grow(1)
-    key = keys.version_key(4)
-    document = forged.manifests[4]
-    honest_head = (world.folder / keys.HEAD_KEY).read_bytes()
-    (world.folder / key).write_bytes((forged.folder / key).read_bytes())
-    with pytest.raises(NotFoundError):
-        world.receiver.advance()  # its objects are not there: seen, never served
-    assert world.receiver.status()["trust"]["last_seen"]["manifest"] == document.digest
-    (world.folder / key).unlink()
-    assert (world.folder / keys.HEAD_KEY).read_bytes() == honest_head
-    world.refused("replay")
-    if restarted:
-        world.start()
-        world.refused("replay")
-    last = KeyValidity(version=3, manifest=world.chain.manifests[3].digest)
-    world.chain.key_file(2, [KeyEntry(key=entry.key, revoked=True, last=last)])
-    world.chain.grow(1)
-    world.serves(4)
-
-
-def test_a_revoked_key_that_was_not_the_one_seen_last_makes_nothing_forgotten(tmp_path: Path) -> None:
-    world = Trusted(tmp_path)
-    world.serves(3)
-    other = keyring_at(tmp_path / "other.key")
-    last = KeyValidity(version=1, manifest=world.chain.manifests[1].digest)
-    world.chain.key_file(1, [KeyEntry(key=other.public or "", revoked=True, last=last)])
-    world.put(world.copied(until=2).folder)
-    world.refused("replay")
-    assert world.receiver.status()["trust"]["last_seen"]["version"] == 3

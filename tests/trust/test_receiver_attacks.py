@@ -12,17 +12,15 @@ import pytest
 from tests.support.chains import Chain, Server
 from tests.support.collision import same_fingerprint
 from tests.support.forge import FORGERIES
-from tests.support.trusted import Trusted, keyring_at
+from tests.support.trusted import Trusted
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.engine.protocol import A, Poll, Progress, RankFailure, RankRequest
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest
-from vllm_delta_sync.errors import BaseUnavailableError, FormatError, NotFoundError, ReplayError, SignatureError
-from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.errors import BaseUnavailableError, FormatError, NotFoundError, SignatureError
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.canonical_json import dump_canonical
-from vllm_delta_sync.format.documents import KeyEntry, KeyValidity
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.tensors.state import ModelState
@@ -91,26 +89,6 @@ def unsigned_run_info(world: Trusted) -> None:
     path.write_bytes(FORGERIES["unsigned"](world.chain.info, world.stranger))
 
 
-def key_file_put_back(world: Trusted) -> None:
-    world.chain.key_file(1, [])
-    first = (world.folder / side.KEYS_KEY).read_bytes()
-    world.chain.key_file(2, [])
-    world.receiver.advance()
-    (world.folder / side.KEYS_KEY).write_bytes(first)
-
-
-def key_file_deleted(world: Trusted) -> None:
-    key_file_put_back(world)
-    (world.folder / side.KEYS_KEY).unlink()
-
-
-def key_file_by_a_stranger(world: Trusted) -> None:
-    other = world.copied(world.stranger)
-    other.key_file(1, [KeyEntry(key=world.stranger.public or "")])
-    other.grow(2)
-    world.put(other.folder)
-
-
 ATTACKS: dict[str, tuple[Attack, str]] = {
     "unsigned": (grown("nobody"), "signature"),
     "unsigned beyond the head": (unsigned_beyond_the_head, "signature"),
@@ -130,9 +108,6 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "signed run in its place": (lambda world: world.put(other_run(world, world.trainer).folder), "chain"),
     "stranger's run in its place": (lambda world: world.put(other_run(world, world.stranger).folder), "signature"),
     "run.json without its signature": (unsigned_run_info, "signature"),
-    "key file put back": (key_file_put_back, "replay"),
-    "key file deleted": (key_file_deleted, "replay"),
-    "key file by a stranger": (key_file_by_a_stranger, "signature"),
 }
 
 
@@ -155,7 +130,6 @@ def test_attack_is_refused_and_what_it_did_heals(tmp_path: Path, name: str, rest
     world.refused(kind)
     # The truth is back, and has gone on.
     world.put(true.folder)
-    world.chain.key_file(3, [])
     world.chain.grow(2)
     world.serves(5)
 
@@ -188,9 +162,8 @@ def test_run_json_signed_anew_is_refused(tmp_path: Path) -> None:
     world.serves(4)
 
 
-@pytest.mark.parametrize("rotated", [False, True], ids=["version", "key file"])
-def test_faster_neighbour_is_no_replay(tmp_path: Path, rotated: bool) -> None:
-    """A version, or a list of keys, that comes while this server looks is seen first by another one on its machine."""
+def test_faster_neighbour_is_no_replay(tmp_path: Path) -> None:
+    """A version that comes while this server looks is seen first by another one on its machine."""
     world = Trusted(tmp_path)
     world.serves(3)
     other = Server(world.chain, world.chain.bits[0], 1, **world.settings)
@@ -201,8 +174,6 @@ def test_faster_neighbour_is_no_replay(tmp_path: Path, rotated: bool) -> None:
 
         def overtaken(known: int | None = None) -> Any:
             found = look(known)
-            if rotated:
-                world.chain.key_file(len(world.chain.manifests), [])
             world.chain.grow(1)
             other.receiver.advance()
             return found
@@ -349,26 +320,6 @@ def test_forged_anchor_is_not_used_for_a_repair(tmp_path: Path) -> None:
     world.server.serves(3)
 
 
-def test_revoked_key_is_not_believed_by_ranks_either(tmp_path: Path) -> None:
-    """Not even while they are shown the list of keys as it was before."""
-    world = Trusted(tmp_path)
-    stolen = keyring_at(tmp_path / "stolen.key")
-    older = world.chain.key_file(1, [KeyEntry(key=stolen.public or "")])
-    world.serves(3)
-    world.chain.key_file(2, [KeyEntry(key=stolen.public or "", revoked=True)])
-    true = world.copied()
-    forged_anchor(world, stolen)
-    world.server.models[0].norm.data.zero_()
-    assert not world.receiver.verify()["verdict"]
-    with swapped_for_ranks(world, "repair", side.KEYS_KEY, older.to_bytes()), pytest.raises(ReplayError):
-        world.receiver.repair()
-    with pytest.raises((NotFoundError, SignatureError)):
-        world.receiver.repair()
-    world.put(true.folder)
-    world.receiver.repair()
-    world.server.serves(3)
-
-
 @pytest.mark.parametrize("target", ["2", "tag:best"])
 def test_forked_version_behind_the_head(tmp_path: Path, target: str) -> None:
     """Whoever asks for a version is given the one that the head goes on from."""
@@ -394,38 +345,6 @@ def test_tag_moved_by_a_stranger(tmp_path: Path) -> None:
         world.refused("signature")
     world.tag("best", 3, world.trainer)
     world.serves(3)
-
-
-def test_keys_that_are_listed_and_revoked(tmp_path: Path) -> None:
-    """What a key wrote up to its last word stays readable, for a fresh server too; what it writes later does not."""
-    world = Trusted(tmp_path)
-    helper = keyring_at(tmp_path / "helper.key")
-    entry = KeyEntry(key=helper.public or "")
-    world.chain.keyring = helper
-    world.chain.grow(2)
-    world.refused("signature")
-    world.chain.keyring = world.trainer
-    world.chain.key_file(1, [entry])
-    world.serves(5)
-    last = KeyValidity(version=5, manifest=world.chain.manifests[5].digest)
-    world.chain.key_file(2, [entry.model_copy(update={"last": last, "revoked": True})])
-    stolen = world.copied(helper)
-    stolen.grow(2)
-    true = world.copied()
-    world.put(stolen.folder)
-    world.refused("signature")
-    # Another version 4 and 5, with a signature of the time when it was good.
-    forked = world.copied(helper, until=3)
-    forked.grow(2)
-    world.put(forked.folder)
-    world.refused("fork", "signature")
-    world.put(true.folder)
-    world.chain.head(5)
-    world.chain.grow(1)
-    world.serves(6)
-    shutil.rmtree(tmp_path / "state")
-    world.start()
-    world.serves(6)
 
 
 def test_branch_of_a_run_that_a_stranger_signed(tmp_path: Path) -> None:

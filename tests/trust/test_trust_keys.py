@@ -1,11 +1,10 @@
 """Signatures of documents, whose signatures count, key files, and the file of what was seen before: nothing but what is
-signed is believed, not as another kind, and not beyond the word of a revoked key."""
+signed is believed, and not as another kind."""
 
 import json
 import os
 import stat
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,31 +22,27 @@ from cryptography.hazmat.primitives.serialization import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.publishers import Hooked
+from tests.support.collecting import MemoryBucket
 from tests.support.signers import (
     INFO,
     NEXT,
-    OTHER_ROOT,
     ROOT,
     RUN,
     STRANGER,
     TIME,
     TRAINER,
     by,
-    entry,
-    key_file,
     manifest,
     public,
     ring,
 )
-from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
     DeltaSyncError,
     ForkError,
     FormatError,
-    ReplayError,
+    NotFoundError,
     SettingsError,
     SignatureError,
     StoreError,
@@ -55,22 +50,18 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.canonical_json import dump_canonical
 from vllm_delta_sync.format.documents import (
-    KEYS_KEY,
     Anchor,
     Claim,
     Collection,
     Heartbeat,
-    KeyEntry,
-    KeyFile,
     MergedDelta,
     Retention,
     Tag,
 )
 from vllm_delta_sync.format.manifest import Document, Head, Manifest, RunInfo, Signature, version_key
-from vllm_delta_sync.run.verifier import RunVerifier
+from vllm_delta_sync.run.ancestors import Ancestors
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import make_head
-from vllm_delta_sync.trust.keyring import RunKeys
 from vllm_delta_sync.trust.keys import MAX_KEY_BYTES, generate, load_private, load_public
 from vllm_delta_sync.trust.last_seen import LastSeen, LastSeenStore
 
@@ -85,7 +76,7 @@ def test_what_is_signed_can_be_checked_without_this_project() -> None:
     # And the reverse: what others sign like that is believed.
     value["signature"] = {"key": public(NEXT), "value": NEXT.sign(message).hex()}
     theirs = Manifest.from_bytes(rfc8785.dumps(value))
-    RunKeys(ring(None, NEXT), RUN).check_manifest(theirs, 0, "it")
+    ring(None, NEXT).check(theirs, "it")
 
 
 def test_signing_is_repeatable_and_takes_the_place_of_what_was_there() -> None:
@@ -99,13 +90,13 @@ def test_fields_that_this_release_does_not_know_are_signed_too() -> None:
     value = json.loads(manifest(0).to_bytes()) | {"later": [1, {"x": "y"}]}
     signed = by(TRAINER, Manifest.from_bytes(dump_canonical(value)))
     assert json.loads(signed.to_bytes())["later"] == [1, {"x": "y"}]
-    keys = RunKeys(ring(None, TRAINER), RUN)
-    keys.check_manifest(signed, 0, "it")
+    keys = ring(None, TRAINER)
+    keys.check(signed, "it")
     value = json.loads(signed.to_bytes())
     without = {name: part for name, part in value.items() if name != "later"}
     for changed in (value | {"later": [1]}, value | {"later": None}, without):
         with pytest.raises(SignatureError, match="was changed"):
-            keys.check_manifest(Manifest.from_bytes(dump_canonical(changed)), 0, "it")
+            keys.check(Manifest.from_bytes(dump_canonical(changed)), "it")
 
 
 def _leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -145,13 +136,13 @@ _RICH_SIGNED = by(TRAINER, _RICH)
 
 def _refused(document: dict[str, Any], kind: type[Document]) -> None:
     """It is no document any more, or nobody has signed it."""
-    keys = RunKeys(ring(None, TRAINER), RUN)
+    keys = ring(None, TRAINER)
     try:
         found = kind.from_bytes(dump_canonical(document))
     except (FormatError, UnsupportedError):
         return
     with pytest.raises(SignatureError):
-        keys.check_standalone(found, 9, "it")
+        keys.check(found, "it")
 
 
 def _flipped(value: Any) -> list[Any]:
@@ -191,12 +182,12 @@ def test_changed_bytes_are_refused(place: int, flip: int) -> None:
     data = bytearray(_RICH_SIGNED.to_bytes())
     data[place] ^= flip
     with pytest.raises(DeltaSyncError):
-        RunKeys(ring(None, TRAINER), RUN).check_manifest(Manifest.from_bytes(bytes(data)), 9, "it")
+        ring(None, TRAINER).check(Manifest.from_bytes(bytes(data)), "it")
 
 
 def test_each_kind_has_a_name_of_its_own() -> None:
     kinds: list[type[Document]] = [RunInfo, Manifest, Head, Anchor, MergedDelta, Tag, Claim, Heartbeat, Collection]
-    kinds += [Retention, KeyFile]
+    kinds += [Retention]
     assert len({kind.KIND for kind in kinds}) == len(kinds)
 
 
@@ -206,30 +197,30 @@ def test_a_document_of_one_kind_is_not_taken_for_another() -> None:
         "format_version": 2, "requires": [], "run": RUN, "name": "a", "version": 3, "manifest": "1" * 64, "epoch": 1,
         "writer": "2" * 32, "milestone": False, "branch": None, "created_at": TIME,
     }  # fmt: skip
-    keys = RunKeys(ring(None, TRAINER), RUN)
+    keys = ring(None, TRAINER)
     kinds: list[type[Document]] = [Claim, Tag, Head]
     for kind in kinds:
         signed = by(TRAINER, kind.from_bytes(dump_canonical(fields)))
         for other in kinds:
             taken = other.from_bytes(signed.to_bytes())
             if other is kind:
-                keys.check_standalone(taken, 3, "it")
+                keys.check(taken, "it")
             else:
                 with pytest.raises(SignatureError, match="was changed"):
-                    keys.check_standalone(taken, 3, "it")
+                    keys.check(taken, "it")
 
 
 def test_messages_of_one_kind_are_not_taken_for_another() -> None:
-    keyring, allowed = ring(TRAINER, TRAINER), frozenset([public(TRAINER)])
+    keyring = ring(TRAINER, TRAINER)
     signature = keyring.sign_bytes("notice", b"data")
-    keyring.check_bytes("notice", b"data", signature, "it", allowed)
+    keyring.check_bytes("notice", b"data", signature, "it")
     for kind, data in (("notice", b"date"), ("manifest", b"data")):
         with pytest.raises(SignatureError, match="was changed"):
-            keyring.check_bytes(kind, data, signature, "it", allowed)
+            keyring.check_bytes(kind, data, signature, "it")
     with pytest.raises(SignatureError, match="not signed"):
-        keyring.check_bytes("notice", b"data", None, "it", allowed)
+        keyring.check_bytes("notice", b"data", None, "it")
     with pytest.raises(SignatureError, match="not trusted"):
-        keyring.check_bytes("notice", b"data", signature, "it", frozenset([public(ROOT)]))
+        ring(None, ROOT).check_bytes("notice", b"data", signature, "it")
     assert Keyring().sign_bytes("notice", b"data") is None
 
 
@@ -251,14 +242,14 @@ def test_a_signature_has_one_spelling() -> None:
     other = Signature(key=signed.signature.key, value=(raw[:32] + s.to_bytes(32, "little")).hex())
     value = json.loads(signed.to_bytes()) | {"signature": other.model_dump()}
     with pytest.raises(SignatureError, match="was changed"):
-        RunKeys(ring(None, TRAINER), RUN).check_manifest(Manifest.from_bytes(dump_canonical(value)), 0, "it")
+        ring(None, TRAINER).check(Manifest.from_bytes(dump_canonical(value)), "it")
 
 
 @pytest.mark.parametrize("key", ["00" * 32, "01" + "00" * 31, "ff" * 32, "ec" + "ff" * 30 + "7f"])
 def test_keys_that_are_no_keys(key: str) -> None:
     value = json.loads(manifest(0).to_bytes()) | {"signature": {"key": key, "value": "00" * 64}}
     with pytest.raises(SignatureError):
-        RunKeys(ring(None, TRAINER), RUN).check_manifest(Manifest.from_bytes(dump_canonical(value)), 0, "it")
+        ring(None, TRAINER).check(Manifest.from_bytes(dump_canonical(value)), "it")
 
 
 def test_head_of_a_version() -> None:
@@ -267,7 +258,7 @@ def test_head_of_a_version() -> None:
     assert (plain.version, plain.manifest, plain.parent, plain.epoch) == (4, newest.digest, newest.parent, 2)
     assert (plain.created_at, plain.expires_at, plain.signature) == (None, None, None)
     signed = make_head(newest, ring(TRAINER, TRAINER), 60)
-    RunKeys(ring(None, TRAINER), RUN).check_standalone(signed, 4, "HEAD.json")
+    ring(None, TRAINER).check(signed, "HEAD.json")
     from datetime import datetime, timedelta
 
     begins, ends = (datetime.fromisoformat(time or "") for time in (signed.created_at, signed.expires_at))
@@ -277,276 +268,94 @@ def test_head_of_a_version() -> None:
 # Whose word counts
 
 
-# Whose word counts
-
-
-def test_a_keyring_that_without_keys_checks_nothing(tmp_path: Path) -> None:
-    bucket = open_bucket(str(tmp_path))
-    bucket.put(KEYS_KEY, b"garbage")
-    found = RunVerifier(bucket, Keyring(), INFO)
-    found.refresh()
-    found.check_manifest(manifest(0), "it")
-    found.check_head(Head(run=RUN, version=0, manifest="0" * 64), "it")
+def test_a_keyring_without_keys_checks_nothing() -> None:
+    Keyring().check(manifest(0), "it")
+    Keyring().check(Head(run=RUN, version=0, manifest="0" * 64), "it")
 
 
 @pytest.mark.parametrize("signer", [None, STRANGER])
 def test_everything_of_others_is_refused(signer: Any) -> None:
-    keys = RunKeys(ring(None, ROOT, TRAINER), RUN)
-    checks: list[tuple[Callable[..., object], Document, tuple[Any, ...]]] = [
-        (keys.check_info, INFO, ()),
-        (keys.check_manifest, manifest(0), (0, "it")),
-        (keys.check_standalone, Head(run=RUN, version=0, manifest="0" * 64), (0, "it")),
-    ]
-    for check, document, rest in checks:
+    keys = ring(None, ROOT, TRAINER)
+    documents: list[Document] = [INFO, manifest(0), Head(run=RUN, version=0, manifest="0" * 64)]
+    for document in documents:
         offered = document if signer is None else by(signer, document)
         with pytest.raises(SignatureError, match="not signed" if signer is None else "not trusted"):
-            check(offered, *rest)
-        check(by(TRAINER, document), *rest)
-
-
-@pytest.mark.parametrize("signer", [None, STRANGER])
-def test_head_of_others_is_refused(signer: Any, tmp_path: Path) -> None:
-    found = RunVerifier(open_bucket(str(tmp_path)), ring(None, TRAINER), by(TRAINER, INFO))
-    head = Head(run=RUN, version=0, manifest="0" * 64)
-    found.check_head(by(TRAINER, head), "it")
-    with pytest.raises(SignatureError):
-        found.check_head(head if signer is None else by(signer, head), "it")
-
-
-def test_delegated_keys() -> None:
-    keys = RunKeys(ring(None, ROOT), RUN)
-    signed = by(TRAINER, manifest(0))
-    with pytest.raises(SignatureError, match="not trusted"):
-        keys.check_manifest(signed, 0, "it")
-    keys.accept(key_file([entry(TRAINER)]))
-    assert keys.check_manifest(signed, 0, "it") is None
-    assert keys.allowed() == {public(ROOT), public(TRAINER)}
-    # Who is taken out of the list altogether is nobody any more.
-    keys.accept(key_file([entry(NEXT)], 2))
-    with pytest.raises(SignatureError, match="not trusted"):
-        keys.check_manifest(signed, 0, "it")
-    assert keys.allowed() == {public(ROOT), public(NEXT)}
-
-
-def test_list_of_keys_vouches_for_run_json() -> None:
-    keys = RunKeys(ring(None, ROOT), RUN)
-    info = by(TRAINER, INFO)
-    with pytest.raises(SignatureError, match="not trusted"):
-        keys.check_info(info)
-    # Also after the key that began the run was stolen.
-    keys.accept(key_file([entry(TRAINER, revoked=True)]))
-    keys.check_info(info)
-    with pytest.raises(SignatureError, match="revoked"):
-        keys.check_info(by(TRAINER, INFO.model_copy(update={"total": 101})))
-
-
-def test_only_roots_change_the_list() -> None:
-    """A delegated key lists one of its own."""
-    keys = RunKeys(ring(None, ROOT), RUN)
-    keys.accept(key_file([entry(TRAINER)]))
-    listed = [entry(TRAINER), entry(STRANGER)]
-    value = json.loads(key_file(listed, 2).to_bytes())
-    unsigned, changed = {**value, "signature": None}, {**value, "sequence": 3}
-    forged = [key_file(listed, 2, TRAINER), key_file(listed, 2, STRANGER)]
-    for one in [*forged, *(KeyFile.from_bytes(dump_canonical(one)) for one in (unsigned, changed))]:
-        with pytest.raises(SignatureError):
-            keys.accept(one)
-    with pytest.raises(ChainError, match="belongs to run"):
-        keys.accept(key_file([entry(TRAINER)], 2, run="cd" * 16))
-    assert keys.allowed() == {public(ROOT), public(TRAINER)}
-    assert keys.file is not None
-    assert keys.file.sequence == 1
-
-
-def test_list_that_was_put_back() -> None:
-    keys = RunKeys(ring(None, ROOT), RUN)
-    keys.accept(key_file([entry(TRAINER)], 1))
-    keys.accept(key_file([entry(TRAINER, manifest(3))], 2))
-    keys.accept(key_file([entry(TRAINER, manifest(3))], 2))
-    for old in (key_file([entry(TRAINER)], 1), None):
-        with pytest.raises(ReplayError, match="2 was seen before"):
-            keys.accept(old)
-    assert keys.allowed() == {public(ROOT)}
-    fresh = RunKeys(ring(None, ROOT), RUN)
-    with pytest.raises(ReplayError, match="sequence 1, and 2"):
-        fresh.accept(key_file([entry(TRAINER)], 1), at_least=2)
-    with pytest.raises(ReplayError, match="sequence 0, and 2"):
-        fresh.accept(None, at_least=2)
-
-
-def test_revoked_root_does_not_take_it_back() -> None:
-    keys = RunKeys(ring(None, ROOT, OTHER_ROOT), RUN)
-    keys.accept(key_file([entry(ROOT, revoked=True)], 1, OTHER_ROOT))
-    with pytest.raises(SignatureError, match="which it revokes"):
-        keys.accept(key_file([entry(ROOT, revoked=True)], 2, ROOT))
-    with pytest.raises(SignatureError, match="was revoked before"):
-        keys.accept(key_file([], 2, ROOT))
-    assert keys.allowed() == {public(OTHER_ROOT)}
-    keys.accept(key_file([], 2, OTHER_ROOT))
-    assert keys.allowed() == {public(ROOT), public(OTHER_ROOT)}
-
-
-def test_side_documents_of_retired_and_revoked_keys() -> None:
-    keys = RunKeys(ring(None, ROOT), RUN)
-    at_3, at_4 = (by(TRAINER, Head(run=RUN, version=version, manifest="0" * 64)) for version in (3, 4))
-    keys.accept(key_file([entry(TRAINER, manifest(3))]))
-    keys.check_standalone(at_3, 3, "it")
-    with pytest.raises(SignatureError, match="is not valid for version 4 any more"):
-        keys.check_standalone(at_4, 4, "it")
-    keys.accept(key_file([entry(TRAINER, manifest(3), revoked=True)], 2))
-    for head in (at_3, at_4):
-        with pytest.raises(SignatureError, match="is not valid"):
-            keys.check_standalone(head, head.version, "it")
+            keys.check(offered, "it")
+        for trusted in (ROOT, TRAINER):
+            keys.check(by(trusted, document), "it")
 
 
 # Along the chain
 
 
-class Chain:
-    """Signed manifests in a bucket; each is signed by the key that is given for it."""
-
-    def __init__(self, folder: Path, signers: list[Any]) -> None:
-        self.bucket: Bucket = open_bucket(str(folder))
-        self.manifests: list[Manifest] = []
-        for version, signer in enumerate(signers):
-            self.put(by(signer, manifest(version, self.manifests[-1] if self.manifests else None)))
-
-    def put(self, made: Manifest) -> Manifest:
-        self.manifests.append(made)
-        self.bucket.put(version_key(made.version), made.to_bytes())
-        return made
-
-    def list_keys(self, *entries: KeyEntry, sequence: int = 1) -> None:
-        self.bucket.put(KEYS_KEY, key_file(list(entries), sequence).to_bytes())
-
-    def reader(self) -> RunVerifier:
-        return RunVerifier(self.bucket, ring(None, ROOT), by(TRAINER, INFO))
-
-    def believed(self, reader: RunVerifier | None = None) -> list[int]:
-        reader = reader or self.reader()
-        found = []
-        for one in self.manifests:
-            try:
-                reader.check_manifest(one, version_key(one.version))
-            except (SignatureError, ForkError):
-                continue
-            found.append(one.version)
-        return found
+def history(versions: int) -> list[Manifest]:
+    made: list[Manifest] = []
+    for version in range(versions):
+        made.append(by(TRAINER, manifest(version, made[-1] if made else None)))
+    return made
 
 
-def test_rotation(tmp_path: Path) -> None:
-    chain = Chain(tmp_path, [TRAINER] * 4 + [NEXT] * 3)
-    chain.list_keys(entry(TRAINER), entry(NEXT))
-    assert chain.believed() == list(range(7))
-    chain.list_keys(entry(TRAINER, chain.manifests[3]), entry(NEXT), sequence=2)
-    assert chain.believed() == list(range(7))
-    # The old key goes on: it is not believed after its last word.
-    chain.put(by(TRAINER, manifest(7, chain.manifests[6])))
-    assert chain.believed() == list(range(7))
-    # Nor with another version in the place of one that it did sign.
-    again = by(TRAINER, manifest(2, chain.manifests[1], step=99))
-    with pytest.raises(SignatureError, match=r"is not among the versions that keys.json accepts"):
-        chain.reader().check_manifest(again, "it")
+def test_ancestors_are_read_once() -> None:
+    manifests, read = history(41), []
+
+    def stored(version: int) -> bytes:
+        read.append(version)
+        return manifests[version].to_bytes()
+
+    ancestors, head = Ancestors(stored), manifests[40]
+    for wanted in (40, 39, 5, 20, 19, 30, 0):
+        assert ancestors.digest(40, head.digest, wanted) == manifests[wanted].digest
+    # Also for who begins at one of them.
+    assert ancestors.digest(30, manifests[30].digest, 2) == manifests[2].digest
+    assert sorted(read) == list(range(1, 41))
 
 
-def test_revocation(tmp_path: Path) -> None:
-    """The key was stolen, and used for versions 4 and 5: without a last word nothing of it is believed."""
-    chain = Chain(tmp_path, [TRAINER] * 6)
-    chain.list_keys(entry(TRAINER))
-    assert chain.believed() == list(range(6))
-    chain.list_keys(entry(TRAINER, revoked=True), sequence=2)
-    assert chain.believed() == []
-    chain.list_keys(entry(TRAINER, chain.manifests[3], revoked=True), entry(NEXT), sequence=3)
-    reader = chain.reader()
-    assert chain.believed(reader) == [0, 1, 2, 3]
-    chain.put(by(NEXT, manifest(4, chain.manifests[3], step=99)))
-    assert chain.believed(reader) == [0, 1, 2, 3, 4]
-    with pytest.raises(SignatureError, match="was revoked after version 3"):
-        reader.check_manifest(chain.manifests[4], "it")
-
-
-def test_only_manifests_of_ended_keys_are_recognized_as_such(tmp_path: Path) -> None:
-    """Later versions may name them as parents, though they are not served."""
-    chain = Chain(tmp_path, [TRAINER, NEXT, STRANGER])
-    chain.list_keys(entry(TRAINER))
-    assert chain.reader().signed_by_ended_key(chain.manifests[0].to_bytes(), "it") is None
-    chain.list_keys(entry(TRAINER, chain.manifests[0], revoked=True), entry(NEXT), sequence=2)
-    reader = chain.reader()
-    ended = [reader.signed_by_ended_key(one.to_bytes(), "it") is not None for one in chain.manifests]
-    assert ended == [True, False, False]
-    unsigned, forged = manifest(0), by(TRAINER, manifest(0)).to_bytes().replace(b'"step":0', b'"step":1')
-    assert reader.signed_by_ended_key(unsigned.to_bytes(), "it") is None
-    assert reader.signed_by_ended_key(forged, "it") is None
-    without_keys = RunVerifier(chain.bucket, Keyring(), INFO)
-    assert without_keys.signed_by_ended_key(chain.manifests[0].to_bytes(), "it") is None
-
-
-def test_history_that_is_not_linked_to_a_last_word_is_not_believed(tmp_path: Path) -> None:
-    chain = Chain(tmp_path, [TRAINER] * 5)
-    chain.list_keys(entry(TRAINER, chain.manifests[4], revoked=True))
-    chain.bucket.delete(version_key(3))
-    with pytest.raises(SignatureError, match="cannot be shown"):
-        chain.reader().check_manifest(chain.manifests[1], "it")
-    chain.reader().check_manifest(chain.manifests[4], "it")
-    chain.bucket.put(version_key(3), b"{}")
-    with pytest.raises(ForkError, match="the manifest was replaced"):
-        chain.reader().check_manifest(chain.manifests[1], "it")
-    # A thief writes every manifest up to the pin anew, with good signatures and links: only the pin tells.
-    forged: list[Manifest] = []
-    for version in range(5):
-        forged.append(by(TRAINER, manifest(version, forged[-1] if forged else None, step=7)))
-        chain.bucket.put(version_key(version), forged[-1].to_bytes())
-    for one in forged:
-        with pytest.raises((ForkError, SignatureError)):
-            chain.reader().check_manifest(one, version_key(one.version))
-
-
-def test_each_link_is_read_once_with_many_keys(tmp_path: Path) -> None:
-    chain = Chain(tmp_path, [TRAINER] * 20 + [NEXT] * 20 + [ROOT])
-    chain.list_keys(entry(TRAINER, chain.manifests[19]), entry(NEXT, chain.manifests[39]))
-    counting, read = Hooked(tmp_path), []
-    counting.reading = lambda key: read.append(key) if key.startswith("versions/") else None
-    reader = RunVerifier(counting, ring(None, ROOT), by(TRAINER, INFO))
-    for version in (0, 39, 5, 20, 19, 30, 0):
-        reader.check_manifest(chain.manifests[version], "it")
-    assert 30 <= len(read) == len(set(read)) <= 40
-
-
-def test_threads_that_prove_at_once(tmp_path: Path) -> None:
-    chain = Chain(tmp_path, [TRAINER] * 30)
-    chain.list_keys(entry(TRAINER, chain.manifests[29]))
+def test_ancestors_of_threads_at_once() -> None:
+    manifests = history(30)
     for _ in range(5):
-        reader, failures = chain.reader(), []
+        ancestors = Ancestors(lambda version: manifests[version].to_bytes())
+        wrong: list[int] = []
         barrier = threading.Barrier(8)
 
-        def prove(version: int) -> None:
+        def find(version: int) -> None:
             barrier.wait(120)  # noqa: B023
-            try:
-                reader.check_manifest(chain.manifests[version], "it")  # noqa: B023
-            except DeltaSyncError as error:
-                failures.append(error)  # noqa: B023
+            if ancestors.digest(29, manifests[29].digest, version) != manifests[version].digest:  # noqa: B023
+                wrong.append(version)  # noqa: B023
 
-        threads = [threading.Thread(target=prove, args=(version,)) for version in range(0, 16, 2)]
+        threads = [threading.Thread(target=find, args=(version,)) for version in range(0, 16, 2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(120)
-        assert failures == []
+        assert wrong == []
 
 
-def test_ancestors(tmp_path: Path) -> None:
-    chain = Chain(tmp_path, [TRAINER] * 6)
-    chain.list_keys(entry(TRAINER))
-    reader = chain.reader()
-    digests = [one.digest for one in chain.manifests]
-    for version in (5, 3):
-        assert [reader.ancestor_digest(version, digests[version], wanted) for wanted in range(version + 1)] == digests[
-            : version + 1
-        ]
+def test_ancestors_that_were_replaced_or_are_missing() -> None:
+    manifests = history(6)
+    stored = {one.version: one.to_bytes() for one in manifests}
+    digests = [one.digest for one in manifests]
+
+    def digest(version: int, known: str, wanted: int) -> str:
+        bucket = MemoryBucket()
+        for number, data in stored.items():
+            bucket.put(version_key(number), data)
+        return Ancestors(lambda number: bucket.get(version_key(number))).digest(version, known, wanted)
+
     with pytest.raises(ChainError, match="cannot precede"):
-        reader.ancestor_digest(3, digests[3], 4)
+        digest(3, digests[3], 4)
     with pytest.raises(ForkError):
-        reader.ancestor_digest(3, digests[2], 1)
+        digest(3, digests[2], 1)
+    # A manifest with a good signature, in the place of another.
+    stored[2] = by(TRAINER, manifest(2, manifests[1], step=99)).to_bytes()
+    with pytest.raises(ForkError, match="the manifest was replaced"):
+        digest(5, digests[5], 1)
+    assert digest(5, digests[5], 3) == digests[3]
+    del stored[2]
+    with pytest.raises(NotFoundError):
+        digest(5, digests[5], 1)
+    stored[1] = stored[0]
+    with pytest.raises(ChainError, match="names no parent"):
+        digest(0, digests[0], -1)
 
 
 # Key files
@@ -659,54 +468,64 @@ def test_keyring_from_files(tmp_path: Path) -> None:
 
 
 def test_a_run_begins_with_a_trusted_key() -> None:
-    ring(ROOT, ROOT).check_can_start_run()
-    ring(None, ROOT).check_can_start_run()
-    Keyring().check_can_start_run()
-    with pytest.raises(SignatureError, match="cannot begin"):
-        ring(TRAINER, ROOT).check_can_start_run()
+    ring(ROOT, ROOT).check_signing_key()
+    ring(None, ROOT).check_signing_key()
+    Keyring().check_signing_key()
+    with pytest.raises(SignatureError, match="is not among trusted_keys"):
+        ring(TRAINER, ROOT).check_signing_key()
 
 
 # What was seen before
 
 
-def mark(keys: int, version: int, **fields: str) -> LastSeen:
-    return replace(LastSeen(RUN, keys, version, f"{version:064d}", public(TRAINER)), **fields)  # type: ignore[arg-type]
+TRUSTED = [public(TRAINER)]
+
+
+def mark(version: int, **fields: str) -> LastSeen:
+    return replace(LastSeen(RUN, version, f"{version:064d}", public(TRAINER)), **fields)  # type: ignore[arg-type]
 
 
 def test_mark_is_kept_and_only_rises(tmp_path: Path) -> None:
-    file = LastSeenStore(tmp_path / "state" / "deep", "file:///run")
+    file = LastSeenStore(tmp_path / "state" / "deep", "file:///run", TRUSTED)
     assert file.load() is None
-    for raised, kept in (((2, 5), (2, 5)), ((1, 4), (2, 5)), ((3, 4), (3, 5)), ((1, 6), (3, 6))):
-        file.advance_to(mark(*raised))
-        assert LastSeenStore(tmp_path / "state" / "deep", "file:///run").load() == mark(*kept)
-    assert LastSeenStore(tmp_path / "state" / "deep", "file:///other").load() is None
+    for raised, kept in ((5, 5), (4, 5), (5, 5), (6, 6)):
+        file.advance_to(mark(raised))
+        assert LastSeenStore(tmp_path / "state" / "deep", "file:///run", TRUSTED).load() == mark(kept)
+    assert LastSeenStore(tmp_path / "state" / "deep", "file:///other", TRUSTED).load() is None
     assert stat.S_IMODE((tmp_path / "state" / "deep").stat().st_mode) == 0o700
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12))
-def test_marks_of_several_servers(tmp_path_factory: pytest.TempPathFactory, seen: list[tuple[int, int]]) -> None:
-    file = LastSeenStore(tmp_path_factory.mktemp("marks"), "x")
-    threads = [threading.Thread(target=file.advance_to, args=(mark(keys, version),)) for keys, version in seen]
+def test_mark_of_a_key_that_is_not_trusted_any_more_counts_as_none(tmp_path: Path) -> None:
+    """The thief of a key could otherwise block every honest version, and the run that replaces this one."""
+    LastSeenStore(tmp_path, "x", TRUSTED).advance_to(mark(10**9))
+    file = LastSeenStore(tmp_path, "x", [public(NEXT)])
+    assert file.load() is None
+    file.advance_to(mark(2, run="cd" * 16, key=public(NEXT)))
+    assert file.load() == mark(2, run="cd" * 16, key=public(NEXT))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12))
+def test_marks_of_several_servers(tmp_path_factory: pytest.TempPathFactory, seen: list[int]) -> None:
+    file = LastSeenStore(tmp_path_factory.mktemp("marks"), "x", TRUSTED)
+    threads = [threading.Thread(target=file.advance_to, args=(mark(version),)) for version in seen]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
-    version = max(version for _, version in seen)
-    assert file.load() == mark(max(keys for keys, _ in seen), version)
+    assert file.load() == mark(max(seen))
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"[]", b"{}", b'{"run":"x"}', b'{"run":1,"keys":0,"version":0,"manifest":"","key":""}',
-     b'{"run":"x","keys":true,"version":0,"manifest":"","key":""}', b"\xff\xfe",
-     b'{"run":"x","keys":0,"version":3.0,"manifest":"","key":""}', b'{"run":"x","keys":0,"version":0,"manifest":""}',
-     b'{"run":"x","keys":0,"version":0,"manifest":"","key":"","more":0}', b" " * (1 << 21)],
+    [b"", b"{", b"[]", b"{}", b'{"run":"x"}', b'{"run":1,"version":0,"manifest":"","key":""}',
+     b'{"run":"x","version":true,"manifest":"","key":""}', b"\xff\xfe",
+     b'{"run":"x","version":3.0,"manifest":"","key":""}', b'{"run":"x","version":0,"manifest":""}', b" " * (1 << 21)],
 )  # fmt: skip
 def test_damaged_mark_is_not_taken_for_none(data: bytes, tmp_path: Path) -> None:
-    file = LastSeenStore(tmp_path, "x")
-    file.advance_to(mark(0, 3))
+    file = LastSeenStore(tmp_path, "x", TRUSTED)
+    file.advance_to(mark(3))
     file.path.write_bytes(data)
-    for call in (file.load, lambda: file.advance_to(mark(0, 4))):
+    for call in (file.load, lambda: file.advance_to(mark(4))):
         with pytest.raises(SettingsError, match="does not say what was seen"):
             call()
     assert file.path.read_bytes() == data
@@ -715,38 +534,29 @@ def test_damaged_mark_is_not_taken_for_none(data: bytes, tmp_path: Path) -> None
 def test_mark_that_cannot_be_kept(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
     with pytest.raises(StoreError, match="state_dir"):
-        LastSeenStore(tmp_path / "state", "x").advance_to(mark(0, 3))
+        LastSeenStore(tmp_path / "state", "x", TRUSTED).advance_to(mark(3))
     with pytest.raises(SettingsError, match="set state_dir"):
-        LastSeenStore(tmp_path / "state", "x").prepare()
+        LastSeenStore(tmp_path / "state", "x", TRUSTED).prepare()
 
 
 def test_mark_of_another_history_or_run_is_not_written_over(tmp_path: Path) -> None:
-    file = LastSeenStore(tmp_path, "x")
+    file = LastSeenStore(tmp_path, "x", TRUSTED)
     file.prepare()
     assert file.load() is None
-    file.advance_to(mark(1, 5))
+    file.advance_to(mark(5))
     with pytest.raises(ForkError, match="history was forked"):
-        file.advance_to(mark(2, 5, manifest="f" * 64))
+        file.advance_to(mark(5, manifest="f" * 64))
     with pytest.raises(ChainError, match="records run"):
-        file.advance_to(mark(2, 9, run="cd" * 16))
-    assert file.load() == mark(1, 5)
-
-
-def test_mark_is_lowered_only_from_what_was_believed(tmp_path: Path) -> None:
-    file = LastSeenStore(tmp_path, "x")
-    file.advance_to(mark(1, 9))
-    file.retract_to(mark(1, 8), mark(2, 3))
-    assert file.load() == mark(1, 9)
-    file.retract_to(mark(1, 9), mark(2, 3))
-    assert file.load() == mark(2, 3)
+        file.advance_to(mark(9, run="cd" * 16))
+    assert file.load() == mark(5)
 
 
 def test_mark_of_an_older_release_is_read_and_then_private(tmp_path: Path) -> None:
     """Its mode was left to the umask."""
-    file = LastSeenStore(tmp_path, "x")
-    file.path.write_text(f'{{"run": "{RUN}", "keys": 1, "version": 5, "manifest": "five", "key": ""}}')
+    file = LastSeenStore(tmp_path, "x", TRUSTED)
+    file.path.write_text(f'{{"run": "{RUN}", "keys": 1, "version": 5, "manifest": "five", "key": "{public(TRAINER)}"}}')
     file.path.chmod(0o664)
     file.prepare()
-    assert file.load() == LastSeen(RUN, 1, 5, "five", "")
-    file.advance_to(mark(1, 6))
+    assert file.load() == LastSeen(RUN, 5, "five", public(TRAINER))
+    file.advance_to(mark(6))
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600

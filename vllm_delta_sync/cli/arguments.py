@@ -185,12 +185,11 @@ def opened(options: argparse.Namespace, writes: bool = False, url: str | None = 
             signed run. Otherwise as ``open_run``.
     """
     from vllm_delta_sync.client import open_run
-    from vllm_delta_sync.maintenance.keys import check_signer
 
     run = open_run(url or bucket_url(options), keyring_of(options, writes), without_mirror(options))
     options.closing.enter_context(run)
     if writes:
-        check_signer(run)
+        run.keyring.check_can_sign(run.info)
     return run
 
 

@@ -29,7 +29,7 @@ from vllm_delta_sync.cli import (
     follow,
     gc,
     inspect,
-    keys,
+    keygen,
     log,
     publish,
     repair,
@@ -76,7 +76,7 @@ examples:
 """
 MODULES = (
     serve, publish, log, inspect, du, diff, stats, dashboard, export, follow, verify, repair, gc, tag, branch, compact,
-    keys, doctor, broker, fleet, server, completion,
+    keygen, doctor, broker, fleet, server, completion,
 )  # fmt: skip
 """The subcommands, in the order of ``--help``. ``add`` of each module adds its parser, whose ``handler`` runs it."""
 
@@ -117,7 +117,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def commands(self) -> "dict[str, Parser]":
-        """The parser of each command that can be run, by its whole name: ``log``, ``keys add``."""
+        """The parser of each command that can be run, by its whole name: ``log``, ``tag set``."""
         found: dict[str, Parser] = {}
         for name, parser in self.children.items():
             found |= {f"{name} {last}": below for last, below in parser.commands.items()} or {name: parser}

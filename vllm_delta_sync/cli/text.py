@@ -24,7 +24,7 @@ def print_json(command: str | None, data: dict[str, Any] | None, error: DeltaSyn
     """Print one line of ``--json``: ``{"ok", "command", "data", "error"}``.
 
     Args:
-        command: its whole name, such as ``keys add``; None if the command line could not be parsed.
+        command: its whole name, such as ``tag set``; None if the command line could not be parsed.
         data: what the command found or did; None leaves the member out.
         error: why ``ok`` is false; None leaves the member out.
     """

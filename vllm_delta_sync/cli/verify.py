@@ -77,7 +77,6 @@ def _verify(options: argparse.Namespace) -> Answer:
         "gone": report.gone,
         "signed_by": report.signed,
         "signatures_checked": report.checked,
-        "refused": report.refused,
         "undecoded": report.undecoded,
         "notes": report.notes,
     }

@@ -4,7 +4,7 @@ WAIT_FOR_STORE = "Wait: it is retried. If it stays, check the network and the st
 VERIFY = "Find the damage with delta-sync verify --bucket URL, and repair it with delta-sync repair --bucket URL."
 RESTART = "Restart the server; it identifies its weights and follows again."
 REPORT = "See the server's log. If it comes back, report it with the log."
-TRUST = "Find out who wrote it. If a key was rotated: delta-sync keys list --bucket URL, and the setting trusted_keys."
+TRUST = "Find out who wrote it. If the key is a new one of yours, add its public key file to trusted_keys."
 
 REMEDIES = {
     "access": "Renew the credentials, or give them the right that the message names.",

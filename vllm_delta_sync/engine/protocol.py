@@ -311,20 +311,17 @@ class Stage(BackgroundRequest[Staged], frozen=True):
     Attributes:
         current: the version that the controller expects on this rank.
         rescan: tensor ids to rescan.
-        keys: see ``RankGroup``.
     """
 
     plan: PlainPlan
     current: int | None
     rescan: list[int]
-    keys: int = 0
 
 
 class Repair(BackgroundRequest[Staged], frozen=True):
     """Stage a version from any state of the weights; ``manifest`` is its bytes."""
 
     manifest: bytes
-    keys: int = 0
 
 
 class Scan(BackgroundRequest[Scanned], frozen=True):

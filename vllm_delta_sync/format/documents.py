@@ -1,4 +1,4 @@
-"""The JSON documents besides manifests: ``Anchor``, ``MergedDelta``, ``Tag``, ``Claim``, ``Heartbeat``, ``KeyFile`` …
+"""The JSON documents besides manifests: ``Anchor``, ``MergedDelta``, ``Tag``, ``Claim``, ``Heartbeat`` …
 
 None of them commits a version. Digests of manifests and fingerprints bind them to versions. A run can be read without
 any of them.
@@ -22,7 +22,6 @@ from vllm_delta_sync.format.manifest import (
     Hex32,
     Manifest,
     ObjectRef,
-    PublicKey,
     Timestamp,
     Version,
     check_objects,
@@ -38,7 +37,6 @@ COLLECTIONS_PREFIX = "collections/"
 COLLECTIONS_CLOCK = "collections/clock"
 """Key that is overwritten to read the store's clock; the content has no meaning."""
 RETENTION_KEY = "retention.json"
-KEYS_KEY = "keys.json"
 
 TAG_NAME = re.compile(FILE_NAME)
 RECEIVER_ID = TAG_NAME
@@ -320,49 +318,3 @@ class Retention(DatedDocument):
     def gave_up(self, version: int) -> bool:
         """Return whether a garbage collection removed the version on purpose."""
         return self.head is not None and version <= self.head and not any(a <= version <= b for a, b in self.kept)
-
-
-class KeyValidity(DocumentPart):
-    """Last version for which a key's signatures are valid, in the history that ends with that version's manifest."""
-
-    version: Version
-    manifest: Digest
-
-
-class KeyEntry(DocumentPart):
-    """A key, and which of its signatures are valid.
-
-    Attributes:
-        last: null for a key in use; for a retired or revoked key, the last version that it is valid for, null for none.
-        revoked: the key may be stolen. Only manifests up to ``last`` stay valid, because later trusted manifests
-            contain their digests.
-    """
-
-    key: PublicKey
-    last: KeyValidity | None = None
-    revoked: bool = False
-
-
-class KeyFile(DatedDocument):
-    """keys.json: keys that may sign the run besides those in a reader's settings, and keys that no longer may.
-
-    Attributes:
-        info: digest of run.json, which is thereby valid whichever key signed it.
-        sequence: grows with every change; a reader refuses a smaller number than it has seen.
-        signature: by a key of the reader's settings; a key that is only listed here cannot change the list.
-    """
-
-    KIND = "keys"
-    info: Digest
-    sequence: Annotated[int, Field(ge=1, le=2**53 - 1)]
-    keys: Annotated[list[KeyEntry], Field(max_length=limits.MAX_KEYS)]
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if len({entry.key for entry in self.keys}) != len(self.keys):
-            raise ValueError("a key is listed twice")
-        return self
-
-    def entry(self, key: str) -> KeyEntry | None:
-        """Return the entry of a key, if it is listed."""
-        return next((entry for entry in self.keys if entry.key == key), None)

@@ -36,8 +36,6 @@ MAX_SIDE_BYTES = 65_536
 """Tags, claims and heartbeats."""
 MAX_RANGES = 65_536
 """Ranges and keys that retention.json lists."""
-MAX_KEYS = 128
-"""Entries of keys.json."""
 MAX_HEARTBEAT_PINS = 64
 MAX_HEARTBEAT_SECONDS = 7 * 24 * 3600
 MAX_HEARTBEAT_TEXT = 400

@@ -15,7 +15,6 @@ from vllm_delta_sync.errors import DataError, NotFoundError
 from vllm_delta_sync.format.documents import (
     COLLECTIONS_CLOCK,
     HEARTBEATS_PREFIX,
-    KEYS_KEY,
     RETENTION_KEY,
     Anchor,
     MergedDelta,
@@ -45,7 +44,7 @@ Progress = Callable[[int, int], None]
 """Called with documents or objects done and in total."""
 Grouping = Literal["layer", "kind", "tensor"]
 
-_DOCUMENTS = (RUN_KEY, TABLE_KEY, HEAD_KEY, RETENTION_KEY, KEYS_KEY, COLLECTIONS_CLOCK)
+_DOCUMENTS = (RUN_KEY, TABLE_KEY, HEAD_KEY, RETENTION_KEY, COLLECTIONS_CLOCK)
 _HEARTBEAT = re.compile(re.escape(HEARTBEATS_PREFIX) + r"[^/]+\.json")
 
 

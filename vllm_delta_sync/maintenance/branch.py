@@ -54,7 +54,7 @@ def branch(run: Run, version: int | str | None, url: str) -> Run:
         DigestError, LimitError: a run file, or an object of a delta, is damaged.
         SignatureError: the signing key must not start a run.
     """
-    run.keyring.check_can_start_run()
+    run.keyring.check_signing_key()
     with ExitStack() as failing:
         bucket = failing.enter_context(open_beside(run.bucket, url))
         _begin(run, version, bucket)

@@ -107,7 +107,6 @@ def maintain(
     if _maintained.get(run, (0, 0, ())) == state:
         return []
     made: list[str] = []
-    run.verifier.refresh()
     try:
         missing = _missing_ranges(run, manifest, aligned) if merge and aligned else []
         for pair in missing[:MERGES_PER_CALL]:
@@ -359,8 +358,8 @@ def _missing_mergeable(run: RunDocuments, head: Manifest, report: CompactReport)
 # Signatures
 
 
-# Per run: the sequence of keys.json, and the anchors and merged deltas whose signatures were valid under it.
-_trusted: WeakKeyDictionary[RunDocuments, tuple[int, set[object]]] = WeakKeyDictionary()
+# Per run: the anchors and merged deltas whose signatures were valid.
+_trusted: WeakKeyDictionary[RunDocuments, set[object]] = WeakKeyDictionary()
 
 
 def _trusted_merged_deltas(
@@ -386,12 +385,7 @@ def _trusted_only(
     """
     if not run.keyring.checks_signatures:
         return set(listed)
-    file = run.verifier.keys.file
-    sequence = 0 if file is None else file.sequence
-    known, good = _trusted.get(run, (0, set()))
-    if known != sequence:
-        good = set()
-    _trusted[run] = sequence, good
+    good = _trusted.setdefault(run, set())
     unread = [item for item in listed if item not in good][:most]
     answers = in_parallel(lambda item: _is_trusted(read, item), unread)
     refused = {item for item, answer in zip(unread, answers, strict=True) if not answer}

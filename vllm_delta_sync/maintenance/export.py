@@ -198,7 +198,7 @@ def choose_version(run: Run, version: Version) -> tuple[Manifest, list[str]]:
             "name the version to export (--version)"
         )
     sound = run.manifest(manifest.sound)
-    run.verifier.check_descends(manifest, sound)
+    run.check_descends(manifest, sound)
     return sound, [f"skipped version {manifest.version}, which is quarantined: {reasons}"]
 
 

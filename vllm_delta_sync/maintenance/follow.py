@@ -295,7 +295,7 @@ class _Folder:
                 f"older state was restored, or newer versions are hidden. {remedy}"
             )
         if run.keyring.checks_signatures or target.version == held:
-            there = run.verifier.ancestor_digest(target.version, target.digest, held)
+            there = run.ancestors.digest(target.version, target.digest, held)
             if there != digest:
                 raise ForkError(
                     f"version {target.version} in the bucket descends from {there} as version {held}, but "

@@ -3,7 +3,7 @@
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -118,13 +118,11 @@ class NoticeVerifier:
     """Picks the newest notice, and the last named objects, with a valid signature; any if there are no trusted keys.
 
     Attributes:
-        rejected: number of rejected messages: unsigned, wrongly signed, or signed by a key that is not in use.
+        rejected: number of rejected messages: unsigned, wrongly signed, or signed by a key that is not trusted.
     """
 
-    def __init__(self, keyring: Keyring | None, allowed: Callable[[], frozenset[str]] | None) -> None:
-        """Make a verifier. Args: allowed: keys in use now; None means the trusted keys."""
+    def __init__(self, keyring: Keyring | None) -> None:
         self._keyring = keyring if keyring is not None and keyring.checks_signatures else None
-        self._allowed = allowed
         self._proven: Message | None = None
         self.rejected = 0
 
@@ -134,9 +132,9 @@ class NoticeVerifier:
         ordered = sorted(notices, key=lambda item: item[0].version, reverse=True)
         if self._keyring is None:
             return ordered[0][0] if ordered else None
-        allowed, checks = self._allowed_keys(), 0
+        checks = 0
         for index, (notice, message) in enumerate(ordered):
-            if message.signature is None or message.signature.key not in allowed:
+            if message.signature is None or message.signature.key not in self._keyring.trusted:
                 self.rejected += 1
                 continue
             if message != self._proven:
@@ -145,7 +143,7 @@ class NoticeVerifier:
                     break
                 checks += 1
                 try:
-                    self._keyring.check_bytes(KIND, message.data, message.signature, "notice", allowed)
+                    self._keyring.check_bytes(KIND, message.data, message.signature, "notice")
                 except SignatureError:
                     self.rejected += 1
                     continue
@@ -161,20 +159,12 @@ class NoticeVerifier:
         upcoming, message = named[-1]
         if self._keyring is None:
             return upcoming
-        allowed = self._allowed_keys()
         try:
-            if message.signature is None or message.signature.key not in allowed:
-                raise SignatureError("no key in use has signed it")
-            self._keyring.check_bytes(UPCOMING_KIND, message.data, message.signature, "notice", allowed)
+            self._keyring.check_bytes(UPCOMING_KIND, message.data, message.signature, "notice")
         except SignatureError:
             self.rejected += 1
             return None
         return upcoming
-
-    def _allowed_keys(self) -> frozenset[str]:
-        if self._allowed is not None:
-            return self._allowed()
-        return frozenset() if self._keyring is None else self._keyring.trusted
 
 
 REPEAT_SECONDS = 1.0

@@ -41,7 +41,6 @@ class NoticeSubscriber:
         run: str,
         keys: tuple[curve.KeyPair, bytes] | None = None,
         keyring: Keyring | None = None,
-        allowed: Callable[[], frozenset[str]] | None = None,
         log: logging.Logger | None = None,
         on_upcoming: Callable[[Upcoming], None] = lambda upcoming: None,
     ) -> None:
@@ -50,7 +49,6 @@ class NoticeSubscriber:
         Args:
             keys: see ``curve.client_keys``.
             keyring: if it has trusted keys, notices not signed by one of them are ignored.
-            allowed: returns the public signing keys that are in use now; None means the trusted keys.
             log: logger for failed handshakes.
             on_upcoming: called in ``receive`` with the objects of a version whose manifest is not written yet.
 
@@ -64,7 +62,7 @@ class NoticeSubscriber:
         self._topics = {run.encode(), (run + UPCOMING_SUFFIX).encode()}
         self._on_upcoming = on_upcoming
         self._lock = threading.Lock()
-        self._verifier = NoticeVerifier(keyring, allowed)
+        self._verifier = NoticeVerifier(keyring)
         self._context = zmq.Context()
         self._socket = open_socket(self._context, zmq.SUB, MAX_FRAME_BYTES)
         self._socket.setsockopt_string(zmq.SUBSCRIBE, run)

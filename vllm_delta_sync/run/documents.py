@@ -18,17 +18,16 @@ from vllm_delta_sync.errors import (
     DataError,
     DeltaSyncError,
     DigestError,
+    ForkError,
     FormatError,
     LimitError,
     NotFoundError,
-    SignatureError,
     UsageError,
 )
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
     ANCHORS_PREFIX,
     CLAIMS_PREFIX,
-    KEYS_KEY,
     MERGED_PREFIX,
     RETENTION_KEY,
     TAGS_PREFIX,
@@ -62,6 +61,7 @@ from vllm_delta_sync.format.manifest import (
     version_of_key,
 )
 from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.run.ancestors import Ancestors
 from vllm_delta_sync.run.checks import (
     check_follows,
     check_same_store,
@@ -72,12 +72,10 @@ from vllm_delta_sync.run.checks import (
 from vllm_delta_sync.run.decode import decode_objects
 from vllm_delta_sync.run.head import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, newest_good_before
 from vllm_delta_sync.run.prefetch import MAX_EXPECTED, Prefetcher, read_ahead
-from vllm_delta_sync.run.verifier import RunVerifier
 from vllm_delta_sync.run.version_names import NAMES, match_name
 from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.precheck import PRECHECK_BYTES, precheck_signature
 
 _Standalone = TypeVar("_Standalone", Anchor, Claim, MergedDelta, Heartbeat, Retention, Tag)
 
@@ -90,13 +88,14 @@ def parse_target(target: str) -> int | str:
 class RunDocuments:
     """Reads the documents of one run in a bucket, and never writes.
 
-    If the keyring has trusted keys, each document that decides about weights must be signed by one of them or by a key
-    that they list in keys.json; otherwise it is refused with SignatureError.
+    If the keyring has trusted keys, each document that decides about weights must be signed by one of them; otherwise
+    it is refused with SignatureError.
 
     Attributes:
         bucket: the bucket of the run. cache: the cache that objects are read through, if any.
         info: run.json. table: tensors.json. document_limit: see ``checks.document_limit``.
-        keyring: the trusted keys, and the key that signs what is written later. verifier: its checks in this run.
+        keyring: the trusted keys, and the key that signs what is written later. ancestors: which manifest precedes
+            another.
         pointer: HEAD.json as last read; None if it was not read, or its signature is not valid.
     """
 
@@ -107,13 +106,8 @@ class RunDocuments:
         self.pointer: Head | None = None
         self._prefetcher = Prefetcher(bucket)
         self.info = read_info(bucket)
-        self.verifier = RunVerifier(
-            bucket,
-            self.keyring,
-            self.info,
-            stored=lambda version: self.raw_manifest(version, limits.MAX_JSON_BYTES),
-            read_keys=lambda: self._prefetcher.probe(KEYS_KEY, limits.MAX_SIDE_BYTES),
-        )
+        self.keyring.check(self.info, RUN_KEY)
+        self.ancestors = Ancestors(lambda version: self.raw_manifest(version, limits.MAX_JSON_BYTES))
         self.table = read_table(bucket, self.info)
         self.document_limit = document_limit(self.table)
 
@@ -124,8 +118,6 @@ class RunDocuments:
             known: the newest version known. expected: a newer version, if a notice announced one.
         """
         wanted = {RUN_KEY: limits.MAX_JSON_BYTES, HEAD_KEY: limits.MAX_HEAD_BYTES}
-        if self.keyring.checks_signatures:
-            wanted[KEYS_KEY] = limits.MAX_SIDE_BYTES
         if known is not None:
             newer = known if expected is None else min(expected, known + MAX_EXPECTED)
             # The last is the version after it, whose absence shows that there is none newer.
@@ -177,7 +169,6 @@ class RunDocuments:
 
     def _parsed(self, version: int, data: bytes) -> Manifest:
         key = version_key(version)
-        self._precheck(Manifest.KIND, data, key)
         manifest = Manifest.from_bytes(data, key)
         if manifest.run != self.info.run or manifest.version != version:
             raise ChainError(
@@ -186,15 +177,22 @@ class RunDocuments:
         if manifest.total != self.table.total or manifest.full_bytes != self.table.full_bytes:
             raise ChainError(f"{key}: total {manifest.total} or full_bytes {manifest.full_bytes} contradicts the table")
         check_tensor_fingerprints(manifest, self.table)
-        self.verifier.check_manifest(manifest, key)
+        self.keyring.check(manifest, key)
         return manifest
 
-    def _precheck(self, kind: str, data: bytes, key: str) -> None:
-        """Refuse a large document that is not validly signed, before parsing it."""
-        if self.keyring.checks_signatures and len(data) > PRECHECK_BYTES:
-            file = self.verifier.keys.file
-            listed = frozenset(entry.key for entry in file.keys) if file is not None else frozenset()
-            precheck_signature(data, kind, self.keyring, self.keyring.trusted | listed, key)
+    def check_descends(self, younger: Manifest, older: Manifest) -> None:
+        """Raise ForkError unless ``younger`` descends from ``older``; other errors as ``Ancestors.digest``.
+
+        Checks nothing without trusted keys.
+        """
+        if not self.keyring.checks_signatures:
+            return
+        ancestor = self.ancestors.digest(younger.version, younger.digest, older.version)
+        if ancestor != older.digest:
+            raise ForkError(
+                f"version {younger.version} descends from {ancestor} as version {older.version}, but {older.digest} is "
+                f"another version {older.version} with a valid signature: the history was forked"
+            )
 
     def head(self) -> Manifest:
         """Return the newest committed manifest. HEAD.json may lag, so the versions after it are probed.
@@ -225,15 +223,13 @@ class RunDocuments:
         """
         end = limits.MAX_VERSION + 1
         self.pointer = None
-        self.verifier.refresh()
         try:
             head = self._pointer()
             if head is not None:
                 end = head.version
             manifest = self._pointed_at(head)
         except DataError as error:
-            last = self.verifier.keys.last_signed()
-            before = newest_good_before(self._manifest_sizes(), self.document_limit, self.manifest, end, error, last)
+            before = newest_good_before(self._manifest_sizes(), self.document_limit, self.manifest, end, error)
             # A publisher may have continued after a damaged manifest, and ended before it wrote HEAD.json.
             found, _ = self._probe(before, None)
             if found.version > end:
@@ -247,7 +243,6 @@ class RunDocuments:
         ``known``: see ``reachable_head``.
 
         Stops after ``MAX_BAD_IN_A_ROW`` bad manifests in a row, or ``MAX_BAD_DOCUMENTS`` times the size limit of them.
-        Manifests of a retired or revoked key do not count, because only its holder can write them.
         """
         bad: DeltaSyncError | None = None
         version, digest, skipped = newest.version, newest.digest, 0
@@ -269,8 +264,7 @@ class RunDocuments:
                 newest, bad, bytes_left, skipped = following, None, allowed_bytes, 0
             except DataError as error:
                 bad = bad or error
-                if self.verifier.signed_by_ended_key(data, version_key(version)) is None:
-                    bytes_left, skipped = bytes_left - len(data), skipped + 1
+                bytes_left, skipped = bytes_left - len(data), skipped + 1
                 if bytes_left <= 0:
                     break
             digest = sha256(data).hexdigest()
@@ -284,7 +278,7 @@ class RunDocuments:
         head = Head.from_bytes(data, HEAD_KEY)
         if head.run != self.info.run:
             raise ChainError(f"{HEAD_KEY} points into run {head.run}, this is {self.info.run}")
-        self.verifier.check_head(head, HEAD_KEY)
+        self.keyring.check(head, HEAD_KEY)
         self.pointer = head
         return head
 
@@ -467,7 +461,7 @@ class RunDocuments:
             raise NotFoundError(f"run {self.info.run} has no tag {name!r}") from error
         if tag.name != name:
             raise ChainError(f"{key} contains tag {tag.name!r}: it was copied from another key")
-        self.verifier.check_standalone(tag, tag.version, key)
+        self.keyring.check(tag, key)
         return tag
 
     def tags(self) -> dict[str, Tag]:
@@ -490,7 +484,7 @@ class RunDocuments:
         anchor = self._read_standalone(Anchor, key, self.document_limit)
         if anchor.version != version:
             raise ChainError(f"{key} is of version {anchor.version}")
-        self.verifier.check_standalone(anchor, version, key)
+        self.keyring.check(anchor, key)
         check_tensor_fingerprints(anchor, self.table)
         return anchor
 
@@ -504,7 +498,7 @@ class RunDocuments:
         merged = self._read_standalone(MergedDelta, key, self.document_limit)
         if (merged.first, merged.last) != (first, last):
             raise ChainError(f"{key} leads from version {merged.first} to {merged.last}")
-        self.verifier.check_standalone(merged, last, key)
+        self.keyring.check(merged, key)
         return merged
 
     def merged_deltas(self) -> list[tuple[int, int]]:
@@ -573,8 +567,6 @@ class RunDocuments:
 
     def _read_standalone(self, kind: type[_Standalone], key: str, max_bytes: int) -> _Standalone:
         data = self.bucket.get(key, max_bytes=max_bytes)
-        if kind in (Anchor, MergedDelta):
-            self._precheck(kind.KIND, data, key)
         document = kind.from_bytes(data, key)
         if document.run != self.info.run:
             raise ChainError(f"{key} belongs to run {document.run}, this is {self.info.run}")
@@ -599,30 +591,3 @@ def read_table(bucket: Bucket, info: RunInfo) -> TensorTable:
     if info.total != table.total or info.full_bytes != table.full_bytes:
         raise FormatError(f"{RUN_KEY}: total {info.total} or full_bytes {info.full_bytes} contradicts {TABLE_KEY}")
     return table
-
-
-def revoked_manifest(run: RunDocuments, version: int) -> Manifest | None:
-    """Return the manifest of a version whose key was retired or revoked before it; such a version must not be served.
-
-    Returns None if the manifest is valid, missing, damaged, or signed by a key that keys.json does not list. Use the
-    manifest only to follow the history: later versions name it by digest.
-
-    Raises:
-        StoreError: the store failed.
-    """
-    key = version_key(version)
-    try:
-        manifest = run.verifier.signed_by_ended_key(run.raw_manifest(version, run.document_limit), key)
-    except DataError:
-        return None
-    if manifest is None:
-        return None
-    if (manifest.run, manifest.version) != (run.info.run, version):
-        return None
-    try:
-        run.verifier.check_manifest(manifest, key)
-    except SignatureError:
-        return manifest
-    except DataError:
-        return None
-    return None

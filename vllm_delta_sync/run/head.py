@@ -1,9 +1,8 @@
 """``newest_good_before`` finds the newest good version where HEAD.json is damaged, from an untrusted listing."""
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 from vllm_delta_sync.errors import DataError, DeltaSyncError
-from vllm_delta_sync.format.documents import KeyValidity
 from vllm_delta_sync.format.manifest import Manifest
 
 MAX_BAD_IN_A_ROW = 64
@@ -18,7 +17,6 @@ def newest_good_before(
     read: Callable[[int], Manifest],
     end: int,
     reason: DeltaSyncError,
-    last_signed: Iterable[KeyValidity] = (),
 ) -> Manifest:
     """Return the newest good manifest of a version below ``end``, within bounds on how many are read.
 
@@ -34,8 +32,6 @@ def newest_good_before(
             been read, larger manifests are skipped unread, so the result may not be the newest good one.
         read: returns the manifest of a version, or raises.
         reason: raised if no manifest is good.
-        last_signed: the last valid versions of revoked keys, the newest first. They are tried if nothing else is good,
-            so that the last honest version is found however many an attacker wrote.
 
     Raises:
         StoreError: the store failed. DeltaSyncError: ``reason``.
@@ -51,13 +47,6 @@ def newest_good_before(
                 return read(version)
             except DataError:
                 left -= sizes[version]
-    for last in last_signed:
-        try:
-            manifest = read(last.version) if last.version < end else None
-        except DataError:
-            continue
-        if manifest is not None and manifest.digest == last.manifest:
-            return manifest
     raise reason
 
 

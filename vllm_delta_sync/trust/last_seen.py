@@ -1,8 +1,7 @@
 """``LastSeenStore`` keeps the newest state that a receiver saw of a run across restarts (TUF's rollback protection)."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
@@ -16,25 +15,14 @@ MAX_LAST_SEEN_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class LastSeen:
-    """The newest state seen: the run's id, the sequence of keys.json (0: none), version and digest of a manifest.
+    """The newest state seen: the run's id, version and digest of a manifest, and the key that signed it."""
 
-    Attributes:
-        key: the key that signed the manifest. If it is revoked, the version may be replaced by an older one.
-        revoked: trusted keys that another trusted key revoked, ascending. A keys.json that they sign is refused.
-    """
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+    __pydantic_config__ = ConfigDict(strict=True, extra="ignore")  # Files of older releases have other members too.
 
     run: str
-    keys: int
     version: int
     manifest: str
     key: str
-    revoked: tuple[str, ...] = ()  # Files of older releases lack it.
-
-    def with_key_list(self, keys: int, revoked: Iterable[str]) -> "LastSeen":
-        """Return a copy that also remembers another key list that was seen."""
-        return replace(self, keys=max(self.keys, keys), revoked=tuple(sorted({*self.revoked, *revoked})))
 
 
 _FORMAT = TypeAdapter(LastSeen)
@@ -43,27 +31,32 @@ _FORMAT = TypeAdapter(LastSeen)
 class LastSeenStore:
     """Stores the ``LastSeen`` of one run URL in a file. Several servers on a machine may share the file.
 
+    A version signed by a key that is no longer trusted counts as not seen. Otherwise the thief of a key could sign one
+    high version, which would block every honest version and every new run at this URL.
+
     Args:
         folder: created if it does not exist, for this user only.
+        trusted: the public keys that are trusted now.
 
     Attributes:
         path: the file.
     """
 
-    def __init__(self, folder: Path, url: str) -> None:
+    def __init__(self, folder: Path, url: str, trusted: Collection[str]) -> None:
+        self._trusted = trusted
         self.path = folder / f"{sha256(url.encode()).hexdigest()[:32]}.json"
         # Older releases left the file's mode to the umask, and network disks may show another owner. The next write
         # makes it private; a server that refused it until then would not start after an upgrade.
         self._file = StateFile(self.path, MAX_LAST_SEEN_BYTES, lock=self.path.with_suffix(".lock"), check_owner=False)
 
     def load(self) -> LastSeen | None:
-        """Return what was seen; None if nothing was seen yet.
+        """Return what was seen; None if nothing was seen yet, or if its key is no longer trusted.
 
         Raises:
             SettingsError: the file is malformed. StoreError: it cannot be read.
         """
         try:
-            return _FORMAT.validate_json(self._file.read())
+            kept = _FORMAT.validate_json(self._file.read())
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -75,6 +68,7 @@ class LastSeenStore:
                 f"{str(self.path)!r} is damaged and does not say what was seen of the run; remove it if you know that "
                 "the bucket was not put back to an older state"
             ) from error
+        return kept if kept.key in self._trusted else None
 
     def prepare(self) -> None:
         """Check that the file can be read and written.
@@ -99,30 +93,13 @@ class LastSeenStore:
             StoreError: it cannot be written. SettingsError: as ``load``. ForkError: the file names another manifest of
                 that version. ChainError: the file names another run.
         """
-        with self._locked_for_writing():
-            kept = self.load()
-            if kept is not None:
-                self._check_same(kept, mark)
-                newest = mark if mark.version > kept.version else kept
-                mark = newest.with_key_list(mark.keys, mark.revoked).with_key_list(kept.keys, kept.revoked)
-            if mark != kept:
-                self._file.write(_FORMAT.dump_json(mark))
-
-    def retract_to(self, believed: LastSeen, mark: LastSeen) -> None:
-        """Replace ``believed``, whose signature is no longer valid, by the older ``mark``, if the file still has it.
-
-        Raises:
-            StoreError: it cannot be written. SettingsError: as ``load``.
-        """
-        with self._locked_for_writing():
-            if self.load() == believed:
-                self._file.write(_FORMAT.dump_json(mark))
-
-    @contextmanager
-    def _locked_for_writing(self) -> Iterator[None]:
         try:
             with self._file.locked():
-                yield
+                kept = self.load()
+                if kept is not None:
+                    self._check_same(kept, mark)
+                if kept is None or mark.version > kept.version:
+                    self._file.write(_FORMAT.dump_json(mark))
         except OSError as error:
             raise StoreError(
                 f"what was seen of the run cannot be written to {str(self.path)!r}: {error.strerror}; make room, or "

@@ -15,13 +15,11 @@ from vllm_delta_sync.errors import (
     DeltaSyncError,
     FingerprintError,
     NotFoundError,
-    SignatureError,
 )
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import (
     ANCHORS_PREFIX,
     CLAIMS_PREFIX,
-    KEYS_KEY,
     MERGED_PREFIX,
     RETENTION_KEY,
     TAGS_PREFIX,
@@ -38,9 +36,9 @@ from vllm_delta_sync.format.documents import (
     merged_delta_of_key,
     tag_of_key,
 )
-from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, Manifest, version_key
+from vllm_delta_sync.format.manifest import HEAD_KEY, Head, Manifest, version_key
 from vllm_delta_sync.run.checks import check_follows
-from vllm_delta_sync.run.documents import RunDocuments, revoked_manifest
+from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.prefetch import read_ahead
 from vllm_delta_sync.verify.report import Finding
 
@@ -57,7 +55,7 @@ def read_head(run: RunDocuments) -> Head:
     head = Head.from_bytes(run.bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES), HEAD_KEY)
     if head.run != run.info.run:
         raise ChainError(f"{HEAD_KEY} points into run {head.run}, this is {run.info.run}")
-    run.verifier.check_head(head, HEAD_KEY)
+    run.keyring.check(head, HEAD_KEY)
     return head
 
 
@@ -111,7 +109,6 @@ class DocumentAudit:
         unreadable: versions whose manifest is missing or malformed. epochs: epoch → its first version.
         anchors: versions that have a readable standalone anchor. merged_deltas: (first, last) of readable ones.
         tags: name → version.
-        refused: versions whose signing key was retired or revoked before them; later versions descend from them.
         head: HEAD.json; None if it is missing, damaged, or not validly signed. pointed: version that it names.
 
     Raises:
@@ -135,8 +132,6 @@ class DocumentAudit:
         self.anchors: set[int] = set()
         self.merged_deltas: set[tuple[int, int]] = set()
         self.tags: dict[str, int] = {}
-        self.refused: set[int] = set()
-        self._read_keys()
         # HEAD.json comes first: if a publisher is running, what is read later can only be newer.
         self.head = self._read_head()
         self.pointed = None if self.head is None else self.head.version
@@ -173,19 +168,6 @@ class DocumentAudit:
     def _add(self, rank: int, key: str, error: DeltaSyncError, version: int | None = None) -> None:
         self._found.append((rank, Finding(key, error, version)))
         self._bad_keys.add(key)
-
-    def _read_keys(self) -> None:
-        """Read keys.json again; if the new one is refused, the one accepted before stays in use."""
-        run = self._run
-        for key, check in ((KEYS_KEY, run.verifier.refresh), (RUN_KEY, self._check_info)):
-            try:
-                check()
-            except DataError as error:
-                self._add(_FIRST, key, error)
-
-    def _check_info(self) -> None:
-        if self._run.keyring.checks_signatures:
-            self._run.verifier.keys.check_info(self._run.info)
 
     def _read_head(self) -> Head | None:
         try:
@@ -250,35 +232,21 @@ class DocumentAudit:
 
     def _read_manifests(self) -> None:
         above: Manifest | None = None
-        skipped: Manifest | None = None
         versions = range(self.top, self._first - 1, -1)
         found = read_ahead(lambda version: _outcome(lambda: self._run.manifest(version)), versions)
         for version, manifest in zip(versions, found, strict=True):
             if isinstance(manifest, DeltaSyncError):
-                skipped = self._skipped_revoked(version, manifest, above or skipped)
-                if skipped is not None:
-                    self.refused.add(version)
-                    above = None
-                    continue
                 error = self._explain_damaged(version, manifest, above)
                 self._add(version, version_key(version), error, version)
                 self.unreadable.add(version)
                 above = None
                 continue
-            skipped = None
             self._parents[version] = manifest.parent or ""
             above = manifest if self._judge(manifest, above) else None
             if above is not None:
                 self.digests[version] = manifest.digest
                 self.fingerprints[version] = manifest.fingerprint
                 self.epochs[manifest.epoch] = version
-
-    def _skipped_revoked(self, version: int, error: DeltaSyncError, above: Manifest | None) -> Manifest | None:
-        """Return the manifest of a version with a retired or revoked key if the next manifest names it as parent."""
-        if above is None or not isinstance(error, SignatureError):
-            return None
-        found = revoked_manifest(self._run, version)
-        return found if found is not None and found.digest == above.parent else None
 
     def _explain_damaged(self, version: int, error: DeltaSyncError, above: Manifest | None) -> DeltaSyncError:
         """Return the error of a bad manifest; says so if the next version names the damaged bytes as its parent."""

@@ -9,7 +9,6 @@ from vllm_delta_sync.errors import (
     DataError,
     FingerprintError,
     NotFoundError,
-    SignatureError,
     UsageError,
 )
 from vllm_delta_sync.format.documents import Retention, anchor_key, merged_delta_key
@@ -27,7 +26,7 @@ from vllm_delta_sync.verify.object_audit import ObjectAudit, wrong_tensor
 from vllm_delta_sync.verify.report import Finding, Findings, VerifyReport
 from vllm_delta_sync.verify.simulate import first_mismatch, first_wrong_tensor, simulate_fingerprints
 
-_Cause = Literal["bad", "gone", "base", "refused"]
+_Cause = Literal["bad", "gone", "base"]
 
 
 class ReplayAudit:
@@ -39,7 +38,7 @@ class ReplayAudit:
     Attributes:
         loaded, state: the version that is loaded, and its weights; None if there is none.
         causes: why versions were not reached: damage (``bad``), retention (``gone``), a missing or other base
-            (``base``), or a key that was retired or revoked before them (``refused``).
+            (``base``).
         unreadable: versions that cannot be rebuilt because of damage.
     """
 
@@ -84,9 +83,7 @@ class ReplayAudit:
         Raises:
             StoreError: the store failed. DeltaSyncError: the first finding, if findings are raised.
         """
-        if version in self._documents.refused:
-            self.causes[version] = "refused"
-        elif manifest is None:
+        if manifest is None:
             self._skip_lost_manifest(version)
         else:
             self._audit_manifest(manifest)
@@ -338,13 +335,6 @@ class ReplayAudit:
             anchor_key(version),
             *(merged_delta_key(first, version) for first in self._ends.get(version, [])),
         }
-        if below == "refused" and version not in self.causes:
-            refused = SignatureError(
-                f"version {version} builds on version {base}, whose signing key is no longer valid for it; receivers "
-                "refuse both"
-            )
-            self._findings.add(Finding(version_key(version), refused, version))
-            self.causes[version] = "bad"
         if version not in self.causes:
             if lost or (alternatives & self._avoid and below != "base"):
                 self.causes[version] = "bad"

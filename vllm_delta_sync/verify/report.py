@@ -62,7 +62,6 @@ class VerifyReport:
         anchors, merged_deltas: how many standalone anchors and merged deltas are good, with their objects.
         gone: how many versions had their own objects removed by retention.
         unreadable: kept versions that can no longer be rebuilt.
-        refused: versions whose signing key was retired or revoked before them; later versions descend from them.
         signed: public key of run.json's signature; None if it has none. checked: whether signatures were checked.
         pointed: version that HEAD.json names; None if it is missing or damaged.
         undecoded: keys of documents of codec ``tiled`` whose streams were not decoded, because their base bits were
@@ -82,7 +81,6 @@ class VerifyReport:
     merged_deltas: int = 0
     gone: int = 0
     unreadable: list[int] = field(default_factory=list)
-    refused: list[int] = field(default_factory=list)
     signed: str | None = None
     checked: bool = False
     pointed: int | None = None

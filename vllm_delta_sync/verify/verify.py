@@ -36,7 +36,7 @@ def verify_run(
     document as ``undecoded``.
 
     If the run's keyring has trusted keys, every document except the hints (claims, heartbeats, retention.json) must be
-    signed by a key that is valid for it. Objects are bound by their digests.
+    signed by one of them. Objects are bound by their digests.
 
     Args:
         base: as ``Run.snapshot``. progress: called with the report so far after each version.
@@ -86,7 +86,6 @@ def _examine(
         if progress is not None:
             progress(report)
     report.unreadable = sorted(replay.unreadable)
-    report.refused = sorted(documents.refused)
     if report.undecoded:
         report.notes.append(
             f"{len(report.undecoded)} documents of codec 'tiled' (the first is {report.undecoded[0]}) were read "
@@ -109,12 +108,6 @@ def _signature_notes(documents: DocumentAudit, report: VerifyReport) -> list[str
                 "were given"
             )
         return notes
-    if report.refused:
-        versions = ", ".join(map(str, report.refused))
-        notes.append(
-            f"version{'s' if len(report.refused) > 1 else ''} {versions}: signed by a key that was retired or revoked "
-            "before; the history continues after them, and receivers skip them"
-        )
     expires = None if documents.head is None else documents.head.expires_at
     if expires is not None and has_passed(expires):
         # Not a failure: a run whose publisher has ended is complete, and only a receiver knows what it saw before.

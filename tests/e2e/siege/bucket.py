@@ -7,15 +7,13 @@ from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 from tests.e2e.siege.world import Siege, attack
 from tests.support.forge import good_parts
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.format.canonical_json import dump_canonical
-from vllm_delta_sync.format.documents import KEYS_KEY, KeyEntry, KeyFile, KeyValidity, anchor_key, merged_delta_key
+from vllm_delta_sync.format.documents import anchor_key, merged_delta_key
 from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
     RUN_KEY,
@@ -211,50 +209,12 @@ def head_forged(siege: Siege) -> None:
     refused(siege, {HEAD_KEY: signed.to_bytes()}, "signature")
 
 
-def _key_file(siege: Siege, signer: Keyring, sequence: int, entries: list[KeyEntry]) -> bytes:
-    info = open_run(str(siege.run)).info
-    file = KeyFile(run=info.run, info=info.digest, sequence=sequence, keys=entries, created_at=timestamp())
-    return signer.signed(file).to_bytes()
-
-
-@attack("list of keys forged", ANY_WRITER, "refused: `signature`")
-def keys_forged(siege: Siege) -> None:
-    """Keys.json and a version by a stranger."""
-    entries = [KeyEntry(key=siege.stranger.public or "")]
-    files = next_version(siege, siege.stranger)
-    refused(siege, {KEYS_KEY: _key_file(siege, siege.stranger, 9, entries), **files}, "signature")
-
-
-@attack("list of keys rolled back", ANY_WRITER, "refused: `replay`", quick=True)
-def keys_rolled_back(siege: Siege) -> None:
-    """An older keys.json that still has a revoked key."""
-    entry = KeyEntry(key=siege.stranger.public or "")
-    head = open_run(str(siege.run)).head()
-    gone = KeyEntry(key=entry.key, revoked=True, last=KeyValidity(version=head.version, manifest=head.digest))
-    old, new = _key_file(siege, siege.keyring, 1, [entry]), _key_file(siege, siege.keyring, 2, [gone])
-    siege.path(KEYS_KEY).write_bytes(new)
-    siege.look()
-    assert not siege.seen.errors
-    refused(siege, {KEYS_KEY: old, **next_version(siege, siege.stranger)}, "replay")
-
-
-@attack("revoked key", THIEF, "refused: `signature`")
-def revoked_key(siege: Siege) -> None:
-    """A version signed by a revoked key."""
-    refused(siege, next_version(siege, siege.stranger), "signature")
-
-
-@attack("wrong weights, signed", THIEF, "refused: `fingerprint`; healed by the revocation", quick=True)
+@attack("wrong weights, signed", THIEF, "refused: `fingerprint`; forgotten once the key is not trusted")
 def wrong_weights_signed(siege: Siege) -> None:
-    """A listed key signs a version whose result is not what it declares; then the key is revoked."""
-    thief = Keyring([], Ed25519PrivateKey.generate())
-    head = open_run(str(siege.run)).head()
-    entry = KeyEntry(key=thief.public or "")
-    gone = KeyEntry(key=entry.key, revoked=True, last=KeyValidity(version=head.version, manifest=head.digest))
-    siege.path(KEYS_KEY).write_bytes(_key_file(siege, siege.keyring, 3, [entry]))
-    files = next_version(siege, thief)
-    refused(siege, files, "fingerprint")
-    siege.path(KEYS_KEY).write_bytes(_key_file(siege, siege.keyring, 4, [gone]))
+    """A trusted key signs a version whose result is not what it declares; then the server stops trusting that key."""
+    refused(siege, next_version(siege, siege.second), "fingerprint")
+    siege.trusted.pop()
+    siege.restart_server()
 
 
 @attack("path traversal", ANY_WRITER, "refused: `format`")

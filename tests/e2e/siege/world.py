@@ -22,6 +22,7 @@ from tests.support.tiny import make_model, save_checkpoint
 from vllm_delta_sync.admin_token import VARIABLE
 from vllm_delta_sync.notice import curve
 from vllm_delta_sync.trust import Keyring
+from vllm_delta_sync.trust.keys import generate
 
 POLL_SECONDS = 120.0
 """Far longer than a notice takes: what is served sooner than that came by notice."""
@@ -92,7 +93,8 @@ class Siege:
     Attributes:
         run: the bucket's directory. run_id: the run's id. publishers, subscribers: ports of the broker.
         server: vLLM. up: proxy from trainer to broker. down: from broker to server. canaries: the secrets.
-        keyring: the honest key, as somebody has it who may sign. seen: of the attack under way.
+        keyring: the honest key, as somebody has it who may sign. second: another key that the server trusts.
+        trusted: files of the keys that the server trusts. seen: of the attack under way.
     """
 
     def __init__(self, folder: Path, stack: ExitStack, *, cold: bool = False) -> None:
@@ -126,6 +128,9 @@ class Siege:
             (self.folder / group / public.name).write_bytes(public.read_bytes())
         self.keyring = Keyring.load(None, self.canaries.signing_key)
         self.stranger = Keyring([], Ed25519PrivateKey.generate())
+        generate(self.folder / "second.key")
+        self.second = Keyring.load(None, self.folder / "second.key")
+        self.trusted = [f"{self.canaries.signing_key}.pub", str(self.folder / "second.key.pub")]
 
     def _start_broker(self) -> Child:
         program = str(Path(sys.executable).with_name("delta-sync"))
@@ -177,7 +182,7 @@ class Siege:
         command = delta_sync_serve(
             self.base,
             "--bucket", str(self.run),
-            "--trusted-keys", f"{self.canaries.signing_key}.pub",
+            "--trusted-keys", ",".join(self.trusted),
             "--state-dir", str(self.folder / "state"),
             "--notice", f"tcp://127.0.0.1:{self.down.port}",
             "--notice-key", str(self.folder / "receiver.curve"),

@@ -177,7 +177,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         try:
             # Not the newest for the time being: the loaded version generates as soon as the server answers.
             manifest = run.resolve(parse_target(settings.target) if version is None else version)
-            run.verifier.check_descends(head, manifest)
+            run.check_descends(head, manifest)
         except DataError as error:
             logger.warning("starting with version %d of run %s: %s", head.version, run.info.run, error)
             return run, head

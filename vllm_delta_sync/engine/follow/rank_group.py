@@ -79,14 +79,12 @@ class RankGroup:
 
     Attributes:
         ownership: which rank holds which part of each tensor; known after ``gather``.
-        keys_sequence: sequence number of keys.json that ranks must at least find when they read documents.
     """
 
     def __init__(self, port: EnginePort, stage_seconds: float) -> None:
         self._port = port
         self._seconds = stage_seconds
         self.ownership: Ownership | None = None
-        self.keys_sequence = 0
         self._duplicates: set[int] = set()
         self._declared = Fingerprint()
 
@@ -124,11 +122,11 @@ class RankGroup:
         Args:
             held: the version that they hold; None means none of the run followed.
         """
-        return self._staged(protocol.Stage(plan.to_plain(), held, rescan, self.keys_sequence), rescan)
+        return self._staged(protocol.Stage(plan.to_plain(), held, rescan), rescan)
 
     def repair(self, target: Manifest) -> StagedUpdate:
         """Stage on every rank what replaces its weights by the target."""
-        return self._staged(protocol.Repair(target.to_bytes(), self.keys_sequence), [])
+        return self._staged(protocol.Repair(target.to_bytes()), [])
 
     def _staged(self, request: BackgroundRequest[protocol.Staged], rescan: list[int]) -> StagedUpdate:
         answers = self.run_operation(request)

@@ -344,7 +344,7 @@ class Receiver:
             other.history.check_fresh()
             self._updater.check_external_writes()
             # From here an error costs another identification of all weights.
-            self._bound_to_other_run, self._ranks.keys_sequence = True, other.history.keys_sequence
+            self._bound_to_other_run = True
             self.goal_version = target
             try:
                 position = self._identify(other)
@@ -366,7 +366,6 @@ class Receiver:
     def _abort_switch(self, other: RunSession, error: BaseException) -> None:
         if other.updater.repair_target is not None:
             self._updater.repair_target = other.updater.repair_target
-        self._ranks.keys_sequence = self.history.keys_sequence
         if isinstance(error, WeightsLostError):
             return
         try:
@@ -409,11 +408,8 @@ class Receiver:
         try:
             return self._read_head()
         except DeltaSyncError as error:
-            explained = self._session.revocation.explain_blocked(error)
-            self.fail(explained)
-            if explained is error:
-                raise
-            raise explained from error
+            self.fail(error)
+            raise
 
     def _read_head(self) -> DeltaSyncError | None:
         """Open the run if it is new, and find the newest good manifest; returns what is wrong with the one after it."""
@@ -424,7 +420,6 @@ class Receiver:
             if self.board.state == "waiting_for_run":
                 self.board.enter("identifying")
             stopped_by = self.history.poll(self.board.served)
-        self._ranks.keys_sequence = self.history.keys_sequence
         self.planner.refresh()
         self.board.set(head=self.history.head, goal=self.history.goal, polled_at=time.monotonic())
         self._session.log_skipped()
@@ -525,15 +520,11 @@ class Receiver:
     # Restoring
 
     def _restore_served(self) -> bool:
-        """Leave a version whose signature was revoked, and repair changed weights; returns whether it repaired."""
+        """Repair changed weights; returns whether it repaired."""
+        if self._updater.repair_target is None:
+            return False
         with self._reporting_errors():
-            self._session.revocation.handle()
-            if self._updater.repair_target is None:
-                return False
-            try:
-                self._repair_weights(self._updater.repair_target)
-            except DeltaSyncError as error:
-                raise self._session.revocation.explain_hopeless(error) from error
+            self._repair_weights(self._updater.repair_target)
         self._save_order()
         return True
 

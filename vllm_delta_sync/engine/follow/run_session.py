@@ -1,9 +1,8 @@
-"""``RunSession`` holds the parts that follow one run: history, planner, updater, identifier, revocation."""
+"""``RunSession`` holds the parts that follow one run: history, planner, updater, identifier."""
 
 from vllm_delta_sync.engine.commit.transaction import EnginePort
 from vllm_delta_sync.engine.follow.identify import WeightIdentifier
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
-from vllm_delta_sync.engine.follow.revocation import RevocationHandler
 from vllm_delta_sync.engine.follow.updater import RescanCursor, WeightUpdater
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.status import StatusBoard
@@ -40,7 +39,6 @@ class RunSession:
         self.history = History(settings.bucket, keyring, trusted_head, settings.store(), serves_any, exact)
         self.planner = UpdatePlanner(self.history, serves_any, exact)
         self.updater = WeightUpdater(port, settings, board, self.history, self.planner, ranks)
-        self.revocation = RevocationHandler(settings, board, self.history, self.updater)
         self.identifier = WeightIdentifier(settings, board, self.history, ranks, self._refuse)
 
     def open(self) -> None:

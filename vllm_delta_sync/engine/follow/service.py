@@ -327,13 +327,11 @@ class ReceiverService:
             subscriber.close()
 
     def _subscribe(self, run: str) -> NoticeSubscriber:
-        followed = self.receiver.history.run
         return NoticeSubscriber(
             str(self._settings.notice),
             run,
             keys=self._notice_keys,
-            keyring=followed.keyring,
-            allowed=lambda: self.receiver.history.run.verifier.keys.allowed(),
+            keyring=self.receiver.history.keyring,
             log=logger,
             on_upcoming=self._download_early,
         )

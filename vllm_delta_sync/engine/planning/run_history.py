@@ -7,7 +7,7 @@ from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.engine.planning.commit_plan import WeightPosition
 from vllm_delta_sync.engine.planning.lineage import RunVersion, ancestry
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
-from vllm_delta_sync.errors import DeltaSyncError, ExpiredError, NotFoundError, SignatureError, StoreError
+from vllm_delta_sync.errors import DeltaSyncError, ExpiredError, NotFoundError, StoreError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.run.documents import parse_target
@@ -104,10 +104,6 @@ class History:
         except NotFoundError as error:
             self.trusted_head.check_run(self.run)
             raise self.trusted_head.empty_run_error(error) from error
-        except DeltaSyncError:
-            # Key revocations count even if no head is readable.
-            self.trusted_head.check_run(self.run)
-            raise
         self.expired = self.trusted_head.check_expiry(self.run, stopped_by)
         self.trusted_head.accept_head(self.run, head, stopped_by, served)
         if self.head is None or self.head.digest != head.digest:
@@ -119,20 +115,10 @@ class History:
         """Raise if no new version may be taken because HEAD.json has expired; see ``TrustedHead.check_fresh``."""
         self.trusted_head.check_fresh(self.run, self._stopped_by, self.expired)
 
-    def revoked_signature(self, held: Manifest) -> SignatureError | None:
-        """Return the error if a version's signature has been revoked since; see ``TrustedHead.revoked_signature``."""
-        return self.trusted_head.revoked_signature(self.run, held)
-
     def check_in_history(self, manifest: Manifest) -> None:
         """Raise ForkError unless the head descends from a version. Reads manifests between, with trusted keys only."""
         if self.head is not None:
-            self.run.verifier.check_descends(self.head, manifest)
-
-    @property
-    def keys_sequence(self) -> int:
-        """Sequence number of keys.json; 0 if the run has none."""
-        file = self.run.verifier.keys.file
-        return 0 if file is None else file.sequence
+            self.run.check_descends(self.head, manifest)
 
     def unpublished(self, version: int) -> NotFoundError | None:
         """Return the error for a version that was not published when last polled; None if it was."""

@@ -60,7 +60,7 @@ def newest_good_manifest(
     elif manifest.held_back is not None:
         logger.info("version %d is not exact and skipped: %s", manifest.version, manifest.held_back.summary())
     found = run.manifest(newest)
-    run.verifier.check_descends(manifest, found)
+    run.check_descends(manifest, found)
     return found
 
 
@@ -96,7 +96,7 @@ def rebuild(
             earlier = None if newest is None else run.manifest(newest)
         if earlier is None:
             raise first
-        run.verifier.check_descends(head, earlier)
+        run.check_descends(head, earlier)
         logger.error("version %d cannot be used, starting with version %d: %s", target.version, earlier.version, failed)
         target = earlier
 

@@ -348,8 +348,6 @@ class RankWorker:
         target, current = update.target.version, request.current
         if current != self.version:
             raise ChainError(f"version {target} is to follow version {current}; here is {self.version}")
-        if update.rebuild:
-            run.verifier.refresh(request.keys)
         timer = PhaseTimer()
         stamp = self._weights_stamp()
         patch = stage_update(update, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
@@ -370,7 +368,6 @@ class RankWorker:
         run, routes = self._require_routes()
         self.memory.check_awake()
         routes.check_live()
-        run.verifier.refresh(request.keys)
         target = Manifest.from_bytes(request.manifest)
         # From here the weights are no version: no commit returns to them, and none waits to be confirmed.
         self.version, self.confirmed, self.external_writer, self._staged = None, True, None, None

@@ -3,11 +3,11 @@
 import heapq
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.threads import in_parallel
-from vllm_delta_sync.errors import ChainError, ConflictError, DataError, DeltaSyncError, NotFoundError, SignatureError
+from vllm_delta_sync.errors import ChainError, ConflictError, DataError, DeltaSyncError, NotFoundError
 from vllm_delta_sync.fleet.heartbeats import Heartbeats, read_heartbeats
 from vllm_delta_sync.format.documents import (
     ANCHORS_PREFIX,
@@ -29,7 +29,7 @@ from vllm_delta_sync.format.manifest import (
     version_key,
     version_of_key,
 )
-from vllm_delta_sync.run.documents import RunDocuments, revoked_manifest
+from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.prefetch import read_ahead
 from vllm_delta_sync.run.read_plan import is_merge_range
 
@@ -50,7 +50,6 @@ class Edge:
         refs: (key, bytes) of its objects. reversible: whether it can be reverted.
         used: whether readers use it.
         digest, parent, sidecars (keys), quarantined, exact: of a manifest.
-        revoked: of a manifest: its signing key is revoked for this version, so every reader refuses it.
     """
 
     info: ObjectInfo
@@ -63,7 +62,6 @@ class Edge:
     parent: str | None = None
     quarantined: bool = False
     exact: bool = True
-    revoked: bool = False
     sidecars: tuple[str, ...] = ()
 
     @property
@@ -103,14 +101,13 @@ class RunGraph:
 
     @property
     def sound(self) -> int | None:
-        """Newest version that servers accept, neither quarantined nor revoked; None if there is none."""
-        return next((edge.end for edge in reversed(self.history) if not edge.quarantined and not edge.revoked), None)
+        """Newest version that is not quarantined; None if there is none."""
+        return next((edge.end for edge in reversed(self.history) if not edge.quarantined), None)
 
     @property
     def exact(self) -> int | None:
         """Newest version that servers with ``require_exact`` accept; ``sound`` in a run without byte budgets."""
-        accepted = (edge for edge in reversed(self.history) if not edge.quarantined and not edge.revoked and edge.exact)
-        return next((edge.end for edge in accepted), None)
+        return next((edge.end for edge in reversed(self.history) if not edge.quarantined and edge.exact), None)
 
     def is_complete(self, edge: Edge) -> bool:
         """Return whether all objects of a document are stored with their declared sizes."""
@@ -198,9 +195,6 @@ def _read_history(run: RunDocuments, known_edges: dict[ObjectInfo, Edge]) -> lis
         try:
             return _edge_of_manifest(run.manifest(version), info)
         except DataError as error:
-            revoked = revoked_manifest(run, version) if isinstance(error, SignatureError) else None
-            if revoked is not None:
-                return replace(_edge_of_manifest(revoked, info), used=False, revoked=True)
             raise _unreadable(info.key, error) from error
 
     history: list[Edge] = []

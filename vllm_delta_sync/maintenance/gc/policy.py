@@ -134,7 +134,7 @@ class _Planner:
             found[graph.exact] = {"exact": None}
 
         def want(version: int, reason: str) -> None:
-            if version <= graph.head and not graph.history[version].revoked:
+            if version <= graph.head:
                 found.setdefault(version, {})[reason] = None
 
         for version in range(max(0, graph.head - policy.keep_last + 1), graph.head):
@@ -202,7 +202,7 @@ class _Planner:
     def _keep_window(self) -> None:
         """Keep all deltas of the last versions, and merged deltas among them, for servers that are a little behind."""
         begin = self._graph.head - self._policy.keep_last
-        self._keep_all((edge for edge in self._graph.history[max(0, begin + 1) :] if not edge.revoked), "last")
+        self._keep_all(self._graph.history[max(0, begin + 1) :], "last")
         self._keep_all((edge for edge in self._graph.standalone if edge.used and edge.start >= max(0, begin)), "last")
 
     def _keep_paths_onward(self) -> None:

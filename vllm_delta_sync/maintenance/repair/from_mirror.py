@@ -8,11 +8,10 @@ from copy import copy
 from functools import partial
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.conditional_put import has_content
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.errors import ChainError, ConflictError, DataError, NotFoundError, UsageError
 from vllm_delta_sync.format import limits
-from vllm_delta_sync.format.documents import KEYS_KEY, RETENTION_KEY, Claim, anchor_key, merged_delta_key
+from vllm_delta_sync.format.documents import RETENTION_KEY, Claim, anchor_key, merged_delta_key
 from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
     RUN_KEY,
@@ -27,13 +26,11 @@ from vllm_delta_sync.format.manifest import (
     version_of_key,
 )
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.maintenance.keys import check_signer, newest_file
 from vllm_delta_sync.process_folders import ProcessFolder
 from vllm_delta_sync.run.checks import check_follows, object_limit
 from vllm_delta_sync.run.documents import RunDocuments, read_info, read_table
 from vllm_delta_sync.run.objects import fetch_object_file
 from vllm_delta_sync.run.read_plan import GapError
-from vllm_delta_sync.run.verifier import RunVerifier
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import make_head
 from vllm_delta_sync.verify.document_audit import DocumentAudit, named_versions, read_head, read_standalone
@@ -135,7 +132,7 @@ class Mirror:
         manifest = Manifest.from_bytes(self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), key)
         if (manifest.run, manifest.version) != (self._run.info.run, version):
             raise ChainError(f"{key} of the mirror belongs to run {manifest.run} version {manifest.version}")
-        self._run.verifier.check_manifest(manifest, key)
+        self._run.keyring.check(manifest, key)
         return manifest
 
     def _continues(self, manifest: Manifest) -> bool:
@@ -181,7 +178,7 @@ class Mirror:
         except DataError:
             fits = False  # the mirror's HEAD.json is damaged, or its signature is not valid
         if not fits:
-            check_signer(self._run)
+            self._run.keyring.check_can_sign(self._run.info)
             head = make_head(manifest, self._run.keyring)
         self._run.bucket.put(HEAD_KEY, head.to_bytes())
         return HEAD_KEY
@@ -232,27 +229,6 @@ class Mirror:
         return key
 
 
-def restore_keys(bucket: Bucket, mirror: Bucket | None, keyring: Keyring) -> list[str]:
-    """Restore the newest keys.json that a trusted key has signed, from a change here or from the mirror.
-
-    Does nothing without trusted keys, because the right list is then unknown.
-
-    Returns:
-        one line of text for what was put.
-    """
-    info = _info(bucket) or (None if mirror is None else _info(mirror))
-    if info is None or not keyring.checks_signatures:
-        return []
-    newest, source = newest_file(bucket, keyring, info.run), "from the newest change in keys/"
-    there = None if mirror is None else newest_file(mirror, keyring, info.run)
-    if there is not None and (newest is None or there.sequence > newest.sequence):
-        newest, source = there, "from the mirror"
-    if newest is None or has_content(bucket, KEYS_KEY, newest.to_bytes()):
-        return []
-    bucket.put(KEYS_KEY, newest.to_bytes())
-    return [f"{KEYS_KEY}: {source}, with sequence {newest.sequence}"]
-
-
 def restore_identity(bucket: Bucket, mirror: Bucket, keyring: Keyring) -> list[str]:
     """Restore run.json and tensors.json, without which a run cannot be opened; return the keys that were put.
 
@@ -261,9 +237,9 @@ def restore_identity(bucket: Bucket, mirror: Bucket, keyring: Keyring) -> list[s
     """
     restored = []
     info = _info(bucket)
-    if info is None or not _has_valid_signature(bucket, keyring, info):
+    if info is None or not _has_valid_signature(keyring, info):
         info = _info(mirror)
-        if info is None or not _is_run(bucket, info) or not _has_valid_signature(bucket, keyring, info):
+        if info is None or not _is_run(bucket, info) or not _has_valid_signature(keyring, info):
             return []
         bucket.put(RUN_KEY, info.to_bytes())
         restored.append(RUN_KEY)
@@ -273,9 +249,9 @@ def restore_identity(bucket: Bucket, mirror: Bucket, keyring: Keyring) -> list[s
     return restored
 
 
-def _has_valid_signature(bucket: Bucket, keyring: Keyring, info: RunInfo) -> bool:
+def _has_valid_signature(keyring: Keyring, info: RunInfo) -> bool:
     try:
-        RunVerifier(bucket, keyring, info)
+        keyring.check(info, RUN_KEY)
     except DataError:
         return False
     return True

@@ -12,7 +12,6 @@ from vllm_delta_sync.errors import DataError, SettingsError, UsageError
 from vllm_delta_sync.format.documents import anchor_key, anchor_of_key, merged_delta_of_key
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
-from vllm_delta_sync.maintenance.keys import check_signer
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta, put_merged_delta
 from vllm_delta_sync.maintenance.repair.orphans import bridge, orphans
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
@@ -120,7 +119,7 @@ class Rebuilder:
 
     def _replace_objects(self, manifest: Manifest, state: ModelState) -> None:
         """Write what replaces the objects of a version with known weights: a merged delta, or a standalone anchor."""
-        check_signer(self._run)
+        self._run.keyring.check_can_sign(self._run.info)
         version = manifest.version
         before = self._audit.manifest(version - 1) if manifest.base_version == version - 1 else None
         if before is not None and self._readable(before.version):
@@ -141,29 +140,20 @@ class Rebuilder:
             self.done.append(f"{key}: leads across version {version}, whose manifest is lost")
 
     def _anchor(self, version: int, key: str) -> None:
-        if version in self._audit.refused:
-            self._remove_revoked(key, version)
         if version not in self._audit.digests:
             return
-        check_signer(self._run)
+        self._run.keyring.check_can_sign(self._run.info)
         make_anchor(self._run, version, self._base, replace=True)
         self.done.append(f"{key}: rebuilt from the history")
 
     def _merged_delta(self, pair: tuple[int, int], key: str) -> None:
         first, last = (self._audit.manifest(version) for version in pair)
-        if pair[1] in self._audit.refused:
-            self._remove_revoked(key, pair[1])
         if first is None or last is None:
             return
-        check_signer(self._run)
+        self._run.keyring.check_can_sign(self._run.info)
         try:
             make_merged_delta(self._run, *pair, replace=True, weights=RollingWeights(self._run, self._base))
         except (DataError, UsageError):
             # Versions of codec raw, or no path between both ends: use the weights at both ends.
             put_merged_delta(self._run, first, last, self._state(first), self._state(last))
         self.done.append(f"{key}: rebuilt from the history")
-
-    def _remove_revoked(self, key: str, version: int) -> None:
-        """Remove a document of a version whose signature is revoked."""
-        self._run.bucket.delete(key)
-        self.done.append(f"{key}: removed, because the signature of version {version} is revoked")

@@ -16,8 +16,7 @@ from vllm_delta_sync.bucket.middleware.dry_run import DryRunBucket
 from vllm_delta_sync.errors import BaseUnavailableError, DataError, SettingsError
 from vllm_delta_sync.format.manifest import HEAD_KEY
 from vllm_delta_sync.maintenance.gc.record import spelled
-from vllm_delta_sync.maintenance.keys import check_signer
-from vllm_delta_sync.maintenance.repair.from_mirror import Mirror, restore_identity, restore_keys
+from vllm_delta_sync.maintenance.repair.from_mirror import Mirror, restore_identity
 from vllm_delta_sync.maintenance.repair.rebuild import Rebuilder
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.trust import Keyring
@@ -72,7 +71,7 @@ def repair(
     Raises:
         NotFoundError: there is no run, or ``base`` does not exist. StoreError: a store failed.
         BaseUnavailableError: ``base`` is not the run's base; nothing was rebuilt.
-        DeltaSyncError: run.json, tensors.json or keys.json is damaged or has no valid signature, and no mirror has it.
+        DeltaSyncError: run.json or tensors.json is damaged or has no valid signature, and no mirror has it.
     """
     bucket = run.bucket if isinstance(run, RunDocuments) else run
     # Bypass the mirror in front of the bucket, which would hide damage in the bucket or in the mirror to restore from.
@@ -90,7 +89,6 @@ def _repair(
     bucket: Bucket, mirror: Bucket | None, base: str | Path | None, progress: Progress | None, keyring: Keyring
 ) -> RepairReport:
     outcome = RepairReport()
-    outcome.repaired += restore_keys(bucket, mirror, keyring)
     if mirror is not None:
         outcome.repaired += [f"{key}: from the mirror" for key in restore_identity(bucket, mirror, keyring)]
     run = RunDocuments(bucket, keyring)
@@ -146,7 +144,7 @@ def _round(
     if done:
         return done
     try:
-        check_signer(run)
+        run.keyring.check_can_sign(run.info)
         done += _repair_head(run, report)
     except SettingsError as error:
         if any(finding.key == HEAD_KEY for finding in report.findings):
