@@ -63,7 +63,8 @@ def test_gc_for_people(url: str) -> None:
     assert lines["kept"] == "2 versions: 7, 20"
     assert re.fullmatch(r"\d+ objects, 0 anchors, \d merged deltas, [\d.]+ k?B", lines["would remove"])
     assert re.search(r"^ +7  tag best$", out, re.MULTILINE)
-    open_bucket(url).delete(open_run(url).manifest(6).objects[0].key)
+    for version in (6, 8):  # neither from below nor back from above
+        open_bucket(url).delete(open_run(url).manifest(version).objects[0].key)
     out = shown("gc", "--bucket", url, "--keep-last", "1", code=1)
     assert "versions 7 should be kept but cannot be rebuilt; run delta-sync repair" in out
     assert re.search(r"^removed +\d+ objects", out, re.MULTILINE)

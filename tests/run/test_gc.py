@@ -24,7 +24,7 @@ from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.documents import MergedDelta, Tag
 from vllm_delta_sync.format.manifest import RunInfo
 from vllm_delta_sync.maintenance.gc.collect import CollectionReport, RetentionPolicy, collect
-from vllm_delta_sync.maintenance.gc.graph import paths_to, survey
+from vllm_delta_sync.maintenance.gc.contents import graph_of, survey
 from vllm_delta_sync.maintenance.gc.lock import CLAIM_SECONDS
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.run.read_plan import ReadPlanner, find_steps
@@ -113,8 +113,8 @@ def test_whatever_is_kept_can_be_rebuilt(
     before = {key for key in bucket.held if bucket.clock + 1 - bucket.held[key][1] < policy.min_age}
     wanted = expected(grown, policy, laid, bucket.clock + 1)
     there = set(bucket.held)
-    graph = survey(grown.run_)
-    onward = paths_to(graph.edges(), graph.head, lambda edge: False)
+    contents = survey(grown.run_)
+    onward = graph_of(contents.documents()).ways_to(contents.head)
     collectable = collect(grown.run_, policy, dry_run=True, now=bucket.clock + 1)
     report = collect(grown.run_, policy)
     check(grown, report, wanted, policy)
@@ -320,6 +320,7 @@ def test_what_cannot_be_rebuilt_is_said_and_spared(tmp_path: Path, truncated: bo
     grown.tag("best", 12)
     key = grown.manifests[10].objects[0].key
     data = grown.memory.get(key)
+    grown.memory.delete(grown.manifests[13].objects[0].key)  # no way back from version 14 either
     if truncated:
         grown.memory.put(key, data[:-1])
     else:
@@ -344,12 +345,13 @@ def test_damage_is_not_taken_for_what_was_given_up(tmp_path: Path) -> None:
     grown.memory.clock += 2 * HOUR
     collect(grown.run_, FEW)
     set_tag(grown.run_, "best", 5)
-    grown.memory.delete(grown.manifests[3].objects[0].key)
+    for version in (3, 6):
+        grown.memory.delete(grown.manifests[version].objects[0].key)
     grown.beside(9, tmp_path)
     grown.memory.clock += 2 * HOUR
     report = collect(grown.run_, FEW)
-    assert report.lost == {5: ["tag best"], 8: ["last"]}
-    assert report.bytes == 0
+    assert report.lost == {5: ["tag best"]}
+    assert {ref.key for version in (1, 2, 4, 5) for ref in grown.manifests[version].objects} <= objects(grown.memory)
 
 
 def test_what_was_given_up_once_is_not_missed(tmp_path: Path) -> None:
@@ -390,7 +392,10 @@ def test_version_that_was_let_go_of_is_said_to_be_no_longer_kept(tmp_path: Path)
     grown = long_run(tmp_path, 24)
     run = grown.run_
     report = collect(run, RetentionPolicy(keep_last=1, min_age=0.0))
-    let_go = max(set(range(25)) - set(report.kept) - {0})
+    record = run.retention()
+    assert record is not None
+    let_go = max(version for version in range(25) if record.gave_up(version))
+    assert let_go not in report.kept
     with pytest.raises(NotFoundError, match=f"version {let_go} is no longer kept"):
         run.snapshot(let_go)
     with pytest.raises(NotFoundError, match="is no longer kept"):
@@ -444,8 +449,8 @@ def test_documents_of_another_run_or_that_do_not_fit_are_not_believed(tmp_path: 
     assert grown.equals(12)
 
 
-def test_ranges_that_readers_do_not_look_for_are_no_path(tmp_path: Path) -> None:
-    """Not aligned, or across a version that builds on an older one."""
+def test_merged_deltas_of_any_range_lead_on(tmp_path: Path) -> None:
+    """Also of one that is not aligned, or leads across a version that builds on an older one."""
     for ends in ((1, 7), (4, 8), (2, 4)):
         grown = of_versions(tmp_path, 5)
         if ends == (4, 8):
@@ -454,7 +459,8 @@ def test_ranges_that_readers_do_not_look_for_are_no_path(tmp_path: Path) -> None
             grown.grow()
         grown.merge(*ends)
         grown.memory.clock += 2 * HOUR
-        assert collect(grown.run_, FEW).merged_deltas == [ends]
+        assert collect(grown.run_, FEW).merged_deltas == []
+        assert ends in [(step.low, step.high) for step in ReadPlanner(grown.run_).path(ends[0], 9)]
         assert grown.equals(9)
 
 

@@ -1,26 +1,33 @@
-"""``ReadPlanner`` plans how to read a version: a root, then deltas and merged deltas. The cost is the bytes to read.
+"""``ReadPlanner`` plans how to read a version: a root, then deltas and merged deltas.
 
-The versions of a run form a tree: each builds on the one before, except where ``Manifest.breaks`` says otherwise. A
-path goes up from the start to the nearest common ancestor by reverting versions, then down to the target. Within a
-segment without breaks it takes the longest merged delta that begins at the current version, so that n versions take
-O(log n) steps: merged deltas across 4, 16, 64 … versions begin and end at multiples of their length.
-
-Readers and servers share this planner. Garbage collection has read every document, so it finds cheapest paths over all
-of them (``maintenance.gc.graph``); a reader that did the same would read O(n) documents. Whatever a collection keeps, a
-reader finds: ``tests/run/test_gc.py`` checks it.
+It fills the graph of the run (``run.graph``) from listings, finds the cheapest way, and reads the documents on it. What
+turns out to be absent, damaged or contradicted leaves the graph, and the next cheapest way is taken. Until a document
+is read its cost is a guess, the same for each, so that a way takes the longest merged deltas: O(log n) documents for n
+versions. Readers, servers and retention share the graph, so whatever a collection keeps, a reader finds.
 """
 
-from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
-from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, NotFoundError
-from vllm_delta_sync.format.documents import Anchor, MergedDelta, Retention, anchor_key, merged_delta_key
+from vllm_delta_sync.errors import ChainError, DataError, NotFoundError
+from vllm_delta_sync.format.documents import (
+    ANCHORS_PREFIX,
+    MERGED_PREFIX,
+    RETENTION_KEY,
+    Anchor,
+    MergedDelta,
+    Retention,
+    anchor_key,
+    anchor_of_key,
+    merged_delta_key,
+    merged_delta_of_key,
+)
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key
+from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key, version_of_key
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.graph import ROOT, Edge, Move, VersionGraph, contradicted
 from vllm_delta_sync.run.prefetch import read_ahead
 
 logger = guarded_logger(__name__)
@@ -30,10 +37,6 @@ MERGE_WIDTH = 4
 writes each change once per level; larger ones more steps and bytes for a reader. Over 100 versions of SmolLM2-135M at
 learning rate 1e-6 (``benchmarks.catchup``), 2, 4 and 8 write 3.0, 1.3 and 0.7 times the bytes of the deltas, and a
 reader reads 4, 6 and 13 objects, 9.6, 11.3 and 13.8 MB, on average. Readers find no merged deltas of another width."""
-
-
-GALLOP = 1024
-"""Versions that ``ReadPlanner.reach`` first tries to cross at once."""
 
 
 class GapError(ChainError):
@@ -186,17 +189,25 @@ class ReadPlanner:
     def __init__(self, run: RunDocuments, avoid: Collection[str] = ()) -> None:
         self._run = run
         self._avoid = avoid
-        self._manifests: dict[int, Manifest] = {}
-        self._merged: dict[tuple[int, int], MergedDelta | None] = {}
-        self._breaks: dict[int, int | None] = {}
-        self._rewritten: set[int] = set()
-        self._retention: Retention | None = None
-        self._retention_read = False
-        self._damaged = False
+        self._graph = VersionGraph()
+        self._documents: dict[str, Manifest | MergedDelta | Anchor] = {}
+        # Keys of documents whose edges have their real cost; and why others are absent, for messages.
+        self._settled: set[str] = set()
+        self._absent: dict[str, str | DataError] = {}
+        self._top: Manifest | None = None
+        self._listed: set[str] = set()
+        self._reached_head = False
 
     def add_manifests(self, *manifests: Manifest) -> None:
         """Add manifests that were read already, so that they are not read again."""
-        self._manifests.update({manifest.version: manifest for manifest in manifests})
+        self._documents.update({version_key(manifest.version): manifest for manifest in manifests})
+
+    def manifest(self, version: int) -> Manifest:
+        """Return a version's manifest. Errors as ``RunDocuments.manifest``."""
+        found = self._documents.get(version_key(version))
+        if not isinstance(found, Manifest):
+            found = self._documents[version_key(version)] = self._run.manifest(version)
+        return found
 
     def path(self, start: int, target: int) -> list[Step]:
         """Return the steps from one version to another, none if they are equal; each fits the manifests at its ends.
@@ -204,317 +215,329 @@ class ReadPlanner:
         Raises:
             GapError: there is no path; the message names the obstacle. StoreError: the store failed.
         """
-        while start != target:
-            steps = self._find_steps(start, target)
-            mismatch = self._first_contradiction(steps, (start, target))
-            if mismatch is None:
-                return steps
-            if not isinstance(mismatch.document, MergedDelta):
-                self._rewritten.add(mismatch.high)
-            elif not self._read_ends(mismatch):
-                self._merged[mismatch.low, mismatch.high] = None
-        return []
+        self._cover(max(start, target))
+        if (steps := self._single_step(start, target)) is not None:
+            return steps
+        moves = self._usable((start, target), lambda: self._graph.way(start, target))
+        if moves is None:
+            raise self._gap(start, target)
+        return self._steps(moves)
 
-    def _read_ends(self, mismatch: Step) -> bool:
-        """Read the manifests at both ends of a merged delta, to find out which of two documents that disagree is wrong.
+    def path_towards(self, start: int, target: int) -> list[Step]:
+        """Return the steps to the newest version up to ``target`` that steps lead to; none if no newer one than
+        ``start`` is reached.
 
-        Also reads the manifest after each, which tells whether it is itself the one that is wrong.
-
-        Returns:
-            Whether a manifest was read that was not known before.
+        Raises:
+            StoreError: the store failed. DataError: the manifest of ``target`` cannot be read.
         """
-        known = len(self._manifests)
-        for version in (mismatch.low, mismatch.low + 1, mismatch.high, mismatch.high + 1):
-            try:
-                self.manifest(version)
-            except DataError:
-                continue
-        return len(self._manifests) > known
+        self._cover(max(start, target))
+        return self._steps(self._usable((start,), lambda: self._towards(start, target)) or [])
 
-    def _find_steps(self, start: int, target: int) -> list[Step]:
-        top = self.manifest(max(start, target))
-        self._breaks = {item.version: item.base_version for item in top.breaks}
-        up, down = _lineage(start, self._breaks), _lineage(target, self._breaks)
-        starts = [begin for begin, _ in down]
-        common = next((index for index, (begin, _) in enumerate(up) if begin in starts), None)
-        if common is None:
-            raise GapError(f"version {target} does not descend from version {start}: an anchor lies between them")
-        steps: list[Step] = []
-        for begin, end in up[:common]:
-            self._back(end, begin, steps)
-            steps.append(self._reversed(self._delta(begin)))
-        shared = starts.index(up[common][0])
-        ancestor = min(up[common][1], down[shared][1])
-        self._back(up[common][1], ancestor, steps)
-        self._forward_or_around(ancestor, down[shared], steps)
-        for begin, end in reversed(down[:shared]):
-            steps.append(self._delta(begin))
-            self._forward(begin, end, steps)
-        return steps
-
-    def manifest(self, version: int) -> Manifest:
-        """Return a version's manifest. Errors as ``RunDocuments.manifest``."""
-        if version not in self._manifests:
-            self._manifests[version] = self._run.manifest(version)
-        return self._manifests[version]
-
-    def reach(self, start: int, target: int) -> list[int]:
-        """Return the versions up to ``target`` that steps lead to, each from the one before, the first from ``start``.
-
-        Found by a galloping search. A version may be reachable from one version and not from the one before it, by a
-        merged delta that leads back, for example.
+    def newest_before(self, target: Manifest) -> Manifest | None:
+        """Return the newest version before another that can be rebuilt; None if there is none.
 
         Raises:
             StoreError: the store failed.
         """
-        stops: list[int] = []
-        at, span = start, GALLOP
-        while at < target and span:
-            tried = min(target, at + span)
-            try:
-                self.path(at, tried)
-            except DataError:
-                span = (tried - at) // 2
-                continue
-            stops.append(tried)
-            at = tried
-        return stops
+        self.add_manifests(target)
+        limit = target.version - 1
+        self._cover(target.version)
+        self._list(anchors=True)
+        while moves := self._usable((target.version,), lambda: self._towards(ROOT, limit)):  # noqa: B023
+            limit = moves[-1].end
+            with suppress(DataError):
+                return self.manifest(limit)
+            limit -= 1
+        return None
 
-    def roots(self, target: Manifest) -> list[tuple[int, bool]]:
-        """Return where a read may begin: the versions up to ``target`` that build on none or have a standalone anchor.
-
-        Returns:
-            (version, whether that is its standalone anchor), newest first.
-        """
-        inside = [(0, False), *((item.version, False) for item in target.breaks if item.base_version is None)]
-        found = [*inside, *((version, True) for version in self._run.anchors())]
-        return sorted(((version, anchored) for version, anchored in found if version <= target.version), reverse=True)
-
-    def plan_from(self, version: int, anchored: bool, target: int) -> Plan:
-        """Plan a version from one of ``roots``; if the root is the target itself, the plan has no steps.
-
-        Raises:
-            NotFoundError, ChainError, FormatError: the root is missing, bad, or avoided. Otherwise as ``path``.
-        """
-        return Plan(self._run, self._root(version, anchored, target), self.path(version, target))
-
-    def is_avoided(self, version: int, anchored: bool) -> bool:
-        """Return whether the document of one of ``roots`` turned out to be bad."""
-        return (anchor_key(version) if anchored else version_key(version)) in self._avoid
-
-    def _root(self, version: int, anchored: bool, target: int) -> Root:
-        if self.is_avoided(version, anchored):
-            raise NotFoundError(f"version {version}, which version {target} builds on, is damaged or missing")
-        manifest = self.manifest(version)
-        anchor = self._run.anchor(version) if anchored else None
-        if anchor is not None and (anchor.manifest, anchor.fingerprint) != (manifest.digest, manifest.fingerprint):
-            raise ChainError(
-                f"the anchor of version {version} was made from another manifest of that version, {anchor.manifest}"
-            )
-        return Root(manifest, anchor)
+    def _towards(self, start: int, limit: int) -> list[Move]:
+        ways = self._graph.ways(start)
+        return ways.to(max((version for version in ways.last if start < version <= limit), default=start)) or []
 
     def cheapest(self, target: Manifest) -> Plan:
         """Plan the cheapest way to rebuild a version from the bucket and, if the run refers to one, its base.
 
-        Compares the newest usable standalone anchor with the version that all others build on.
-
         Raises:
-            DataError: of the first bad anchor, else of the last root tried. StoreError: the store failed.
+            DataError: of the first bad anchor, else of what is in the way. StoreError: the store failed.
         """
         self.add_manifests(target)
-        segments = _lineage(target.version, {item.version: item.base_version for item in target.breaks})
-        best: Plan | None = None
-        bad_anchor: DataError | None = None
-        failure: DeltaSyncError = GapError(f"version {target.version} cannot be rebuilt: no usable root is left")
-        for version, anchored in self.roots(target):
-            if anchored:
-                # All anchors cost the same, and from the newest one the path is the shortest.
-                if best is not None or not any(first <= version <= last for first, last in segments):
-                    continue
-            elif version != segments[-1][0]:
-                continue
-            try:
-                root = self._root(version, anchored, target.version)
-            except DataError as error:
-                failure = error
-                if anchored and not self.is_avoided(version, anchored):
-                    logger.warning("%s cannot be used: %s", anchor_key(version), error)
-                    bad_anchor = bad_anchor or error
-                    self._damaged = True
-                continue
-            try:
-                found = Plan(self._run, root, self.path(version, target.version))
-            except DataError as error:
-                failure = error
-                continue
-            if best is None or found.bytes < best.bytes:
-                best = found
-        if best is None:
-            raise bad_anchor or failure
-        return best
+        self._cover(target.version)
+        self._list(anchors=True)
+        moves = self._usable((target.version,), lambda: self._graph.way(ROOT, target.version))
+        if moves is None:
+            raise self._no_root(target.version)
+        return self._plan(moves)
 
-    def _read_early(self, at: int, to: int) -> None:
-        """Read in parallel what the fewest steps forward need. Mostly all of it exists; if not, it costs requests."""
-        wanted: list[tuple[int, int]] = []
-        while at < to:
-            size = next(iter(_sizes(at, to - at)), 1)
-            wanted.append((at, at + size))
-            at += size
+    def roots(self, target: Manifest) -> list[tuple[str, int]]:
+        """Return the documents up to ``target`` that a read may begin with: (key, version), the newest first."""
+        self.add_manifests(target)
+        self._cover(target.version)
+        self._list(anchors=True)
+        found = [edge for edge in self._graph if edge.low == ROOT and edge.high <= target.version]
+        return sorted(((edge.key, edge.high) for edge in found), key=lambda root: (root[1], root[0]), reverse=True)
 
-        def read(ends: tuple[int, int]) -> None:
-            if ends[1] - ends[0] > 1:
-                self._merged_delta(*ends)
-            else:
-                with suppress(DataError):
-                    self.manifest(ends[1])
+    def plan_from(self, root: str, target: int) -> Plan:
+        """Plan a version from one of ``roots``; if the root is the target itself, the plan has no steps.
 
-        if self._run.is_remote and len(wanted) > 1:
-            deque(read_ahead(read, wanted), maxlen=0)
-
-    def _forward(self, at: int, to: int, steps: list[Step]) -> None:
-        self._read_early(at, to)
-        while at < to:
-            steps.append(self._merged_from(at, to) or self._delta(at + 1))
-            at = steps[-1].high
-
-    def _forward_or_around(self, at: int, segment: tuple[int, int], steps: list[Step]) -> None:
-        """Add steps to the end of a segment. If versions are missing, go back first, to a merged delta that spans them.
-
-        Garbage collection keeps the cheapest path from a served version to the head, which may begin with a step back.
+        Raises:
+            GapError: the root is absent, or no steps lead from it to the target.
         """
-        begin, to = segment
-        found: list[Step] = []
-        try:
-            self._forward(at, to, found)
-        except GapError as gap:
-            starts = {at - at % size for size in _sizes(0, to)}
-            for start in sorted((start for start in starts if begin <= start < at), reverse=True):
-                found = []
-                try:
-                    self._back(at, start, found)
-                    self._forward(start, to, found)
-                    break
-                except GapError:
-                    continue
-            else:
-                raise gap
-        steps += found
+        self._cover(target)
 
-    def _back(self, at: int, to: int, steps: list[Step]) -> None:
-        while at > to:
-            steps.append(self._reversed(self._merged_to(at, to) or self._delta(at)))
-            at = steps[-1].low
+        def onward() -> list[Move] | None:
+            edge = self._graph.get(root)
+            further = None if edge is None else self._graph.way(edge.high, target)
+            return None if edge is None or further is None else [Move(edge), *further]
 
-    def _reversed(self, step: Step) -> Step:
-        if not step.reversible:
-            # A merged delta over that version alone may be. There is none for a version that builds on an older one.
-            merged = None if step.high in self._breaks else self._merged_delta(step.high - 1, step.high)
-            if merged is None or not merged.reversible:
-                raise GapError(f"version {step.high} cannot be reverted to {step.low}: its delta replaced bits")
-            step = Step(self._run, merged)
-        return Step(step.run, step.document, backwards=True)
+        moves = self._usable((target,), onward)
+        if moves is None:
+            edge = self._graph.get(root)
+            raise self._no_root(target) if edge is None else self._gap(edge.high, target)
+        return self._plan(moves)
 
-    def _merged_from(self, at: int, to: int) -> Step | None:
-        return self._first([(at, at + size) for size in _sizes(at, to - at)])
+    # The graph
 
-    def _merged_to(self, at: int, to: int) -> Step | None:
-        found = self._first([(at - size, at) for size in _sizes(at, at - to)])
-        return found if found is not None and found.reversible else None
+    def _cover(self, version: int) -> None:
+        """Put the versions up to one, and how each is reached from the one that it builds on, into the graph."""
+        if self._top is not None and version <= self._top.version:
+            return
+        first = 0 if self._top is None else self._top.version + 1
+        self._top = self.manifest(version)
+        breaks = {item.version: item.base_version for item in self._top.breaks}
+        for number in range(first, version + 1):
+            base = breaks.get(number, number - 1 if number else None)
+            edge = (
+                Edge(version_key(number), ROOT, number) if base is None else _unread(version_key(number), base, number)
+            )
+            if edge.key not in self._absent:
+                self._graph.put(edge)
 
-    def _first(self, ranges: list[tuple[int, int]]) -> Step | None:
-        for first, last in ranges:
-            merged = self._merged_delta(first, last)
-            if merged is not None:
-                return Step(self._run, merged)
-        return None
-
-    def _merged_delta(self, first: int, last: int) -> MergedDelta | None:
-        if merged_delta_key(first, last) in self._avoid:
-            return None
-        if (first, last) not in self._merged:
-            try:
-                self._merged[first, last] = self._run.merged_delta(first, last)
-            except DataError:
-                # Missing or damaged: the deltas of its versions may lead there too.
-                self._merged[first, last] = None
-        return self._merged[first, last]
-
-    def _delta(self, version: int) -> Step:
-        """Return the step into a version from the one it builds on: its delta, or a merged delta if that is lost."""
-        reason, problem = "", None
-        if self._is_collected(version):
-            reason = "is no longer kept"
-        elif version_key(version) in self._avoid:
-            reason = "is damaged or missing"
-        elif version in self._rewritten:
-            reason = "is not the one that the next version names: the history was rewritten"
-        else:
-            try:
-                manifest = self.manifest(version)
-                if manifest.kind == "delta":
-                    return Step(self._run, manifest)
-                reason = f"is of kind {manifest.kind!r}"
-            except DataError as error:
-                reason, problem = f"cannot be read ({error.message})", error
-        # No merged delta ends at a version that does not build on the one before.
-        repaired = None if version in self._breaks else self._merged_delta(version - 1, version)
-        if repaired is None:
-            raise GapError(f"version {version} {reason}, and no merged delta spans it") from problem
-        return Step(self._run, repaired)
-
-    def _is_collected(self, version: int) -> bool:
-        # Reading retention.json is one more request, so it is read only after something turned out to be bad.
-        if not self._avoid and not self._damaged:
+    def _cover_newer(self) -> bool:
+        """Put the versions up to the head into the graph, since one may lead back; whether there are any more."""
+        if self._reached_head:
             return False
-        if not self._retention_read:
-            self._retention_read, self._retention = True, self._run.retention()
-        return self._retention is not None and self._retention.is_gone(version)
+        self._reached_head = True
+        before = -1 if self._top is None else self._top.version
+        with suppress(DataError):
+            head, _ = self._run.reachable_head()
+            self.add_manifests(head)
+            self._cover(head.version)
+        return self._top is not None and self._top.version > before
 
-    def _first_contradiction(self, steps: list[Step], ends: tuple[int, int]) -> Step | None:
-        """Return the first step, if any, that names other manifests than those at its ends or than adjacent steps.
+    def _list(self, anchors: bool = False) -> None:
+        """Put the merged deltas into the graph, and take out the deltas that retention has removed.
 
-        The newest manifest speaks first, because each is confirmed by the one after it.
+        Args:
+            anchors: whether the anchors are put into it too; only a way from a root needs them.
         """
-        known = {version: self._manifests[version].digest for version in ends if version in self._manifests}
-        for version, manifest in sorted(self._manifests.items(), reverse=True):
-            if known.setdefault(version, manifest.digest) == manifest.digest and manifest.parent is not None:
-                known.setdefault(version - 1, manifest.parent)
-        steps = sorted(steps, key=lambda step: (isinstance(step.document, MergedDelta), -step.high))
-        return next((step for step in steps if _contradicts(step, known)), None)
+        run = self._run
+        listings: dict[str, Callable[[], list[Edge] | Retention | None]] = {
+            MERGED_PREFIX: lambda: [_unread(merged_delta_key(*ends), *ends) for ends in run.merged_deltas()],
+            RETENTION_KEY: run.retention,
+        }
+        if anchors:
+            full_bytes = run.table.full_bytes
+            listings[ANCHORS_PREFIX] = lambda: [Edge(anchor_key(at), ROOT, at, full_bytes) for at in run.anchors()]
+        missing = [prefix for prefix in listings if prefix not in self._listed]
+        self._listed.update(missing)
+        for found in read_ahead(lambda prefix: listings[prefix](), missing):
+            if isinstance(found, Retention):
+                for version in (at for first, last in found.gone for at in range(first, last + 1)):
+                    self._drop(version_key(version), "is no longer kept")
+            else:
+                for edge in found or ():
+                    self._graph.put(edge)
+
+    def _drop(self, key: str, why: str | DataError) -> None:
+        self._absent.setdefault(key, why)
+        self._graph.drop(key)
+
+    def _usable(self, ends: tuple[int, ...], find: Callable[[], list[Move] | None]) -> list[Move] | None:
+        """Find a way and read its documents, until all of them are read and none is absent.
+
+        Args:
+            ends: versions whose manifest, if it was read already, is right.
+        """
+        self._list()
+        manifests = [self._documents.get(version_key(version)) for version in ends]
+        trusted = {item.version: item.digest for item in manifests if isinstance(item, Manifest)}
+        while True:
+            for key in self._avoid:
+                self._drop(key, "is damaged or missing")
+            moves = find()
+            if moves is None and self._cover_newer():
+                continue
+            if moves is None:
+                return None
+            unsettled = [move.edge for move in moves if move.edge.key not in self._settled]
+            for edge, document in zip(unsettled, read_ahead(self._read, unsettled), strict=True):
+                self._settle(edge, document)
+            self._drop_contradicted(trusted, [move.edge.key for move in moves])
+            if not unsettled and all(move.edge.key in self._graph for move in moves):
+                return moves
+
+    def _read(self, edge: Edge) -> Manifest | MergedDelta | Anchor | DataError:
+        key = edge.key
+        try:
+            if version_of_key(key) is not None:
+                return self.manifest(edge.high)
+            if merged_delta_of_key(key) is not None:
+                return self._run.merged_delta(edge.low, edge.high)
+            anchor, manifest = self._run.anchor(edge.high), self.manifest(edge.high)
+            if (anchor.manifest, anchor.fingerprint) != (manifest.digest, manifest.fingerprint):
+                raise ChainError(f"{key} was made from another manifest of that version, {anchor.manifest}")
+            return anchor
+        except DataError as error:
+            return error
+
+    def _settle(self, edge: Edge, document: Manifest | MergedDelta | Anchor | DataError) -> None:
+        """Give an edge the cost and the directions that its document declares; without a document it is absent."""
+        key, at_root = edge.key, edge.low == ROOT
+        self._settled.add(key)
+        if isinstance(document, DataError):
+            if version_of_key(key) is None and not isinstance(document, NotFoundError):
+                logger.warning("%s cannot be used: %s", key, document)
+            self._drop(key, document)
+        elif isinstance(document, Manifest) and (document.kind == "delta") == at_root:
+            self._drop(key, f"is of kind {document.kind!r}")
+        else:
+            self._documents[key] = document
+            # Only its source run shows what a branch takes: at most the whole model.
+            is_branch = isinstance(document, Manifest) and at_root and Root(document).is_branch
+            cost = self._run.table.full_bytes if is_branch else document.payload_bytes
+            reversible = not at_root and not isinstance(document, Anchor) and document.reversible
+            self._graph.put(Edge(key, edge.low, edge.high, cost, reversible))
+            self._graph.guess = max(self._graph.guess, 0 if at_root else cost)
+
+    def _drop_contradicted(self, trusted: dict[int, str], keys: list[str]) -> None:
+        """Take out what other documents contradict: manifests by the ones after them, the others by the manifests."""
+        tried = set[int]()
+        while True:
+            manifests = [item for item in self._documents.values() if isinstance(item, Manifest)]
+            known, wrong = contradicted(manifests, trusted)
+            for version, why in wrong.items():
+                self._drop(version_key(version), why)
+            named: dict[int, set[str]] = {}
+            for key in keys:
+                document = self._documents.get(key)
+                for version, digest in named_manifests(document) if isinstance(document, MergedDelta) else ():
+                    named.setdefault(version, set()).add(digest)
+                    if known.get(version, digest) != digest:
+                        self._drop(key, ChainError(f"{key} names another manifest of version {version}"))
+            # Of two that disagree, the manifest of that version, or the one after it, tells which is right.
+            doubtful = [at for at, digests in named.items() if len(digests) > 1 and at not in known and at not in tried]
+            if not doubtful:
+                return
+            tried.update(doubtful)
+            for version in doubtful:
+                for number in (version, version + 1):
+                    with suppress(DataError):
+                        self.manifest(number)
+
+    # Answers
+
+    def _single_step(self, start: int, target: int) -> list[Step] | None:
+        """Return the step between two versions of which one builds on the other, without listing the bucket."""
+        if start == target:
+            return []
+        upper = self._documents.get(version_key(max(start, target)))
+        lower = self._documents.get(version_key(min(start, target)))
+        if not isinstance(upper, Manifest) or not isinstance(lower, Manifest) or upper.kind != "delta":
+            return None
+        fits = upper.base_version == lower.version == upper.version - 1 and upper.parent == lower.digest
+        fits &= upper.epoch >= lower.epoch and (target > start or upper.reversible)
+        if not fits or version_key(upper.version) in {*self._avoid, *self._absent}:
+            return None
+        return [Step(self._run, upper, backwards=target < start)]
+
+    def _steps(self, moves: list[Move]) -> list[Step]:
+        found = []
+        for move in moves:
+            document = self._documents[move.edge.key]
+            if not isinstance(document, Anchor):
+                found.append(Step(self._run, document, move.backwards))
+        return found
+
+    def _plan(self, moves: list[Move]) -> Plan:
+        document = self._documents[moves[0].edge.key]
+        if isinstance(document, MergedDelta):
+            raise ChainError(f"{moves[0].edge.key} is no root")
+        return Plan(self._run, self._root(document), self._steps(moves[1:]))
+
+    def _root(self, document: Manifest | Anchor) -> Root:
+        return Root(self.manifest(document.version), document) if isinstance(document, Anchor) else Root(document)
+
+    # Why not
+
+    def _gap(self, start: int, target: int) -> GapError:
+        """Return the error for two versions without a way: it names the first obstacle above or below."""
+        reached = self._graph.ways(start)
+        onward = self._lineage(target)
+        below = next((version for version in onward if version in reached), None)
+        if below is not None:
+            obstacle = onward[onward.index(below) - 1]
+            return self._blocked(obstacle)
+        back = self._lineage(start)
+        lowest = next((version for version in reversed(back) if version in reached), start)
+        key = version_key(lowest)
+        document = self._documents.get(key)
+        if key in self._graph and isinstance(document, Manifest) and document.base_version is not None:
+            return GapError(f"version {lowest} cannot be reverted to {document.base_version}: its delta replaced bits")
+        if key in self._graph:
+            return GapError(f"version {target} does not descend from version {start}: an anchor lies between them")
+        return self._blocked(lowest)
+
+    def _blocked(self, version: int) -> GapError:
+        why = self._absent.get(version_key(version), "is an anchor")
+        reason = f"cannot be read ({why.message})" if isinstance(why, DataError) else why
+        error = GapError(f"version {version} {reason}, and nothing else leads to it")
+        error.__cause__ = why if isinstance(why, DataError) else None
+        return error
+
+    def _no_root(self, target: int) -> DataError:
+        """Return the error for a version that nothing leads to: of a damaged anchor, else of the first obstacle."""
+        anchors = [why for key, why in self._absent.items() if anchor_of_key(key) is not None]
+        bad = next((why for why in anchors if isinstance(why, DataError)), None)
+        if bad is not None and not isinstance(bad, NotFoundError):
+            return bad
+        lineage = self._lineage(target)
+        reached = self._graph.ways()
+        below = next((index for index, version in enumerate(lineage) if version in reached), len(lineage))
+        obstacle = lineage[below - 1]
+        why = self._absent.get(version_key(obstacle))
+        if below == len(lineage) and not isinstance(why, str) and why is not None:
+            return why
+        if below == len(lineage):
+            return NotFoundError(f"version {obstacle}, which version {target} builds on, is damaged or missing")
+        return self._blocked(obstacle)
+
+    def _lineage(self, version: int) -> list[int]:
+        """Return a version and those that it builds on, the youngest first."""
+        breaks = {} if self._top is None else {item.version: item.base_version for item in self._top.breaks}
+        found: list[int] = []
+        at: int | None = version
+        while at is not None and at >= 0:
+            found.append(at)
+            at = breaks.get(at, at - 1)
+        return found
 
 
-def _contradicts(step: Step, known: dict[int, str]) -> bool:
-    """Return whether the step contradicts ``known``. Adds the manifests that it names to ``known``."""
-    named = (step.high, step.high_digest), (step.low, step.low_digest)
-    return any(digest is not None and known.setdefault(version, digest) != digest for version, digest in named)
+def _unread(key: str, low: int, high: int) -> Edge:
+    """Return an edge whose document is not read yet: it may lead in both directions, at any cost."""
+    return Edge(key, low, high, None, True)
 
 
-def _lineage(version: int, breaks: dict[int, int | None]) -> list[tuple[int, int]]:
-    """Return a version and its ancestors as segments (first, last) of consecutive versions, youngest first."""
-    found: list[tuple[int, int]] = []
-    while True:
-        begin = max((number for number in breaks if number <= version), default=0)
-        found.append((begin, version))
-        base = breaks.get(begin)
-        if base is None:
-            return found
-        version = base
-
-
-def _sizes(at: int, span: int) -> list[int]:
-    """Return the lengths of merged deltas that can begin or end at version ``at``, up to ``span``, longest first."""
-    sizes = []
-    size = MERGE_WIDTH
-    while size <= span and at % size == 0:
-        sizes.append(size)
-        size *= MERGE_WIDTH
-    return sizes[::-1]
+def named_manifests(document: MergedDelta) -> list[tuple[int, str]]:
+    """Return the versions that a merged delta names, each with the digest of its manifest."""
+    return [(document.first, document.first_manifest), (document.last, document.last_manifest)]
 
 
 def is_merge_range(first: int, last: int) -> bool:
-    """Return whether readers look for a merged delta between two versions."""
-    # One across a single version stands in for that version's delta.
-    return last - first == 1 or last - first in _sizes(first, last - first)
+    """Return whether a merged delta between two versions is one of those that writers make."""
+    size = last - first
+    while size > 1 and size % MERGE_WIDTH == 0:
+        size //= MERGE_WIDTH
+    return size == 1 and (last - first == 1 or first % (last - first) == 0)
 
 
 def find_steps(run: RunDocuments, start: int, target: int, avoid: Collection[str] = ()) -> list[Step]:

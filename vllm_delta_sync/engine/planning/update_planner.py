@@ -4,6 +4,7 @@ Documents that turn out to be bad are avoided until the next poll, and another p
 versions before the bad one are still taken, and then the planner raises.
 """
 
+from contextlib import suppress
 from itertools import islice, pairwise
 from typing import NoReturn
 
@@ -253,22 +254,14 @@ class UpdatePlanner:
         plan = self._snapshot_after(above, target)
         if plan is not None:
             return plan
-        stops = self._own.reach(above, target) if above >= 0 else []
-        reached = stops[-1] if stops else above
+        steps = self._own.path_towards(above, target) if above >= 0 else []
+        reached = steps[-1].end if steps else above
         if reached < target:
             plan = self._plan_rebuild(target) or self._snapshot_after(reached, target, complete=False)
-        if plan is None and position is not None:
-            plan = self._plan_part_way(position, stops, memory_bytes)
+        if plan is None and position is not None and steps:
+            with suppress(DataError):
+                return self._plan_prefix(position, [(step, step.end) for step in steps], memory_bytes)
         return plan
-
-    def _plan_part_way(self, position: WeightPosition, stops: list[int], memory_bytes: int) -> UpdatePlan | None:
-        """Plan to the last version that steps reach, or at least to the first."""
-        for stop in [*stops[-1:], *stops[:1]]:
-            try:
-                return self._plan_prefix(position, self._find_path(position, stop), memory_bytes)
-            except DataError:
-                continue
-        return None
 
     def _as_in_bucket(self, position: WeightPosition | None) -> WeightPosition | None:
         """Return the position with the bucket's manifest of the version held, where that is another one.
@@ -317,14 +310,11 @@ class UpdatePlanner:
             complete: whether steps must lead from it to the target.
             below: what reading it and these steps must be less than, in bytes; None for any amount.
         """
-        roots = [
-            root
-            for root in self._own.roots(self._own.manifest(target))
-            if root[0] > above and not self._own.is_avoided(*root)
-        ]
-        for version, anchored in roots[:MAX_SNAPSHOTS]:
+        roots = self._own.roots(self._own.manifest(target))
+        newer = [(key, version) for key, version in roots if version > above]
+        for key, version in newer[:MAX_SNAPSHOTS]:
             try:
-                found = self._own.plan_from(version, anchored, target if complete else version)
+                found = self._own.plan_from(key, target if complete else version)
             except DataError:
                 continue
             if found.root.is_stored and self._may_serve(found.root.manifest):
@@ -339,7 +329,8 @@ class UpdatePlanner:
             raise unservable[digest]
         if position is None or not self._history.is_followed_run(position):
             raise next(iter(self.feedback.bad.values()), error)
-        blocked = [position.version, *self._own.reach(position.version, target)][-1] + 1
+        steps = self._own.path_towards(position.version, target)
+        blocked = (steps[-1].end if steps else position.version) + 1
         known = self.feedback.bad.get((self._run.info.run, version_key(blocked)))
         if known is None and blocked <= target:
             self._history.manifest(blocked)

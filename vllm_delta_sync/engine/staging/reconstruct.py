@@ -154,21 +154,8 @@ class _ProgressLog:
 
 
 def _newest_before(run: Run, target: Manifest, avoid: set[str]) -> Manifest | None:
-    """Return the newest version before ``target`` that can be reached from a root that is not in ``avoid``."""
-    planner = ReadPlanner(run, avoid)
-    planner.add_manifests(target)
-    found: Manifest | None = None
-    for version, anchored in planner.roots(target):
-        if version == target.version:
-            continue
-        try:
-            planner.plan_from(version, anchored, version)
-            manifest = planner.manifest([version, *planner.reach(version, target.version - 1)][-1])
-        except DataError:
-            continue
-        if found is None or manifest.version > found.version:
-            found = manifest
-    return found
+    """Return the newest version before ``target`` that can be rebuilt from documents that are not in ``avoid``."""
+    return ReadPlanner(run, avoid).newest_before(target)
 
 
 def drain_tensors(run: Run, state: ModelState) -> Iterator[tuple[str, torch.Tensor]]:

@@ -31,7 +31,7 @@ from vllm_delta_sync.format.documents import (
     merged_delta_of_key,
 )
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, SIDECARS_PREFIX, timestamp, version_key
-from vllm_delta_sync.maintenance.gc.graph import RunGraph, check_current, survey
+from vllm_delta_sync.maintenance.gc.contents import RunContents, check_current, survey
 from vllm_delta_sync.maintenance.gc.lock import CollectionLock
 from vllm_delta_sync.maintenance.gc.policy import CollectionPlan, RetentionPolicy, plan_collection, reachable
 from vllm_delta_sync.maintenance.gc.record import ranges
@@ -180,7 +180,7 @@ class _Collector:
                 "stopped removing: start it again when the other is done"
             )
 
-    def _record(self, found: RunGraph, planned: CollectionPlan) -> Retention:
+    def _record(self, found: RunContents, planned: CollectionPlan) -> Retention:
         return Retention(
             run=self._run.info.run,
             gone=ranges(_gone(found, planned)),
@@ -190,7 +190,7 @@ class _Collector:
             created_at=timestamp(),
         )
 
-    def _remove(self, removals: list[ObjectInfo], found: RunGraph, written: Retention) -> list[ObjectInfo]:
+    def _remove(self, removals: list[ObjectInfo], found: RunContents, written: Retention) -> list[ObjectInfo]:
         listed = {key for edge in (*found.history, *found.standalone) for key, _ in edge.refs}
         listed |= {key for edge in found.history for key in edge.sidecars}
         removed: list[ObjectInfo] = []
@@ -229,7 +229,7 @@ class _Collector:
             self._announce(written.model_copy(update={"going": []}))
 
     def _report(
-        self, found: RunGraph, planned: CollectionPlan, removed: list[ObjectInfo], dry_run: bool
+        self, found: RunContents, planned: CollectionPlan, removed: list[ObjectInfo], dry_run: bool
     ) -> CollectionReport:
         report = CollectionReport(found.head, planned.kept, planned.lost, dry_run=dry_run, notes=planned.notes)
         report.gone = ranges(_gone(found, planned))
@@ -255,7 +255,7 @@ def _planned_removals(planned: CollectionPlan) -> list[ObjectInfo]:
     return [*planned.documents.values(), *planned.objects.values(), *planned.sidecars.values()]
 
 
-def _gone(found: RunGraph, planned: CollectionPlan) -> set[int]:
+def _gone(found: RunContents, planned: CollectionPlan) -> set[int]:
     """Return the versions whose own deltas are missing or about to be removed."""
     going = {edge.end for edge in found.history if any(key in planned.objects for key, _ in edge.refs)}
     return going | planned.missing

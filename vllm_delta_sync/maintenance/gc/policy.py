@@ -1,4 +1,4 @@
-"""``plan_collection`` decides which versions a collection keeps and what they need. Pure: reads a graph, no bucket."""
+"""``plan_collection`` decides which versions a collection keeps and what they need. Pure: reads no bucket."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.documents import Heartbeat, Retention
-from vllm_delta_sync.maintenance.gc.graph import NOTHING, Edge, RunGraph, paths_from, paths_to
+from vllm_delta_sync.maintenance.gc.contents import Listed, RunContents, graph_of
 from vllm_delta_sync.maintenance.gc.record import spelled
 from vllm_delta_sync.maintenance.tags import rebase_epoch
+from vllm_delta_sync.run.graph import ROOT, Move
 
 DAY = 24 * 3600.0
 
@@ -73,43 +74,46 @@ class CollectionPlan:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_collection(graph: RunGraph, policy: RetentionPolicy, now: float, record: Retention | None) -> CollectionPlan:
+def plan_collection(
+    contents: RunContents, policy: RetentionPolicy, now: float, record: Retention | None
+) -> CollectionPlan:
     """Decide what to keep.
 
     Args:
         now: seconds since the epoch, by the store's clock. record: retention.json of the last collection.
     """
-    return _Planner(graph, policy, now, record).run()
+    return _Planner(contents, policy, now, record).run()
 
 
-def reachable(graph: RunGraph, planned: CollectionPlan) -> set[int]:
+def reachable(found: RunContents, planned: CollectionPlan) -> set[int]:
     """Return the versions that can be rebuilt after the planned removals."""
     left = [
-        edge
-        for edge in graph.edges()
-        if edge.key not in planned.documents and not any(key in planned.objects for key, _ in edge.refs)
+        document
+        for document in found.documents()
+        if document.key not in planned.documents and not any(key in planned.objects for key, _ in document.refs)
     ]
-    return set(paths_from(left, NOTHING, lambda edge: False).last)
+    return set(graph_of(left).ways().last)
 
 
 class _Planner:
-    def __init__(self, graph: RunGraph, policy: RetentionPolicy, now: float, record: Retention | None) -> None:
-        self._graph, self._policy, self._now, self._record = graph, policy, now, record
-        self._edges = graph.edges()
-        self._keep: dict[str, Edge] = {}
+    def __init__(self, contents: RunContents, policy: RetentionPolicy, now: float, record: Retention | None) -> None:
+        self._contents, self._policy, self._now, self._record = contents, policy, now, record
+        self._documents = {item.key: item for item in contents.documents()}
+        self._graph = graph_of(self._documents.values(), self._is_unsettled)
+        self._keep: dict[str, Listed] = {}
         self._why: dict[str, str] = {}
-        self._heartbeats = graph.heartbeats.live(now)
-        self._planned = CollectionPlan(notes=list(graph.notes))
+        self._heartbeats = contents.heartbeats.live(now)
+        self._planned = CollectionPlan(notes=list(contents.notes))
 
     def run(self) -> CollectionPlan:
         planned = self._planned
         self._keep_window()
-        paths = paths_from(self._edges, NOTHING, self._is_unsettled)
+        ways = self._graph.ways()
         abandoned: list[int] = []
         for version, reasons in self._wanted().items():
-            if version in paths:
+            if (way := ways.to(version)) is not None:
                 planned.kept[version] = reasons
-                self._keep_all(paths.path_to(version), reasons[-1])
+                self._keep_way(way, reasons[-1])
             elif self._is_abandoned(version):
                 abandoned.append(version)
             else:
@@ -126,27 +130,27 @@ class _Planner:
     # Which versions to keep
 
     def _wanted(self) -> dict[int, list[str]]:
-        graph, policy = self._graph, self._policy
-        found: dict[int, dict[str, None]] = {graph.head: {"head": None}}
-        if graph.sound is not None and graph.sound != graph.head:
-            found[graph.sound] = {"sound": None}
-        if graph.exact is not None and graph.exact not in found:
-            found[graph.exact] = {"exact": None}
+        contents, policy = self._contents, self._policy
+        found: dict[int, dict[str, None]] = {contents.head: {"head": None}}
+        if contents.sound is not None and contents.sound != contents.head:
+            found[contents.sound] = {"sound": None}
+        if contents.exact is not None and contents.exact not in found:
+            found[contents.exact] = {"exact": None}
 
         def want(version: int, reason: str) -> None:
-            if version <= graph.head:
+            if version <= contents.head:
                 found.setdefault(version, {})[reason] = None
 
-        for version in range(max(0, graph.head - policy.keep_last + 1), graph.head):
+        for version in range(max(0, contents.head - policy.keep_last + 1), contents.head):
             want(version, "last")
         if policy.keep_every is not None:
-            for version in range(policy.keep_every, graph.head + 1, policy.keep_every):
+            for version in range(policy.keep_every, contents.head + 1, policy.keep_every):
                 want(version, "every")
         if policy.keep_seconds is not None:
-            for edge in graph.history:
-                if self._age(edge.info) < policy.keep_seconds:
-                    want(edge.end, "recent")
-        for name, tag in graph.tags.items():
+            for item in contents.history:
+                if self._age(item.info) < policy.keep_seconds:
+                    want(item.end, "recent")
+        for name, tag in contents.tags.items():
             # A version that the publisher rebased to is always kept: the next version builds on it.
             if tag.branch is not None or policy.keep_tagged or rebase_epoch(name) is not None:
                 want(tag.version, f"branch {tag.branch}" if tag.branch is not None else f"tag {name}")
@@ -157,7 +161,7 @@ class _Planner:
 
     def _versions_held_by(self, heartbeat: Heartbeat) -> list[int]:
         named = [version for version in (heartbeat.served, heartbeat.target, *heartbeat.pins) if version is not None]
-        history = self._graph.history
+        history = self._contents.history
         return [
             version
             for version in named
@@ -166,15 +170,15 @@ class _Planner:
 
     def _is_abandoned(self, version: int) -> bool:
         record = self._record
-        if record is None or version in (self._graph.head, self._graph.sound, self._graph.exact):
+        if record is None or version in (self._contents.head, self._contents.sound, self._contents.exact):
             return False
         if record.head is not None:
             return record.gave_up(version)
         # Written by an older release, without the kept versions: assume a gap on the path to the version is intended.
-        while version != NOTHING:
+        while version != ROOT:
             if record.is_gone(version):
                 return True
-            version = self._graph.history[version].start
+            version = self._contents.history[version].start
         return False
 
     # What these versions need
@@ -185,118 +189,122 @@ class _Planner:
     def _is_young(self, info: ObjectInfo) -> bool:
         return self._age(info) < self._policy.min_age
 
-    def _is_unsettled(self, edge: Edge) -> bool:
+    def _is_unsettled(self, item: Listed) -> bool:
         """Return whether another collection may not know this document, so that nothing may be removed on its account.
 
         Every collection that sees the head knows the versions of the history, unless their objects were put again.
         """
-        newest = self._graph.newest(edge)
-        in_history = edge.end <= self._graph.head and edge is self._graph.history[edge.end]
-        return self._now - newest < self._policy.min_age and not (in_history and self._is_young(edge.info))
+        newest = self._contents.newest(item)
+        in_history = item.end <= self._contents.head and item is self._contents.history[item.end]
+        return self._now - newest < self._policy.min_age and not (in_history and self._is_young(item.info))
 
-    def _keep_all(self, edges: Iterable[Edge], why: str) -> None:
-        for edge in edges:
-            self._keep[edge.key] = edge
-            self._why.setdefault(edge.key, why)
+    def _keep_all(self, documents: Iterable[Listed], why: str) -> None:
+        for item in documents:
+            self._keep[item.key] = item
+            self._why.setdefault(item.key, why)
+
+    def _keep_way(self, moves: list[Move], why: str) -> None:
+        self._keep_all((self._documents[move.edge.key] for move in moves), why)
 
     def _keep_window(self) -> None:
         """Keep all deltas of the last versions, and merged deltas among them, for servers that are a little behind."""
-        begin = self._graph.head - self._policy.keep_last
-        self._keep_all(self._graph.history[max(0, begin + 1) :], "last")
-        self._keep_all((edge for edge in self._graph.standalone if edge.used and edge.start >= max(0, begin)), "last")
+        begin = self._contents.head - self._policy.keep_last
+        self._keep_all(self._contents.history[max(0, begin + 1) :], "last")
+        self._keep_all((item for item in self._contents.standalone if item.start >= max(0, begin)), "last")
 
     def _keep_paths_onward(self) -> None:
         """Keep the paths to the head from live receivers, and from the newest sound and exact ones if they differ."""
-        head, sound, exact = self._graph.head, self._graph.sound, self._graph.exact
+        head, sound, exact = self._contents.head, self._contents.sound, self._contents.exact
         served: set[int | None] = {
             heartbeat.served for heartbeat in self._heartbeats if heartbeat.served in self._versions_held_by(heartbeat)
         }
         served |= {sound, exact} - {head}
         for target in {head, sound, exact}:
             if target is not None and served - {None}:
-                paths = paths_to(self._edges, target, self._is_unsettled)
+                ways = self._graph.ways_to(target)
                 for version in served:
                     if version is not None:
-                        self._keep_all(paths.path_to(version), "onward")
+                        self._keep_way(ways.to(version) or [], "onward")
 
     def _keep_anchors(self) -> None:
         """Keep milestones' anchors, and the newest anchors leading to the head, sound and exact version, for servers
         without the base."""
-        anchors = [edge for edge in self._edges if edge.start == NOTHING and edge.refs]
-        milestones = {tag.version for tag in self._graph.tags.values() if tag.milestone}
-        self._keep_all((edge for edge in anchors if edge.end in milestones & self._planned.kept.keys()), "milestone")
-        for target in {self._graph.head, self._graph.sound, self._graph.exact}:
+        anchors = [item for item in self._documents.values() if item.start == ROOT and item.refs]
+        milestones = {tag.version for tag in self._contents.tags.values() if tag.milestone}
+        self._keep_all((item for item in anchors if item.end in milestones & self._planned.kept.keys()), "milestone")
+        for target in {self._contents.head, self._contents.sound, self._contents.exact}:
             if target is not None:
                 self._keep_anchor_of(target, anchors)
 
-    def _keep_anchor_of(self, target: int, anchors: list[Edge]) -> None:
-        onward = paths_to(self._edges, target, self._is_unsettled, back=False)
-        leading = [edge for edge in anchors if edge.end in onward or edge.end == target]
-        settled = [edge for edge in leading if not self._is_unsettled(edge)]
+    def _keep_anchor_of(self, target: int, anchors: list[Listed]) -> None:
+        onward = self._graph.ways_to(target, revert=False)
+        leading = [item for item in anchors if item.end in onward]
+        settled = [item for item in leading if not self._is_unsettled(item)]
         if leading:
-            newest = max(settled or leading, key=lambda edge: (edge.end, -edge.bytes, edge.key))
-            self._keep_all([newest, *onward.path_to(newest.end)], "anchor")
+            newest = max(settled or leading, key=lambda item: (item.end, -item.bytes, item.key))
+            self._keep_all([newest], "anchor")
+            self._keep_way(onward.to(newest.end) or [], "anchor")
 
     def _keep_around_lost(self) -> None:
         """Keep everything that a wanted but lost version may need once it is repaired."""
         if self._planned.lost:
             last = max(self._planned.lost)
-            self._keep_all(self._graph.history[: last + 1], "lost")
-            standalone = self._graph.standalone
+            self._keep_all(self._contents.history[: last + 1], "lost")
+            standalone = self._contents.standalone
             self._keep_all(
-                (edge for edge in standalone if (edge.end if edge.start == NOTHING else edge.start) <= last), "lost"
+                (item for item in standalone if (item.end if item.start == ROOT else item.start) <= last), "lost"
             )
 
     # What to remove
 
     def _sweep(self) -> None:
-        graph, planned = self._graph, self._planned
-        for edge in graph.history:
-            if self._is_young(edge.info):
-                self._keep[edge.key] = edge
-        for edge in graph.standalone:
-            if self._now - graph.newest(edge) < self._policy.min_age:
-                self._keep[edge.key] = edge
-        planned.documents = {edge.key: edge.info for edge in graph.standalone if edge.key not in self._keep}
-        needed = {key for edge in (*self._keep.values(), *graph.unrelated) for key, _ in edge.refs}
-        listed = {key for edge in (*graph.history, *graph.standalone) for key, _ in edge.refs}
+        contents, planned = self._contents, self._planned
+        for item in contents.history:
+            if self._is_young(item.info):
+                self._keep[item.key] = item
+        for item in contents.standalone:
+            if self._now - contents.newest(item) < self._policy.min_age:
+                self._keep[item.key] = item
+        planned.documents = {item.key: item.info for item in contents.standalone if item.key not in self._keep}
+        needed = {key for item in (*self._keep.values(), *contents.unrelated) for key, _ in item.refs}
+        listed = {key for item in (*contents.history, *contents.standalone) for key, _ in item.refs}
         planned.objects = {
             key: info
-            for key, info in graph.objects.items()
+            for key, info in contents.objects.items()
             # An unreadable document may list an object that seems unlisted.
-            if key not in needed and not self._is_young(info) and (key in listed or not graph.unreadable)
+            if key not in needed and not self._is_young(info) and (key in listed or not contents.unreadable)
         }
         # Sidecars go with their version, when nothing leads to it any more.
-        readable = reachable(graph, planned) | planned.lost.keys()
-        staying = [edge for edge in graph.history if edge.end in readable or edge.key in self._keep]
-        named = {key for edge in staying for key in edge.sidecars}
+        readable = reachable(contents, planned) | planned.lost.keys()
+        staying = [item for item in contents.history if item.end in readable or item.key in self._keep]
+        named = {key for item in staying for key in item.sidecars}
         planned.sidecars = {
-            key: info for key, info in graph.sidecars.items() if key not in named and not self._is_young(info)
+            key: info for key, info in contents.sidecars.items() if key not in named and not self._is_young(info)
         }
         last = max(planned.lost, default=-1)
         planned.missing = {
-            edge.end
-            for edge in graph.history
-            if not graph.is_complete(edge)
-            and (edge.end > last or (self._record is not None and self._record.is_gone(edge.end)))
+            item.end
+            for item in contents.history
+            if not contents.is_complete(item)
+            and (item.end > last or (self._record is not None and self._record.is_gone(item.end)))
         }
 
     # Why objects stay
 
     def _staying(self) -> list[str]:
         """Return how many objects stay for which reason, one line each."""
-        graph, planned = self._graph, self._planned
+        contents, planned = self._contents, self._planned
         why: dict[str, str] = {}
-        for edge in (*graph.history, *graph.standalone):
-            if edge.key in self._keep:
+        for item in (*contents.history, *contents.standalone):
+            if item.key in self._keep:
                 # A document without another reason stays for its age.
-                reason = self._why.get(edge.key, "young")
-                for key, _ in edge.refs:
+                reason = self._why.get(item.key, "young")
+                for key, _ in item.refs:
                     why.setdefault(key, reason)
-        unrelated = {key for edge in graph.unrelated for key, _ in edge.refs}
+        unrelated = {key for item in contents.unrelated for key, _ in item.refs}
         counts = dict.fromkeys(why.values(), 0)  # in the order of the versions
         young: list[ObjectInfo] = []
-        for key, info in graph.objects.items():
+        for key, info in contents.objects.items():
             if key in planned.objects:
                 continue
             reason = why.get(key) or (
@@ -308,11 +316,11 @@ class _Planner:
         return self._explained(counts, young)
 
     def _explained(self, counts: dict[str, int], young: list[ObjectInfo]) -> list[str]:
-        policy, head, last = self._policy, self._graph.head, self._policy.keep_last
+        policy, head, last = self._policy, self._contents.head, self._policy.keep_last
         reasons = {
             "head": f"needed by the head, version {head}",
-            "sound": f"needed by version {self._graph.sound}, the newest not quarantined",
-            "exact": f"needed by version {self._graph.exact}, the newest that is the trainer's exact state",
+            "sound": f"needed by version {self._contents.sound}, the newest not quarantined",
+            "exact": f"needed by version {self._contents.exact}, the newest that is the trainer's exact state",
             "last": ("needed by the newest version" if last == 1 else f"needed by the newest {last} versions")
             + (f" (--keep-last), and the run has {head + 1}" if head < last else " (--keep-last)"),
             "every": f"needed by versions divisible by {policy.keep_every} (--keep-every)",

@@ -1,6 +1,5 @@
-"""``RunGraph``: a run's bucket as a graph. Versions are nodes; documents whose objects are all stored are edges."""
+"""``survey`` reads everything that a run's bucket holds, for a collection."""
 
-import heapq
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -30,25 +29,20 @@ from vllm_delta_sync.format.manifest import (
     version_of_key,
 )
 from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.graph import ROOT, UNLIKELY, Edge, VersionGraph
 from vllm_delta_sync.run.prefetch import read_ahead
-from vllm_delta_sync.run.read_plan import is_merge_range
-
-NOTHING = -1
-"""The node where anchors and references start: they need no other version."""
 
 _OBJECT = re.compile(re.escape(OBJECTS_PREFIX) + r"[0-9a-f]{64}\.safetensors")
 _SIDECAR = re.compile(re.escape(SIDECARS_PREFIX) + r"[0-9a-f]{64}")
-Neighbours = dict[int, list[tuple[int, "Edge"]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class Listed:
     """A document that lists objects: a manifest, a standalone anchor, or a merged delta.
 
     Attributes:
-        info: of the document. start, end: versions that it leads from and to.
+        info: of the document. start, end: versions that it leads from (``ROOT`` if none) and to.
         refs: (key, bytes) of its objects. reversible: whether it can be reverted.
-        used: whether readers use it.
         digest, parent, sidecars (keys), quarantined, exact: of a manifest.
     """
 
@@ -57,7 +51,6 @@ class Edge:
     end: int
     refs: tuple[tuple[str, int], ...]
     reversible: bool = False
-    used: bool = True
     digest: str = ""
     parent: str | None = None
     quarantined: bool = False
@@ -74,7 +67,7 @@ class Edge:
 
 
 @dataclass
-class RunGraph:
+class RunContents:
     """Everything that a run's bucket holds.
 
     Attributes:
@@ -85,9 +78,9 @@ class RunGraph:
         notes: for the operator.
     """
 
-    history: list[Edge] = field(default_factory=list)
-    standalone: list[Edge] = field(default_factory=list)
-    unrelated: list[Edge] = field(default_factory=list)
+    history: list[Listed] = field(default_factory=list)
+    standalone: list[Listed] = field(default_factory=list)
+    unrelated: list[Listed] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)
     tags: dict[str, Tag] = field(default_factory=dict)
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
@@ -102,28 +95,43 @@ class RunGraph:
     @property
     def sound(self) -> int | None:
         """Newest version that is not quarantined; None if there is none."""
-        return next((edge.end for edge in reversed(self.history) if not edge.quarantined), None)
+        return next((document.end for document in reversed(self.history) if not document.quarantined), None)
 
     @property
     def exact(self) -> int | None:
         """Newest version that servers with ``require_exact`` accept; ``sound`` in a run without byte budgets."""
-        return next((edge.end for edge in reversed(self.history) if not edge.quarantined and edge.exact), None)
+        accepted = (item for item in reversed(self.history) if not item.quarantined and item.exact)
+        return next((item.end for item in accepted), None)
 
-    def is_complete(self, edge: Edge) -> bool:
+    def is_complete(self, document: Listed) -> bool:
         """Return whether all objects of a document are stored with their declared sizes."""
-        return all(key in self.objects and self.objects[key].bytes == size for key, size in edge.refs)
+        return all(key in self.objects and self.objects[key].bytes == size for key, size in document.refs)
 
-    def newest(self, edge: Edge) -> float:
+    def newest(self, document: Listed) -> float:
         """Return when the document or one of its objects was last put."""
-        stored = (self.objects[key].modified for key, _ in edge.refs if key in self.objects)
-        return max(edge.info.modified, max(stored, default=0.0))
+        stored = (self.objects[key].modified for key, _ in document.refs if key in self.objects)
+        return max(document.info.modified, max(stored, default=0.0))
 
-    def edges(self) -> list[Edge]:
+    def documents(self) -> list[Listed]:
         """Return the documents that are complete and that readers use."""
-        return [edge for edge in (*self.history, *self.standalone) if edge.used and self.is_complete(edge)]
+        return [item for item in (*self.history, *self.standalone) if self.is_complete(item)]
 
 
-def survey(run: RunDocuments, known: RunGraph | None = None, record: Retention | None = None) -> RunGraph:
+def graph_of(documents: Iterable[Listed], unsettled: Callable[[Listed], bool] = lambda document: False) -> VersionGraph:
+    """Return the graph of documents. Args: unsettled: whether a way uses a document only where there is no other."""
+    return VersionGraph(
+        Edge(
+            item.key,
+            item.start,
+            item.end,
+            item.bytes + (UNLIKELY if unsettled(item) else 0),
+            item.reversible and item.start != ROOT,
+        )
+        for item in documents
+    )
+
+
+def survey(run: RunDocuments, known: RunContents | None = None, record: Retention | None = None) -> RunContents:
     """Read each document of the run once, then list its objects.
 
     Documents come first: writers put objects before the document that lists them, so the later listing has them.
@@ -137,11 +145,10 @@ def survey(run: RunDocuments, known: RunGraph | None = None, record: Retention |
         NotFoundError: nothing is published. ConflictError: another run took the URL meanwhile.
         DeltaSyncError: a manifest or a tag cannot be read. StoreError: the store failed.
     """
-    known_edges = {edge.info: edge for edge in (*known.history, *known.standalone)} if known else {}
-    found = RunGraph()
-    found.history = _read_history(run, known_edges)
-    breaks = {edge.end for edge in found.history if edge.end and edge.start != edge.end - 1}
-    _read_standalone(run, found, known_edges, breaks)
+    known_documents = {document.info: document for document in (*known.history, *known.standalone)} if known else {}
+    found = RunContents()
+    found.history = _read_history(run, known_documents)
+    _read_standalone(run, found, known_documents)
     found.tags = _tags(run, found.notes)
     found.heartbeats = read_heartbeats(run)
     found.notes += [f"heartbeat ignored: {reason}" for reason in found.heartbeats.ignored]
@@ -158,7 +165,7 @@ def check_current(run: RunDocuments) -> None:
         raise ConflictError(f"{run.bucket.url} no longer holds run {run.info.run} but another; open it again")
 
 
-def _recheck_listing(run: RunDocuments, found: RunGraph, record: Retention | None) -> None:
+def _recheck_listing(run: RunDocuments, found: RunContents, record: Retention | None) -> None:
     """Check one by one the objects that are unexpectedly missing from the listing, or unexpectedly in it."""
 
     def stat(key: str) -> ObjectInfo | None:
@@ -167,9 +174,9 @@ def _recheck_listing(run: RunDocuments, found: RunGraph, record: Retention | Non
         except NotFoundError:
             return None
 
-    removed = {edge.end for edge in found.history if record is not None and record.is_gone(edge.end)}
-    expected = {key: edge.end not in removed for edge in found.history for key, _ in edge.refs}
-    expected |= {key: True for edge in found.standalone for key, _ in edge.refs}
+    removed = {document.end for document in found.history if record is not None and record.is_gone(document.end)}
+    expected = {key: document.end not in removed for document in found.history for key, _ in document.refs}
+    expected |= {key: True for document in found.standalone for key, _ in document.refs}
     doubtful = sorted(key for key, stored in expected.items() if stored != (key in found.objects))
     for key, info in zip(doubtful, in_parallel(stat, doubtful), strict=True):
         if info is None:
@@ -178,7 +185,7 @@ def _recheck_listing(run: RunDocuments, found: RunGraph, record: Retention | Non
             found.objects[key] = info
 
 
-def _read_history(run: RunDocuments, known_edges: dict[ObjectInfo, Edge]) -> list[Edge]:
+def _read_history(run: RunDocuments, known_documents: dict[ObjectInfo, Listed]) -> list[Listed]:
     head = run.head().version
     listed = _versions(run)
     if max(listed, default=0) > head:
@@ -188,20 +195,20 @@ def _read_history(run: RunDocuments, known_edges: dict[ObjectInfo, Edge]) -> lis
         what = f"{version_key(lost)} is missing" if lost is not None else "there are manifests after the head"
         raise ChainError(f"{what}: gc removes nothing from a history with holes; run `delta-sync repair`")
 
-    def edge_of(version: int) -> Edge:
+    def document_of(version: int) -> Listed:
         info = listed[version]
-        if info in known_edges:
-            return known_edges[info]
+        if info in known_documents:
+            return known_documents[info]
         try:
-            return _edge_of_manifest(run.manifest(version), info)
+            return _of_manifest(run.manifest(version), info)
         except DataError as error:
             raise _unreadable(info.key, error) from error
 
-    history: list[Edge] = []
-    for edge in read_ahead(edge_of, range(head + 1)):
-        if history and edge.parent != history[-1].digest:
-            raise ChainError(f"{edge.key} does not name the manifest before it: the history was rewritten")
-        history.append(edge)
+    history: list[Listed] = []
+    for document in read_ahead(document_of, range(head + 1)):
+        if history and document.parent != history[-1].digest:
+            raise ChainError(f"{document.key} does not name the manifest before it: the history was rewritten")
+        history.append(document)
     return history
 
 
@@ -221,10 +228,10 @@ def _find_unlisted(run: RunDocuments, head: int, listed: dict[int, ObjectInfo]) 
     return None
 
 
-def _edge_of_manifest(manifest: Manifest, info: ObjectInfo) -> Edge:
-    return Edge(
+def _of_manifest(manifest: Manifest, info: ObjectInfo) -> Listed:
+    return Listed(
         info=info,
-        start=NOTHING if manifest.base_version is None else manifest.base_version,
+        start=ROOT if manifest.base_version is None else manifest.base_version,
         end=manifest.version,
         refs=_refs(manifest.objects),
         reversible=manifest.reversible,
@@ -247,7 +254,7 @@ def _unreadable(key: str, error: DeltaSyncError) -> DeltaSyncError:
     )
 
 
-def _read_standalone(run: RunDocuments, found: RunGraph, known_edges: dict[ObjectInfo, Edge], breaks: set[int]) -> None:
+def _read_standalone(run: RunDocuments, found: RunContents, known_documents: dict[ObjectInfo, Listed]) -> None:
     listed = [
         item
         for prefix in (ANCHORS_PREFIX, MERGED_PREFIX)
@@ -255,42 +262,39 @@ def _read_standalone(run: RunDocuments, found: RunGraph, known_edges: dict[Objec
         if anchor_of_key(item.key) is not None or merged_delta_of_key(item.key) is not None
     ]
 
-    def read(item: ObjectInfo) -> tuple[Edge, bool] | str | None:
+    def read(item: ObjectInfo) -> tuple[Listed, bool] | str | None:
         try:
-            return _edge_of_standalone(run, item, found.history, breaks)
+            return _of_standalone(run, item, found.history)
         except NotFoundError:
             return None
         except DataError as error:
             return error.message
 
-    fresh = [item for item in listed if item not in known_edges]
+    fresh = [item for item in listed if item not in known_documents]
     answers = dict(zip(fresh, read_ahead(read, fresh), strict=True))
     for item in listed:
-        answer = answers[item] if item in answers else (known_edges[item], True)
+        answer = answers[item] if item in answers else (known_documents[item], True)
         if isinstance(answer, str):
             found.unreadable[item.key] = answer
             found.notes.append(f"{item.key} cannot be read; it stays, and so do all unlisted objects: {answer}")
         elif answer is not None:
-            edge, fits = answer
-            (found.standalone if fits else found.unrelated).append(edge)
-    found.notes += [f"{edge.key} does not fit the history, and stays" for edge in found.unrelated]
+            document, fits = answer
+            (found.standalone if fits else found.unrelated).append(document)
+    found.notes += [f"{document.key} does not fit the history, and stays" for document in found.unrelated]
 
 
-def _edge_of_standalone(
-    run: RunDocuments, item: ObjectInfo, history: list[Edge], breaks: set[int]
-) -> tuple[Edge, bool]:
+def _of_standalone(run: RunDocuments, item: ObjectInfo, history: list[Listed]) -> tuple[Listed, bool]:
     """Return an anchor or a merged delta, and whether it belongs to this history."""
     version = anchor_of_key(item.key)
     if version is not None:
         anchor = run.anchor(version)
         fits = version < len(history) and anchor.manifest == history[version].digest
-        return Edge(item, NOTHING, version, _refs(anchor.objects), used=fits), fits
+        return Listed(item, ROOT, version, _refs(anchor.objects)), fits
     first, last = merged_delta_of_key(item.key) or (0, 0)
     merged = run.merged_delta(first, last)
     ends = ((first, merged.first_manifest), (last, merged.last_manifest))
     fits = last < len(history) and all(history[number].digest == digest for number, digest in ends)
-    used = fits and is_merge_range(first, last) and not any(first < number <= last for number in breaks)
-    return Edge(item, first, last, _refs(merged.objects), merged.reversible, used), fits
+    return Listed(item, first, last, _refs(merged.objects), merged.reversible), fits
 
 
 def _tags(run: RunDocuments, notes: list[str]) -> dict[str, Tag]:
@@ -308,70 +312,3 @@ def _tags(run: RunDocuments, notes: list[str]) -> dict[str, Tag]:
         except DataError as error:
             raise _unreadable(tag_key(name), error) from error
     return found
-
-
-def paths_from(edges: Iterable[Edge], begin: int, unsettled: Callable[[Edge], bool]) -> "ShortestPaths":
-    """Return the cheapest path from a node to each node reachable from it."""
-    neighbours: Neighbours = {}
-    for edge in edges:
-        neighbours.setdefault(edge.start, []).append((edge.end, edge))
-    return _cheapest(neighbours, begin, unsettled)
-
-
-def paths_to(edges: Iterable[Edge], end: int, unsettled: Callable[[Edge], bool], back: bool = True) -> "ShortestPaths":
-    """Return the cheapest path to a version from each other version. Args: back: whether it may revert deltas."""
-    neighbours: Neighbours = {}
-    for edge in edges:
-        if edge.start != NOTHING:
-            neighbours.setdefault(edge.end, []).append((edge.start, edge))
-            if back and edge.reversible:
-                neighbours.setdefault(edge.start, []).append((edge.end, edge))
-    return _cheapest(neighbours, end, unsettled)
-
-
-@dataclass
-class ShortestPaths:
-    """Cheapest paths between one node and all others.
-
-    Attributes:
-        last: connected node → the node before it on its path, and the edge between the two.
-    """
-
-    last: dict[int, tuple[int, Edge]]
-
-    def __contains__(self, node: int) -> bool:
-        return node in self.last
-
-    def path_to(self, node: int) -> list[Edge]:
-        """Return the edges between the start node and this node."""
-        found = []
-        while node in self.last:
-            node, edge = self.last[node]
-            found.append(edge)
-        return found
-
-
-def _cheapest(neighbours: Neighbours, begin: int, unsettled: Callable[[Edge], bool]) -> ShortestPaths:
-    """Run Dijkstra's algorithm, by bytes; a path uses unsettled edges only where there is no other.
-
-    The path found for a node depends on the edges of that path only. So two collections find the same paths, even while
-    one removes edges that are on no kept path.
-    """
-    last: dict[int, tuple[int, Edge]] = {}
-    edges: dict[str, Edge] = {}
-    done: set[int] = set()
-    # Cost: unsettled edges, bytes, edges. Keys break ties the same way on every machine. The count of edges makes every
-    # step cost something, so that all candidates for a node are known when it is popped.
-    pending: list[tuple[int, int, int, int, str, int]] = [(0, 0, 0, begin, "", begin)]
-    while pending:
-        bad, size, count, node, key, origin = heapq.heappop(pending)
-        if node in done:
-            continue
-        done.add(node)
-        if key:
-            last[node] = (origin, edges[key])
-        for other, edge in neighbours.get(node, []):
-            if other not in done:
-                edges[edge.key] = edge
-                heapq.heappush(pending, (bad + unsettled(edge), size + edge.bytes, count + 1, other, edge.key, node))
-    return ShortestPaths(last)
