@@ -181,11 +181,11 @@ def test_verify_names_the_first_problem_or_all(path: Path) -> None:
     assert (whole["command"], whole["error"]["kind"], document["verdict"]) == ("verify", "digest", False)
     assert [(row["version"], row["kind"]) for row in document["findings"]] == [(1, "digest"), (5, "not_found")]
     assert document["findings"][0]["document"] == keys.version_key(1)
-    assert document["unreadable"] == [1, 2, 5]
+    assert document["unreadable"] == [5]  # the versions after 1 lead back to it
     text = shown("verify", "--all", "--bucket", path, code=1)
     assert text.startswith("digest: object objects/")
     assert "2 problems" in text
-    assert "versions 1 to 2, 5" in text
+    assert "version 5" in text
     for file in (path / "versions").iterdir():
         file.write_bytes(b"{")
     document = answer("verify", "--bucket", path, "--all", code=1)

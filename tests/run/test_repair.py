@@ -71,8 +71,9 @@ def test_head_is_written_again(whole: Whole) -> None:
     assert whole.bucket.get(keys.HEAD_KEY) == right
 
 
-def test_head_that_proves_a_lost_version_is_left_alone(whole: Whole) -> None:
+def test_head_that_names_a_lost_version_is_left_alone(whole: Whole) -> None:
     whole.bucket.delete(keys.version_key(8))
+    whole.bucket.delete(side.merged_delta_key(4, 8))
     before = contents(whole)
     report = repair(whole.run)
     assert (report.repaired, report.unreadable) == ([], [8])
@@ -80,24 +81,20 @@ def test_head_that_proves_a_lost_version_is_left_alone(whole: Whole) -> None:
     assert contents(whole) == before
 
 
-@pytest.mark.parametrize("kind", ["plain", "raw", "full", "tiled"])
-def test_a_version_whose_object_is_lost_gets_a_merged_delta(kind: str) -> None:
-    whole = Whole(seed=9)
-    whole.deltas("plain", "plain", kind, "plain")
-    whole.beside(3)
-    if kind == "plain":
-        whole.merged_deltas()
-    key = whole.object_of(3)
-    right = whole.bucket.get(key)
-    whole.flip(key)
-    damaged = whole.bucket.get(key)
+@pytest.mark.parametrize("lost", [0, 3, 9])
+def test_a_version_that_other_documents_lead_to_needs_its_own_objects_no_more(lost: int, whole: Whole) -> None:
+    """By a merged delta, by reverting the one after it, or by an anchor."""
+    whole.delta(base=3)
+    whole.deltas("plain", "plain")
+    whole.beside(10)
+    whole.flip(whole.object_of(lost))
+    before = contents(whole)
     report = repair(whole.run)
-    assert report.lost == []
-    assert report.repaired == [f"{side.merged_delta_key(2, 3)}: replaces the objects of version 3"]
-    # The merged delta of a packed version consists of the same object. For other codecs the
-    # damaged object stays, because the manifest cannot list other bytes.
-    assert whole.bucket.get(key) == (right if kind == "plain" else damaged)
-    assert ["version 3: its own objects" in note for note in report.notes] == [True] * (kind != "plain")
+    gone = f"{side.RETENTION_KEY}: says that the objects of version {lost} are gone; other documents lead to it"
+    assert (report.repaired, report.lost, report.unreadable) == ([gone], [], [])
+    assert {key for key, data in contents(whole).items() if before.get(key) != data} - {side.RETENTION_KEY} == {
+        key for key in whole.bucket.held if key.startswith("collections/")
+    }
     assert_whole(whole)
     assert repair(whole.run).repaired == []
 
@@ -109,67 +106,13 @@ def test_two_lost_objects_leave_what_is_between_them_lost(whole: Whole) -> None:
     # Version 3 is the one after 2 and 3 taken back once; nothing knows version 2.
     assert whole.readable() == [0, 1, 3, 4, 5, 6, 7, 8]
     assert report.unreadable == [2]
-    assert report.repaired == [f"{side.anchor_key(3)}: replaces the objects of version 3"]
     assert [line.split(" ")[0] for line in report.lost] == [whole.object_of(2), "unreadable"]
-
-
-def test_a_lost_version_0_is_rebuilt_from_an_anchor_after_it(whole: Whole) -> None:
-    whole.beside(6)
-    right = whole.bucket.get(whole.object_of(0))
-    whole.bucket.put(whole.object_of(0), right[: len(right) // 2])
-    report = repair(whole.run)
-    assert report.repaired == [f"{side.anchor_key(0)}: replaces the objects of version 0"]
-    assert_whole(whole)
-
-
-def test_versions_that_build_on_an_older_one(whole: Whole) -> None:
-    whole.delta(base=3)
-    whole.deltas("plain", "plain")
-    whole.beside(10)
-    whole.bucket.delete(whole.object_of(9))
-    report = repair(whole.run)
-    assert (report.repaired, report.lost) == ([f"{side.anchor_key(9)}: replaces the objects of version 9"], [])
-    assert_whole(whole)
-
-
-def test_objects_of_a_lost_manifest_are_found(whole: Whole) -> None:
-    for kind in ("plain", "raw", "full"):
-        whole.delta(kind)
-    for version in (9, 10):
-        left = whole.bucket.copy()
-        whole.bucket.delete(keys.version_key(version))
-        assert whole.readable() == list(range(version))
-        report = repair(whole.run)
-        assert report.repaired == [
-            f"{side.merged_delta_key(version - 1, version)}: leads across version {version}, whose manifest is lost"
-        ]
-        assert report.unreadable == [version]
-        assert whole.readable() == [v for v in range(12) if v != version]
-        whole.bucket.held = left.held
-
-
-def test_a_bridge_from_a_manifest_that_was_altered_unnoticed_is_replaced(whole: Whole) -> None:
-    """Only the lost manifest could show that it was, so the bridge has its digest until both are back."""
-    whole.deltas("plain", "plain", "plain")
-    right = {key: whole.bucket.get(key) for key in map(keys.version_key, (9, 10))}
-    first, lost = right
-    whole.bucket.put(first, right[first].replace(b'"created_at":"2', b'"created_at":"9', 1))
-    whole.bucket.delete(lost)
-    report = repair(whole.run)
-    assert [line.split(":")[0] for line in report.repaired] == [side.merged_delta_key(9, 10)]
-    for key, data in right.items():
-        whole.bucket.put(key, data)
-    assert [finding.key for finding in verify_run(whole.run, findings=True).findings] == [side.merged_delta_key(9, 10)]
-    assert repair(whole.run).lost == []
-    assert_whole(whole)
 
 
 @pytest.mark.parametrize("what", ["document", "object", "both"])
 def test_damaged_anchors_and_folded_ranges_are_made_again(what: str, whole: Whole) -> None:
     whole.beside(5)
-    whole.deltas("raw", "raw", "raw", "raw")
-    whole.writer.merge(8, 12)
-    for key in (side.anchor_key(5), side.merged_delta_key(0, 4), side.merged_delta_key(8, 12)):
+    for key in (side.anchor_key(5), side.merged_delta_key(0, 4)):
         if what != "document":
             run = whole.run
             listed = (
@@ -184,10 +127,9 @@ def test_damaged_anchors_and_folded_ranges_are_made_again(what: str, whole: Whol
     assert sorted(report.repaired) == [
         f"{side.anchor_key(5)}: rebuilt from the history",
         f"{side.merged_delta_key(0, 4)}: rebuilt from the history",
-        f"{side.merged_delta_key(8, 12)}: rebuilt from the history",
     ]
     assert report.lost == []
-    assert (verify_run(whole.run).anchors, verify_run(whole.run).merged_deltas) == (1, 3)
+    assert (verify_run(whole.run).anchors, verify_run(whole.run).merged_deltas) == (1, 2)
     assert_whole(whole)
 
 
@@ -213,9 +155,8 @@ def test_everything_comes_back_from_a_mirror(whole: Whole) -> None:
     report = repair(whole.bucket, mirror=mirror)
     assert report.lost == []
     assert all(line.endswith(": from the mirror") for line in report.repaired)
-    # Nothing that is left names the tag, the anchor and the merged deltas: they may have been removed on purpose.
-    missing = {key.split("/")[0] for key in right if key not in whole.bucket.held}
-    assert missing == {"tags", "anchors", "merged", "objects"}
+    # Nothing that is left needs the tag: it may have been removed on purpose.
+    assert {key.split("/")[0] for key in right if key not in whole.bucket.held} == {"tags"}
     assert_whole(whole)
 
 
@@ -295,27 +236,6 @@ def test_a_mirror_decides_between_head_and_manifest(whole: Whole) -> None:
         whole.bucket.put(keys.HEAD_KEY, b"{")
 
 
-@pytest.mark.parametrize("case", ["newest", "two", "tag"])
-def test_a_history_in_the_mirror_decides_where_nothing_here_does(case: str, whole: Whole) -> None:
-    """HEAD.json is lost, and so is or contradicts whatever else names the newest version."""
-    whole.bucket.delete(side.merged_delta_key(4, 8))
-    whole.tag("newest", 8)
-    mirror = whole.bucket.copy()
-    right = contents(whole)
-    seventh, eighth, tag = keys.version_key(7), keys.version_key(8), side.tag_key("newest")
-    sixth_digest, seventh_digest, eighth_digest = (item.digest.encode() for item in whole.writer.manifests[6:9])
-    damaged = {
-        "newest": {tag: b"{", eighth: right[eighth].replace(seventh_digest, b"0" * 64)},
-        "two": {tag: b"{", eighth: b"{", seventh: right[seventh].replace(sixth_digest, b"0" * 64)},
-        "tag": {tag: right[tag].replace(eighth_digest, b"0" * 64)},
-    }[case]
-    for key, data in {keys.HEAD_KEY: b"{", **damaged}.items():
-        whole.bucket.put(key, data)
-    assert verify_run(whole.run, findings=True).unreadable
-    assert repair(whole.run, mirror=mirror).lost == []
-    assert contents(whole) == right
-
-
 def test_a_dry_run_writes_nothing_and_says_the_same(whole: Whole) -> None:
     whole.beside(6)
     mirror = whole.bucket.copy()
@@ -393,34 +313,17 @@ def test_any_damage_is_mended_from_a_mirror(seed: int, damages: list[Damage]) ->
 @given(seed=SEEDS, damages=DAMAGES)
 def test_without_a_mirror_what_is_said_to_be_lost_is_what_cannot_be_read(seed: int, damages: list[Damage]) -> None:
     whole = random_run(seed)
-    good = contents(whole)
-    hit = {damage.do(whole) for damage in damages}
-    intact = {key for key, data in good.items() if contents(whole).get(key) == data}
-    readable = whole.readable()
-    before = verify_run(whole.run, findings=True)
-    versions = before.versions
+    for damage in damages:
+        damage.do(whole)
+    readable = set(whole.readable())
+    listed = {finding.key for finding in verify_run(whole.run, findings=True).findings}
+    absent = {version for version in range(whole.head + 1) if keys.version_key(version) in listed}
     report = repair(whole.run)
-    after = whole.readable()
-    assert set(readable) <= set(after)
-    # A document that is contradicted itself proves nothing.
-    proofs = intact - {finding.key for finding in before.findings}
-    doubtful = {version for version in range(versions) if not _provable(version, proofs)}
-    lost = {version for version in range(versions) if version not in after}
-    said = set(report.unreadable) - doubtful
-    assert lost - doubtful <= said
-    # What builds on a manifest that is not the one named is not believed, though it may be what was published.
-    assert said == lost - doubtful or any(key.startswith("versions/") for key in hit)
+    after, said = set(whole.readable()), set(report.unreadable)
+    assert readable <= after
+    assert after - absent == set(range(whole.head + 1)) - said - absent
     assert bool(report.lost) == bool(verify_run(whole.run, findings=True).findings)
-    held = contents(whole)
-    beside = ("anchors/", "merged/", keys.HEAD_KEY)
-    assert {key for key in intact if held[key] != good[key] and not key.startswith(beside)} <= hit
     assert repair(whole.run).repaired == []
-    assert contents(whole) == held
-
-
-def _provable(version: int, proofs: set[str]) -> bool:
-    """Whether what is left tells this manifest from one with other bytes."""
-    return {keys.version_key(version + 1), keys.HEAD_KEY} <= proofs
 
 
 # Runs from which retention has removed what it does not keep
@@ -468,7 +371,7 @@ def test_what_was_removed_is_not_lost_and_what_is_needed_is_missed() -> None:
     assert whole.readable() == [8, 9, 10, 11, 12]
     mirror = whole.bucket.copy()
     whole.bucket.delete(side.anchor_key(8))
-    assert [finding.key for finding in verify_run(whole.run, findings=True).findings] == [keys.version_key(8)]
+    assert verify_run(whole.run, findings=True).unreadable == [8, 9, 10, 11, 12]
     report = repair(whole.run)
     assert (report.repaired, report.unreadable) == ([], [8, 9, 10, 11, 12])
     assert repair(whole.run, mirror=mirror).repaired == [f"{side.anchor_key(8)}: from the mirror"]
@@ -482,20 +385,6 @@ def test_what_was_removed_is_not_lost_and_what_is_needed_is_missed() -> None:
 
 
 # Writing a merged delta from weights
-
-
-def test_lost_objects_of_two_ranks_are_replaced_together() -> None:
-    whole = Whole(seed=2)
-    whole.delta()
-    manifest = whole.publish_by_ranks(2, "plain", 0.5)
-    whole.beside(manifest.version)
-    assert verify_run(whole.run).replayed
-    whole.bucket.delete(manifest.objects[0].key)
-    whole.flip(manifest.objects[1].key)
-    report = repair(whole.run)
-    assert report.lost == []
-    assert ["replaces the objects of" in line for line in report.repaired] == [True]
-    assert verify_run(whole.run).replayed
 
 
 def test_what_is_written_from_weights_is_as_that_of_the_history() -> None:

@@ -20,6 +20,7 @@ from vllm_delta_sync.format.documents import Claim, Retention, Tag
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.maintenance.gc.record import ranges as spans
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH
 from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
@@ -194,7 +195,8 @@ class Written:
     def retire(self, *ranges: tuple[int, int]) -> None:
         """Remove the versions' own objects, as retention does."""
         gone = [[first, last] for first, last in ranges]
-        document = Retention(run=self.writer.run, gone=gone, created_at=CREATED)
+        kept = spans(version for version in range(self.head + 1) if not any(a <= version <= b for a, b in ranges))
+        document = Retention(run=self.writer.run, gone=gone, head=self.head, kept=kept, created_at=CREATED)
         self.bucket.put(side.RETENTION_KEY, document.to_bytes())
         for first, last in ranges:
             for version in range(first, last + 1):

@@ -14,7 +14,7 @@ from vllm_delta_sync.cli.arguments import (
     opened,
 )
 from vllm_delta_sync.cli.text import ProgressBar, clean, print_fields, size
-from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.errors import BaseUnavailableError, DeltaSyncError
 from vllm_delta_sync.verify.report import Finding, Findings
 
 EXAMPLES = """\
@@ -57,7 +57,7 @@ def _verify(options: argparse.Namespace) -> Answer:
                 run, options.base, lambda so_far: bar.update(so_far.versions, versions, size(so_far.bytes)), found
             )
     except DeltaSyncError as error:
-        if found.contains(error):
+        if found.contains(error) or isinstance(error, BaseUnavailableError):
             raise failed_check(error) from error
         raise
     document: dict[str, Any] = {
@@ -66,7 +66,7 @@ def _verify(options: argparse.Namespace) -> Answer:
         "url": run.bucket.url,
         "versions": report.versions,
         "head": report.head,
-        "fingerprint": audit.fingerprints.get(report.head),
+        "fingerprint": audit.manifests[report.head].fingerprint if report.head in audit.manifests else None,
         "files": report.files,
         "objects": report.objects,
         "sidecars": report.sidecars,

@@ -320,7 +320,7 @@ class BucketProbe:
             return CheckResult("run", "ok", f"run {self.run}, nothing published yet", {**figures, "head": None})
         if audit.findings:
             raise audit.findings[0].error
-        head = documents.manifest(max(audit.digests))
+        head = documents.manifest(max(audit.manifests))
         for ref, found in zip(
             head.objects, in_parallel(lambda ref: has_object(self._bucket, ref), head.objects), strict=True
         ):

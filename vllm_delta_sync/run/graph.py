@@ -8,8 +8,7 @@ or a fingerprint contradicts counts as absent; a version exists if the graph of 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-
-from vllm_delta_sync.format.manifest import Manifest
+from typing import Protocol
 
 ROOT = -1
 """The node where anchors and references start: they need no other version."""
@@ -174,7 +173,20 @@ class Ways:
         return found[::-1]
 
 
-def contradicted(manifests: Iterable[Manifest], trusted: Mapping[int, str]) -> tuple[dict[int, str], dict[int, str]]:
+class Linked(Protocol):
+    """What a manifest, or a note of one, says about itself and the one before it."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def parent(self) -> str | None: ...
+    @property
+    def epoch(self) -> int: ...
+
+
+def contradicted(manifests: Iterable[Linked], trusted: Mapping[int, str]) -> tuple[dict[int, str], dict[int, str]]:
     """Return which manifests others contradict.
 
     Each manifest names the digest of the one before it. The newest speaks first, because the one after it confirms
@@ -197,7 +209,7 @@ def contradicted(manifests: Iterable[Manifest], trusted: Mapping[int, str]) -> t
                 "another publisher had already taken over the run"
             )
         elif known.setdefault(version, manifest.digest) != manifest.digest:
-            wrong[version] = "is not the one that the next version names: the history was rewritten"
+            wrong[version] = f"has digest {manifest.digest}, and {known[version]} is named: the history was rewritten"
         elif parent is not None and known.setdefault(version - 1, parent) != parent:
-            wrong[version] = f"names another version {version - 1}: the history was rewritten"
+            wrong[version] = f"names parent {parent}, which is {known[version - 1]}: the history was rewritten"
     return known, wrong

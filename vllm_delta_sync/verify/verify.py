@@ -72,20 +72,18 @@ def _examine(
         findings=found.items, pointed=documents.pointed, signed=signed, checked=run.keyring.checks_signatures
     )
     check_files(run, report, found)
-    all_replayed, good_sidecars = True, set[str]()
+    good_sidecars = set[str]()
+    report.replayed = True
     replay = ReplayAudit(run, documents, base, found, report)
     for version, manifest in replay.versions():
         replay.audit_version(version, manifest)
         if manifest is not None:
             check_sidecars(run, manifest, report, found, good_sidecars)
-        report.versions += 1
-        if version in documents.digests:
             report.head = version
-        all_replayed &= replay.causes.get(version) not in ("bad", "base")
-        report.replayed = all_replayed
+        report.versions += 1
         if progress is not None:
             progress(report)
-    report.unreadable = sorted(replay.unreadable)
+    replay.finish()
     if report.undecoded:
         report.notes.append(
             f"{len(report.undecoded)} documents of codec 'tiled' (the first is {report.undecoded[0]}) were read "

@@ -30,10 +30,8 @@ from vllm_delta_sync.process_folders import ProcessFolder
 from vllm_delta_sync.run.checks import check_follows, object_limit
 from vllm_delta_sync.run.documents import RunDocuments, read_info, read_table
 from vllm_delta_sync.run.objects import fetch_object_file
-from vllm_delta_sync.run.read_plan import GapError
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.trust.head import make_head
-from vllm_delta_sync.verify.document_audit import DocumentAudit, named_versions, read_head, read_standalone
+from vllm_delta_sync.verify.document_audit import DocumentAudit, read_head, read_standalone
 from vllm_delta_sync.verify.report import Finding
 
 
@@ -55,7 +53,7 @@ class Mirror:
 
         If the mirror's HEAD.json names a newer version, that version is restored first.
         """
-        return self._first([self._same_head])
+        return self._first([self._head])
 
     def restore(self, finding: Finding) -> str | None:
         """Restore the subject of a finding.
@@ -69,14 +67,10 @@ class Mirror:
             attempts = [partial(self._object, finding.ref), partial(self._retention, finding)]
         elif (stored := finding.sidecar or finding.run_file) is not None:
             attempts = [partial(self._stored_file, stored)]
-        elif isinstance(finding.error, GapError) and version is not None:
-            attempts = [partial(self._standalone, key) for key in self._missing_standalone_keys(version)]
         elif version is not None:
-            # Of two that contradict each other, the older is reported, also where only the newer is damaged.
-            attempts = [partial(self._manifest, at) for at in (version, version + 1) if at <= self._audit.top]
+            attempts = [partial(self._manifest, version)]
         elif finding.key == HEAD_KEY:
-            # Only HEAD.json names the newest manifest, which may be damaged although the audit did not report it.
-            attempts = [partial(self._manifest, self._audit.top), self._same_head]
+            attempts = [self._head]
         else:
             attempts = [partial(self._standalone, finding.key)]
         return self._first(attempts)
@@ -111,19 +105,40 @@ class Mirror:
         record = self._copy.retention()
         return self._standalone(RETENTION_KEY) if record is not None and record.is_gone(version) else None
 
-    def _missing_standalone_keys(self, version: int) -> list[str]:
-        """Return the keys of standalone documents that lead to a version and are only in the mirror."""
-        merged_deltas = [merged_delta_key(*pair) for pair in self._copy.merged_deltas() if pair[1] == version]
-        return [key for key in (anchor_key(version), *merged_deltas) if self._stored(key) is None]
+    def restore_leading_to(self, version: int) -> list[str]:
+        """Restore anchors and merged deltas that lead to a version and are only in the mirror; returns their keys."""
+        ends = [pair for pair in self._copy.merged_deltas() if pair[1] == version]
+        keys = [anchor_key(version), *(merged_delta_key(*pair) for pair in ends)]
+        restored = [self._first([partial(self._standalone, key)]) for key in keys if self._stored(key) is None]
+        return [key for key in restored if key is not None]
 
     def _manifest(self, version: int) -> str | None:
-        if version in self._audit.confirmed:
-            return None
-        key, manifest = version_key(version), self._read_manifest(version)
-        if manifest.to_bytes() == self._stored(key):
-            return self._contradicting(manifest)
-        if manifest.digest not in self._audit.acceptable_digests(version) and not self._continues(manifest):
-            return None
+        """Restore a manifest that the one after it or HEAD.json names here, or else one that follows the one before it.
+
+        If the mirror has the same manifest, what contradicts it here is restored instead.
+        """
+        manifest, known = self._read_manifest(version), self._audit.known
+        if manifest.to_bytes() == self._stored(version_key(version)):
+            return self._first([lambda: self._after(version), self._head])
+        if known.get(version) == manifest.digest:
+            return self._put_manifest(manifest)
+        # At most HEAD.json names it, which may be damaged too.
+        is_newest = version + 1 not in self._audit.manifests and version - 1 in self._audit.manifests
+        return self._after(version - 1) if is_newest else None
+
+    def _after(self, version: int) -> str | None:
+        """Restore the manifest that follows one that is here, if the mirror has another than this bucket."""
+        manifest = self._run.manifest(version)
+        following = self._read_manifest(manifest.version + 1)
+        check_follows(manifest, following)
+        return (
+            None
+            if self._stored(version_key(following.version)) == following.to_bytes()
+            else self._put_manifest(following)
+        )
+
+    def _put_manifest(self, manifest: Manifest) -> str:
+        key = version_key(manifest.version)
         self._run.bucket.put(key, manifest.to_bytes())
         return key
 
@@ -135,75 +150,15 @@ class Mirror:
         self._run.keyring.check(manifest, key)
         return manifest
 
-    def _continues(self, manifest: Manifest) -> bool:
-        """Return whether a manifest continues the run although its proof here is damaged.
-
-        At most HEAD.json here names the version, the manifest follows the one before it here, and in the mirror the
-        history leads from it to HEAD.json. HEAD.json may also name the version before, because readers take the
-        manifest after that as the newest.
-        """
-        if not manifest.version or not self._audit.namers(manifest.version) <= {HEAD_KEY}:
-            return False
-        check_follows(self._run.manifest(manifest.version - 1), manifest)
-        head = read_head(self._copy)
-        while manifest.version < head.version:
-            following = self._read_manifest(manifest.version + 1)
-            check_follows(manifest, following)
-            manifest = following
-        return (head.version, head.manifest) in (
-            (manifest.version, manifest.digest),
-            (manifest.version - 1, manifest.parent),
-        )
-
-    def _contradicting(self, manifest: Manifest) -> str | None:
-        """Restore a document that contradicts a manifest that both buckets have, unless the next manifest does too."""
-        version, namers = manifest.version, self._audit.namers(manifest.version)
-        if version in self._audit.digests or version_key(version + 1) in namers:
-            return None
-        for key in sorted(namers - {HEAD_KEY}):
-            document = read_standalone(self._copy, key)
-            if document is None or document.to_bytes() == self._stored(key):
-                continue
-            if any(item[:2] == (version, manifest.digest) for item in named_versions(document)):
-                self._run.bucket.put(key, document.to_bytes())
-                return key
-        return self._head(manifest) if HEAD_KEY in namers else None
-
-    def _head(self, manifest: Manifest) -> str:
-        """Restore HEAD.json from the mirror if that names a manifest, or else write one that does."""
-        try:
-            head = read_head(self._copy)
-            named = (head.version, head.manifest), (head.version - 1, head.parent)
-            fits = (manifest.version, manifest.digest) in named
-        except DataError:
-            fits = False  # the mirror's HEAD.json is damaged, or its signature is not valid
-        if not fits:
-            self._run.keyring.check_can_sign(self._run.info)
-            head = make_head(manifest, self._run.keyring)
-        self._run.bucket.put(HEAD_KEY, head.to_bytes())
-        return HEAD_KEY
-
-    def _same_head(self) -> str | None:
-        """Restore HEAD.json if the mirror's names the newest good version; if a newer one, restore a version first."""
-        newest, head = max(self._audit.digests, default=-1), read_head(self._copy)
-        if newest >= 0 and head.version > newest:
-            return self._following(newest)
-        if newest < 0 or (head.version, head.manifest) != (newest, self._audit.digests[newest]):
-            return None
-        if head.to_bytes() == self._stored(HEAD_KEY):
+    def _head(self) -> str | None:
+        """Restore HEAD.json, unless the mirror's is older than what is here; if it is newer, first what it names."""
+        newest, head = max(self._audit.manifests, default=-1), read_head(self._copy)
+        if newest >= 0 and head.version > newest and (key := self._after(newest)) is not None:
+            return key
+        if head.version < newest or head.to_bytes() == self._stored(HEAD_KEY):
             return None
         self._run.bucket.put(HEAD_KEY, head.to_bytes())
         return HEAD_KEY
-
-    def _following(self, newest: int) -> str | None:
-        """Restore the version after the newest good one, which the mirror's HEAD.json proves to have existed."""
-        key = version_key(newest + 1)
-        if self._stored(key) is not None:
-            return None
-        manifest = self._read_manifest(newest + 1)
-        check_follows(self._run.manifest(newest), manifest)
-        self._run.bucket.put(key, manifest.to_bytes(), if_absent=True)
-        return key
 
     def _stored(self, key: str) -> bytes | None:
         try:
@@ -212,19 +167,14 @@ class Mirror:
             return None
 
     def _standalone(self, key: str) -> str | None:
-        """Restore a document other than a manifest if it names the manifests that are here."""
+        """Restore a document beside the chain, unless the manifests that are here contradict it."""
         document = read_standalone(self._copy, key)
-        if document is None or document.to_bytes() == self._stored(key):
+        if document is None or document.to_bytes() == self._stored(key) or self._audit.contradiction(document):
             return None
-        if isinstance(document, Claim):
-            first = self._audit.epochs.get(document.epoch, limits.MAX_VERSION)
-            if document.version >= first:
-                return None
-        for version, digest, fingerprint in named_versions(document):
-            if self._audit.digests.get(version) != digest:
-                return None
-            if fingerprint not in (None, self._audit.fingerprints[version]):
-                return None
+        if isinstance(document, Claim) and document.version >= self._audit.epochs.get(
+            document.epoch, limits.MAX_VERSION
+        ):
+            return None
         self._run.bucket.put(key, document.to_bytes())
         return key
 

@@ -1,23 +1,28 @@
-"""``repair`` restores from a mirror, or rebuilds, what verification finds wrong, and reports what is lost.
+"""``repair`` restores what verification finds absent from a mirror, and reports what is lost.
 
-Writes only what the digests and fingerprints of the history prove, and overwrites nothing that is intact. In a signed
-run everything written is signed: with trusted keys only validly signed documents are taken from a mirror, and rebuilt
-documents are signed with the run's keyring, or not written. Each repair is a single step, so an interrupted run is
-never worse than before, and the next call continues.
+Without a mirror it points HEAD.json at the newest good version, writes damaged anchors and merged deltas again if their
+versions can be rebuilt, and records lost deltas that other documents replace as gone. It writes only what digests and
+fingerprints prove, and overwrites nothing intact. With trusted keys only validly signed documents are taken from a
+mirror, and what is written is signed with the run's keyring, or not written. Each repair is a single step, so an
+interrupted call leaves the run no worse, and the next call continues.
 """
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_delta_sync.bucket import Bucket, open_beside
 from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.bucket.middleware.dry_run import DryRunBucket
-from vllm_delta_sync.errors import BaseUnavailableError, DataError, SettingsError
-from vllm_delta_sync.format.manifest import HEAD_KEY
-from vllm_delta_sync.maintenance.gc.record import spelled
+from vllm_delta_sync.errors import ConflictError, DataError, SettingsError, UsageError
+from vllm_delta_sync.format.documents import RETENTION_KEY, anchor_of_key, merged_delta_of_key
+from vllm_delta_sync.format.manifest import HEAD_KEY, timestamp, version_of_key
+from vllm_delta_sync.maintenance.anchor_writer import make_anchor
+from vllm_delta_sync.maintenance.gc.lock import CollectionLock
+from vllm_delta_sync.maintenance.gc.record import empty_record, ranges, spelled
+from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.maintenance.repair.from_mirror import Mirror, restore_identity
-from vllm_delta_sync.maintenance.repair.rebuild import Rebuilder
+from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import make_head
@@ -95,8 +100,6 @@ def _repair(
     unsigned: list[str] = []
     for _ in range(ROUNDS):
         report, audit = examine(run, base, progress, Findings(keep=True))
-        if base is not None:
-            _raise_for_base(report)
         unsigned = []
         done = _round(run, mirror, base, report, audit, unsigned)
         new = [line for line in done if line not in outcome.repaired]
@@ -109,13 +112,6 @@ def _repair(
     outcome.unreadable = report.unreadable
     outcome.lost = _lost(report, audit) + (unsigned if report.findings else [])
     return outcome
-
-
-def _raise_for_base(report: VerifyReport) -> None:
-    """Raise the error of a base that the caller gave: it is no damage, and hides what is."""
-    for finding in report.findings:
-        if isinstance(finding.error, BaseUnavailableError):
-            raise finding.error
 
 
 def _round(
@@ -141,37 +137,73 @@ def _round(
             key = source.restore(finding)
             if key is not None and f"{key}: from the mirror" not in done:
                 done.append(f"{key}: from the mirror")
+        for version in report.unreadable:
+            done += [f"{key}: from the mirror" for key in source.restore_leading_to(version)]
     if done:
         return done
-    try:
+    wanted = [finding.document or finding.key for finding in report.findings]
+    if report.pointed is None or report.pointed < report.head:
+        wanted.append(HEAD_KEY)
+    for key in dict.fromkeys(wanted):
+        try:
+            line = _write_again(run, key, base, report)
+        except SettingsError as error:
+            unsigned.append(f"{key} was not written: {error.message}")
+        except (DataError, UsageError, ConflictError):
+            continue  # stays among the findings
+        else:
+            done += [] if line is None else [line]
+    return done
+
+
+def _write_again(run: RunDocuments, key: str, base: str | Path | None, report: VerifyReport) -> str | None:
+    """Write a document again from the versions that are there; None for one that only a mirror has.
+
+    A delta whose version other documents lead to is recorded as gone, so that nothing looks for its objects.
+
+    Raises:
+        SettingsError: the run is signed, and there is no key to sign with. DataError, UsageError: it cannot be rebuilt.
+    """
+    if (version := version_of_key(key)) is not None:
+        return _record_gone(run, version) if version not in report.unreadable and version <= report.head else None
+    if key == HEAD_KEY:
         run.keyring.check_can_sign(run.info)
-        done += _repair_head(run, report)
-    except SettingsError as error:
-        if any(finding.key == HEAD_KEY for finding in report.findings):
-            unsigned.append(f"{HEAD_KEY} was not written: {error.message}")
-    rebuilder = Rebuilder(run, base, report, audit)
-    rebuilder.versions()
-    if not rebuilder.done:
-        rebuilder.standalone_documents()
-    unsigned += rebuilder.unsigned
-    return done + rebuilder.done
+        return _repair_head(run, report)
+    if (version := anchor_of_key(key)) is not None:
+        run.keyring.check_can_sign(run.info)
+        make_anchor(run, version, base, replace=True)
+    elif (ends := merged_delta_of_key(key)) is not None:
+        run.keyring.check_can_sign(run.info)
+        make_merged_delta(run, *ends, replace=True, weights=RollingWeights(run, base))
+    else:
+        return None
+    return f"{key}: rebuilt from the history"
 
 
-def _repair_head(run: RunDocuments, report: VerifyReport) -> list[str]:
-    """Point HEAD.json at the newest good manifest if HEAD.json is damaged, missing or behind."""
-    damaged = any(finding.key == HEAD_KEY for finding in report.findings)
-    behind = report.pointed is None or report.pointed < report.head
-    if report.head < 0 or not (damaged or behind):
-        return []
-    head = make_head(run.manifest(report.head), run.keyring)
+def _record_gone(run: RunDocuments, version: int) -> str:
+    lock = CollectionLock(run)
     try:
+        lock.acquire()
+        record = run.retention() or empty_record(run)
+        gone = [number for first, last in record.gone for number in range(first, last + 1)]
+        changed = record.model_copy(update={"gone": ranges([*gone, version]), "created_at": timestamp(), "_raw": None})
+        run.bucket.put(RETENTION_KEY, changed.to_bytes())
+    finally:
+        lock.release()
+    return f"{RETENTION_KEY}: says that the objects of version {version} are gone; other documents lead to it"
+
+
+def _repair_head(run: RunDocuments, report: VerifyReport) -> str | None:
+    """Point HEAD.json at the newest good manifest, unless a publisher has done so meanwhile."""
+    if report.head < 0:
+        return None
+    head = make_head(run.manifest(report.head), run.keyring)
+    with suppress(DataError):  # missing, damaged, or without a valid signature
         there = read_head(run)
         if (there.version, there.manifest) == (head.version, head.manifest):
-            return []  # a publisher wrote it meanwhile
-    except DataError:
-        pass  # missing, damaged, or without a valid signature
+            return None
     run.bucket.put(HEAD_KEY, head.to_bytes())
-    return [f"{HEAD_KEY}: points at version {report.head}, the newest good one"]
+    return f"{HEAD_KEY}: points at version {report.head}, the newest good one"
 
 
 def _lost(report: VerifyReport, audit: DocumentAudit) -> list[str]:
