@@ -41,7 +41,7 @@ def test_a_damaged_tag_can_be_deleted_and_replaced(grown: Grown) -> None:
     run = grown.run_
     for data in (b"{", b" " * 100_000):
         grown.memory.put(side.tag_key("best"), data)
-        set_tag(run, "best", 3)
+        set_tag(run, "best", 2)
         grown.memory.put(side.tag_key("best"), data)
         delete_tag(run, "best")
         assert run.tags() == {}
@@ -115,7 +115,7 @@ def test_what_a_collection_is_about_to_remove_gets_no_tag(grown: Grown) -> None:
     record = empty_record(run).model_copy(update={"gone": [[1, 3]]})
     grown.memory.put(RETENTION_KEY, record.to_bytes())
     with pytest.raises(NotFoundError):
-        set_tag(run, "best", 3)
+        set_tag(run, "best", 2)
     assert set_tag(run, "best", 5).version == 5, "over the merged delta from 0 to 4"
     going = record.model_copy(update={"going": [side.merged_delta_key(0, 4)]})
     grown.memory.put(RETENTION_KEY, going.to_bytes())

@@ -18,7 +18,6 @@ from vllm_delta_sync.codec.delta_object import FINGERPRINTS, DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles import classes, coder
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, UnsupportedError
-from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.safetensors_file import Container
 from vllm_delta_sync.maintenance.branch import branch
@@ -208,17 +207,6 @@ def test_a_lost_version_is_not_taken_back_to() -> None:
     assert verify_run(whole.run).replayed
 
 
-def test_a_lost_manifest_is_crossed_by_its_object() -> None:
-    whole = Whole(seed=7)
-    whole.deltas("plain", "tiled", "tiled", "plain")
-    whole.bucket.delete(keys.version_key(2))
-    report = repair(whole.run)
-    assert report.repaired == [f"{side.merged_delta_key(1, 2)}: leads across version 2, whose manifest is lost"]
-    merged_delta = whole.run.merged_delta(1, 2)
-    assert (merged_delta.requires, merged_delta.reversible) == (["tiled", "zstd"], False)
-    assert whole.is_readable(4)
-
-
 def test_a_collection_keeps_what_leads_to_versions() -> None:
     whole = Whole(seed=8)
     whole.deltas(*["tiled", "plain"] * 6)
@@ -233,9 +221,9 @@ def test_a_collection_keeps_what_leads_to_versions() -> None:
 def test_what_a_collection_took_leaves_versions_unread() -> None:
     """A delta is there, and nothing that leads to what it builds on."""
     whole = Whole(seed=9)
-    whole.deltas("plain", "plain", "tiled", "plain")
+    whole.deltas("plain", "plain", "tiled", "tiled")
     whole.beside(4)
     whole.retire((1, 2))
     report = verify_run(whole.run, findings=True)
-    assert (report.undecoded, report.unreadable) == ([keys.version_key(3)], [3])
+    assert (report.undecoded, report.unreadable) == ([keys.version_key(3), keys.version_key(4)], [3])
     assert whole.is_readable(4)

@@ -197,8 +197,8 @@ class _MergeBuilder:
         steps = planner.path(self.ends[0].version, self.ends[1].version)
         if any(step.backwards for step in steps):
             raise ChainError(
-                f"version {self.ends[1].version} does not build on version {self.ends[0].version}: a rebase dropped "
-                "versions between them"
+                f"only reverts lead from version {self.ends[0].version} to {self.ends[1].version}: a rebase dropped "
+                "versions between them, or their documents are lost"
             )
         for step in steps:
             if isinstance(step.document, Manifest) and step.document.codec == "raw" and step.objects:
