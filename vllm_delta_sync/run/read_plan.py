@@ -532,14 +532,6 @@ def named_manifests(document: MergedDelta) -> list[tuple[int, str]]:
     return [(document.first, document.first_manifest), (document.last, document.last_manifest)]
 
 
-def is_merge_range(first: int, last: int) -> bool:
-    """Return whether a merged delta between two versions is one of those that writers make."""
-    size = last - first
-    while size > 1 and size % MERGE_WIDTH == 0:
-        size //= MERGE_WIDTH
-    return size == 1 and (last - first == 1 or first % (last - first) == 0)
-
-
 def find_steps(run: RunDocuments, start: int, target: int, avoid: Collection[str] = ()) -> list[Step]:
     """Return the steps from one version of a run to another; see ``ReadPlanner.path``."""
     return ReadPlanner(run, avoid).path(start, target)
