@@ -291,13 +291,11 @@ def test_close_ends_a_pause(local: Bucket, waiting: threading.Event) -> None:
 
 
 @pytest.mark.usefixtures("hurried")
-def test_the_log_says_it_once_a_second(local: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_it_once_a_minute(local: Bucket, caplog: pytest.LogCaptureFixture) -> None:
     bucket = RetryingBucket(PlannedBucket(local, *[CUT] * 200), OPTIONS, Metrics())
-    began = time.monotonic()
     bucket.put("some/key", b"x")
-    seconds = time.monotonic() - began
     lines = [record.getMessage() for record in caplog.records]
-    assert 1 <= len(lines) <= 1 + seconds
+    assert len(lines) == 1
     assert "'some/key'" in lines[0]
     assert "next try in 0.0 s" in lines[0]
     assert "was cut" in lines[0]
@@ -386,7 +384,7 @@ def test_a_store_that_breaks_off_at_random_is_still_a_dict(all_of_them: bool) ->
 def test_a_hanging_request_is_tried_again_through_all_wrappers(local: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     gated = GatedBucket(local, "put")
     # Once it is given up there is time again.
-    monkeypatch.setattr(retry.logger, "warning", lambda *arguments: gated.begun["put"].clear())
+    monkeypatch.setattr(retry.logger, "warning", lambda *arguments, **options: gated.begun["put"].clear())
     metrics = Metrics()
     bucket = dressed(gated, Impatience.while_set(gated.begun["put"]), metrics)
     bucket.put("HEAD.json", b"new", if_absent=True)

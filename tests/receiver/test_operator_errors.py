@@ -27,7 +27,6 @@ from vllm_delta_sync.bucket import obstore_clients
 from vllm_delta_sync.engine.follow import service as service_module
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
-from vllm_delta_sync.engine.observe.log_lines import RepeatedErrors
 from vllm_delta_sync.engine.worker import rank_worker
 from vllm_delta_sync.errors import SettingsError
 from vllm_delta_sync.settings import load_settings
@@ -320,16 +319,3 @@ def test_clock_that_jumps_stops_nothing(
         assert 0 <= service.receiver.status()["polled_seconds"] < WAIT
     world.train(2)
     wait_until(lambda: service.receiver.served_version == 2)
-
-
-def test_lines_that_differ_in_numbers_only_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = RepeatedErrors(60)
-    assert told.is_due("given up after 7 tries in 60.2 s")
-    assert not told.is_due("given up after 9 tries in 61.0 s")
-    assert told.is_due("another thing")
-    # Two that take turns are two, not one at each turn.
-    assert not told.is_due("given up after 7 tries in 60.2 s")
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
-    assert told.is_due("given up after 1 tries in 1.0 s")
-    assert not told.is_due("given up after 1 tries in 1.0 s")

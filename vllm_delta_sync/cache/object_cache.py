@@ -18,6 +18,7 @@ from vllm_delta_sync.bucket.verified import check_object, check_stored_size, dow
 from vllm_delta_sync.cache.folder import CacheFolder, touch
 from vllm_delta_sync.errors import DigestError
 from vllm_delta_sync.format.manifest import ObjectRef
+from vllm_delta_sync.log_throttle import ONCE, LogThrottle
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class ObjectCache:
     def __init__(self, directory: Path, limit_bytes: int, *, stall_seconds: float = STALL_SECONDS) -> None:
         self._folder = CacheFolder(directory, limit_bytes)
         self._stall_seconds = stall_seconds
-        self._warned: set[int | str] = set()
+        self._log = LogThrottle(logger, ONCE)
 
     def get(self, ref: ObjectRef, bucket: Bucket) -> bytes:
         """Return the object's bytes, verified by size and SHA-256.
@@ -193,14 +194,10 @@ class ObjectCache:
         self._warn(error.errno or 0, error.strerror or str(error), remedy)
 
     def _warn(self, kind: int | str, problem: str, remedy: str) -> None:
-        if kind in self._warned:
-            return
-        self._warned.add(kind)
-        logger.warning(
-            "cache_dir %r: %s; %s. Objects are still fetched, possibly by each rank separately; this is logged once",
-            str(self._folder.path),
-            problem,
-            remedy,
+        self._log.warn(
+            f"cache_dir {str(self._folder.path)!r}: {problem}; {remedy}. Objects are still fetched, possibly by each "
+            "rank separately; this is logged once",
+            str(kind),
         )
 
 

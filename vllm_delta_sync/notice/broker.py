@@ -9,6 +9,7 @@ from pathlib import Path
 import zmq
 
 from vllm_delta_sync.errors import NoticeError, SettingsError
+from vllm_delta_sync.log_throttle import LogThrottle
 from vllm_delta_sync.notice import curve
 from vllm_delta_sync.notice.messages import MAX_NOTICE_BYTES, MAX_TOPIC_BYTES, LastValues
 from vllm_delta_sync.notice.sockets import (
@@ -17,7 +18,6 @@ from vllm_delta_sync.notice.sockets import (
     MAX_REQUEST_BYTES,
     SERVER_FAILURES,
     HandshakeMonitor,
-    LogThrottle,
     PollWaker,
     Socket,
     bind,

@@ -14,7 +14,8 @@ from zmq.auth import Authenticator, load_certificate
 from zmq.utils import z85
 
 from vllm_delta_sync.errors import SettingsError
-from vllm_delta_sync.notice.sockets import Context, LogThrottle, Socket, received
+from vllm_delta_sync.log_throttle import LogThrottle
+from vllm_delta_sync.notice.sockets import Context, Socket, received
 from vllm_delta_sync.trust.keys import PUBLIC_SUFFIX, check_private, write_pair
 
 SUFFIXES = (PUBLIC_SUFFIX, ".key")

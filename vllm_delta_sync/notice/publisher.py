@@ -8,6 +8,7 @@ from pathlib import Path
 import zmq
 
 from vllm_delta_sync.errors import NoticeError, SettingsError
+from vllm_delta_sync.log_throttle import LogThrottle
 from vllm_delta_sync.notice import curve
 from vllm_delta_sync.notice.messages import REPEAT_SECONDS, LastValues, Notice, Upcoming, encode
 from vllm_delta_sync.notice.sockets import (
@@ -16,7 +17,6 @@ from vllm_delta_sync.notice.sockets import (
     QUEUE_MESSAGES,
     SERVER_FAILURES,
     HandshakeMonitor,
-    LogThrottle,
     PollWaker,
     ReconnectingSocket,
     bind,

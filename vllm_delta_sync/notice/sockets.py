@@ -1,7 +1,6 @@
-"""Sockets of publishers, subscribers and brokers: options, reconnecting, handshake failures, throttled log lines."""
+"""Sockets of publishers, subscribers and brokers: options, reconnecting, handshake failures."""
 
 import errno
-import logging
 import os
 import re
 import time
@@ -11,6 +10,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from vllm_delta_sync.errors import NoticeError
+from vllm_delta_sync.log_throttle import LogThrottle
 
 MAX_FRAME_BYTES = 64 * 1024
 """ZeroMQ disconnects a peer that sends a larger frame, before it buffers the frame."""
@@ -24,8 +24,6 @@ HEARTBEAT_TIMEOUT_MS = 10_000
 RECONNECT_S = 1.0
 """Minimum time between two of our own reconnections to an address."""
 LINGER_MS = 100
-QUIET_SECONDS = 60.0
-QUIET_ENTRIES = 64
 MAX_EVENTS = 256
 
 FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -47,23 +45,6 @@ SERVER_FAILURES: Mapping[int, str] = {
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
-
-
-class LogThrottle:
-    """Logs the same warning once a minute at most, and at most QUIET_ENTRIES different ones per minute."""
-
-    def __init__(self, log: logging.Logger) -> None:
-        self._log = log
-        self._logged_at: dict[str, float] = {}
-
-    def warn(self, text: str, subject: str | None = None) -> None:
-        """Log a warning, unless one about the same subject (by default the text) was logged within the last minute."""
-        subject = subject or text
-        now = time.monotonic()
-        self._logged_at = {logged: at for logged, at in self._logged_at.items() if now - at < QUIET_SECONDS}
-        if subject not in self._logged_at and len(self._logged_at) < QUIET_ENTRIES:
-            self._logged_at[subject] = now
-            self._log.warning("%s", text)
 
 
 class PollWaker:

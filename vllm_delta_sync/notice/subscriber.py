@@ -8,11 +8,11 @@ from collections.abc import Callable
 import zmq
 
 from vllm_delta_sync.errors import FormatError, NoticeError
+from vllm_delta_sync.log_throttle import LogThrottle
 from vllm_delta_sync.notice import curve
 from vllm_delta_sync.notice.messages import UPCOMING_SUFFIX, Message, Notice, NoticeVerifier, Upcoming, parse
 from vllm_delta_sync.notice.sockets import (
     MAX_FRAME_BYTES,
-    LogThrottle,
     ReconnectingSocket,
     check_port,
     error_text,

@@ -15,6 +15,7 @@ from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.middleware.ranged import CONNECTIONS, digest_of, download
 from vllm_delta_sync.errors import DeltaSyncError, DigestError
+from vllm_delta_sync.log_throttle import ONCE, LogThrottle
 from vllm_delta_sync.settings import StoreOptions
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class MirrorBucket(BucketMiddleware):
         self._lock = threading.Lock()
         self._failed = 0
         self._suspended_until = 0.0
-        self._warned: set[str] = set()
+        self._log = LogThrottle(logger, ONCE)
 
     def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
         digest = digest_of(key)
@@ -159,12 +160,6 @@ class MirrorBucket(BucketMiddleware):
         with self._lock:
             self._failed += 1
             self._suspended_until = self._now() + PAUSE_SECONDS
-            first = kind not in self._warned
-            self._warned.add(kind)
-        if first:
-            logger.warning(
-                "mirror %s: %s. Objects are read from %s instead; this is logged once",
-                self._mirror.url,
-                problem,
-                self.url,
-            )
+        self._log.warn(
+            f"mirror {self._mirror.url}: {problem}. Objects are read from {self.url} instead; this is logged once", kind
+        )

@@ -13,16 +13,12 @@ from vllm_delta_sync.bucket.middleware.metrics import Metrics, Tally
 from vllm_delta_sync.bucket.threads import wait_interruptibly
 from vllm_delta_sync.bucket.transfer_observers import observed_by, report_bytes
 from vllm_delta_sync.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError
+from vllm_delta_sync.log_throttle import LogThrottle
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.settings import StoreOptions
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
-LOG_SECONDS = 1.0
-"""First interval between two log lines about retries; each further interval is twice as long."""
-LONGEST_LOG_SECONDS = 60.0
-"""Longest interval between log lines, so that an outage does not fill the log. After twice this time without a retry,
-the interval starts at ``LOG_SECONDS`` again."""
 COMPARED_BYTES = 8 * 1024 * 1024
 _Result = TypeVar("_Result")
 
@@ -48,10 +44,7 @@ class RetryingBucket(BucketMiddleware):
         self._options = options
         self._metrics = metrics
         self._closed = threading.Event()
-        self._lock = threading.Lock()
-        self._last_logged = -2 * LONGEST_LOG_SECONDS
-        self._log_interval = LOG_SECONDS
-        self._suppressed = 0
+        self._log = LogThrottle(logger)
 
     def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
         tries = _Tries()
@@ -115,25 +108,13 @@ class RetryingBucket(BucketMiddleware):
             raise failure from error
         longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(tries.count - 1, 16))
         pause = min(random.uniform(0, longest), left)
-        self._log(action, error, pause)
+        self._log.warn(f"cannot {action}, next try in {pause:.1f} s: {error.message}", error.kind)
         if wait_interruptibly(self._closed.wait, pause):
             raise UnavailableError(
                 f"cannot {action} of {self.url}: closed before another try; open it again"
             ) from error
         tries.start_try()
         self._metrics.add(retries=1)
-
-    def _log(self, action: str, error: UnavailableError, pause: float) -> None:
-        now = time.monotonic()
-        with self._lock:
-            if now - self._last_logged < self._log_interval:
-                self._suppressed += 1
-                return
-            calm = now - self._last_logged >= 2 * LONGEST_LOG_SECONDS
-            self._log_interval = LOG_SECONDS if calm else min(2 * self._log_interval, LONGEST_LOG_SECONDS)
-            more, self._suppressed, self._last_logged = self._suppressed, 0, now
-        others = f" ({more} more since the last such line)" if more else ""
-        logger.warning("cannot %s, next try in %.1f s: %s%s", action, pause, error.message, others)
 
     def _is_stored(self, key: str, data: bytes | Path) -> bool:
         """Return whether the object equals ``data``. Each piece is read with its own retries."""

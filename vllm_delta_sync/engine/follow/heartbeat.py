@@ -12,11 +12,11 @@ from typing import Any
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.engine.observe.log_lines import RepeatedErrors
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.fleet.heartbeats import LEFT, write_heartbeat
 from vllm_delta_sync.format.limits import MAX_HEARTBEAT_PINS, MAX_HEARTBEAT_TEXT
 from vllm_delta_sync.format.manifest import timestamp
+from vllm_delta_sync.log_throttle import LogThrottle
 
 HEARTBEAT_SECONDS = 60
 """Lifetime of a heartbeat, which is renewed after a third of it."""
@@ -39,7 +39,7 @@ class HeartbeatWriter:
         self._last_content: HeartbeatContent | None = None
         self._due = 0.0
         self._failed = False
-        self._throttle = RepeatedErrors()
+        self._throttle = LogThrottle(logger)
 
     def notify(self) -> None:
         """Wake ``run``: the content may have changed."""

@@ -15,8 +15,8 @@ from vllm_delta_sync.engine.follow.object_prefetch import ObjectPrefetch
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrderStore
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.engine.observe.log_lines import RepeatedErrors
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, NoticeError, SignatureError
+from vllm_delta_sync.log_throttle import LogThrottle, without_numbers
 from vllm_delta_sync.notice import Notice, NoticeSubscriber, Upcoming
 from vllm_delta_sync.notice.curve import client_keys
 from vllm_delta_sync.settings import HEAD, Settings
@@ -59,7 +59,7 @@ class ReceiverService:
         self._handled: Notice | None = None
         self._notice_delay = MIN_POLL_SECONDS
         self._failures = 0
-        self._throttle = RepeatedErrors()
+        self._throttle = LogThrottle(logger)
         self._threads = [threading.Thread(target=self._follow, name="delta-sync", daemon=True)]
         self._heartbeat: HeartbeatWriter | None = None
         if settings.receiver_id is not None:
@@ -223,7 +223,7 @@ class ReceiverService:
             self._failures += 1
             failure = EngineError(f"unexpected {type(error).__name__}: {error}")
             self.receiver.fail(failure)
-            if self._throttle.is_due(failure.message):
+            if self._throttle.is_due(without_numbers(failure.message)):
                 logger.exception("the receiver failed unexpectedly; it will retry")
 
     def _awaits_target(self) -> bool:
@@ -247,8 +247,8 @@ class ReceiverService:
             return False
 
     def _log_error(self, error: DeltaSyncError) -> None:
-        if self._throttle.is_due(f"{error.kind}: {error.message}"):
-            logger.warning("%s: %s", error.kind, error.message)
+        text = f"{error.kind}: {error.message}"
+        self._throttle.warn(text, without_numbers(text))
 
     def _serve_requests(self) -> None:
         while True:
@@ -317,7 +317,7 @@ class ReceiverService:
             except Exception as error:  # the thread must survive any bug, because the status says that it listens
                 if isinstance(error, NoticeError):
                     self._log_error(error)
-                elif self._throttle.is_due(f"notices {type(error).__name__}: {error}"):
+                elif self._throttle.is_due(without_numbers(f"notices {type(error).__name__}: {error}")):
                     logger.exception("listening for notices failed unexpectedly; it will be retried")
                 if subscriber is not None:
                     subscriber.close()

@@ -1,9 +1,5 @@
-"""Log lines for changes of the served weights, and ``RepeatedErrors``, which limits repeated ones."""
+"""Log lines for changes of the served weights."""
 
-import re
-import threading
-import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,32 +19,6 @@ _WORDS = {
     "rescan": "rescanned",
     "wait": "waited",
 }
-
-
-REPEAT_SECONDS = 60.0
-MAX_REMEMBERED = 64
-
-
-class RepeatedErrors:
-    """Remembers which errors were logged within ``seconds``. Texts that differ only in numbers count as the same."""
-
-    def __init__(self, seconds: float = REPEAT_SECONDS) -> None:
-        self._seconds = seconds
-        self._logged: OrderedDict[str, float] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def is_due(self, text: str) -> bool:
-        """Return whether to log this text now; True counts it as logged."""
-        key, now = re.sub(r"[0-9]+", "0", text), time.monotonic()
-        with self._lock:
-            logged = self._logged.get(key)
-            if logged is not None and now - logged < self._seconds:
-                return False
-            self._logged[key] = now
-            self._logged.move_to_end(key)
-            while len(self._logged) > MAX_REMEMBERED:
-                self._logged.popitem(last=False)
-            return True
 
 
 def ordered(ms: Mapping[str, float]) -> dict[str, float]:

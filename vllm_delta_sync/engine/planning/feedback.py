@@ -13,6 +13,7 @@ from vllm_delta_sync.errors import (
     TiedTensorError,
     UnsupportedError,
 )
+from vllm_delta_sync.log_throttle import ONCE, LogThrottle
 from vllm_delta_sync.run.read_plan import Step
 
 MAX_STEPS = 1024
@@ -38,7 +39,7 @@ class PlanFeedback:
         # Digest and message per document whose commit was reverted: trying again would only pause again.
         self._rejected: dict[Key, tuple[str, str]] = {}
         self._undecodable: set[Key] = set()
-        self._rebuild_logged = False
+        self._log = LogThrottle(logger, ONCE)
 
     def reset(self) -> None:
         """Forget everything: another run is followed."""
@@ -46,7 +47,7 @@ class PlanFeedback:
         self.unservable.clear()
         self._rejected.clear()
         self._undecodable.clear()
-        self._rebuild_logged = False
+        self._log.forget(UnsupportedError.kind)
         self.max_steps, self._max_steps_until = MAX_STEPS, -1
 
     def refresh(self) -> None:
@@ -65,22 +66,17 @@ class PlanFeedback:
         key = plan.key(index or 0)
         if isinstance(error, UnsupportedError) and plan.needs_base_bits and key not in self._undecodable:
             self._undecodable.add(key)
-            self._log_rebuild(plan, error)
+            # With the same sharding, later versions need a rebuild too.
+            self._log.warn(
+                f"version {plan.target.version} is rebuilt from the bucket, which reads the whole model; later "
+                f"versions may be too: {error.message}",
+                UnsupportedError.kind,
+            )
             return True
         if passing or key in self.bad:
             return False
         self.mark_bad(key, error)
         return True
-
-    def _log_rebuild(self, plan: UpdatePlan, error: DeltaSyncError) -> None:
-        """Log a rebuild once: with the same sharding, later versions need one too."""
-        if not self._rebuild_logged:
-            logger.warning(
-                "version %d is rebuilt from the bucket, which reads the whole model; later versions may be too: %s",
-                plan.target.version,
-                error.message,
-            )
-        self._rebuild_logged = True
 
     def record_mismatch(self, plan: UpdatePlan, reason: str) -> None:
         """Record that a commit was reverted although the weights before it were right: one of its steps is wrong."""

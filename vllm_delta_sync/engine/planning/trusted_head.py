@@ -1,6 +1,5 @@
 """``TrustedHead`` refuses a head older than, or contradicting, what this machine has seen (rollback protection)."""
 
-import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -17,6 +16,7 @@ from vllm_delta_sync.errors import (
     StoreError,
 )
 from vllm_delta_sync.format.manifest import Head, Manifest, timestamp
+from vllm_delta_sync.log_throttle import LogThrottle
 from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keyring import short
@@ -51,7 +51,7 @@ class TrustedHead:
         self._last_seen: LastSeen | None = None
         self._saved = True
         self._checked: dict[str, None] = {}
-        self._logged_at: dict[str, float] = {}
+        self._log = LogThrottle(logger, REPEAT_SECONDS)
         self._run: Run | None = None
         self._head: Head | None = None
         self._looked = False
@@ -146,9 +146,9 @@ class TrustedHead:
                 "publisher has ended or cannot reach the bucket, an attacker hides newer versions, or a clock is wrong"
             )
         else:
-            self._logged_at.pop(ExpiredError.kind, None)
+            self._log.forget(ExpiredError.kind)
             return None
-        self._log(ExpiredError.kind, error)
+        self._log.warn(f"{error.kind}: {error.message}", error.kind)
         return error
 
     def check_fresh(self, run: Run, stopped_by: DeltaSyncError | None, expired: ExpiredError | None) -> None:
@@ -215,14 +215,8 @@ class TrustedHead:
             except StoreError as error:
                 # This process still remembers it, and a full disk must not stop updates.
                 self._saved = False
-                self._log(StoreError.kind, error)
+                self._log.warn(f"{error.kind}: {error.message}", StoreError.kind)
         self._last_seen = last_seen
-
-    def _log(self, kind: str, error: DeltaSyncError) -> None:
-        now = time.monotonic()
-        if now - self._logged_at.get(kind, -REPEAT_SECONDS) >= REPEAT_SECONDS:
-            self._logged_at[kind] = now
-            logger.warning("%s: %s", error.kind, error.message)
 
 
 def _is_past(moment: str | None) -> bool:
