@@ -24,8 +24,8 @@ from trainer_side import Publisher
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit import apply as commits
 from vllm_delta_sync.engine.commit import transaction
+from vllm_delta_sync.engine.commit.agreement import all_hold, common_version
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
-from vllm_delta_sync.engine.core.engine_core import common_version, is_settled
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.updater import MAX_REPAIRS
 from vllm_delta_sync.engine.model import device_patch
@@ -320,7 +320,7 @@ def test_a_lost_pause_before_the_commit_of_a_repair_leaves_something_to_settle_o
         if method == "commit":
             # As the watchdog settles the engine when it finds the pause expired.
             version = common_version([rank.describe() for rank in port.ranks])
-            assert is_settled([rank.describe() for rank in port.ranks], version)
+            assert all_hold([rank.describe() for rank in port.ranks], version, confirmed=True)
             settled.append(version)
             raise EngineError("the pause expired before commit")
 
@@ -345,7 +345,7 @@ def test_commit_whose_trim_fails_is_confirmed_at_the_next_look(world: World) -> 
     assert not any(rank.confirmed for rank in port.ranks)
     world.receiver.advance()
     answers = port.call(Describe())
-    assert is_settled(answers, 2)
+    assert all_hold(answers, 2, confirmed=True)
     assert common_version(answers) == 2
     assert world.receiver.status()["undo"] == [1, 0]
     world.receiver.rollback(1)
@@ -425,7 +425,7 @@ def test_pause_that_expires_after_all_ranks_went_back(world: World) -> None:
 
     port.on_label = label
     world.receiver.rollback(1)
-    assert is_settled(port.call(Describe()), 1)
+    assert all_hold(port.call(Describe()), 1, confirmed=True)
     port.before = nothing
     assert port.log[-4:] == ["label 1", "resume", "resume", "confirm"]
     expect_serves(world, 1, seen[1], "held")
@@ -737,7 +737,7 @@ class FaultyPort(ModulePort):
             return
         held = [self.call_rank(rank, Describe()) for rank in self.ranks]
         version = common_version(held)
-        if not is_settled(held, version):
+        if not all_hold(held, version, confirmed=True):
             for rank in self.ranks:
                 rank.revert(version)
         self.labelled, self.paused, self.expired = version, False, True

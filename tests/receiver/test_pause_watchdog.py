@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from vllm_delta_sync.engine.commit.agreement import all_hold, common_version
 from vllm_delta_sync.engine.compat.caches import WeightCaches
 from vllm_delta_sync.engine.compat.patches import plain_label
 from vllm_delta_sync.engine.core import engine_core
-from vllm_delta_sync.engine.core.engine_core import PauseWatchdog, common_version, is_settled
+from vllm_delta_sync.engine.core.engine_core import PauseWatchdog
 from vllm_delta_sync.engine.protocol import (
     Adapter,
     Describe,
@@ -69,10 +70,10 @@ def test_on_which_version_ranks_agree(answers: list[RankState | RankFailure], ve
 
 
 def test_settled_means_every_rank_whole_and_confirmed() -> None:
-    assert is_settled([rank(5), rank(5)], 5)
-    assert not is_settled([rank(5), rank(4)], 5)
-    assert not is_settled([rank(5), rank(5, confirmed=False)], 5)
-    assert not is_settled([rank(5), rank(5, intact=False)], 5)
+    assert all_hold([rank(5), rank(5)], 5, confirmed=True)
+    assert not all_hold([rank(5), rank(4)], 5, confirmed=True)
+    assert not all_hold([rank(5), rank(5, confirmed=False)], 5, confirmed=True)
+    assert not all_hold([rank(5), rank(5, intact=False)], 5, confirmed=True)
 
 
 def test_an_engine_that_gets_no_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.support.world import World
+from vllm_delta_sync.engine.commit.agreement import common_version
 from vllm_delta_sync.engine.commit.undo_log import ENTRIES, FINGERPRINT_BYTES, UndoEntry, UndoLog
-from vllm_delta_sync.engine.core.engine_core import common_version
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.protocol import A, Commit, Describe, RankFailure, RankRequest, Revert, unwrap

@@ -6,10 +6,11 @@ restarted (WeightsLostError).
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
+from vllm_delta_sync.engine.commit.agreement import all_hold, describe_ranks
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.protocol import (
     A,
@@ -183,12 +184,12 @@ class Transaction:
         if self._resume("generation does not resume"):
             # The engine's watchdog may have come first. It takes back what was not confirmed yet.
             ranks = self._describe_with_retries()
-            if _all_at(ranks, self._current):
+            if all_hold(ranks, self._current):
                 raise PauseExpiredError(
                     f"the pause for version {self._target} expired before its controller ended it; the engine took it "
                     f"back and serves version {self._current}"
                 )
-            if not _all_at(ranks, self._target):
+            if not all_hold(ranks, self._target):
                 raise self._lost(f"the pause expired, and {describe_ranks(ranks)}")
         self._mark_time()
         spans = [1e3 * (end - start) for start, end in pairwise(self._times)]
@@ -225,7 +226,7 @@ class Transaction:
                 self._restore()
                 if self._resume(reason):
                     ranks = self._describe_with_retries()
-                    if not _all_at(ranks, self._current):
+                    if not all_hold(ranks, self._current):
                         raise WeightsLostError(f"the pause expired, and {describe_ranks(ranks)}")
                 return False
             except WeightsLostError as later:
@@ -233,7 +234,7 @@ class Transaction:
             except DeltaSyncError as later:
                 reason = f"{reason}; then {later.message}"
             # The target of a revert was served before, so its weights are proven; the target of a commit is not.
-            if isinstance(self._request, Revert) and _all_at(self._describe_with_retries(), self._target):
+            if isinstance(self._request, Revert) and all_hold(self._describe_with_retries(), self._target):
                 self._port.label(self._label, self._run)
                 self._resume(reason)
                 return True
@@ -241,10 +242,10 @@ class Transaction:
 
     def _restore(self) -> None:
         ranks = self._describe()
-        if any(_version_of(rank) != self._current for rank in ranks):
+        if any(isinstance(rank, RankFailure) or rank.version != self._current for rank in ranks):
             unwrap(self._port.call(Revert(self._current)))
             ranks = self._describe()
-        if not _all_at(ranks, self._current):
+        if not all_hold(ranks, self._current):
             raise WeightsLostError(describe_ranks(ranks))
         self._port.label(self._current, self._run)
 
@@ -264,23 +265,3 @@ class Transaction:
             f"the commit of version {self._target} could not be brought to an end; the engine must be started again "
             f"({reason})"
         )
-
-
-def _version_of(rank: RankState | RankFailure) -> int | None:
-    return rank.version if isinstance(rank, RankState) else None
-
-
-def _is_intact(rank: RankState | RankFailure) -> bool:
-    return isinstance(rank, RankState) and rank.intact
-
-
-def _all_at(ranks: Sequence[RankState | RankFailure], version: int | None) -> bool:
-    return all(_is_intact(rank) and _version_of(rank) == version for rank in ranks)
-
-
-def describe_ranks(ranks: Sequence[RankState | RankFailure]) -> str:
-    """Return the version of each rank, for messages."""
-    return ", ".join(
-        f"rank {index} holds version {_version_of(rank)}{'' if _is_intact(rank) else ' or cannot tell'}"
-        for index, rank in enumerate(ranks)
-    )

@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from vllm_delta_sync.engine import protocol
+from vllm_delta_sync.engine.commit.agreement import all_hold, common_version
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.caches import WeightCaches
 from vllm_delta_sync.engine.compat.patches import wrap_method
@@ -286,11 +287,11 @@ class PauseWatchdog:
             raise WeightsLostError(failure)
         found = self._ask(protocol.Describe())
         version = common_version(found)
-        was_settled = is_settled(found, version)
+        was_settled = all_hold(found, version, confirmed=True)
         if not was_settled:
             self._ask(protocol.Revert(version))
             current = self._ask(protocol.Describe())
-            if not is_settled(current, version):
+            if not all_hold(current, version, confirmed=True):
                 raise WeightsLostError(f"ranks should have reverted to version {version}, but they report {current}")
         adapter = None if self._active is None else self._active.adapter
         # Which run's version it is, only the controller knew.
@@ -338,36 +339,6 @@ class PauseWatchdog:
                 return
             if time.monotonic() >= paused.deadline + STUCK_SECONDS:
                 self.end(f"a pause was lost, and the engine did not react within {STUCK_SECONDS:.0f} s")
-
-
-def is_settled(ranks: Sequence[RankState | RankFailure], version: int | None) -> bool:
-    """Return whether every rank holds that version, intact and confirmed."""
-    return all(
-        isinstance(rank, RankState) and rank.intact and rank.confirmed and rank.version == version for rank in ranks
-    )
-
-
-def common_version(ranks: Sequence[RankState | RankFailure]) -> int | None:
-    """Return the version that all ranks can have: the one they have, else the newest each has or can revert to.
-
-    An unconfirmed version does not count, because the controller has not found it right on all ranks.
-
-    Raises:
-        WeightsLostError: a rank's weights are unknown, or there is no such version.
-    """
-    reachable: set[int | None] | None = None
-    held: set[int | None] = set()
-    for index, rank in enumerate(ranks):
-        if isinstance(rank, RankFailure) or not rank.intact:
-            raise WeightsLostError(f"the weights of rank {index} are unknown: {rank}")
-        held.add(rank.version)
-        own = {*rank.undo, rank.version} if rank.confirmed else set(rank.undo)
-        reachable = own if reachable is None else reachable & own
-    if not reachable:
-        raise WeightsLostError(f"there is no version that every rank has or can revert to: {ranks}")
-    if len(held) == 1 and held <= reachable:
-        return held.pop()
-    return max(reachable, key=lambda version: -1 if version is None else version)
 
 
 def _copy_outcome(done: "Future[Any]", future: "Future[Any]") -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_delta_sync.engine import protocol
+from vllm_delta_sync.engine.commit.agreement import same_declared
 from vllm_delta_sync.engine.commit.transaction import EnginePort
 from vllm_delta_sync.engine.model.shard_ownership import Ownership, prove_ownership
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan, WeightPosition
@@ -130,10 +131,7 @@ class RankGroup:
 
     def _staged(self, request: BackgroundRequest[protocol.Staged], rescan: list[int]) -> StagedUpdate:
         answers = self.run_operation(request)
-        declared = {answer.declared for answer in answers}
-        if len(declared) != 1:
-            raise EngineError(f"ranks staged different changes: {', '.join(sorted(map(Fingerprint.hex, declared)))}")
-        self._declared = declared.pop()
+        self._declared = same_declared(answers)
         return StagedUpdate(
             ms={name: max(answer.ms[name] for answer in answers) for name in answers[0].ms},
             elements=sum(answer.elements for answer in answers),

@@ -1,10 +1,10 @@
 """``WeightUpdater`` changes an engine's weights: stage, commit, roll back, repair. It also detects external writes."""
 
+from vllm_delta_sync.engine.commit.agreement import all_hold, describe_ranks
 from vllm_delta_sync.engine.commit.transaction import (
     EnginePort,
     FingerprintMismatchError,
     Transaction,
-    describe_ranks,
 )
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.logger import logger
@@ -157,7 +157,7 @@ class WeightUpdater:
 
     def _check_claims(self, ranks: list[RankState], served: Manifest) -> None:
         """Check that ranks hold the served version; confirm the last commit again if that call was lost."""
-        if any(rank.version != served.version or not rank.intact for rank in ranks):
+        if not all_hold(ranks, served.version):
             raise WeightsLostError(f"version {served.version} should be served, but {describe_ranks(ranks)}")
         if not all(rank.confirmed for rank in ranks):
             self._confirm()
