@@ -18,8 +18,7 @@ import torch
 from packaging.version import Version
 from safetensors.torch import save_file
 
-from vllm_delta_sync.engine.compat import cpu_experts, features, patches, tied_head, write_hooks
-from vllm_delta_sync.engine.core import engine_core
+from vllm_delta_sync.engine.compat import cpu_experts, features, needed, patches, tied_head, write_hooks
 from vllm_delta_sync.engine.entrypoints import endpoint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 
@@ -317,8 +316,8 @@ def test_vllm_has_what_we_touch(touch: Touch) -> None:
     assert problem_of(touch) == ""
 
 
-def test_engine_core_has_what_the_watchdog_needs() -> None:
-    assert not engine_core.missing_names(), CORE
+def test_vllm_has_what_an_engine_is_refused_without() -> None:
+    assert not needed.missing_names(), CORE
 
 
 def test_plugins_are_found_where_we_register_them() -> None:

@@ -504,11 +504,6 @@ def test_what_a_server_cannot_do_it_says() -> None:
     connected: Any = Client()
     connected.vllm_config = SimpleNamespace(kv_transfer_config=object())
     assert "and --kv-transfer-config is set" in str(connected.exact.objection)
-    bare = SimpleNamespace(generate=None, output_processor=SimpleNamespace(add_request=None), engine_core=None)
-    lacking = ExactRequests(bare, (), True, "reset")
-    lacking.install(SimpleNamespace())
-    missing = "encode, abort, output_processor.process_outputs, output_processor.request_states"
-    assert f"this vLLM has no {missing}, engine_core._call_utility_async" in str(lacking.objection)
 
 
 def test_answer_that_is_made_later_is_refused() -> None:

@@ -16,7 +16,6 @@ from vllm_delta_sync.engine.api.adapters import check_lora, make_adapter
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.features import check_engine, fit_pause_mode
 from vllm_delta_sync.engine.compat.lora import lora_request
-from vllm_delta_sync.engine.core.engine_core import missing_names
 from vllm_delta_sync.engine.core.ports import OfflineEnginePort, ServerEnginePort
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
@@ -102,7 +101,7 @@ def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | Non
             "await attach_async(engine, bucket=URL)"
         )
     settings = _settings(bucket, trusted_keys)
-    check_engine(llm.llm_engine.vllm_config, settings.prefix_cache, offline=True, missing=missing_names())
+    check_engine(llm.llm_engine.vllm_config, settings.prefix_cache, offline=True)
     adapter = _make_adapter(settings, llm.llm_engine.vllm_config)
     sync = OfflineSync(Receiver(OfflineEnginePort(llm, settings, adapter), settings), adapter)
     weight_transfer.install_offline(llm, weight_transfer.TransferChecks(settings.bucket, sync.status), sync.to)
@@ -283,7 +282,7 @@ async def attach_async(engine: Any, bucket: str, trusted_keys: str | Sequence[st
     if getattr(engine, ATTACHED, None) is not None:
         raise EngineError("this engine is attached already; close() what attach_async returned before")
     settings = fit_pause_mode(_settings(bucket, trusted_keys), engine.vllm_config)
-    check_engine(engine.vllm_config, settings.prefix_cache, missing=missing_names())
+    check_engine(engine.vllm_config, settings.prefix_cache)
     patches.hide_serials(engine)
     sync = AsyncSync(engine, settings)
     setattr(engine, ATTACHED, sync)

@@ -9,12 +9,13 @@ that proof assumes is checked: every rank can be called, all can be paused toget
 weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.caches import check_caches
+from vllm_delta_sync.engine.compat.needed import missing_names
 from vllm_delta_sync.engine.names import WORKER_EXTENSION, is_our_extension
 from vllm_delta_sync.errors import EngineError, SettingsError
 from vllm_delta_sync.settings import Settings
@@ -31,14 +32,13 @@ FLAGS_WITHOUT_PLUGINS = ("--grpc",)
 """Flags of ``vllm serve`` that start a server which loads no endpoint plugins."""
 
 
-def check_engine(vllm_config: Any, prefix_cache: str, *, offline: bool = False, missing: Sequence[str] = ()) -> None:
+def check_engine(vllm_config: Any, prefix_cache: str, *, offline: bool = False) -> None:
     """Refuse an engine without our worker extension, or with unsupported options; warn of an untested vLLM.
 
     Args:
         vllm_config: of the engine, as its client has it.
         prefix_cache: the setting.
         offline: whether the engine is an ``LLM`` object and not a server.
-        missing: what ``missing_names`` of ``core/engine_core.py`` found missing in vLLM.
 
     Raises:
         EngineError: names the flag, its value and the remedy.
@@ -49,10 +49,11 @@ def check_engine(vllm_config: Any, prefix_cache: str, *, offline: bool = False, 
         raise EngineError(
             f"worker_extension_cls is {found!r}; launch vLLM with --worker-extension-cls {WORKER_EXTENSION}"
         )
+    missing = missing_names()
     if missing:
         raise EngineError(
-            f"{' '.join(patches.distribution_version())} has no {', '.join(missing)}: its engine cannot be paused "
-            "safely; use a vLLM release that was tested"
+            f"{' '.join(patches.distribution_version())} has no {', '.join(missing)}, which this package needs; use a "
+            "vLLM release that was tested"
         )
     check_features(vllm_config)
     check_caches(vllm_config, prefix_cache)

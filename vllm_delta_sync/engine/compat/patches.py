@@ -29,6 +29,7 @@ Other places that use vLLM's internals have their own files; where they replace 
 ``api/admission.py``                   the paths of the API server's routes
 ``worker/rank_worker.py``              attributes of the worker that the extension reads
 ``core/ports.py``                      utility calls of a server's engine cores, and its processes; those of an ``LLM``
+``compat/needed.py``                   names without which an engine is refused
 ``compat/features.py``                 fields of the configuration that are refused, or say how ranks hold weights
 =====================================  ===============================================================================
 

@@ -51,7 +51,7 @@ class EndpointPlugin:
         from vllm_delta_sync.engine.api.api_servers import LeaderElection, find_api_server_group
         from vllm_delta_sync.engine.api.live_page import LivePage
         from vllm_delta_sync.engine.compat.features import check_engine, fit_pause_mode
-        from vllm_delta_sync.engine.core.engine_core import fail_when_engine_died, missing_names, watch_shutdown
+        from vllm_delta_sync.engine.core.engine_core import fail_when_engine_died, watch_shutdown
         from vllm_delta_sync.engine.core.ports import ServerEnginePort
         from vllm_delta_sync.engine.follow.service import ReceiverService
         from vllm_delta_sync.engine.observe import spans
@@ -59,7 +59,7 @@ class EndpointPlugin:
         from vllm_delta_sync.settings import Settings, load_settings
 
         settings = fit_pause_mode(load_settings(), engine_client.vllm_config)
-        check_engine(engine_client.vllm_config, settings.prefix_cache, missing=missing_names())
+        check_engine(engine_client.vllm_config, settings.prefix_cache)
         others = settings.adapters()
         names = [*([] if settings.lora_name is None else [settings.lora_name]), *others]
         models, loop = getattr(state, "openai_serving_models", None), asyncio.get_running_loop()

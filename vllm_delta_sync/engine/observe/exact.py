@@ -19,17 +19,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from vllm_delta_sync.engine.compat import patches
-from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import BusyError, EngineError, UsageError
 
 HEADER = "X-Delta-Sync-Version"
 MIN_HEADER = "X-Delta-Sync-Min-Version"
-NEEDED = {
-    "": ("generate", "encode", "abort"),
-    "output_processor.": ("add_request", "process_outputs", "request_states"),
-    "engine_core.": ("_call_utility_async", "core_engines"),
-}
-"""What the engine client must have, by part."""
 _current: "ContextVar[ExactRequest | None]" = ContextVar("delta_sync_exact", default=None)
 
 
@@ -120,22 +113,13 @@ class ExactRequests:
         """By vLLM's state of each request to the engine, which it drops when that ends: the client's request, and the
         adapter that it uses."""
         self._aborting: set[asyncio.Task[None]] = set()
-        self._missing = [
-            f"{part}{name}"
-            for part, names in NEEDED.items()
-            for name in names
-            if not hasattr(getattr(client, part.rstrip("."), client) if part else client, name)
-        ]
 
     def install(self, state: Any) -> None:
-        """Wrap the engine client's methods, on the instance, if this vLLM has all that is needed.
+        """Wrap the engine client's methods, on the instance.
 
         Args:
             state: the API server's, with vLLM's serving objects.
         """
-        if self._missing:
-            logger.warning("requests with %s are refused: this vLLM has no %s", HEADER, ", ".join(self._missing))
-            return
         patches.wrap_method(self._client, "generate", self._ask_engine)
         patches.wrap_method(self._client, "encode", self._ask_engine)
         patches.wrap_method(self._client.output_processor, "add_request", self._add)
@@ -147,8 +131,6 @@ class ExactRequests:
     @property
     def objection(self) -> str | None:
         """Why this server cannot keep a request to one version; None if it can."""
-        if self._missing:
-            return f"and this vLLM has no {', '.join(self._missing)} to check it by; use {MIN_HEADER}"
         if self._prefix_cache == "keep":
             return (
                 "and prefix_cache is 'keep': the version would sample from keys and values that older weights "
