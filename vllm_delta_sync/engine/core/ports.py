@@ -12,9 +12,8 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, wait
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -340,14 +339,6 @@ def _engine_error(error: Exception) -> EngineError:
     return EngineError(f"the engine failed: {type(error).__name__}: {error}")
 
 
-@contextmanager
-def _engine_errors() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # vLLM reports a worker's failure as a bare exception
-        raise _engine_error(error) from error
-
-
 class OfflineEnginePort:
     """The ``EnginePort`` to an ``LLM`` object, used between two ``generate`` calls, when nothing runs."""
 
@@ -408,7 +399,9 @@ class OfflineEnginePort:
     def _call_engine(self, method: str, *args: Any) -> Any:
         """Call a utility method of the engine core, in its own process or in this one."""
         client = self._llm.llm_engine.engine_core
-        with _engine_errors():
+        try:
             if hasattr(client, "call_utility"):
                 return client.call_utility(method, *args)
             return getattr(client.engine_core, method)(*args)
+        except Exception as error:  # vLLM reports a worker's failure as a bare exception
+            raise _engine_error(error) from error

@@ -5,7 +5,8 @@ it; ``status`` may be called from any thread.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from vllm_delta_sync.engine.commit.transaction import EnginePort, LabelKeepingPort
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
@@ -610,23 +611,15 @@ class Receiver:
         if self.history.expired is not None:
             self.board.report_error(self.history.expired)
 
-    def _reporting_errors(self) -> "_ErrorReporter":
-        return _ErrorReporter(self)
-
-
-class _ErrorReporter:
-    """Context manager: shows an error raised inside in the status, and settles the state at the end."""
-
-    def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        receiver = self._receiver
-        if isinstance(error, DeltaSyncError):
-            receiver.fail(error)
-        receiver.goal_version = None
-        if receiver.board.state in ACTING:
-            receiver.board.settle()
+    @contextmanager
+    def _reporting_errors(self) -> Iterator[None]:
+        """Show an error raised in the block in the status, and settle the state at its end."""
+        try:
+            yield
+        except DeltaSyncError as error:
+            self.fail(error)
+            raise
+        finally:
+            self.goal_version = None
+            if self.board.state in ACTING:
+                self.board.settle()
