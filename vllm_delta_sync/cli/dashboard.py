@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 PORT = 8642
 SERVER_SECONDS = 3.0
 """Longest wait for the status of a server."""
-FIRST_READ_SECONDS = 30.0
 
 READS = """\
 Reads the manifests of the newest versions (--last), heartbeats, tags, the headers of at most 64 objects for the heat

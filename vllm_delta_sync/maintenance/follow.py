@@ -377,10 +377,6 @@ class _Folder:
         new.mkdir()
         return None
 
-    def _has(self, run: Run, folder: Path, record: ExportRecord, target: Manifest) -> bool:
-        """Return whether a folder holds the weights of a version."""
-        return record.manifest == target.digest and self._fingerprints(run, folder, record) is not None
-
     def _fingerprints(self, run: Run, folder: Path, record: ExportRecord) -> list[Fingerprint] | None:
         """Return the fingerprint of each tensor in a version's folder, measured once; None if it is damaged."""
         if self._measured is not None and self._measured[0] == folder:
