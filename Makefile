@@ -163,9 +163,9 @@ test-page: $(STAMP) ## test the page in a real Chromium, from Debian's packages,
 
 support: $(STAMP) ## some tests with each release, in .venv-support/; writes docs/support.md
 	@status=0; \
-	$(BIN)/python -m tests.tools.support_vllm $(RELEASES) || status=$$?; \
-	$(BIN)/python -m tests.tools.support_torch $(TORCH_RELEASES) || status=$$?; \
-	$(BIN)/python -m tests.tools.support_trl $(TRL_RELEASES) || status=$$?; \
+	$(BIN)/python -m tests.tools.support vllm $(RELEASES) || status=$$?; \
+	$(BIN)/python -m tests.tools.support torch $(TORCH_RELEASES) || status=$$?; \
+	$(BIN)/python -m tests.tools.support trl $(TRL_RELEASES) || status=$$?; \
 	exit "$$status"
 
 # make test and make test-full try the same examples each time; what is new is tried here.

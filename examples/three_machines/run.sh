@@ -11,7 +11,7 @@
 #   --out DIR             directory to write, made anew (default three-out)
 #   --seed N              of the policy and the games (default 0)
 #
-# DIR gets summary.json, three-machines.md, three-machines.png, and a folder with the events and log of each machine.
+# DIR gets summary.json, and a folder with the events and log of each machine.
 # PYTHON names the interpreter (default .venv/bin/python). Exit status: 0 the verdict holds, 1 it does not or something
 # failed, 2 wrong usage, 130 interrupted.
 #
@@ -142,4 +142,4 @@ done
 network+=", ${option[mbit]} Mbit/s, ${option[round-trip-ms]} ms"
 env "${client[@]}" "$python" -m tests.tools.three_machines_verdict "${run[@]}" --out "$out" \
   --max-staleness "${option[max-staleness]}" --network "$network" || fail "the verdict does not hold"
-echo "written: $out/summary.json, three-machines.md, three-machines.png"
+echo "written: $out/summary.json"

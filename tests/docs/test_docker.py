@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.compose import FOLDER, documents, interpolate, services
-from tests.tools.images import pip_here
+from tests.support.compose import FOLDER, documents, services
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.admin_token import AdminToken
 from vllm_delta_sync.errors import SettingsError
@@ -46,12 +45,6 @@ def names(paths: list[Path]) -> list[str]:
     return [path.name for path in paths]
 
 
-def test_there_are_files() -> None:
-    assert names(DOCKERFILES) == ["server-cpu.Dockerfile", "server.Dockerfile", "trainer.Dockerfile"]
-    assert names(COMPOSE) == ["compose.gpu.yaml", "compose.yaml"]
-    assert names(MANIFESTS) == ["config.yaml", "secrets.yaml", "server.yaml", "trainer.yaml"]
-
-
 def test_hadolint_finds_nothing() -> None:
     linted("hadolint", *map(str, DOCKERFILES))
 
@@ -76,13 +69,6 @@ def test_secrets_of_the_cluster_are_to_be_filled_in() -> None:
     assert {value for secret in secrets for value in secret["stringData"].values()} == {PLACEHOLDER}
     with pytest.raises(SettingsError):
         AdminToken.of(PLACEHOLDER, "the example")
-
-
-def test_credentials_of_compose_are_variables() -> None:
-    for service in documents(FOLDER / "compose.yaml")[0]["services"].values():
-        for name, value in service.get("environment", {}).items():
-            if re.search(r"KEY|SECRET|TOKEN|PASSWORD", name):
-                assert re.fullmatch(r"\$\{STORE_(ACCESS|SECRET)_KEY:-demo\}", value), name
 
 
 # Dockerfiles.
@@ -153,18 +139,7 @@ def project() -> dict[str, Any]:
     return found
 
 
-def test_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)", (FOLDER / "README.md").read_text())
-    assert len(links) > 5
-    assert [link for link in links if not (FOLDER / link).exists()] == []
-
-
 # Compose.
-
-
-def test_variables_are_put_in_as_compose_does() -> None:
-    given = {"A": "a", "EMPTY": ""}
-    assert interpolate("${A} ${B} ${B:-b} ${A:-b} ${EMPTY:-b} ${EMPTY-b} ${B-b} $$A", given) == "a  b a b  b $A"
 
 
 def test_images_of_compose_are_built_somewhere() -> None:
@@ -282,38 +257,3 @@ def test_environment_of_a_pod_is_read() -> None:
     }
     fields = {name.removeprefix("DELTA_SYNC_").lower(): value for name, value in environment.items() if "SYNC" in name}
     assert Settings(**fields).receiver_id == "a-pods-name"  # type: ignore[arg-type]
-
-
-# How `make test-images` hands pip's settings over.
-
-
-def test_settings_of_pip_are_translated(tmp_path: Path) -> None:
-    index, wheels = tmp_path / "pypi/simple", tmp_path / "wheels"
-    for folder in (index, wheels):
-        folder.mkdir(parents=True)
-    constraints = tmp_path / "constraints.txt"
-    constraints.touch()
-    listing = (
-        f":env:.find-links='{wheels}'\n"
-        f"global.extra-index-url='https://index.example/simple file://{index}'\n"
-        "global.cert='/etc/ssl/certs/all.pem'\n"
-        "global.find-links='/somewhere/else'\n"
-        f"global.constraint='{constraints}'\n"
-    )
-    pip = pip_here(listing, {})
-    assert pip.volumes == sorted(
-        [
-            ("/etc/ssl/certs/all.pem", "/run/cert.pem"),
-            *((str(place),) * 2 for place in (index.parent, wheels, constraints)),
-        ]
-    )
-    assert sorted(pip.text.splitlines()) == sorted(
-        [
-            "[global]",
-            "cert = /run/cert.pem",
-            "extra-index-url = https://index.example/simple",
-            f"    file://{index}",
-            f"find-links = {wheels}",
-            f"constraint = {constraints}",
-        ]
-    )

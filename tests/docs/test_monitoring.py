@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from tests.docs.test_docs import anchors
 from tests.support.compose import FOLDER, documents
-from tests.support.monitoring import MONITORING, Query, Selector, alerts, dashboard, queries
+from tests.support.monitoring import MONITORING, Query, alerts, dashboard, queries
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.errors import error_kinds
@@ -59,17 +58,6 @@ def by_name(query: Query) -> str:
     return query.of
 
 
-def test_queries_are_read_as_prometheus_reads_them() -> None:
-    query = Query.parse("", 'sum by (le, a) (rate(m:x{b="1", c=~"d|e"}[5m] offset 1h)) > 2 unless ignoring (f) n == 1')
-    assert query.selectors == (Selector("m:x", (("b", "=", "1"), ("c", "=~", "d|e"))), Selector("n", ()))
-    assert query.grouped == ("le", "a", "f")
-    assert query.selectors[0].matches({"b": "1", "c": "e"})
-    assert not query.selectors[0].matches({"b": "1", "c": "de"})
-    assert not Selector("n", (("a", "!~", "b|c"),)).matches({"a": "c"})
-    with pytest.raises(ValueError, match="cannot read"):
-        Query.parse("", "m{a=b}")
-
-
 @pytest.mark.parametrize("query", queries(), ids=by_name)
 def test_metrics_labels_and_their_values_exist(query: Query) -> None:
     assert query.selectors
@@ -98,21 +86,6 @@ def test_alerts_are_documented() -> None:
     text = (ROOT / "docs" / "operations.md").read_text()
     rows = re.findall(r"^\| `(DeltaSync\w+)` \| (\w+) \|", text, re.MULTILINE)
     assert rows == [(rule["alert"], rule["labels"]["severity"]) for rule in alerts()]
-
-
-def test_dashboard_shows_every_panel_apart() -> None:
-    panels = dashboard()["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    for panel in panels:
-        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
-        for target in panel.get("targets", []):
-            assert target["datasource"] == panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-    for one, other in combinations((panel["gridPos"] for panel in panels), 2):
-        assert apart(one, other, "x", "w") or apart(one, other, "y", "h"), (one, other)
-
-
-def apart(one: dict[str, int], other: dict[str, int], start: str, size: str) -> bool:
-    return one[start] + one[size] <= other[start] or other[start] + other[size] <= one[start]
 
 
 def test_dashboard_names_labels_and_variables_that_exist() -> None:
@@ -158,24 +131,6 @@ def test_prometheus_finds_servers_and_rules() -> None:
         if label == "job"
     }
     assert jobs == {job["job_name"]}
-
-
-def test_grafana_finds_data_source_and_dashboard() -> None:
-    service = compose()["grafana"]
-    found = mounts(service)
-    provisioned = {path.name: inside for inside, path in found.items()}
-    assert Path(provisioned["datasource.yaml"]).parent == Path("/etc/grafana/provisioning/datasources")
-    assert Path(provisioned["provider.yaml"]).parent == Path("/etc/grafana/provisioning/dashboards")
-    (providers,) = documents(MONITORING / "grafana" / "provider.yaml")
-    assert Path(provisioned["dashboard.json"]).parent == Path(providers["providers"][0]["options"]["path"])
-    assert service["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == provisioned["dashboard.json"]
-    (sources,) = documents(MONITORING / "grafana" / "datasource.yaml")
-    assert sources["datasources"][0]["url"] == "http://prometheus:9090"
-
-
-def test_files_of_monitoring_are_mounted() -> None:
-    used = {path for service in compose().values() for path in mounts(service).values()}
-    assert used == {path for path in MONITORING.rglob("*") if path.is_file()}
 
 
 # Alerts over time, by Prometheus's own program.

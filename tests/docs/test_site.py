@@ -1,6 +1,5 @@
 """The documentation builds as a site without a warning, its links lead somewhere, and it loads nothing from afar."""
 
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,6 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from markdown_it import MarkdownIt
 
 from docs import site_hooks
 
@@ -20,9 +18,6 @@ ROOT = Path(__file__).parents[2]
 LONG = {"FORMAT.md", "REFERENCE.md"}
 """Pages that are looked up, not read from top to bottom."""
 LIMIT = 300
-COLUMNS = 95
-"""Characters in the widest line that a block of code shows without scrolling in a window of 1,300 pixels."""
-SEARCH = "search/search_index.json"
 STRUCTURE = ("table", "li", "blockquote", "h2", "h3", "img")
 """Elements of which a page of the site has as many as the repository shows of its file."""
 
@@ -115,64 +110,11 @@ def test_pages_load_nothing_from_another_host(site: Path, pages: dict[Path, Elem
         assert re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", path.read_text()) == [], path
 
 
-def test_search_finds_every_page(site: Path) -> None:
-    found = {entry["location"] or "index.html" for entry in json.loads((site / SEARCH).read_text())["docs"]}
-    assert {built(path) for path in sources()} <= found
-
-
 def test_every_page_is_in_the_navigation(site: Path, pages: dict[Path, Elements]) -> None:
     assert {str(path.relative_to(site)) for path in pages} == {built(path) for path in sources()}
     assert {built(path) for path in sources()} - {"index.html"} <= set(pages[site / "index.html"].links)
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_page_has_the_structure_of_its_file(path: Path, site: Path, pages: dict[Path, Elements]) -> None:
-    """Python-Markdown, which makes the site, reads lists and tables more strictly than the repository's viewers do."""
-    text = re.sub(r"^::: .*$", "", path.read_text(), flags=re.MULTILINE)
-    seen = Elements(f"<article>{MarkdownIt('commonmark').enable('table').render(text)}</article>").counts
-    page = pages[site / built(path)].counts
-    if "\n::: " in path.read_text():
-        assert all(page[name] >= count for name, count in seen.items())
-    else:
-        assert page == seen
-
-
 def test_pages_that_are_read_are_short() -> None:
     long = {path.name for path in (ROOT / "docs").rglob("*.md") if len(path.read_text().splitlines()) > LIMIT}
     assert long == LONG
-
-
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_pictures_drawn_with_characters_are_not_cut(path: Path) -> None:
-    for block in re.findall(r"^```\w*\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL):
-        if re.search("[\u2500-\u257f]", block):
-            assert [line for line in block.splitlines() if len(line) > COLUMNS] == []
-
-
-def links(text: str, tree: str | None) -> str:
-    known = {"docs/runs.md": "runs.md", "README.md": "index.md", "docker/README.md": "docker/README.md"}
-    return site_hooks.with_links_for(text, "docker/README.md", "docker/README.md", known.get, tree)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[runs](../docs/runs.md#tags)", "[runs](../runs.md#tags)"),
-        ("[`front`](../README.md)", "[`front`](../index.md)"),
-        ("[images](../docker)", "[images](README.md)"),
-        ("[compose.yaml](compose.yaml)", "`docker/compose.yaml`"),
-        ("[`compose.yaml`](compose.yaml)", "`docker/compose.yaml`"),
-        ("[a file](compose.yaml)", "a file (`docker/compose.yaml`)"),
-        ("`[text](compose.yaml)`", "`[text](compose.yaml)`"),
-        ("```\n[text](compose.yaml)\n```", "```\n[text](compose.yaml)\n```"),
-        ("[here](#tags), [there](https://example.org)", "[here](#tags), [there](https://example.org)"),
-    ],
-)
-def test_links_between_files_become_links_between_pages(text: str, expected: str) -> None:
-    assert links(text, None) == expected
-
-
-def test_links_to_other_files_lead_to_the_repository_that_is_named() -> None:
-    assert links("[a file](compose.yaml)", "https://example.org/us/it/blob/HEAD") == (
-        "[a file](https://example.org/us/it/blob/HEAD/docker/compose.yaml)"
-    )

@@ -145,18 +145,3 @@ def test_every_alert_is_named_in_the_section_that_it_points_to() -> None:
 def test_quoted_lines_exist(printed: str) -> None:
     assert len(quotations(PAGE)) > 100
     assert unproven(PAGE, printed) == []
-
-
-def test_a_line_that_was_renamed_is_found(printed: str) -> None:
-    """The check itself: on a page with one line that exists, and four that do not."""
-    there = "conflict: another publisher has taken over the run at"
-    absent = [
-        "conflict: another publisher has taken away the run at",
-        "no_such_kind: another publisher has taken over the run at",
-        "the … is …",  # all its words exist, and none is long enough
-        "ending the engine: … for no reason at all",
-    ]
-    lines = "\n".join(f"| `{line}` | why | what |" for line in [there, *absent])
-    page = f"## Title\n\n| what you see | why | what to do |\n|---|---|---|\n{lines}\n"
-    assert quotations(page) == [there, *absent]
-    assert unproven(page, printed) == absent

@@ -117,8 +117,6 @@ def test_it_goes_on_after_each_kill_and_machines_meet_in_the_bucket_only(network
     assert (summary["verdict"], summary["versions"]) == (dict.fromkeys(CLAIMS, True), VERSIONS)
     assert 0 < summary["payload_bytes"] < summary["full_bytes"] / 2
     assert summary["fresh_seconds"]["median"] > 0.05
-    assert "seconds to fresh" in (out / "three-machines.md").read_text()
-    assert (out / "three-machines.png").stat().st_size > 10_000
     assert dict(seen.found) == {}
     assert seen.looks > VERSIONS
     assert min(seen.connections["trainer"], seen.connections["rollout"]) > 0

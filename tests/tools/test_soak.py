@@ -5,7 +5,6 @@ import random
 import pytest
 
 from tests.tools.soak import proof
-from tests.tools.soak.__main__ import main
 from tests.tools.soak.load import covers, spans_of
 from tests.tools.soak.memory import FEWEST, Sample, growth
 
@@ -33,8 +32,3 @@ def test_spans_that_leave_a_token_out_are_noticed() -> None:
     assert covered((0, 4), (4, 9))
     assert not any((covered((0, 4), (5, 9)), covered((0, 4)), covered((1, 9)), covered()))
     assert proof.findings([])[1] == ["no span was proven"]
-
-
-def test_help() -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])

