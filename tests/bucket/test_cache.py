@@ -100,12 +100,11 @@ class Source(Bucket):
 
 
 def test_kept_privately_and_read_back(tmp_path: Path) -> None:
-    source, empty = Source(os.urandom(1000)), Source(b"")
+    source = Source(os.urandom(1000))
     directory = tmp_path / "deep" / "cache"
-    cache = ObjectCache(directory, MANY)
-    for each in (source, empty):
-        assert [each.got_from(cache), each.got_from(cache), each.got_from(ObjectCache(directory, MANY))] == [0, 1, 1]
-    assert names(directory) == {source.ref.sha256, empty.ref.sha256}
+    caches = [ObjectCache(directory, MANY), ObjectCache(directory, MANY)]
+    assert [source.got_from(cache) for cache in (caches[0], *caches)] == [False, True, True]
+    assert names(directory) == {source.ref.sha256}
     assert directory.stat().st_mode & 0o777 == 0o700
     assert (directory / source.ref.sha256).stat().st_mode & 0o777 == 0o600
 
@@ -125,7 +124,7 @@ def test_a_damaged_file_is_replaced(
 
     source.before = lambda: during.update(names(tmp_path))
     assert cache.get(source.ref, source) == source.data
-    assert source.fetched == 2
+    assert source.asked == 2
     # Removed first: ranks that wait would read it over and over.
     assert during == {f"{source.ref.sha256}.lock", f"{source.ref.sha256}.part"}
     assert source.got_from(cache)
@@ -211,15 +210,10 @@ def test_a_directory_of_another_user_is_not_used(tmp_path: Path, caplog: pytest.
     assert names(directory) == before
 
 
-def test_a_file_in_place_of_the_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("x")
-    expect_without(caplog, ObjectCache(tmp_path / "file", MANY), "set cache_dir to a directory")
-
-
 def test_a_directory_that_vanishes_during_the_download(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = tmp_path / "cache"
     cache = ObjectCache(directory, MANY)
-    expect_without(caplog, cache, "No such file", lambda: shutil.rmtree(directory))
+    expect_without(caplog, cache, "No such file", lambda: shutil.rmtree(directory, ignore_errors=True))
     source = Source(b"three")
     assert [source.got_from(cache), source.got_from(cache)] == [False, True]
 

@@ -29,13 +29,13 @@ SERVERS = context_of_processes(__name__)
 PIECE = 300_000
 SIZE = 4 * PIECE + 1
 SMALL = 1 << 20
-"""Below which an object is fetched in one request here, where pieces are small too."""
+"""Below which nothing of a download is resumed here, where pieces are small too."""
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downloads, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(object_cache, "SMALL_BYTES", SMALL)
+    monkeypatch.setattr(object_cache, "RESUMED_BYTES", SMALL)
 
 
 def left_of(source: Source) -> set[str]:
@@ -130,7 +130,7 @@ def test_two_servers_of_two_ranks_fetch_each_object_once(tmp_path: Path) -> None
 
 def doomed(pipe: Connection, folder: Path, ref: ObjectRef, pieces: int, hangs: bool) -> None:
     """Downloads, and says so after a number of pieces, when all connections hang, or some pieces before they do."""
-    downloads.PIECE_BYTES, object_cache.SMALL_BYTES = PIECE, SMALL
+    downloads.PIECE_BYTES, object_cache.RESUMED_BYTES = PIECE, SMALL
     lock, begun = threading.Lock(), iter(range(1, MANY))
 
     class Doomed(Logged):
@@ -300,7 +300,7 @@ from pathlib import Path
 from tests.bucket import test_cache_large as test
 from vllm_delta_sync.bucket.middleware import ranged as downloads
 
-downloads.PIECE_BYTES, test.object_cache.SMALL_BYTES = test.PIECE, test.SMALL
+downloads.PIECE_BYTES, test.object_cache.RESUMED_BYTES = test.PIECE, test.SMALL
 folder, small, large = Path(sys.argv[1]), test.Source(bytes(600 << 10)), test.Source(bytes(1 << 20))
 cache = test.ObjectCache(folder, test.MANY)
 print([each.got_from(cache) for each in (small, small, large, large)], large.fetched, dict(large.pieces))

@@ -182,7 +182,7 @@ def test_threads_in_a_race_fetch_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(members) as pool:
         for future in [pool.submit(follow) for _ in range(members)]:
             future.result()
-    assert [source.fetched for source in sources] == [1] * rounds
+    assert [source.asked for source in sources] == [1] * rounds
     assert names(tmp_path) == {source.ref.sha256 for source in sources}
 
 

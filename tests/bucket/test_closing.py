@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.collecting import TABLE, write_whole
-from tests.support.running import stores_are_closed, stores_of_before_end
+from tests.support.running import closes_all_stores
 from tests.support.samples import RunWriter, nudge, random_bits
 from vllm_delta_sync import cli
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
@@ -47,9 +47,8 @@ def folder(tmp_path: Path) -> str:
 def url(folder: str, tmp_path: Path) -> Iterator[str]:
     """The same run in a store whose buckets have threads while they are open."""
     found = copied(folder, f"memory://{tmp_path.name}")
-    stores_of_before_end()
-    yield found
-    assert stores_are_closed(), "a bucket was left open"
+    with closes_all_stores():
+        yield found
 
 
 def damaged(url: str) -> str:

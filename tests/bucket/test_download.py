@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_delta_sync.bucket import StoreOptions, transfer_observers
+from vllm_delta_sync.bucket import StoreOptions
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware import ranged as downloads
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
@@ -101,22 +101,6 @@ def test_ranges_are_asked_for_at_once(store: Counting, tmp_path: Path) -> None:
     download(store, ref.key, ref.bytes, tmp_path / "file", connections=3)
     assert store.most == 3
     assert (tmp_path / "file").read_bytes() == data
-
-
-def test_who_watches_sees_all_that_moves(store: Counting, tmp_path: Path) -> None:
-    class Sum(transfer_observers.TransferObserver):
-        total = 0
-        lock = threading.Lock()
-
-        def on_bytes(self, count: int) -> None:
-            with self.lock:
-                self.total += count
-
-    ref, _ = put(store, 5 * PIECE + 1)
-    seen = Sum()
-    with transfer_observers.observed_by(seen):
-        download(store, ref.key, ref.bytes, tmp_path / "file")
-    assert seen.total == ref.bytes
 
 
 def test_a_failing_range_ends_the_others(store: Counting, tmp_path: Path) -> None:
@@ -251,14 +235,6 @@ def test_pieces_that_are_wrong_are_found_and_fetched_once_more(store: Counting, 
         assert not path.exists()
         assert not journal.exists()
     assert store.pieces == Counter(range(9)) + Counter(range(4, 9))
-
-
-def test_a_damaged_object_is_not_fetched_twice(store: Counting, tmp_path: Path) -> None:
-    ref, data = put(store, 3 * PIECE)
-    store.put(ref.key, data[::-1])
-    with pytest.raises(DigestError, match="damaged"):
-        download_object(store, ref, tmp_path / "file", lambda: None, tmp_path / "journal")
-    assert store.pieces == Counter(range(3))
 
 
 INTERRUPTED = """

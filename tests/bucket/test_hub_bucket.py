@@ -4,7 +4,6 @@ And create-if-absent: as far as the Hub's own interface goes, and through its S3
 """
 
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,15 +49,6 @@ def test_a_url_that_names_no_bucket(url: str) -> None:
         HubBucket(parse_store_url(url), StoreOptions())
 
 
-def test_the_endpoint_is_that_of_the_options_or_of_the_environment(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    with pytest.raises(UnavailableError):
-        opened().put("a", b"x")
-    opened(store_endpoint=hub.endpoint + "/").put("a", b"x")
-    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-    assert opened().get("a") == b"x"
-
-
 def test_the_token_is_looked_up_for_each_request_and_never_shown(
     hub: Hub, bucket: HubBucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -99,17 +89,6 @@ def test_a_token_that_was_renewed_in_its_file_is_taken_up(
     assert bucket.get("a") == b"x"
 
 
-def test_a_token_that_may_only_read(hub: Hub, bucket: HubBucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket.put("a", b"x")
-    hub.change(read_token="hf_reads")
-    monkeypatch.setenv("HF_TOKEN", "hf_reads")
-    assert bucket.get("a") == b"x"
-    with pytest.raises(AccessError, match=r"403.*write permission.*right to team/weights"):
-        bucket.put("a", b"y")
-    with pytest.raises(AccessError, match="403"):
-        bucket.delete("a")
-
-
 def test_a_bucket_that_does_not_exist_is_not_made(hub: Hub, tmp_path: Path) -> None:
     bucket = opened("hf://buckets/team/none/run")
     reads: list[Callable[[], object]] = [
@@ -127,14 +106,6 @@ def test_a_bucket_that_does_not_exist_is_not_made(hub: Hub, tmp_path: Path) -> N
         with pytest.raises(StoreError, match=r"no bucket team/none.*hf buckets create team/none"):
             bucket.put("a", b"x", if_absent=if_absent)
     assert hub.requests(r"/api/buckets/team/none$") == []
-
-
-def test_offline_mode_is_said(bucket: HubBucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket.put("a", b"x")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    for call in (lambda: bucket.get("a"), lambda: list(bucket.list())):
-        with pytest.raises(StoreError, match="unset it"):
-            call()
 
 
 # What is asked of the Hub
@@ -157,13 +128,6 @@ def test_small_reads_are_one_request_and_what_it_leads_to(hub: Hub, bucket: HubB
     assert asked(hub) == [("GET none", 404)]
 
 
-def test_the_way_to_the_content_store_is_asked_for_once(hub: Hub, bucket: HubBucket, tmp_path: Path) -> None:
-    for number in range(3):
-        bucket.put(f"a{number}", b"x" * number)
-        bucket.get_file(f"a{number}", tmp_path / "copy")
-    assert len(hub.requests("xet-write-token")) == len(hub.requests("xet-read-token")) == 1
-
-
 def test_a_listing_of_many_pages_is_in_order_and_of_this_run(hub: Hub, bucket: HubBucket) -> None:
     from huggingface_hub import HfApi
 
@@ -180,17 +144,6 @@ def test_a_listing_of_many_pages_is_in_order_and_of_this_run(hub: Hub, bucket: H
     assert [info.key for info in opened("hf://buckets/team/weights").list("run")] == [
         *("run-x/a", "run.json", "run/a/b/c", "run/z", "run/z-0", "run/z/0", "run2/a")
     ]
-
-
-def test_time_is_the_hubs(hub: Hub, bucket: HubBucket, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.write_bytes(b"x")
-    os.utime(source, (1000, 1000))
-    before = time.time()
-    bucket.put("a", source)
-    info = bucket.stat("a")
-    assert before - 1 < info.modified < time.time() + 1
-    assert list(bucket.list()) == [info]
 
 
 def test_bytes_are_told_as_they_move(bucket: HubBucket, tmp_path: Path) -> None:
@@ -273,14 +226,6 @@ def test_an_overtaken_writer_is_told(hub: Hub, bucket: HubBucket) -> None:
         with pytest.raises(ConflictError, match="another writer was first"):
             quick.result()
     assert bucket.get("a") == b"slow"
-
-
-def test_what_is_there_is_not_uploaded_against(hub: Hub, bucket: HubBucket) -> None:
-    bucket.put("a", b"x")
-    hub.forget_requests()
-    with pytest.raises(ConflictError):
-        bucket.put("a", bytes(9 << 20), if_absent=True)
-    assert [one["path"].split("/")[-1] for one in hub.requests()] == ["paths-info"]
 
 
 @pytest.fixture

@@ -2,16 +2,14 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from vllm_delta_sync.bucket import Bucket, ObjectInfo
+from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.bucket.middleware import mirror as mirrors
 from vllm_delta_sync.bucket.middleware import ranged as downloads
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.mirror import FAILURES, PAUSE_SECONDS, MirrorBucket, allow_mirrors
@@ -20,9 +18,7 @@ from vllm_delta_sync.errors import (
     AccessError,
     ConflictError,
     DigestError,
-    LimitError,
     NotFoundError,
-    StoreError,
     UnavailableError,
 )
 from vllm_delta_sync.format.manifest import ObjectRef, object_key
@@ -228,24 +224,6 @@ def test_a_mirror_that_failed_gets_one_try_a_minute(world: World, way: Callable[
     assert world.origin.read == before
 
 
-def test_failures_count_in_a_row(world: World) -> None:
-    for _ in range(FAILURES):
-        world.mirror.spoil = raising(UnavailableError("down"))
-        for _ in range(FAILURES - 1):
-            world.as_bytes()
-        world.mirror.spoil = lambda data: data
-        before = world.origin.read
-        world.as_bytes()
-        assert world.origin.read == before
-
-
-def test_a_mirror_is_not_waited_for(world: World) -> None:
-    world.hang()
-    began = time.monotonic()
-    assert world.as_file() == world.data
-    assert time.monotonic() - began < 120
-
-
 def test_documents_never_come_from_a_mirror(world: World, tmp_path: Path) -> None:
     keys = ["run.json", "HEAD.json", "versions/0000000001.json", "objects/x.safetensors", world.ref.key + ".sig"]
     keys += [f"a/{world.ref.key}", world.ref.key.upper().replace("OBJECTS", "objects")]
@@ -281,14 +259,6 @@ def test_what_is_written_goes_to_the_origin_alone(world: World) -> None:
     assert [info.key for info in world.origin.list()] == [key]
 
 
-def test_what_is_too_large_is_not_read(world: World) -> None:
-    with pytest.raises(LimitError):
-        world.bucket.get(world.ref.key, max_bytes=world.ref.bytes - 1)
-    # The mirror has another that is too large, the origin the right one.
-    world.mirror.put(world.ref.key, world.data * 2)
-    assert world.as_bytes() == world.data
-
-
 def test_what_the_origin_does_not_have(world: World, tmp_path: Path) -> None:
     key = object_key("0" * 64)
     for read in (lambda: world.bucket.get(key), lambda: world.bucket.get_file(key, tmp_path / "x")):
@@ -310,16 +280,6 @@ def test_an_object_that_is_damaged_in_both(world: World) -> None:
         world.as_download()
 
 
-def test_a_file_that_cannot_be_written_is_no_fault_of_the_mirror(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(StoreError, match="cannot copy"):
-        world.bucket.get_file(world.ref.key, world.folder / "none" / "copy")
-    assert not caplog.records
-    assert world.as_file() == world.data
-    assert world.origin.read == 0
-
-
 def test_a_mirror_that_dies_half_way_gives_what_it_can(world: World) -> None:
     """Ranges that came stay; the origin gives the others."""
     left = iter([True] * 3)
@@ -339,9 +299,3 @@ def test_both_are_closed(tmp_path: Path) -> None:
     world.bucket.close()
     assert world.origin.closed
     assert world.mirror.closed
-
-
-def test_by_default_a_mirror_has_seconds(world: World) -> None:
-    bucket: Bucket = MirrorBucket(world.origin, world.mirror)
-    assert bucket.url == world.origin.url
-    assert mirrors.PATIENCE_SECONDS == 5.0

@@ -72,16 +72,6 @@ def test_credentials_of_a_role_are_renewed(answers: Answers) -> None:
     assert {asked.headers["authorization"] for asked in answers.asked if asked.path == "/role"} == {"of-the-container"}
 
 
-@pytest.mark.usefixtures("contained")
-def test_credentials_that_last_are_asked_for_once(answers: Answers) -> None:
-    role = Role(answers, seconds=3600)
-    bucket = opened("s3://bucket/run", answers.url)
-    for _ in range(3):
-        time.sleep(0.15)
-        bucket.get("key")
-    assert role.given == 1
-
-
 def test_credentials_that_ran_out_are_an_access_error(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
@@ -146,15 +136,6 @@ def test_metadata_that_answer_with_a_failure_are_asked_again(answers: Answers, m
     with pytest.raises(StoreError, match="credentials") as caught:
         opened("s3://bucket/run", answers.url).get("key")
     assert type(caught.value) is UnavailableError
-
-
-def test_metadata_that_are_not_to_be_asked(answers: Answers) -> None:
-    bucket = opened("s3://bucket/run", answers.url)
-    with pytest.raises(AccessError, match="AWS_ACCESS_KEY_ID"):
-        bucket.get("key")
-    with pytest.raises(AccessError, match="AWS_ACCESS_KEY_ID"):
-        list(bucket.list())
-    assert answers.asked == []
 
 
 def test_a_profile_is_read_by_boto3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

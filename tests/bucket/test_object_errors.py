@@ -10,8 +10,8 @@ import pytest
 from tests.support.answers import Answer, Answers, Asked, answering, closed_port, in_pieces, silent
 from tests.support.clouds import ANYBODY, KEYS, SECRET, far_from_clouds, opened
 from vllm_delta_sync.bucket import Bucket, StoreOptions
-from vllm_delta_sync.bucket.middleware.metrics import Metrics
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
+from vllm_delta_sync.bucket.middleware.usage import Metrics
 from vllm_delta_sync.bucket.obstore_clients import PART_BYTES
 from vllm_delta_sync.errors import (
     AccessError,
@@ -131,23 +131,6 @@ def test_a_failed_request_is_sent_once(answers: Answers, tmp_path: Path) -> None
         assert set(sent) <= {"HEAD", "PUT"} or len(sent) == 1, name
 
 
-def test_a_failed_request_is_repeated_by_the_wrapper_alone(answers: Answers, tmp_path: Path) -> None:
-    metrics = Metrics()
-    bucket = RetryingBucket(opened(URL, answers.url), StoreOptions(), metrics)
-    failures = [3]
-
-    def reply(asked: Asked) -> Answer:
-        if failures[0]:
-            failures[0] -= 1
-            return Answer(503)
-        return in_pieces(b"here", asked)
-
-    answers.reply = reply
-    assert bucket.get("key") == b"here"
-    assert len(answers.asked) == 4
-    assert metrics.snapshot()["retries"] == 3
-
-
 def test_a_part_of_an_upload_is_sent_again(answers: Answers, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(bytes(2 * PART_BYTES))
@@ -203,13 +186,6 @@ def test_nobody_there_and_nobody_answering(tmp_path: Path) -> None:
                 with pytest.raises(UnavailableError, match=cause):
                     made[name]()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_wrong_region_and_plain_http(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers.reply = refusing(301, "PermanentRedirect")
-    with pytest.raises(StoreError, match="AWS_REGION") as caught:
-        opened(URL, answers.url).get("key")
-    assert type(caught.value) is StoreError
 
 
 def test_a_transfer_that_is_cut_fails_whole(answers: Answers, tmp_path: Path) -> None:

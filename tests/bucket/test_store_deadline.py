@@ -15,11 +15,10 @@ import pytest
 from tests.support.running import eventually
 from tests.support.store_faults import GATE_SECONDS, GatedBucket, Impatience, SwallowingBucket
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket
-from vllm_delta_sync.bucket import threads as thread_pool
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
-from vllm_delta_sync.bucket.middleware.metrics import Tally
-from vllm_delta_sync.bucket.transfer_observers import observed_by, report_bytes, report_wait
+from vllm_delta_sync.bucket.middleware.usage import Tally
+from vllm_delta_sync.bucket.transfer_observers import observed_by, report_bytes
 from vllm_delta_sync.errors import StoreError, UnavailableError
 
 LONG = StoreOptions(store_deadline=3600)
@@ -164,17 +163,6 @@ def test_a_transfer_that_was_given_up_ends_at_its_next_bytes(local: Bucket) -> N
     assert local.get("key") == b"first"
 
 
-@pytest.mark.parametrize("tell", [lambda: report_wait(60), lambda: report_bytes(60_000_000)], ids=["limits", "bytes"])
-def test_limits_and_bytes_give_more_time(local: Bucket, tell: Callable[[], None]) -> None:
-    gated = GatedBucket(local, "get")
-    gated.before = tell
-    bucket = DeadlineBucket(gated, Impatience.while_set(gated.begun["get"]))
-    timer = threading.Timer(1.5, lambda: gated.let_go("get"))
-    timer.start()
-    assert bucket.get("key") == b"first"
-    timer.join()
-
-
 def test_a_put_has_time_for_its_size(local: Bucket) -> None:
     gated = GatedBucket(SwallowingBucket(local), "put")
     timer = threading.Timer(1.5, lambda: gated.let_go("put"))
@@ -227,16 +215,6 @@ except UnavailableError:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "given up\n", "")
 
 
-def test_what_watches_the_caller_watches_the_call(local: Bucket) -> None:
-    gated = GatedBucket(local, "stat")
-    gated.before = lambda: report_bytes(7)
-    gated.let_go("stat")
-    tally = Tally()
-    with observed_by(tally):
-        DeadlineBucket(gated, LONG).stat("key")
-    assert tally.bytes == 7
-
-
 def test_keys_come_a_page_at_a_time_and_before_the_error(local: Bucket) -> None:
     read: list[int] = []
 
@@ -270,40 +248,3 @@ def test_after_a_fork_both_halves_work(local: Bucket) -> None:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert bucket.get("child") == b"first"
-
-
-def test_calls_that_follow_each_other_share_a_thread(local: Bucket) -> None:
-    threads: set[int] = set()
-
-    class Noting(BucketMiddleware):
-        def stat(self, key: str) -> ObjectInfo:
-            threads.add(threading.get_ident())
-            return self._inner.stat(key)
-
-    with DeadlineBucket(Noting(local), LONG) as bucket:
-        for _ in range(50):
-            bucket.stat("key")
-        assert len(threads) == 1
-        assert threading.get_ident() not in threads
-
-
-def test_idle_threads_keep_no_bytes(local: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_pool, "IDLE_SECONDS", 3600.0)
-
-    class Watched(bytes):
-        """Bytes that say when they go."""
-
-        def __del__(self) -> None:
-            gone.set()
-
-    class Giving(SwallowingBucket):
-        def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-            return Watched(b"x")
-
-    gone = threading.Event()
-    with DeadlineBucket(Giving(local), LONG) as bucket:
-        assert bucket.get("key") == b"x"
-        assert gone.wait(60)
-        gone.clear()
-        bucket.put("key", Watched(b"y"))
-        assert gone.wait(60)

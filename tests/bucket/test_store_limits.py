@@ -2,17 +2,16 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.store_faults import GatedBucket, PlannedBucket, ReportingBucket, SilentBucket, SwallowingBucket, fail
-from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket
+from tests.support.store_faults import PlannedBucket, ReportingBucket, SilentBucket, SwallowingBucket, fail
+from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.middleware.limits import LimitedBucket
-from vllm_delta_sync.bucket.middleware.metrics import MeteredBucket, Metrics, Tally
+from vllm_delta_sync.bucket.middleware.usage import Metrics, Tally
 from vllm_delta_sync.bucket.transfer_observers import observed_by
 from vllm_delta_sync.errors import (
     AccessError,
@@ -34,7 +33,7 @@ def local(url: str) -> Bucket:
 def test_bytes_take_their_time(local: Bucket, tmp_path: Path, reports: bool, way: str) -> None:
     limit, size = 1_000_000, 500_000
     options = StoreOptions.model_validate({f"store_{way}load_limit": limit})
-    bucket = LimitedBucket(ReportingBucket(local, 100_000) if reports else SilentBucket(local), options)
+    bucket = LimitedBucket(ReportingBucket(local, 100_000) if reports else SilentBucket(local), options, Metrics())
     file = tmp_path / "file"
     file.write_bytes(bytes(size))
     tally = Tally()
@@ -49,26 +48,6 @@ def test_bytes_take_their_time(local: Bucket, tmp_path: Path, reports: bool, way
     assert time.monotonic() - began >= least
     # Counted twice they would have to wait for 2 s, less what the store itself takes.
     assert tally.wait_seconds <= least + 0.5
-
-
-def test_all_calls_share_one_limit(local: Bucket) -> None:
-    bucket = LimitedBucket(ReportingBucket(local, 50_000), StoreOptions(store_upload_limit=1_000_000))
-    threads = [threading.Thread(target=bucket.put, args=(f"key{number}", bytes(175_000))) for number in range(8)]
-    began = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert time.monotonic() - began >= 1.4 - 1
-
-
-def test_a_limit_of_one_way_leaves_the_other_alone(local: Bucket) -> None:
-    bucket = LimitedBucket(ReportingBucket(local, 1000), StoreOptions(store_upload_limit=1))
-    local.put("key", bytes(100_000))
-    tally = Tally()
-    with observed_by(tally):
-        assert bucket.get("key") == bytes(100_000)
-    assert tally.wait_seconds == 0
 
 
 def test_no_more_calls_at_once_than_connections(local: Bucket) -> None:
@@ -91,7 +70,7 @@ def test_no_more_calls_at_once_than_connections(local: Bucket) -> None:
             return b"x"
 
     counting = Counting(local)
-    bucket = LimitedBucket(counting, StoreOptions(store_connections=3))
+    bucket = LimitedBucket(counting, StoreOptions(store_connections=3), Metrics())
     threads = [threading.Thread(target=bucket.get, args=("key",)) for _ in range(12)]
     for thread in threads:
         thread.start()
@@ -100,32 +79,10 @@ def test_no_more_calls_at_once_than_connections(local: Bucket) -> None:
     assert (counting.most, counting.inside) == (3, 0)
 
 
-def test_a_listing_takes_a_connection(local: Bucket) -> None:
-    listed = threading.Event()
-
-    class Noting(GatedBucket):
-        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-            listed.set()
-            return super().list(prefix)
-
-    local.put("key", b"x")
-    noting = Noting(local, "get")
-    bucket = LimitedBucket(noting, StoreOptions(store_connections=1))
-    threads = [threading.Thread(target=bucket.get, args=("key",)), threading.Thread(target=lambda: list(bucket.list()))]
-    threads[0].start()
-    assert noting.begun["get"].wait(60)
-    threads[1].start()
-    assert not listed.wait(0.2)
-    noting.let_go("get")
-    assert listed.wait(60)
-    for thread in threads:
-        thread.join()
-
-
 def test_who_reads_a_listing_has_no_connection_meanwhile(local: Bucket) -> None:
     for number in range(5):
         local.put(f"key{number}", b"%d" % number)
-    bucket = LimitedBucket(local, StoreOptions(store_connections=1))
+    bucket = LimitedBucket(local, StoreOptions(store_connections=1), Metrics())
     assert [bucket.get(item.key) for item in bucket.list()] == [b"0", b"1", b"2", b"3", b"4"]
 
 
@@ -136,7 +93,7 @@ def test_close_ends_waiting_for_bandwidth(local: Bucket) -> None:
         def on_wait(self, seconds: float) -> None:
             waits.set()
 
-    bucket = LimitedBucket(local, StoreOptions(store_upload_limit=1))
+    bucket = LimitedBucket(local, StoreOptions(store_upload_limit=1), Metrics())
 
     def put() -> None:
         with observed_by(Telling()):
@@ -152,7 +109,9 @@ def test_close_ends_waiting_for_bandwidth(local: Bucket) -> None:
 
 def test_what_a_limit_holds_back_does_not_run_into_the_deadline(local: Bucket) -> None:
     options = StoreOptions(store_deadline=0.5, store_upload_limit=100_000)
-    bucket = LimitedBucket(DeadlineBucket(ReportingBucket(SwallowingBucket(local), 10_000), options), options)
+    bucket = LimitedBucket(
+        DeadlineBucket(ReportingBucket(SwallowingBucket(local), 10_000), options), options, Metrics()
+    )
     began = time.monotonic()
     bucket.put("key", bytes(250_000))
     assert time.monotonic() - began >= 1.5 > options.allowance(250_000)
@@ -161,7 +120,7 @@ def test_what_a_limit_holds_back_does_not_run_into_the_deadline(local: Bucket) -
 def test_metrics_add_up(local: Bucket, tmp_path: Path) -> None:
     metrics = Metrics()
     for inner in (local, SilentBucket(local), ReportingBucket(local, 30)):
-        bucket = MeteredBucket(inner, metrics)
+        bucket = LimitedBucket(inner, StoreOptions(), metrics)
         before = metrics.snapshot()
         bucket.put("a", bytes(100))
         bucket.get("a")
@@ -185,7 +144,7 @@ def test_metrics_add_up(local: Bucket, tmp_path: Path) -> None:
 def test_failures_are_counted_by_kind(local: Bucket) -> None:
     metrics = Metrics()
     errors: list[type[DeltaSyncError]] = [AccessError, UnavailableError, UnavailableError, StoreError, ConflictError]
-    bucket = MeteredBucket(PlannedBucket(local, *(fail(error("no")) for error in errors)), metrics)
+    bucket = LimitedBucket(PlannedBucket(local, *(fail(error("no")) for error in errors)), StoreOptions(), metrics)
     for error in errors:
         with pytest.raises(error):
             bucket.put("key", b"x")
@@ -197,25 +156,10 @@ def test_failures_are_counted_by_kind(local: Bucket) -> None:
 def test_time_that_limits_take_is_apart(local: Bucket) -> None:
     metrics = Metrics()
     options = StoreOptions(store_upload_limit=10**6)
-    bucket = LimitedBucket(MeteredBucket(ReportingBucket(local, 100_000), metrics), options)
+    bucket = LimitedBucket(ReportingBucket(local, 100_000), options, metrics)
     began = time.monotonic()
     bucket.put("key", bytes(1_500_000))
     seconds = time.monotonic() - began
     shown = metrics.snapshot()
     assert shown["waited_seconds"] > 0
     assert shown["send_seconds"] + shown["waited_seconds"] <= seconds + 0.05
-
-
-def test_counters_are_for_many_threads() -> None:
-    metrics = Metrics()
-
-    def count() -> None:
-        for _ in range(5000):
-            metrics.add(calls=1, send_seconds=0.5)
-
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (metrics.snapshot()["calls"], metrics.snapshot()["send_seconds"]) == (20_000, 10_000.0)

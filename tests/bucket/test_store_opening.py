@@ -9,9 +9,8 @@ import pytest
 from tests.support.clouds import KEYS, far_from_clouds
 from vllm_delta_sync.bucket import StoreOptions, open_beside, open_bucket
 from vllm_delta_sync.bucket.factory import OpenedBucket
-from vllm_delta_sync.errors import SettingsError, UsageError
+from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.manifest import object_key
-from vllm_delta_sync.settings import client_settings, load_settings
 
 ENDPOINT = "http://127.0.0.1:7"
 
@@ -40,24 +39,6 @@ def test_an_endpoint_goes_for_one_kind_of_store() -> None:
 def test_a_host_with_a_port_is_no_bucket(url: str) -> None:
     with pytest.raises(UsageError, match=r"host and a port.*store_endpoint"):
         open_bucket(url)
-
-
-@pytest.mark.parametrize("url", ["s3://bucket//run", "hf://buckets//team/run", "az:////run"])
-def test_an_empty_part_is_not_passed_over(url: str) -> None:
-    with pytest.raises(UsageError, match=r"has the part ''|names no bucket"):
-        open_bucket(url)
-
-
-@pytest.mark.parametrize("name", list(StoreOptions.model_fields))
-def test_an_empty_variable_is_none(name: str) -> None:
-    variable = f"DELTA_SYNC_{name.upper()}"
-    settings = load_settings(environment={"DELTA_SYNC_BUCKET": "s3://a/run", variable: ""})
-    assert settings.store() == client_settings(environment={variable: ""}).store() == StoreOptions()
-
-
-def test_a_mirror_without_a_name_is_refused_by_the_name_of_its_setting() -> None:
-    with pytest.raises(SettingsError, match="'mirror'"):
-        load_settings({"bucket": "s3://a/run", "mirror": ""}, {})
 
 
 def test_a_limit_goes_for_what_comes_from_a_mirror_too(tmp_path: Path) -> None:

@@ -61,27 +61,6 @@ use("parent")
     assert (done.returncode, done.stdout.strip()) == (0, "[7, 7]"), done.stderr
 
 
-@pytest.mark.parametrize(
-    "end",
-    ["busy()", *(pytest.param(end, marks=pytest.mark.slow) for end in ("", "raise SystemExit(3)"))],
-    ids=["busy", "plain", "exit"],
-)
-def test_the_interpreter_ends_at_once(hub: Hub, tmp_path: Path, end: str) -> None:
-    script = """
-import threading, time
-def busy():
-    def write():
-        while True:
-            bucket.put("busy", os.urandom(9_000_000))
-    threading.Thread(target=write, daemon=True).start()
-    while "busy" not in [info.key for info in bucket.list()]:
-        time.sleep(0.01)
-print("ends", flush=True)
-"""
-    done = run(hub, tmp_path, script + end)
-    assert (done.returncode, done.stdout) == (3 if "exit" in end.lower() else 0, "ends\n"), done.stderr
-
-
 @pytest.mark.slow
 def test_a_large_object_takes_bounded_memory(hub: Hub, tmp_path: Path) -> None:
     source = tmp_path / "source"

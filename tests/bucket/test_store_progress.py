@@ -5,10 +5,8 @@ import logging
 import os
 import pty
 import re
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +15,9 @@ import pytest
 
 from tests.support.store_faults import GatedBucket, ReportingBucket
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
-from vllm_delta_sync.bucket.middleware.metrics import Metrics
 from vllm_delta_sync.bucket.middleware.progress import Mode, ProgressBucket
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
+from vllm_delta_sync.bucket.middleware.usage import Metrics
 from vllm_delta_sync.errors import NotFoundError, StoreError, UnavailableError
 
 MB = 1_000_000
@@ -153,17 +151,6 @@ def test_lines_in_the_log(
     assert sum("done" in line for line in lines.seen) == 1
 
 
-def test_one_line_at_once_and_the_others_far_between(
-    local: Bucket, lines: Lines, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """And no bar where there is no terminal."""
-    with halfway(local, "auto"):
-        lines.wait_for("MB/s")
-        time.sleep(0.2)  # time in which there could be twenty more
-    assert len(lines.seen) == 2
-    assert capfd.readouterr().err == ""
-
-
 def test_a_transfer_that_breaks_off(local: Bucket, lines: Lines) -> None:
     def broken(done: int) -> None:
         lines.wait_for("MB/s")
@@ -199,23 +186,6 @@ def test_a_repetition_starts_over(local: Bucket, lines: Lines) -> None:
     )
     bucket.put("key", bytes(4 * MB))
     assert "up key: done, 4.0 MB" in lines.seen[-1]
-
-
-def test_bytes_that_a_client_sends_twice_start_over_too(local: Bucket, lines: Lines) -> None:
-    class Twice(ReportingBucket):
-        def _report(self, size: int) -> None:
-            super()._report(size)
-            super()._report(size)
-
-    def pause(done: int) -> None:
-        turns.append(done)
-        if len(turns) == 5:
-            lines.wait_for(r"up key: 1\.0 of 4\.0 MB")
-
-    turns: list[int] = []
-    bucket = slow(Twice(local, MB, pause), "log", every=0.001)
-    bucket.put("key", bytes(4 * MB))
-    assert len(turns) == 8
 
 
 @pytest.mark.parametrize("mode", ["auto", "bar"])
@@ -261,38 +231,3 @@ def test_a_lost_terminal_stops_no_transfer(local: Bucket, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "stderr", None)
     for mode in MODES:
         assert len(slow(ReportingBucket(local, MB, pause), mode).get(KEY)) == 4 * MB
-
-
-@pytest.mark.slow
-def test_a_child_process_logs(tmp_path: Path, terminal: Terminal) -> None:
-    script = tmp_path / "child.py"
-    script.write_text(f"""
-import logging, multiprocessing, sys, threading
-from tests.support.store_faults import ReportingBucket
-from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
-
-def work():
-    logged = threading.Event()
-    class Telling(logging.StreamHandler):
-        def emit(self, record):
-            super().emit(record)
-            logged.set()
-    logging.basicConfig(level=logging.INFO, handlers=[Telling()])
-    bucket = ReportingBucket(open_bucket({str(tmp_path / "run")!r}), 1000, lambda done: logged.wait(60))
-    ProgressBucket(bucket, "auto", after=0.01).put("key", bytes(4000))
-
-if __name__ == "__main__":
-    child = multiprocessing.get_context("spawn").Process(target=work)
-    child.start()
-    child.join()
-    sys.exit(child.exitcode)
-""")
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    ended = subprocess.run(
-        [sys.executable, str(script)], stderr=terminal.stderr, env=environment, timeout=300, check=False
-    )
-    assert ended.returncode == 0, terminal.written
-    terminal.wait_for("up key: done")
-    assert "%|" not in terminal.written

@@ -15,7 +15,6 @@ SAME_ON_PURPOSE = {
     "errors",  # of the product, and of the Hub's clients
     "head",  # a signed HEAD.json, and finding the newest version
     "limits",  # of the format, and of requests to a store
-    "metrics",  # of a store, and of a server
 }
 """Names of modules that stand in several packages of one tree. Commands in ``cli`` are named as what they call."""
 

@@ -12,7 +12,7 @@ from tests.support.answers import closed_port
 from tests.support.collecting import TABLE
 from tests.support.hub_buckets import ID
 from tests.support.hub_store import Hub
-from tests.support.running import stores_are_closed, stores_of_before_end
+from tests.support.running import closes_all_stores
 from tests.support.samples import RunWriter, nudge, random_bits
 from vllm_delta_sync.bucket import StoreOptions, conditional_put, open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
@@ -287,14 +287,11 @@ def test_nothing_that_was_opened_for_a_branch_stays_open(
 ) -> None:
     source, folder, bits = branched
     moved = copied(source, f"memory://{source.parent.name}")
-    stores_of_before_end()
-    assert read(open_run(str(folder)), moved, bits)
-    assert stores_are_closed()
+    with closes_all_stores():
+        assert read(open_run(str(folder)), moved, bits)
     # Nor where the version is not there.
     other = RunWriter(open_bucket(str(source.parent / "other")), TABLE)
     other.reference(random_bits(TABLE, np.random.default_rng(1)), "/nowhere")
     stranger = copied(source.parent / "other", f"memory://{source.parent.name}-other")
-    stores_of_before_end()
-    with pytest.raises(BaseUnavailableError, match=r"versions/0000000009\.json"):
+    with closes_all_stores(), pytest.raises(BaseUnavailableError, match=r"versions/0000000009\.json"):
         open_run(str(folder)).snapshot(base=stranger)
-    assert stores_are_closed()

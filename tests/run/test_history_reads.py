@@ -18,10 +18,11 @@ from tests.support.publishers import Hooked
 from tests.support.signed_runs import PUBLISHER, ROOT, Signed
 from tests.support.trusted import keyring_at
 from tests.support.written import Written
-from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
-from vllm_delta_sync.bucket.middleware.metrics import MeteredBucket, Metrics
+from vllm_delta_sync.bucket.middleware.limits import LimitedBucket
+from vllm_delta_sync.bucket.middleware.usage import Metrics
 from vllm_delta_sync.bucket.threads import PARALLEL, in_parallel
 from vllm_delta_sync.cli.log import log_document
 from vllm_delta_sync.client import Run, open_run
@@ -139,7 +140,7 @@ class Slow:
     def __init__(self, folder: Path, together: int, keyring: Keyring | None = None) -> None:
         self.metrics = Metrics()
         bucket = Hooked(folder)
-        self.run = Run(MeteredBucket(bucket, self.metrics), keyring)
+        self.run = Run(LimitedBucket(bucket, StoreOptions(), self.metrics), keyring)
         self.reads: Counter[str] = Counter()
         self.most = 0
         self._now = 0

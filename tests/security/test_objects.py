@@ -6,6 +6,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -31,11 +32,15 @@ from tests.support.hostile import EMPTY, FRAMES, HEADERS, MAGIC, container, entr
 from tests.support.samples import CREATED, RUN, RunWriter, random_bits
 from tests.support.written import TABLE, Written
 from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.cache import ObjectCache
+from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.tiles.grid import grid_of
+from vllm_delta_sync.errors import LimitError
 from vllm_delta_sync.format.canonical_json import dump_canonical
-from vllm_delta_sync.format.manifest import object_key, version_key
+from vllm_delta_sync.format.manifest import ObjectRef, object_key, version_key
 from vllm_delta_sync.format.safetensors_file import write_container
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.run.objects import read_object
 
 Change = Callable[[Arrays, Metadata], object]
 
@@ -405,3 +410,15 @@ def test_a_pickle_is_never_opened_as_one(
         (written.folder / key).write_bytes(data)
         assert key in reader.refused("head", written.folder, kind="format")
     assert not mark.exists()
+
+
+def test_the_cache_makes_no_room_for_what_no_object_of_the_model_can_be(written: Written, tmp_path: Path) -> None:
+    """Else one line in a manifest would throw out all that is cached, and fill the disk up to the cache's limit."""
+    run = open_run(str(written.folder), cache=ObjectCache(tmp_path / "cache", 2**29))
+    good = written.writer.manifests[2].objects[0]
+    read = partial(read_object, run)
+    assert read(good)
+    digest = sha256(b"").hexdigest()
+    with pytest.raises(LimitError, match="object_limit"):
+        read(ObjectRef(key=object_key(digest), bytes=2**29, sha256=digest))
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [good.sha256]

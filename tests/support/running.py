@@ -1,15 +1,17 @@
 """Processes, threads and memory: what a test has started, what of it is left, and what it takes."""
 
 import multiprocessing
-import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
-from vllm_delta_sync.bucket.threads import IDLE_SECONDS
+import pytest
+
+from vllm_delta_sync.bucket.factory import OpenedBucket
 
 
 def mentioning(path: Path) -> set[int]:
@@ -40,19 +42,25 @@ def eventually(holds: Callable[[], bool], seconds: float = 120) -> None:
         time.sleep(0.002)
 
 
-def stores_are_closed(seconds: float = IDLE_SECONDS / 2) -> bool:
-    """Whether no bucket of a network store keeps threads; those of a bucket that was left open stay for longer."""
-    end = time.monotonic() + seconds
-    while any(thread.name == "delta-sync-store" for thread in threading.enumerate()):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
+@contextmanager
+def closes_all_stores() -> Iterator[None]:
+    """Every store that is opened within the block by ``open_bucket`` is closed at its end."""
+    opened: list[OpenedBucket] = []
+    begin, close = OpenedBucket.__init__, OpenedBucket.close
 
+    def noted(self: OpenedBucket, *arguments: Any, **named: Any) -> None:
+        begin(self, *arguments, **named)
+        opened.append(self)
 
-def stores_of_before_end() -> None:
-    """Wait for the threads of buckets that earlier tests left open."""
-    assert stores_are_closed(3 * IDLE_SECONDS)
+    def closed(self: OpenedBucket) -> None:
+        close(self)
+        opened[:] = [bucket for bucket in opened if bucket is not self]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OpenedBucket, "__init__", noted)
+        patch.setattr(OpenedBucket, "close", closed)
+        yield
+    assert opened == [], "a bucket was left open"
 
 
 @contextmanager

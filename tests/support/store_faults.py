@@ -13,9 +13,9 @@ from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.middleware.limits import LimitedBucket
-from vllm_delta_sync.bucket.middleware.metrics import MeteredBucket, Metrics
 from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
+from vllm_delta_sync.bucket.middleware.usage import Metrics
 from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import DeltaSyncError, UnavailableError
 
@@ -25,9 +25,7 @@ GATE_SECONDS = 600.0
 
 def dressed(bucket: Bucket, options: StoreOptions, metrics: Metrics) -> Bucket:
     """A store with all its wrappers, in the order in which they are worn."""
-    tried = RetryingBucket(
-        LimitedBucket(DeadlineBucket(MeteredBucket(bucket, metrics), options), options), options, metrics
-    )
+    tried = RetryingBucket(LimitedBucket(DeadlineBucket(bucket, options), options, metrics), options, metrics)
     return ProgressBucket(tried, options.store_progress)
 
 

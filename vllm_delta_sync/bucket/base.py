@@ -6,6 +6,7 @@ Every implementation keeps the promises listed on :class:`Bucket`; ``tests/bucke
 import io
 import os
 import secrets
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -196,6 +197,21 @@ def read_pieces(key: str, data: bytes | Path, size: int) -> Iterator[bytes]:
                 yield piece
     except OSError as error:
         raise unreadable_error(key, data, error) from error
+
+
+def size_of_source(key: str, data: bytes | Path) -> int | None:
+    """Return the size of the data of a put; None if it is not a regular file, such as a pipe.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    if isinstance(data, bytes):
+        return len(data)
+    try:
+        found = data.stat()
+    except OSError as error:
+        raise unreadable_error(key, data, error) from error
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def unreadable_error(key: str, data: bytes | Path, error: OSError) -> UsageError:

@@ -11,7 +11,7 @@ from vllm_delta_sync.urls import StoreLocation as StoreLocation
 from vllm_delta_sync.urls import parse_store_url as parse_store_url
 
 if TYPE_CHECKING:
-    from vllm_delta_sync.bucket.middleware.metrics import Metrics
+    from vllm_delta_sync.bucket.middleware.usage import Metrics
 
 
 class OpenedBucket(BucketMiddleware):
@@ -90,16 +90,15 @@ def _wrap(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBucket:
     """Wrap a store in its middleware, innermost first."""
     from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
     from vllm_delta_sync.bucket.middleware.limits import LimitedBucket
-    from vllm_delta_sync.bucket.middleware.metrics import PROCESS, MeteredBucket, Metrics
     from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
     from vllm_delta_sync.bucket.middleware.ranged import RangedBucket
     from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
+    from vllm_delta_sync.bucket.middleware.usage import PROCESS, Metrics
 
     metrics = Metrics(PROCESS)
-    bucket = MeteredBucket(bucket, metrics)
     if network:
         bucket = DeadlineBucket(bucket, options)
-    bucket = LimitedBucket(bucket, options)
+    bucket = LimitedBucket(bucket, options, metrics)
     if network:
         bucket = RangedBucket(RetryingBucket(bucket, options, metrics), options)
     bucket = ProgressBucket(bucket, options.store_progress)
@@ -111,7 +110,7 @@ def _wrap(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBucket:
     # Bandwidth limits are about this machine's network, so they apply to the mirror too. The limit of connections does
     # not: the mirror's deadline would not learn of the waiting in time.
     limits = options.model_copy(update={"store_connections": MAX_CONNECTIONS})
-    mirror = LimitedBucket(open_mirror(options.mirror, options), limits)
+    mirror = LimitedBucket(open_mirror(options.mirror, options), limits, Metrics())
     mirrored = MirrorBucket(origin, mirror, connections=options.store_connections)
     return OpenedBucket(mirrored, options, metrics, origin)
 

@@ -4,11 +4,9 @@
 ``ObjectReader``.
 """
 
-import io
-import os
-import stat
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -23,8 +21,9 @@ from vllm_delta_sync.bucket.base import (
     copy_error,
     exists,
     is_key,
+    read_pieces,
     replacing,
-    unreadable_error,
+    size_of_source,
 )
 from vllm_delta_sync.bucket.factory import StoreLocation
 from vllm_delta_sync.bucket.obstore_clients import (
@@ -162,8 +161,13 @@ def info_of(key: str, meta: Any) -> ObjectInfo:
 
 
 def _pieces(found: Any) -> Iterator[Any]:
-    """Yield the body of an answer in pieces, and report each to the transfer observers."""
-    for piece in found.stream(min_chunk_size=PIECE_BYTES):
+    """Yield the body of an answer in pieces."""
+    return _reported(found.stream(min_chunk_size=PIECE_BYTES))
+
+
+def _reported(pieces: Iterable[Any]) -> Iterator[Any]:
+    """Report each piece to the transfer observers when it is taken."""
+    for piece in pieces:
         report_bytes(len(piece))
         yield piece
 
@@ -208,16 +212,21 @@ class ObjectStoreBucket(ObjectReader):
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         path = self._path(key)
         limit = CREATE_BYTES if if_absent else PART_BYTES
-        with ExitStack() as stack:
-            source = _PutSource(key, data, stack)
-            if source.size is None or source.size <= limit:
-                data = data if isinstance(data, bytes) else source.read_first(limit + 1)
-                if len(data) <= limit:
-                    self._put_whole(key, path, data, if_absent)
-                    return
-            if if_absent and exists(self, key):
-                raise conflict_error(self.url, key)
-            self._put_parts(key, path, source)
+        if isinstance(data, bytes) and len(data) <= limit:
+            self._put_whole(key, path, data, if_absent)
+            return
+        pieces, size = read_pieces(key, data, PIECE_BYTES), size_of_source(key, data)
+        if size is None or size <= limit:
+            # The size of a pipe shows only when it is read.
+            first = list(islice(pieces, limit // PIECE_BYTES + 1))
+            whole = b"".join(first)
+            if len(whole) <= limit:
+                self._put_whole(key, path, whole, if_absent)
+                return
+            pieces = chain(first, pieces)
+        if if_absent and exists(self, key):
+            raise conflict_error(self.url, key)
+        self._put_parts(key, path, pieces, max(PART_BYTES, -(-(size or 0) // MOST_PARTS)))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         check_prefix(prefix)
@@ -237,12 +246,12 @@ class ObjectStoreBucket(ObjectReader):
         with self._translate_errors(f"write key {key!r}", key, writing=True, overwriting=not if_absent):
             self._clients.writing.put(path, data, mode="create" if if_absent else "overwrite", use_multipart=False)
 
-    def _put_parts(self, key: str, path: str, source: "_PutSource") -> None:
+    def _put_parts(self, key: str, path: str, pieces: Iterable[bytes], size: int) -> None:
         self._probe(key)
-        size = max(PART_BYTES, -(-(source.size or 0) // MOST_PARTS))
         with self._translate_errors(f"write key {key!r}", key, writing=True, overwriting=True):
+            # obstore takes the pieces in the thread of the call.
             self._clients.uploading.put(
-                path, source.pieces(), use_multipart=True, chunk_size=size, max_concurrency=self._parts_at_once
+                path, _reported(pieces), use_multipart=True, chunk_size=size, max_concurrency=self._parts_at_once
             )
 
     def _probe(self, key: str) -> None:
@@ -301,54 +310,6 @@ class ObjectStoreBucket(ObjectReader):
                 return
             for meta in page:
                 yield info_of(meta["path"].removeprefix(self._root), meta)
-
-
-class _PutSource:
-    """The content of a put. obstore requests the pieces in the thread of the call and joins them without copying.
-
-    Attributes:
-        size: in bytes; None if the source is not a regular file, such as a pipe.
-    """
-
-    def __init__(self, key: str, data: bytes | Path, stack: ExitStack) -> None:
-        self._name = "the data" if isinstance(data, bytes) else str(data)
-        self._key = key
-        self._first = b""
-        self.size: int | None = None
-        if isinstance(data, bytes):
-            self._file: IO[bytes] = io.BytesIO(data)
-            self.size = len(data)
-            return
-        try:
-            self._file = stack.enter_context(data.open("rb"))
-            found = os.fstat(self._file.fileno())
-        except OSError as error:
-            raise unreadable_error(key, data, error) from error
-        if stat.S_ISREG(found.st_mode):
-            self.size = found.st_size
-
-    def read_first(self, count: int) -> bytes:
-        """Return up to ``count`` first bytes; ``pieces`` yields them again."""
-        self._first = self._read(count)
-        return self._first
-
-    def pieces(self) -> Iterator[bytes]:
-        """Yield the whole content; each piece is reported as transferred when it is requested."""
-        for start in range(0, len(self._first), PIECE_BYTES):
-            piece = self._first[start : start + PIECE_BYTES]
-            report_bytes(len(piece))
-            yield piece
-        while piece := self._read(PIECE_BYTES):
-            report_bytes(len(piece))
-            yield piece
-
-    def _read(self, count: int) -> bytes:
-        try:
-            return self._file.read(count)
-        except OSError as error:
-            raise StoreError(
-                f"cannot read {self._name} to put it under key {self._key!r}: {error.strerror or error}; check its disk"
-            ) from error
 
 
 def _offset_before(prefix: str) -> str:

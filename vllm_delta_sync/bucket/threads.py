@@ -1,18 +1,14 @@
-"""``in_parallel``, ``start_call`` and ``DaemonPool``: calls in threads that do not delay the end of the process."""
+"""``in_parallel`` and ``start_call``: calls in threads that do not delay the end of the process."""
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from queue import Empty, SimpleQueue
 from typing import ParamSpec, TypeVar
 
 from vllm_delta_sync.bucket.transfer_observers import with_observers
 
-IDLE_SECONDS = 10.0
-MOST_IDLE = 8
 SLICE_SECONDS = 0.5
 """Longest uninterrupted wait: a signal that arrives right before a wait begins is handled only when it ends."""
 PARALLEL = 16
@@ -21,67 +17,6 @@ PARALLEL = 16
 _Arguments = ParamSpec("_Arguments")
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-_Work = tuple[Callable[[], None], Callable[[], None]]
-
-
-class DaemonPool:
-    """Runs each piece of work at once, in an idle thread or in a new one.
-
-    The threads are daemons, so that work that hangs does not delay the end of the process. They stay idle for some
-    seconds, because starting a thread takes longer than most small requests to a nearby store.
-    """
-
-    def __init__(self) -> None:
-        self._reset()
-        self._closed = False
-
-    def submit(self, work: Callable[[], None], end: Callable[[], None]) -> None:
-        """Call ``work()``, then ``end()``, in a thread of the pool, or here if no thread can be started.
-
-        Neither may raise.
-        """
-        if self._pid != os.getpid():
-            self._reset()  # after a fork, the threads exist in the parent only
-        try:
-            thread = self._idle.pop()
-        except IndexError:
-            thread = _PoolThread(self)
-            try:
-                threading.Thread(target=thread.serve, name="delta-sync-store", daemon=True).start()
-            except RuntimeError:  # the interpreter is shutting down, or there are too many threads
-                work()
-                end()
-                return
-        thread.inbox.put((work, end))
-
-    def close(self) -> None:
-        """End idle threads now and busy ones after their work."""
-        self._closed = True
-        while self._idle:
-            try:
-                self._idle.pop().inbox.put(None)
-            except IndexError:
-                return
-
-    def park(self, thread: "_PoolThread") -> bool:
-        """Make a thread available again, before it calls ``end()``, so that the next call finds it."""
-        if self._closed or len(self._idle) >= MOST_IDLE or self._pid != os.getpid():
-            return False
-        self._idle.append(thread)
-        return True
-
-    def retire(self, thread: "_PoolThread") -> bool:
-        """Remove an idle thread; return False if it has just been given work."""
-        try:
-            self._idle.remove(thread)
-        except ValueError:
-            return False
-        return True
-
-    def _reset(self) -> None:
-        self._pid = os.getpid()
-        # List methods are atomic. A lock could be left locked by a fork.
-        self._idle: list[_PoolThread] = []
 
 
 def wait_interruptibly(wait: Callable[[float], bool], seconds: float) -> bool:
@@ -91,32 +26,6 @@ def wait_interruptibly(wait: Callable[[float], bool], seconds: float) -> bool:
         if time.monotonic() >= end:
             return False
     return True
-
-
-class _PoolThread:
-    def __init__(self, pool: DaemonPool) -> None:
-        self._pool = pool
-        self.inbox: SimpleQueue[_Work | None] = SimpleQueue()
-
-    def serve(self) -> None:
-        parked, missed_once = True, False
-        while parked:
-            try:
-                task = self.inbox.get(timeout=IDLE_SECONDS)
-            except Empty:
-                # The caller that took this thread may have been interrupted before it put work into the inbox.
-                if self._pool.retire(self) or missed_once:
-                    return
-                missed_once = True
-                continue
-            if task is None:
-                return
-            work, end = task
-            work()
-            parked = self._pool.park(self)
-            end()
-            # Otherwise an idle thread would keep the bytes of its last call.
-            del task, work, end
 
 
 def start_call(

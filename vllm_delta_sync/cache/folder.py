@@ -92,18 +92,17 @@ class CacheFolder:
 
     # For the holder of a digest's lock
 
-    def reserve(self, digest: str, size: int, *, resume: bool) -> OSError | None:
+    def reserve(self, digest: str, size: int) -> OSError | None:
         """Allocate ``size`` bytes for a download, so that a full disk is noticed before others wait for it.
 
-        Args:
-            resume: whether to keep what an earlier download left.
+        Keeps what an earlier download of the object left.
 
         Returns:
             the error of the disk, if it was full and objects were evicted.
         """
         # The caller has found the object missing or damaged.
         self.object_path(digest).unlink(missing_ok=True)
-        resumed = resume and self._can_resume(digest, size)
+        resumed = self._can_resume(digest, size)
         if not resumed:
             self.discard(digest)
         self.make_room(digest, size)
@@ -127,14 +126,6 @@ class CacheFolder:
             _allocate(part, size)
             return error
         return None
-
-    def write_object(self, digest: str, data: bytes) -> None:
-        """Write an object's bytes into its reserved file and finish it."""
-        with open(os.open(self.part_path(digest), _CONTINUE), "wb", buffering=0) as part:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[part.write(rest) or 0 :]
-        self.finish(digest, len(data))
 
     def finish(self, digest: str, size: int) -> None:
         """Make a complete download the object."""

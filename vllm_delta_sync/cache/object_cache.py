@@ -16,15 +16,14 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.middleware.ranged import PIECE_BYTES
 from vllm_delta_sync.bucket.verified import check_object, check_stored_size, download_object, fetch_object, time_hashing
 from vllm_delta_sync.cache.folder import CacheFolder, touch
-from vllm_delta_sync.errors import DigestError
+from vllm_delta_sync.errors import DeltaSyncError, DigestError
 from vllm_delta_sync.format.manifest import ObjectRef
 from vllm_delta_sync.log_throttle import ONCE, LogThrottle
 
 logger = logging.getLogger(__name__)
 
-SMALL_BYTES = PIECE_BYTES
-"""Objects below this size are fetched in one request and written to the cache afterwards: they have a single piece, so
-there is nothing to resume."""
+RESUMED_BYTES = PIECE_BYTES
+"""Downloads of smaller objects are not resumed: they have a single piece."""
 STALL_SECONDS = 600.0
 """A process waits at most this long for a stalled download of another process."""
 POLL_SECONDS = 0.02
@@ -73,10 +72,7 @@ class ObjectCache:
             found = self._find_or_claim(ref, _bytes, stack)
             if not isinstance(found, bool):
                 return found
-            if found and ref.bytes < SMALL_BYTES:
-                if self._reserve(ref, resume=False):
-                    return self._fetch(ref, bucket)
-            elif found and (data := self._download(ref, bucket, _bytes)) is not None:
+            if found and (data := self._download(ref, bucket, _bytes)) is not None:
                 return data
         # The lock is released by now: others must not wait for an object that will not be cached.
         return fetch_object(bucket, ref)
@@ -136,49 +132,29 @@ class ObjectCache:
 
     # Fetching, by the holder of the lock
 
-    def _reserve(self, ref: ObjectRef, *, resume: bool) -> bool:
-        try:
-            disk_full = self._folder.reserve(ref.sha256, ref.bytes, resume=resume)
-        except OSError as error:
-            self._warn_os_error(error)
-            return False
-        if disk_full is not None:
-            self._warn_os_error(disk_full)
-        return True
-
-    def _fetch(self, ref: ObjectRef, bucket: Bucket) -> bytes:
-        written = False
-        try:
-            data = fetch_object(bucket, ref)
-            self._folder.write_object(ref.sha256, data)
-            written = True
-        except OSError as error:
-            self._warn_os_error(error)
-        finally:
-            if not written:
-                self._discard(ref)
-        return data
-
     def _download(
         self, ref: ObjectRef, bucket: Bucket, read: Callable[[ObjectRef, BufferedReader], _Read | None]
     ) -> _Read | None:
         """Download an object into the cache; None if the cache cannot hold it."""
-        # Check before evicting others: the listed size may be wrong.
-        check_stored_size(bucket, ref)
-        if not self._reserve(ref, resume=True):
-            return None
-        part, pieces = self._folder.part_path(ref.sha256), self._folder.journal_path(ref.sha256)
+        in_pieces = ref.bytes >= RESUMED_BYTES
+        if in_pieces:
+            # Check before evicting others: the listed size may be wrong.
+            check_stored_size(bucket, ref)
+        part, journal = self._folder.part_path(ref.sha256), self._folder.journal_path(ref.sha256)
+        found = None
         try:
-            found = download_object(bucket, ref, part, lambda: _read(part, ref, read), pieces)
-        except OSError as error:
-            self._warn_os_error(error)
-            self._discard(ref)
-            return None
-        try:
+            disk_full = self._folder.reserve(ref.sha256, ref.bytes)
+            if disk_full is not None:
+                self._warn_os_error(disk_full)
+            found = download_object(bucket, ref, part, lambda: _read(part, ref, read), journal if in_pieces else None)
             self._folder.finish(ref.sha256, ref.bytes)
         except OSError as error:
             self._warn_os_error(error)
             self._discard(ref)
+        except DeltaSyncError:
+            if not in_pieces:
+                self._discard(ref)
+            raise
         return found
 
     def _discard(self, ref: ObjectRef) -> None:

@@ -94,22 +94,6 @@ def test_a_pipe_is_refused_without_waiting_for_it(local: LocalBucket, root: Path
     assert [info.key for info in local.list()] == ["real"]
 
 
-def test_files_that_no_put_made_are_left_alone(local: LocalBucket, root: Path) -> None:
-    local.put("key", b"x")
-    (root / "not a key").write_bytes(b"")
-    (root / "ü").mkdir()
-    (root / "ü" / "x").write_bytes(b"")
-    (root / STAGING / "stray").write_bytes(b"half an obj")
-    assert [info.key for info in local.list()] == ["key"]
-
-
-def test_nothing_stays_in_staging(local: LocalBucket, root: Path) -> None:
-    local.put("a/b", b"x")
-    local.put("a/c", b"x", if_absent=True)
-    local.put("a/b", b"y")
-    assert list((root / STAGING).iterdir()) == []
-
-
 def test_only_stale_staging_is_swept(root: Path) -> None:
     LocalBucket(root).put("key", b"x")
     for name, age in (("stale", STALE_STAGING_SECONDS + 60), ("fresh", 60)):
@@ -159,15 +143,6 @@ def test_a_root_that_is_a_file(root: Path) -> None:
     for call in calls:
         with pytest.raises(StoreError, match=r"root.*give a directory as the bucket"):
             call()
-
-
-def test_objects_follow_the_umask(local: LocalBucket, root: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        local.put("key", b"x")
-    finally:
-        os.umask(before)
-    assert (root / "key").stat().st_mode & 0o777 == 0o640
 
 
 def test_list_reads_folders_when_it_gets_there(local: LocalBucket, root: Path) -> None:
@@ -285,22 +260,6 @@ def test_forms_of_the_url(form: str, tmp_path: Path) -> None:
     assert bucket.url == f"file://{path}"
     bucket.put("key", b"x")
     assert (path / "key").read_bytes() == b"x"
-
-
-def test_relative_paths_and_path_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    relative = open_bucket("runs/a")
-    monkeypatch.chdir("/")
-    assert relative.url == open_bucket(tmp_path / "runs" / "a").url == f"file://{tmp_path}/runs/a"
-
-
-def test_escapes_mean_something_in_urls_only(tmp_path: Path) -> None:
-    spaced = open_bucket(f"file://{tmp_path}/a%20b")
-    spaced.put("key", b"x")
-    assert (tmp_path / "a b" / "key").exists()
-    assert spaced.url == f"file://{tmp_path}/a%20b"
-    open_bucket(f"{tmp_path}/a%20c").put("key", b"x")
-    assert (tmp_path / "a%20c" / "key").exists()
 
 
 @pytest.mark.parametrize(

@@ -190,23 +190,6 @@ def test_a_rename_whose_reply_was_lost_was_made(local: LocalBucket, monkeypatch:
     assert local.get("key") == b"new"
 
 
-def test_a_rename_of_a_staged_file_that_somebody_removed_fails(
-    local: LocalBucket, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local.put("key", b"old")
-    real = os.replace
-
-    def gone(*args: object, **more: object) -> None:
-        for file in (root / STAGING).iterdir():
-            file.unlink()
-        real(*args, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "replace", gone)
-    with pytest.raises(StoreError):
-        local.put("key", b"new")
-    assert local.get("key") == b"old"
-
-
 @pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("if_absent", [False, True])
 def test_an_error_of_fsync_fails_the_put_and_is_not_tried_again(
@@ -261,19 +244,3 @@ def test_the_sweep_goes_by_the_clock_of_the_store(root: Path, monkeypatch: pytes
         monkeypatch.setattr(time, "time", lambda skew=skew: 1.7e9 + skew)
         LocalBucket(root).put("key", b"y")
         assert [path.name for path in (root / STAGING).iterdir()] == ["fresh"]
-
-
-def test_a_staged_file_that_cannot_be_swept_stops_nobody(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    LocalBucket(root).put("key", b"x")
-    (root / STAGING / "stale").write_bytes(b"half")
-    os.utime(root / STAGING / "stale", (0, 0))
-    real = os.unlink
-
-    def busy(path: str, **more: object) -> None:
-        if path == "stale":
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-        real(path, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "unlink", busy)
-    LocalBucket(root).put("key", b"y")
-    assert LocalBucket(root).get("key") == b"y"

@@ -14,16 +14,15 @@ from tests.support.store_faults import dressed
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.middleware.limits import LimitedBucket
-from vllm_delta_sync.bucket.middleware.metrics import MeteredBucket, Metrics
 from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
+from vllm_delta_sync.bucket.middleware.usage import Metrics
 
 OPTIONS = StoreOptions(store_upload_limit=10**12, store_download_limit=10**12, store_progress="log")
 WORN: dict[str, Callable[[Bucket], Bucket]] = {
     "all": lambda bucket: dressed(bucket, OPTIONS, Metrics()),
     "deadline": lambda bucket: DeadlineBucket(bucket, OPTIONS),
-    "limited": lambda bucket: LimitedBucket(bucket, OPTIONS),
-    "metered": lambda bucket: MeteredBucket(bucket, Metrics()),
+    "limited": lambda bucket: LimitedBucket(bucket, OPTIONS, Metrics()),
     "progress": lambda bucket: ProgressBucket(bucket, "log"),
     "retrying": lambda bucket: RetryingBucket(bucket, OPTIONS, Metrics()),
 }

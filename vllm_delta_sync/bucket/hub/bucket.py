@@ -17,7 +17,7 @@ from vllm_delta_sync.bucket.base import (
     is_key,
     read_pieces,
     replacing,
-    unreadable_error,
+    size_of_source,
 )
 from vllm_delta_sync.bucket.factory import StoreLocation
 from vllm_delta_sync.bucket.hub.api import HubApi, HubContent, HubFile
@@ -62,7 +62,7 @@ class HubBucket(Bucket):
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         path = self._path(key)
-        size = _size(key, data)
+        size = size_of_source(key, data) or 0
         if if_absent and self._gateway is not None and size <= MAX_BYTES:
             self._gateway.create(key, data)
             return
@@ -213,15 +213,6 @@ class HubBucket(Bucket):
         except Exception as error:  # noqa: BLE001  three libraries raise theirs and builtins: all are translated
             found = translate_hub_error(error, action, self._location)
             raise found from (None if found is error else error)
-
-
-def _size(key: str, data: bytes | Path) -> int:
-    if isinstance(data, bytes):
-        return len(data)
-    try:
-        return data.stat().st_size
-    except OSError as error:
-        raise unreadable_error(key, data, error) from error
 
 
 def _cut(opened: HubContent, start: int, length: int) -> bytes:

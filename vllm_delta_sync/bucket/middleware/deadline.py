@@ -9,13 +9,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, remove_quietly, replacing
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
-from vllm_delta_sync.bucket.threads import SLICE_SECONDS, DaemonPool, wait_interruptibly
+from vllm_delta_sync.bucket.threads import SLICE_SECONDS, wait_interruptibly
 from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by, with_observers
 from vllm_delta_sync.errors import UnavailableError
 from vllm_delta_sync.settings import StoreOptions
@@ -33,7 +32,6 @@ class DeadlineBucket(BucketMiddleware):
     def __init__(self, inner: Bucket, options: StoreOptions) -> None:
         super().__init__(inner)
         self._options = options
-        self._pool = DaemonPool()
         # List methods are atomic. A lock could be left locked by a fork.
         self._abandoned_writes: list[_ThreadCall[Any]] = []
 
@@ -41,9 +39,17 @@ class DeadlineBucket(BucketMiddleware):
         if call.method not in ("put", "delete"):
             return self._run(call.action, _ThreadCall(run, self._options))
         content = _content(call.data)
-        self._wait_for_abandoned(call, content)
-        writing = _ThreadCall(run, self._options, size_of(call.data))
-        writing.write = _Write(call.key, content, self._abandoned_writes)
+        for earlier in list(self._abandoned_writes):
+            # An earlier write may still take effect, which does not matter if it writes the same content.
+            if earlier.key != call.key or earlier.content == content:
+                continue
+            if not earlier.ends_within(self._options.allowance(earlier.size)):
+                raise self._timeout_error(
+                    f"cannot {call.action} of {self.url}: an earlier write of it was abandoned and has not ended, so "
+                    "it could overwrite this one; restart this process if this error persists"
+                )
+        size = size_of(call.data)
+        writing = _ThreadCall(run, self._options, size, call.key, content, self._abandoned_writes)
         return self._run(call.action, writing)
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -52,7 +58,7 @@ class DeadlineBucket(BucketMiddleware):
     def get_file(self, key: str, path: Path) -> None:
         with replacing(self, key, path) as part:
             call = _ThreadCall(lambda: self._inner.get_file(key, part), self._options)
-            call.cleanup = lambda: remove_quietly(part)
+            call.clean_up = lambda: remove_quietly(part)
             self._run(Call("get_file", key).action, call)
 
     def close(self) -> None:
@@ -60,14 +66,16 @@ class DeadlineBucket(BucketMiddleware):
             self._run("close", _ThreadCall(super().close, self._options))
         except UnavailableError:
             pass  # the caller cannot act on it
-        self._pool.close()
 
     def _run(self, action: str, call: "_ThreadCall[_Result]") -> _Result:
+        with observed_by(call):
+            thread = threading.Thread(target=with_observers(call.run), name="delta-sync-store", daemon=True)
         try:
-            with observed_by(call):
-                run = with_observers(call.run)
-            self._pool.submit(run, call.end)
-            while not call.finished.acquire(timeout=max(0.0, min(call.seconds_left(), SLICE_SECONDS))):
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter is shutting down, or there are too many threads
+                call.run()
+            while not call.ends_within(max(0.0, min(call.seconds_left(), SLICE_SECONDS))):
                 if call.seconds_left() <= 0 and call.abandon():
                     raise self._timeout_error(
                         f"cannot {action} of {self.url}: no answer within {call.allowance():.1f} s"
@@ -77,46 +85,38 @@ class DeadlineBucket(BucketMiddleware):
             call.abandon()
             raise
 
-    def _wait_for_abandoned(self, call: Call, content: object) -> None:
-        """Wait for abandoned writes of the key, which may still take effect, unless they write the same content."""
-        for earlier in list(self._abandoned_writes):
-            if earlier.write is None or earlier.write.key != call.key or earlier.write.content == content:
-                continue
-            if not earlier.ends_within(self._options.allowance(earlier.size)):
-                raise self._timeout_error(
-                    f"cannot {call.action} of {self.url}: an earlier write of it was abandoned and has not ended, so "
-                    "it could overwrite this one; restart this process if this error persists"
-                )
-
     def _timeout_error(self, what: str) -> UnavailableError:
         return UnavailableError(f"{what}; check the network, or raise store_deadline")
 
 
-@dataclass(frozen=True, slots=True)
-class _Write:
-    """What a call writes, and the abandoned writes, to which it belongs from when it is abandoned until it ends."""
-
-    key: str
-    content: object
-    abandoned: "list[_ThreadCall[Any]]"
-
-
 class _ThreadCall(TransferObserver, Generic[_Result]):
-    """One call in another thread: its deadline, its result, and its cleanup if it is abandoned."""
+    """One call in a thread of its own, which may be abandoned.
 
-    def __init__(self, work: Callable[[], _Result], options: StoreOptions, size: int = 0) -> None:
+    Attributes:
+        key, content: what a write writes. size: in bytes.
+        abandoned: the list that holds a write from when it is abandoned until it ends; None for other calls.
+        clean_up: called when an abandoned call ends.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], _Result],
+        options: StoreOptions,
+        size: int = 0,
+        key: str = "",
+        content: object = None,
+        abandoned: "list[_ThreadCall[Any]] | None" = None,
+    ) -> None:
         self._work: Callable[[], _Result] | None = work
         self._options = options
-        self.size = size
-        self.write: _Write | None = None
-        self.cleanup: Callable[[], None] | None = None
-        self.finished = threading.Lock()
-        """Locked until the call has ended."""
-        self.finished.acquire()
+        self.size, self.key, self.content = size, key, content
+        self._all_abandoned = abandoned
+        self.clean_up: Callable[[], None] | None = None
+        self._finished = threading.Event()
         self._lock = threading.Lock()
         self._moved = 0
         self._waited = 0.0
-        self._running = self._ended = self._abandoned = False
+        self._ended = self._abandoned = False
         self._result: _Result | None = None
         self._error: BaseException | None = None
         self._began = time.monotonic()
@@ -141,48 +141,37 @@ class _ThreadCall(TransferObserver, Generic[_Result]):
         return self.allowance() + self._waited - (time.monotonic() - self._began)
 
     def run(self) -> None:
-        with self._lock:
-            if self._abandoned:
-                return
-            self._running = True
+        """Make the call, in its thread."""
         work, self._work = self._work, None
         try:
             if work is not None:
                 self._result = work()
         except BaseException as error:  # noqa: BLE001  raised in the waiting thread
             self._error = error
-
-    def end(self) -> None:
-        """Finish the call, as the last step of its thread."""
         with self._lock:
             self._ended = True
-            abandoned = self._abandoned and self._running
         try:
-            if abandoned:
+            if self._abandoned:
                 self._result = self._error = None
-                if self.cleanup is not None:
-                    self.cleanup()
-                if self.write is not None:
-                    self.write.abandoned.remove(self)
+                if self.clean_up is not None:
+                    self.clean_up()
+                if self._all_abandoned is not None:
+                    self._all_abandoned.remove(self)
         finally:
-            self.finished.release()
+            self._finished.set()
 
     def abandon(self) -> bool:
         """Abandon the call; return False if it has ended already."""
         with self._lock:
-            if self._ended or self._abandoned:
-                return self._abandoned
-            self._abandoned = True
-            if self._running and self.write is not None:
-                self.write.abandoned.append(self)
-        return True
+            if not self._ended and not self._abandoned:
+                self._abandoned = True
+                if self._all_abandoned is not None:
+                    self._all_abandoned.append(self)
+            return self._abandoned
 
     def ends_within(self, seconds: float) -> bool:
         """Wait for the call to end; several threads may wait."""
-        if not wait_interruptibly(lambda left: self.finished.acquire(timeout=left), seconds):
-            return False
-        self.finished.release()
-        return True
+        return wait_interruptibly(self._finished.wait, seconds)
 
     def result(self) -> _Result:
         if self._error is not None:

@@ -22,8 +22,6 @@ _Result = TypeVar("_Result")
 SHOWN_AFTER_SECONDS = 2.0
 LOG_SECONDS = 10.0
 TICK_SECONDS = 0.2
-IDLE_TICKS = 25
-"""The display thread ends after this many ticks without a transfer."""
 NAME_CHARACTERS = 28
 USUAL_COLUMNS, USUAL_ROWS = 80, 24
 
@@ -42,203 +40,142 @@ class ProgressBucket(BucketMiddleware):
         self, inner: Bucket, mode: Mode, *, after: float = SHOWN_AFTER_SECONDS, every: float = LOG_SECONDS
     ) -> None:
         super().__init__(inner)
-        self._mode = mode
-        self._after = after
-        self._every = every
-        self._board = _ProgressBoard(mode, after)
+        self._mode, self._after, self._every = mode, after, every
 
     def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
         # ``transfer`` shows ranges.
         if call.direction is None or call.method == "get_range":
             return run()
-        with self._show_progress(call):
+        with self._show(call):
             return run()
 
     @contextmanager
     def transfer(self, key: str) -> Iterator[None]:
-        with self._show_progress(Call("get", key)), self._inner.transfer(key):
+        with self._show(Call("get", key)), self._inner.transfer(key):
             yield
 
-    def close(self) -> None:
-        self._board.close()
-        super().close()
-
     @contextmanager
-    def _show_progress(self, call: Call) -> Iterator[None]:
+    def _show(self, call: Call) -> Iterator[None]:
         if self._mode == "off":
             yield
             return
-        if self._board.pid != os.getpid():
-            self._board = _ProgressBoard(self._mode, self._after)  # after a fork, the parent's thread is not here
-        board, transfer = self._board, _ShownTransfer(call, lambda: self._size(call), self._every)
-        board.add(transfer)
+        shown = _ShownTransfer(call, lambda: self._size(call), self._every)
+        _start(lambda: shown.watch(self._mode, self._after))
+        done = False
         try:
-            with observed_by(transfer):
+            with observed_by(shown):
                 yield
-            transfer.done = True
+            done = True
         finally:
-            board.remove(transfer)
+            shown.end(done)
 
     def _size(self, call: Call) -> int:
         return size_of(call.data) if call.direction == "up" else self._inner.stat(call.key).bytes
 
 
 class _ShownTransfer(TransferObserver):
-    """The progress of one transfer."""
+    """One transfer, and the bar or the lines that show it."""
 
     def __init__(self, call: Call, size: Callable[[], int], every: float) -> None:
-        self.key = call.key
-        self.began = time.monotonic()
-        self.done = False
-        self.shown = False
-        self.bar: Any = None
-        self.total: int | None = None
-        self._direction = call.direction
-        self._size = size
-        self._every = every
-        self._lock = threading.Lock()
+        self._key, self._direction = call.key, call.direction
+        self._size, self._every = size, every
+        self._began = time.monotonic()
+        self._total: int | None = None
+        self._count = threading.Lock()
         self._moved = 0
+        self._display = threading.Lock()
+        """Held to draw: nothing is drawn after the end."""
+        self._ended = threading.Event()
+        self._shown = False
+        self._bar: Any = None
         self._next_line = 0.0
 
     def on_bytes(self, count: int) -> None:
-        with self._lock:
+        with self._count:
             self._moved += count
 
+    def watch(self, mode: Mode, after: float) -> None:
+        """Show the transfer from ``after`` seconds on, until it ends."""
+        if self._ended.wait(after):
+            return
+        # In another thread, because the store may be slow.
+        _start(self._fetch_size)
+        bars = _use_bars(mode)
+        while True:
+            with self._display:
+                if self._ended.is_set():
+                    return
+                self._shown = True
+                if bars:
+                    self._draw()
+                else:
+                    self._log()
+            self._ended.wait(min(TICK_SECONDS, after))
+
+    def end(self, done: bool) -> None:
+        """Remove the bar, or log the last line."""
+        self._ended.set()
+        with self._display:
+            if self._bar is not None:
+                _ignore_terminal(self._bar.close)
+            elif self._shown:
+                seconds = time.monotonic() - self._began
+                size = self._total if done and self._total is not None else self._bytes
+                logger.info(
+                    "%s %s: %s, %.1f MB in %.1f s, %.1f MB/s",
+                    *(self._direction, self._key, "done" if done else "interrupted"),
+                    *(size / 1e6, seconds, size / 1e6 / seconds),
+                )
+
     @property
-    def bytes(self) -> int:
+    def _bytes(self) -> int:
         """Bytes transferred so far; restarts at zero when the store's client sends the same bytes again."""
-        moved, total = self._moved, self.total
+        moved, total = self._moved, self._total
         return moved if not total or moved <= total else moved % total or total
 
-    @property
-    def label(self) -> str:
-        name = self.key.rpartition("/")[2]
-        half = NAME_CHARACTERS // 2 - 1
-        return f"{self._direction} {name if len(name) <= NAME_CHARACTERS else f'{name[:half]}..{name[-half:]}'}"
+    def _fetch_size(self) -> None:
+        try:
+            self._total = self._size()
+        except DeltaSyncError:
+            pass  # the transfer itself reports the problem
 
-    def fetch_size(self) -> None:
-        """Request the object's size in another thread, because the store may be slow."""
-
-        def fetch_size() -> None:
-            try:
-                self.total = self._size()
-            except DeltaSyncError:
-                pass  # the transfer itself reports the problem
-
-        _start(fetch_size)
-
-    def log_line(self) -> None:
-        """Log the progress, if a line is due."""
+    def _log(self) -> None:
         now = time.monotonic()
         if now < self._next_line:
             return
         self._next_line = now + self._every
-        of = f"{self.bytes / 1e6:.1f}" if self.total is None else f"{self.bytes / 1e6:.1f} of {self.total / 1e6:.1f}"
-        logger.info("%s %s: %s MB, %.1f MB/s", self._direction, self.key, of, self.bytes / 1e6 / (now - self.began))
+        moved, rate = self._bytes / 1e6, self._bytes / 1e6 / (now - self._began)
+        of = f"{moved:.1f}" if self._total is None else f"{moved:.1f} of {self._total / 1e6:.1f}"
+        logger.info("%s %s: %s MB, %.1f MB/s", self._direction, self._key, of, rate)
 
-    def log_end(self) -> None:
-        seconds = time.monotonic() - self.began
-        how = "done" if self.done else "interrupted"
-        size = self.total if self.done and self.total is not None else self.bytes
-        megabytes = size / 1e6
-        rate = megabytes / seconds
-        logger.info("%s %s: %s, %.1f MB in %.1f s, %.1f MB/s", self._direction, self.key, how, megabytes, seconds, rate)
-
-
-class _ProgressBoard:
-    """The current transfers and the one thread that shows them; bars drawn by several threads would overlap."""
-
-    def __init__(self, mode: Mode, after: float) -> None:
-        self.pid = os.getpid()
-        self._mode = mode
-        self._after = after
-        self._lock = threading.Lock()
-        self._transfers: dict[_ShownTransfer, None] = {}
-        self._running = False
-        self._closed = threading.Event()
-
-    def add(self, transfer: _ShownTransfer) -> None:
-        with self._lock:
-            self._transfers[transfer] = None
-            if self._running:
-                return
-            self._running = _start(self._watch)
-
-    def remove(self, transfer: _ShownTransfer) -> None:
-        with self._lock:
-            self._transfers.pop(transfer, None)
-            bar, transfer.bar = transfer.bar, None
-            if bar is not None:
-                _draw(bar.close)
-            elif transfer.shown:
-                transfer.log_end()
-
-    def close(self) -> None:
-        self._closed.set()
-
-    def _watch(self) -> None:
-        idle = 0
-        while not self._closed.wait(min(TICK_SECONDS, self._after)):
-            due = time.monotonic() - self._after
-            with self._lock:
-                idle = 0 if self._transfers else idle + 1
-                if idle > IDLE_TICKS:
-                    break
-                late = [transfer for transfer in self._transfers if transfer.began <= due]
-            for transfer in late:
-                self._show(transfer)
-        with self._lock:
-            self._running = False
-
-    def _show(self, transfer: _ShownTransfer) -> None:
-        if not transfer.shown:
-            transfer.fetch_size()
-        bars = self._use_bars()
-        with self._lock:
-            if transfer not in self._transfers:
-                return
-            transfer.shown = True
-            if not bars:
-                transfer.log_line()
-                return
-            if transfer.bar is None:
-                transfer.bar = _draw(lambda: _bar(transfer))
-            if transfer.bar is not None:
-                _draw(lambda: _redraw(transfer.bar, transfer))
-
-    def _use_bars(self) -> bool:
-        if self._mode != "auto" or sys.stderr is None:
-            return self._mode == "bar" and sys.stderr is not None
-        return multiprocessing.parent_process() is None and _is_terminal()
+    def _draw(self) -> None:
+        columns, rows = terminal_size()
+        if self._bar is None:
+            name = self._key.rpartition("/")[2]
+            half = NAME_CHARACTERS // 2 - 1
+            name = name if len(name) <= NAME_CHARACTERS else f"{name[:half]}..{name[-half:]}"
+            options = {"unit": "B", "unit_scale": True, "leave": False, "ncols": columns, "nrows": rows}
+            self._bar = _ignore_terminal(
+                lambda: bar_class()(desc=f"{self._direction} {name}", total=self._total, file=sys.stderr, **options)
+            )
+        if self._bar is not None:
+            self._bar.start_t = time.time() - (time.monotonic() - self._began)
+            self._bar.ncols, self._bar.nrows = columns, rows
+            self._bar.total, self._bar.n = self._total, self._bytes
+            _ignore_terminal(self._bar.refresh)
 
 
-def _bar(transfer: _ShownTransfer) -> Any:
-    columns, rows = terminal_size()
-    bar = bar_class()(
-        desc=transfer.label,
-        total=transfer.total,
-        unit="B",
-        unit_scale=True,
-        leave=False,
-        ncols=columns,
-        nrows=rows,
-        file=sys.stderr,
-    )
-    bar.start_t = time.time() - (time.monotonic() - transfer.began)
-    return bar
-
-
-def _redraw(bar: Any, transfer: _ShownTransfer) -> None:
-    bar.ncols, bar.nrows = terminal_size()
-    bar.total, bar.n = transfer.total, transfer.bytes
-    bar.refresh()
+def _use_bars(mode: Mode) -> bool:
+    if mode != "auto" or sys.stderr is None:
+        return mode == "bar" and sys.stderr is not None
+    return multiprocessing.parent_process() is None and bool(_ignore_terminal(sys.stderr.isatty))
 
 
 def terminal_size() -> tuple[int, int]:
     """Return columns and rows of the terminal, never 0: in containers some report 0, and tqdm draws nothing."""
     try:
         columns, rows = os.get_terminal_size(sys.stderr.fileno())
-    except (OSError, AttributeError):  # stderr was replaced by an object that is no terminal
+    except (OSError, ValueError, AttributeError):  # stderr was replaced by an object that is no terminal, or is closed
         columns, rows = 0, 0
     return columns or USUAL_COLUMNS, rows or USUAL_ROWS
 
@@ -249,28 +186,21 @@ def bar_class() -> Any:
     from tqdm import tqdm
 
     class Bar(tqdm):
-        monitor_interval = 0  # the monitor thread refreshes stalled bars, which the display thread does already
+        monitor_interval = 0  # the monitor thread refreshes stalled bars, which the watching thread does already
 
     return Bar
 
 
-def _draw(call: Callable[[], Any]) -> Any:
+def _ignore_terminal(call: Callable[[], Any]) -> Any:
+    """Return what ``call`` returns; None if the terminal has closed, or stderr is closed."""
     try:
         return call()
-    except (OSError, ValueError):  # the terminal has closed, or stderr is closed
+    except (OSError, ValueError):
         return None
 
 
-def _is_terminal() -> bool:
-    try:
-        return sys.stderr.isatty()
-    except (OSError, ValueError):
-        return False
-
-
-def _start(work: Callable[[], None]) -> bool:
+def _start(work: Callable[[], None]) -> None:
     try:
         threading.Thread(target=work, name="delta-sync-progress", daemon=True).start()
-    except RuntimeError:  # the interpreter is shutting down, or there are too many threads
-        return False
-    return True
+    except RuntimeError:
+        pass  # the interpreter is shutting down, or there are too many threads: nothing is shown

@@ -69,8 +69,43 @@ def download(
         whole = os.fstat(file).st_size == size
         record = None if journal is None else Journal(_open_regular(journal, stack), key, size, whole)
         os.ftruncate(file, size)
-        work = _Download(bucket, key, size, file, record)
-        work.run(connections)
+        piece = piece_bytes(size)
+        done: set[int] = set() if record is None else record.done
+        missing = [number for number in range(-(-size // piece)) if number not in done]
+        # Held while a piece is written, so that nothing is written after the download has stopped. This costs no time,
+        # because the kernel serializes writes to one file.
+        lock = threading.Lock()
+        stopped = False
+
+        def stop() -> None:
+            nonlocal stopped
+            with lock:
+                stopped = True
+
+        def fetch(number: int) -> None:
+            start = number * piece
+            length = min(piece, size - start)
+            try:
+                data = bucket.get_range(key, start, length)
+                if len(data) != length:
+                    raise DigestError(
+                        f"object {key} of {bucket.url} returned {len(data)} bytes at {start} instead of {length} "
+                        f"(of {size} in all): truncated or replaced"
+                    )
+                with lock:
+                    if not stopped:
+                        _write(file, data, start)
+                        if record is not None:
+                            record.mark_done(number)
+            except BaseException:  # whatever it is, the other ranges under way write nothing more
+                stop()
+                raise
+
+        try:
+            for _ in in_parallel(fetch, missing, workers=min(connections, BUFFER_BYTES // piece)):
+                pass
+        finally:
+            stop()
         return record is not None and record.resumed
 
 
@@ -112,51 +147,6 @@ def _numbers(text: bytes, count: int) -> set[int] | None:
     if not all(line.isdigit() and int(line) < count for line in lines):
         return None
     return {int(line) for line in lines}
-
-
-class _Download:
-    def __init__(self, bucket: Bucket, key: str, size: int, file: int, journal: Journal | None) -> None:
-        self._bucket, self._key, self._size = bucket, key, size
-        self._file, self._journal = file, journal
-        done: set[int] = set() if journal is None else journal.done
-        self._piece = piece_bytes(size)
-        self._missing = [number for number in range(-(-size // self._piece)) if number not in done]
-        # Held while a piece is written, so that nothing is written after the download has stopped. This costs no time,
-        # because the kernel serializes writes to one file.
-        self._lock = threading.Lock()
-        self._stopped = False
-
-    def run(self, connections: int) -> None:
-        try:
-            for _ in in_parallel(self._fetch, self._missing, workers=min(connections, BUFFER_BYTES // self._piece)):
-                pass
-        finally:
-            self._stop()
-
-    def _fetch(self, number: int) -> None:
-        start = number * self._piece
-        length = min(self._piece, self._size - start)
-        try:
-            self._store(number, start, length, self._bucket.get_range(self._key, start, length))
-        except BaseException:  # whatever it is, the other ranges under way write nothing more
-            self._stop()
-            raise
-
-    def _stop(self) -> None:
-        with self._lock:
-            self._stopped = True
-
-    def _store(self, number: int, start: int, length: int, data: bytes) -> None:
-        if len(data) != length:
-            raise DigestError(
-                f"object {self._key} of {self._bucket.url} returned {len(data)} bytes at {start} instead of {length} "
-                f"(of {self._size} in all): truncated or replaced"
-            )
-        with self._lock:
-            if not self._stopped:
-                _write(self._file, data, start)
-                if self._journal is not None:
-                    self._journal.mark_done(number)
 
 
 class RangedBucket(BucketMiddleware):

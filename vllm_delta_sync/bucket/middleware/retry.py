@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, read_pieces
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
-from vllm_delta_sync.bucket.middleware.metrics import Metrics, Tally
+from vllm_delta_sync.bucket.middleware.usage import Metrics, Tally
 from vllm_delta_sync.bucket.threads import wait_interruptibly
 from vllm_delta_sync.bucket.transfer_observers import observed_by, report_bytes
 from vllm_delta_sync.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError

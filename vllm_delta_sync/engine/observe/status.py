@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_delta_sync import __version__
-from vllm_delta_sync.bucket.middleware.metrics import PROCESS
+from vllm_delta_sync.bucket.middleware.usage import PROCESS
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.log_lines import ordered

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_delta_sync.bucket.middleware.metrics import PROCESS
+from vllm_delta_sync.bucket.middleware.usage import PROCESS
 from vllm_delta_sync.bucket.verified import hashing_seconds
 from vllm_delta_sync.codec.delta_reader import DeltaReader
 from vllm_delta_sync.engine.model.route_map import RouteMap

@@ -1,22 +1,15 @@
-"""``MeteredBucket`` and ``Metrics``: count a store's calls, failures, retries, bytes and seconds in each direction."""
+"""``Metrics``: sums of a store's calls, failures, retries, bytes and seconds in each direction."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Mapping
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
-from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call
-from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by
+from vllm_delta_sync.bucket.transfer_observers import TransferObserver
 from vllm_delta_sync.errors import AccessError, DeadlineError, StoreError, UnavailableError
 
 FAILURE_KINDS = tuple(error.kind for error in (StoreError, AccessError, UnavailableError, DeadlineError))
 _COUNTS = ("calls", "failures", *(f"failures_{kind}" for kind in FAILURE_KINDS), "retries")
 _COUNTS_OF_BYTES = ("sent_bytes", "received_bytes")
 _SECONDS = ("send_seconds", "receive_seconds", "waited_seconds")
-_SUMS = {"up": ("sent_bytes", "send_seconds"), "down": ("received_bytes", "receive_seconds")}
-_Result = TypeVar("_Result")
 
 
 class Metrics:
@@ -80,55 +73,3 @@ class Tally(TransferObserver):
     def on_wait(self, seconds: float) -> None:
         with self._lock:
             self.wait_seconds += seconds
-
-
-class _Meter(Tally):
-    def __init__(self, metrics: Metrics, byte_sum: str) -> None:
-        super().__init__()
-        self._metrics = metrics
-        self._byte_sum = byte_sum
-
-    def on_bytes(self, count: int) -> None:
-        super().on_bytes(count)
-        self._metrics.add(**{self._byte_sum: count})
-
-    def on_wait(self, seconds: float) -> None:
-        super().on_wait(seconds)
-        self._metrics.add(waited_seconds=seconds)
-
-
-class MeteredBucket(BucketMiddleware):
-    """Counts the calls that pass through it. If the store reports no bytes, the object's size is counted."""
-
-    def __init__(self, inner: Bucket, metrics: Metrics) -> None:
-        super().__init__(inner)
-        self.metrics = metrics
-
-    def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
-        if call.direction is None:
-            with self._counted():
-                return run()
-        byte_sum, seconds = _SUMS[call.direction]
-        meter = _Meter(self.metrics, byte_sum)
-        began = time.monotonic()
-        try:
-            with self._counted(), observed_by(meter):
-                result = run()
-                if not meter.bytes:
-                    meter.on_bytes(call.transferred(result))
-                return result
-        finally:
-            self.metrics.add(**{seconds: max(0.0, time.monotonic() - began - meter.wait_seconds)})
-
-    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
-        with self._counted():
-            yield from self._inner.list(prefix)
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        self.metrics.add(calls=1)
-        try:
-            yield
-        except StoreError as error:
-            self.metrics.count_failure(error)
-            raise
