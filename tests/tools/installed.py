@@ -1,25 +1,22 @@
-"""What a plain ``vllm serve`` is like where this package is installed: run as ``python -m tests.tools.installed``.
+"""What a plain ``vllm serve`` is like where this package is installed, for ``tests/e2e/test_installed.py``.
 
 Starts two servers of a small model one after the other, with nothing of ours set: one as vLLM starts it, and one that
 loads all plugins but ours (``VLLM_PLUGINS``). Says which attributes of vLLM's modules and classes differ
-between their processes, and what each takes to start and in memory. ``tests/e2e/test_installed.py`` checks it.
+between their processes, and what each takes to start and in memory.
 """
 
-import argparse
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from tests.e2e.servers import VLLM_FLAGS, Server, free_port
@@ -170,25 +167,3 @@ def changed(without: Seen, installed: Seen) -> dict[str, list[str]]:
         role: differences(without.processes[role]["attributes"], installed.processes[role]["attributes"])
         for role in sorted(both)
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=1, help="how often to start both, for the medians (default: 1)")
-    options = parser.parse_args()
-    pairs = []
-    for _ in range(options.rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            pairs.append(compare(Path(folder)))
-    without, installed = pairs[0]
-    for role, names in changed(without, installed).items():
-        print(f"{role}: {len(without.processes[role]['attributes'])} attributes of vLLM's, {len(names)} differ")
-        for name in names:
-            print(f"  {name}")
-    for what, unit in (("ready_seconds", "s"), ("memory_mib", "MiB")):
-        plain, ours = (median(getattr(pair[side], what) for pair in pairs) for side in (0, 1))
-        print(f"{what}: {plain:.1f} {unit} without, {ours:.1f} {unit} installed (medians of {len(pairs)})")
-
-
-if __name__ == "__main__":
-    main()

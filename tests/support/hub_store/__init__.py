@@ -9,6 +9,6 @@ The real clients (huggingface_hub with hf_xet, obstore) work with it unchanged. 
         assert not hub.requests("/cdn/xorb")
 """
 
-from tests.support.hub_store.hub import TOKEN, Hub, serving, serving_here
+from tests.support.hub_store.hub import TOKEN, Hub, serving
 
-__all__ = ["TOKEN", "Hub", "serving", "serving_here"]
+__all__ = ["TOKEN", "Hub", "serving"]

@@ -19,10 +19,10 @@ class Options:
 
     Attributes:
         token: may write. None: everybody may. read_token: may read only.
-        s3_key, s3_read_key: the same for the S3 gateway's access key ids.
+        s3_key: the access key id of the S3 gateway.
         quota: bytes of files per bucket; 0: any number.
         xet_seconds: life of a token of the content store. url_seconds: life of a signed address.
-        page: entries of a listing per page. s3_redirect: the S3 gateway answers GET with a redirect, as the Hub's does.
+        page: entries of a listing per page.
         strict_delete: deleting a file that is not there is a failed operation.
         epoch: tokens and addresses given out under an earlier one are void.
     """
@@ -30,12 +30,10 @@ class Options:
     token: str | None = None
     read_token: str | None = None
     s3_key: str = "HFAKLOOPBACK"
-    s3_read_key: str = "HFAKREADONLY"
     quota: int = 0
     xet_seconds: int = 3600
     url_seconds: int = 3600
     page: int = 1000
-    s3_redirect: bool = True
     strict_delete: bool = True
     epoch: int = 0
 

@@ -1,7 +1,6 @@
-"""The content store's routes: xorbs, shards, reconstructions, deduplication."""
+"""The content store's routes: xorbs, shards, reconstructions. It knows no chunk: each is uploaded anew."""
 
 import json
-import time
 from typing import Any
 
 from anyio import to_thread
@@ -11,7 +10,7 @@ from starlette.routing import Route
 
 from tests.support.hub_store import ranges
 from tests.support.hub_store.access import READ, WRITE, Access, failure
-from tests.support.hub_store.shard import Term, describe_xorb, parse_files
+from tests.support.hub_store.shard import Term, parse_files
 from tests.support.hub_store.store import EMPTY, Store
 from tests.support.hub_store.xorb import DamagedError, span
 
@@ -26,21 +25,11 @@ class ContentStore:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/chunks/{prefix}/{hash}", self.chunk, methods=["GET"]),
             Route("/v1/xorbs/{prefix}/{hash}", self.add_xorb, methods=["POST"]),
-            Route("/v1/shards", self.add_shard, methods=["POST"]),
-            Route("/v2/shards", self.add_shard_told, methods=["POST"]),
-            Route("/v1/reconstructions/{hash}", self.reconstruct, methods=["GET"]),
-            Route("/v2/reconstructions/{hash}", self.reconstruct_signed_once, methods=["GET"]),
+            Route("/v2/shards", self.add_shard, methods=["POST"]),
+            Route("/v2/reconstructions/{hash}", self.reconstruct, methods=["GET"]),
             Route("/cdn/xorb/{hash}", self.xorb, methods=["GET", "HEAD"]),
         ]
-
-    async def chunk(self, request: Request) -> Response:
-        self._access.check_xet(request, READ)
-        xorb = self._store.xorb_with(request.path_params["hash"])
-        if xorb is None:
-            return failure(404, "chunk is not known")
-        return Response(describe_xorb(xorb, self._store.index(xorb), time.time()))
 
     async def add_xorb(self, request: Request) -> Response:
         self._access.check_xet(request, WRITE)
@@ -54,15 +43,7 @@ class ContentStore:
         return JSONResponse({"was_inserted": fresh})
 
     async def add_shard(self, request: Request) -> Response:
-        inner = self._access.check_xet(request, WRITE)
-        try:
-            fresh = self._add_files(inner, await request.body())
-        except DamagedError as error:
-            return failure(400, str(error))
-        return JSONResponse({"result": SYNC_PERFORMED if fresh else EXISTS})
-
-    async def add_shard_told(self, request: Request) -> Response:
-        """The same, with one line per step."""
+        """Answers with one line per step."""
         inner = self._access.check_xet(request, WRITE)
         try:
             fresh = self._add_files(inner, await request.body())
@@ -77,19 +58,7 @@ class ContentStore:
         return any(fresh)
 
     async def reconstruct(self, request: Request) -> Response:
-        found = self._find(request)
-        if isinstance(found, Response):
-            return found
-        skip, terms = found
-        fetch: dict[str, list[dict[str, Any]]] = {}
-        for first, last, xorb in _runs(terms):
-            url, start, end = self._address(xorb, first, last)
-            part = {"range": {"start": first, "end": last}, "url": url, "url_range": {"start": start, "end": end}}
-            fetch.setdefault(xorb, []).append(part)
-        return JSONResponse({"offset_into_first_range": skip, "terms": _written(terms), "fetch_info": fetch})
-
-    async def reconstruct_signed_once(self, request: Request) -> Response:
-        """The second form. One range per address, as the first; the form allows several."""
+        """One range per address; the form allows several."""
         found = self._find(request)
         if isinstance(found, Response):
             return found

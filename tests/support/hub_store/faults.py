@@ -5,7 +5,7 @@ import re
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,13 +24,12 @@ class Rule:
 
     Attributes:
         kind: ``status``: answer with ``code`` and do nothing. ``stall``: wait ``seconds`` before the request is
-            served, or with ``at`` before that byte of the answer. ``cut``: close the connection within the body.
+            served. ``cut``: close the connection within the body.
             ``flip``: change one byte of the body. ``drop``: close the connection, the request is not served.
             ``lose``: serve the request, then close the connection without the answer.
         path: pattern that a part of the path must match. method: pattern that the whole method must match.
         times: how often; None: for ever. after: requests that match and are let through first.
-        at: place in the body, in bytes; None: its middle. upload: ``cut`` and ``flip`` in the request's body.
-        headers: of an answer of kind ``status``.
+        at: place in the body, in bytes; None: its middle.
     """
 
     kind: str
@@ -41,8 +40,6 @@ class Rule:
     code: int = 503
     seconds: float = 0.0
     at: int | None = None
-    upload: bool = False
-    headers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -133,8 +130,7 @@ class _Exchange:
     ) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self._rule, self._entry, self._faults = rule, entry, faults
-        self._kind = rule.kind if rule else None
-        self._sent = self._taken = 0
+        self._sent = 0
         self._turn: int | None = None
         self.closed = False
 
@@ -145,25 +141,9 @@ class _Exchange:
         elif rule is not None and rule.kind == "drop":
             self._close()
         else:
-            if rule is not None and rule.kind == "stall" and rule.at is None:
+            if rule is not None and rule.kind == "stall":
                 await self._wait(rule)
-            await app(self._scope, self.receive, self.send)
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        rule = self._rule
-        if rule is None or not rule.upload or message["type"] != "http.request":
-            return message
-        if self._turn is None:
-            self._turn = _place(rule, dict(self._scope["headers"]))
-        body = message.get("body", b"")
-        if self._taken <= self._turn < self._taken + len(body):
-            if rule.kind == "cut":
-                self._close()
-            if rule.kind == "flip":
-                message = {**message, "body": _flipped(body, self._turn - self._taken)}
-        self._taken += len(body)
-        return message
+            await app(self._scope, self._receive, self.send)
 
     async def send(self, message: Message) -> None:
         rule = self._rule
@@ -171,35 +151,30 @@ class _Exchange:
             self._close()
         if message["type"] == "http.response.start":
             self._entry["status"] = message["status"]
-            if rule is not None and not rule.upload and (rule.kind != "stall" or rule.at is not None):
-                self._turn = _place(rule, dict(message["headers"]))
-        elif rule is not None and not rule.upload and self._turn is not None:
-            message = await self._spoil(rule, message, self._turn)
+            if rule is not None and rule.kind in ("cut", "flip"):
+                middle = int(dict(message["headers"]).get(b"content-length", b"0")) // 2
+                self._turn = middle if rule.at is None else rule.at
+        elif rule is not None and self._turn is not None:
+            message = await self._spoil(rule, message, self._turn - self._sent)
         size = len(message.get("body", b""))
         self._sent += size
         self._entry["sent"] = self._sent
         await self._send(message)
 
-    async def _spoil(self, rule: Rule, message: Message, turn: int) -> Message:
-        body = message.get("body", b"")
-        here = turn - self._sent
+    async def _spoil(self, rule: Rule, message: Message, here: int) -> Message:
+        body = bytes(message.get("body", b""))
         if not 0 <= here < len(body):
             return message
         if rule.kind == "flip":
-            return {**message, "body": _flipped(body, here)}
-        if rule.kind in ("cut", "stall"):
-            if here:
-                await self._send({"type": "http.response.body", "body": bytes(body[:here]), "more_body": True})
-                self._sent += here
-            if rule.kind == "cut":
-                self._close(after_flush=True)
-            await self._wait(rule)
-            return {**message, "body": body[here:]}
+            return {**message, "body": body[:here] + bytes([body[here] ^ 0x01]) + body[here + 1 :]}
+        if here:
+            await self._send({"type": "http.response.body", "body": body[:here], "more_body": True})
+        self._close(after_flush=True)
         return message
 
     async def _answer(self, rule: Rule) -> None:
         body = b'{"error":"fault on order"}'
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **rule.headers}
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         self._entry["status"] = rule.code
         await self._send({"type": "http.response.start", "status": rule.code, "headers": raw})
@@ -219,14 +194,3 @@ class _Exchange:
             exchange.transport.abort()
         exchange.disconnected = self.closed = True
         raise CutError
-
-
-def _place(rule: Rule, headers: dict[bytes, bytes]) -> int:
-    """The byte of a body at which a fault strikes."""
-    if rule.at is not None:
-        return rule.at
-    return int(headers.get(b"content-length", b"0")) // 2
-
-
-def _flipped(body: bytes, at: int) -> bytes:
-    return bytes(body[:at]) + bytes([body[at] ^ 0x01]) + bytes(body[at + 1 :])

@@ -123,15 +123,5 @@ def serving(folder: Path, port: int = 0, token: str | None = TOKEN, **options: A
         process.communicate()
 
 
-@contextmanager
-def serving_here(folder: Path, token: str | None = TOKEN, **options: Any) -> Iterator[Hub]:
-    """The same in a thread of this process."""
-    from tests.support.hub_store.access import Options
-    from tests.support.hub_store.server import Server
-
-    with Server(folder, options=Options(token=token, **options)) as server:
-        yield Hub(server.endpoint, token, _home(folder))
-
-
 def _home(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix="client-", dir=folder))

@@ -73,39 +73,15 @@ class Rest:
         return Response(status_code=204)
 
     async def tree(self, request: Request) -> Response:
-        bucket = self.bucket(request)
-        prefix = request.path_params.get("prefix", "")
-        deep = request.query_params.get("recursive", "").lower() in ("true", "1")
-        limit = min(int(request.query_params.get("limit", self._access.options.page)), self._access.options.page)
-        entries, after = self._entries(bucket, prefix, deep, request.query_params.get("cursor", ""), limit)
+        """One page of all files below a prefix; nobody here asks for folders."""
+        bucket, limit = self.bucket(request), self._access.options.page
+        after = request.query_params.get("cursor", "")
+        found = self._store.files(bucket, request.path_params.get("prefix", ""), after, limit + 1)
         headers = {}
-        if after is not None:
-            query = urlencode({**request.query_params, "cursor": after})
-            path = quote(request.url.path)
-            headers["Link"] = f'<{_origin(request)}{path}?{query}>; rel="next"'
-        return JSONResponse(entries, headers=headers)
-
-    def _entries(
-        self, bucket: Bucket, prefix: str, deep: bool, after: str, limit: int
-    ) -> tuple[list[dict[str, Any]], str | None]:
-        """One page of a listing, and where the next one starts, or None."""
-        entries: list[dict[str, Any]] = []
-        while True:
-            found = self._store.files(bucket, prefix, after, limit + 1)
-            for file in found:
-                if len(entries) == limit:
-                    return entries, after
-                folder = None if deep else _folder(file.path, prefix)
-                if folder is None:
-                    entries.append(describe(file))
-                    after = file.path
-                    continue
-                # Everything below a folder is one entry: the last code point comes after all of it.
-                after = folder + "/\U0010ffff"
-                entries.append({"type": "directory", "path": folder, "uploadedAt": moment(file.uploaded)})
-                break
-            else:
-                return entries, None
+        if len(found) > limit:
+            query = urlencode({**request.query_params, "cursor": found[limit - 1].path})
+            headers["Link"] = f'<{_origin(request)}{quote(request.url.path)}?{query}>; rel="next"'
+        return JSONResponse([describe(file) for file in found[:limit]], headers=headers)
 
     async def paths_info(self, request: Request) -> Response:
         bucket = self.bucket(request)
@@ -135,14 +111,7 @@ class Rest:
             if not found and self._access.options.strict_delete:
                 raise RefusedError("file does not exist")
             return
-        if line["type"] == "copyFile":
-            source = self._store.bucket(line["sourceRepoId"])
-            if line["sourceRepoType"] != "bucket" or source is None:
-                raise RefusedError("source repository does not exist")
-            if not self._store.holds(source.inner, line["xetHash"]):
-                raise RefusedError(f"xet hash {line['xetHash']} is not in the source repository")
-            self._store.hold(bucket.inner, line["xetHash"])
-        elif line["type"] != "addFile":
+        if line["type"] != "addFile":
             raise RefusedError(f"operation {line['type']!r} is unknown")
         self._store.put_file(bucket, line["path"], line["xetHash"], line.get("mtime", 0), line.get("contentType"))
 
@@ -194,13 +163,6 @@ def describe(file: File) -> dict[str, Any]:
     told = {"type": "file", "path": file.path, "size": file.size, "xetHash": file.hash}
     told |= {"mtime": moment(file.mtime / 1000), "uploadedAt": moment(file.uploaded)}
     return told | ({"contentType": file.kind} if file.kind else {})
-
-
-def _folder(path: str, prefix: str) -> str | None:
-    """The folder as which a listing that is not recursive shows this path; None: it shows the file itself."""
-    cut = len(prefix) + (1 if prefix and path[len(prefix) : len(prefix) + 1] == "/" else 0)
-    below, slash, _ = path[cut:].partition("/")
-    return path[:cut] + below if slash else None
 
 
 def _origin(request: Request) -> str:

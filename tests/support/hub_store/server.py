@@ -2,10 +2,8 @@
 
 import json
 import socket
-import threading
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Self
 
 import uvicorn
 from starlette.applications import Starlette
@@ -25,7 +23,7 @@ STOP_SECONDS = 120
 
 
 class Server:
-    """A server in a thread of this process, or in the main thread (``run``).
+    """A server in the main thread.
 
     Attributes:
         endpoint: of the Hub, for HF_ENDPOINT. store: what it holds. faults: rules and record. options: may be changed.
@@ -43,23 +41,10 @@ class Server:
         self.faults = Faults(self._application())
         config = uvicorn.Config(self.faults, log_level="critical", lifespan="off", proxy_headers=False)
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self.run, daemon=True)
 
     def run(self) -> None:
-        """Serve until ``stop``."""
+        """Serve until the process ends."""
         self._server.run(self._sockets)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-        self._thread.join(STOP_SECONDS)
-        self.store.close()
-
-    def stop(self) -> None:
-        self._server.should_exit = self._server.force_exit = True
 
     def change(self, **options: object) -> None:
         """Change options. Raises TypeError: there is no such option."""

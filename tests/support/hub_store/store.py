@@ -27,7 +27,6 @@ CREATE TABLE IF NOT EXISTS files (bucket TEXT, path TEXT, hash TEXT, size INTEGE
     uploaded REAL, PRIMARY KEY (bucket, path)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS contents (hash TEXT PRIMARY KEY, size INTEGER, terms TEXT);
 CREATE TABLE IF NOT EXISTS held (bucket TEXT, hash TEXT, PRIMARY KEY (bucket, hash)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS chunks (hash BLOB PRIMARY KEY, xorb TEXT) WITHOUT ROWID;
 """
 
 
@@ -271,17 +270,8 @@ class Store:
             os.replace(path, self.xorb_path(xorb))
             written = path.with_suffix(".index")
             written.write_bytes(index.tobytes())
-            rows = [(bytes(digest), xorb) for digest in index["hash"]]
-            self._base.execute("BEGIN")
-            self._base.executemany("INSERT OR IGNORE INTO chunks VALUES (?, ?)", rows)
-            self._base.execute("COMMIT")
             os.replace(written, self.xorb_path(xorb).with_suffix(".index"))
         return True
-
-    def xorb_with(self, chunk: str) -> str | None:
-        """A xorb that has this chunk."""
-        found = self._all("SELECT xorb FROM chunks WHERE hash=?", (hashing.digest_of(chunk),))
-        return found[0][0] if found else None
 
     def _load_index(self, xorb: str) -> Index:
         """Raises DamagedError: there is no such xorb."""
