@@ -166,7 +166,7 @@ def test_without_a_size_there_are_still_lines(local: Bucket, lines: Lines) -> No
         def stat(self, key: str) -> None:  # type: ignore[override]
             raise NotFoundError("nothing to be seen")
 
-    bucket = slow(Sizeless(local, MB, lambda done: lines.wait_for(r"down objects/large: 1\.0 MB, ")), "log")
+    bucket = slow(Sizeless(local, MB, lambda done: lines.wait_for(r"down objects/large: 1\.0 MB, ")), "log", every=0.01)
     assert len(bucket.get(KEY)) == 4 * MB
 
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, remove_quietly, replacing
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
-from vllm_delta_sync.bucket.threads import SLICE_SECONDS, wait_interruptibly
+from vllm_delta_sync.bucket.threads import SLICE_SECONDS, DaemonThreads, wait_interruptibly
 from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by, with_observers
 from vllm_delta_sync.errors import UnavailableError
 from vllm_delta_sync.settings import StoreOptions
@@ -32,6 +32,7 @@ class DeadlineBucket(BucketMiddleware):
     def __init__(self, inner: Bucket, options: StoreOptions) -> None:
         super().__init__(inner)
         self._options = options
+        self._threads = DaemonThreads()
         # List methods are atomic. A lock could be left locked by a fork.
         self._abandoned_writes: list[_ThreadCall[Any]] = []
 
@@ -68,13 +69,10 @@ class DeadlineBucket(BucketMiddleware):
             pass  # the caller cannot act on it
 
     def _run(self, action: str, call: "_ThreadCall[_Result]") -> _Result:
-        with observed_by(call):
-            thread = threading.Thread(target=with_observers(call.run), name="delta-sync-store", daemon=True)
         try:
-            try:
-                thread.start()
-            except RuntimeError:  # the interpreter is shutting down, or there are too many threads
-                call.run()
+            with observed_by(call):
+                run = with_observers(call.run)
+            self._threads.submit(run, call.finished.release)
             while not call.ends_within(max(0.0, min(call.seconds_left(), SLICE_SECONDS))):
                 if call.seconds_left() <= 0 and call.abandon():
                     raise self._timeout_error(
@@ -95,7 +93,8 @@ class _ThreadCall(TransferObserver, Generic[_Result]):
     Attributes:
         key, content: what a write writes. size: in bytes.
         abandoned: the list that holds a write from when it is abandoned until it ends; None for other calls.
-        clean_up: called when an abandoned call ends.
+        clean_up: called when an abandoned call ends; it must not raise.
+        finished: locked until the call has ended.
     """
 
     def __init__(
@@ -112,7 +111,8 @@ class _ThreadCall(TransferObserver, Generic[_Result]):
         self.size, self.key, self.content = size, key, content
         self._all_abandoned = abandoned
         self.clean_up: Callable[[], None] | None = None
-        self._finished = threading.Event()
+        self.finished = threading.Lock()
+        self.finished.acquire()
         self._lock = threading.Lock()
         self._moved = 0
         self._waited = 0.0
@@ -150,15 +150,12 @@ class _ThreadCall(TransferObserver, Generic[_Result]):
             self._error = error
         with self._lock:
             self._ended = True
-        try:
-            if self._abandoned:
-                self._result = self._error = None
-                if self.clean_up is not None:
-                    self.clean_up()
-                if self._all_abandoned is not None:
-                    self._all_abandoned.remove(self)
-        finally:
-            self._finished.set()
+        if self._abandoned:
+            self._result = self._error = None
+            if self.clean_up is not None:
+                self.clean_up()
+            if self._all_abandoned is not None:
+                self._all_abandoned.remove(self)
 
     def abandon(self) -> bool:
         """Abandon the call; return False if it has ended already."""
@@ -171,7 +168,10 @@ class _ThreadCall(TransferObserver, Generic[_Result]):
 
     def ends_within(self, seconds: float) -> bool:
         """Wait for the call to end; several threads may wait."""
-        return wait_interruptibly(self._finished.wait, seconds)
+        if not wait_interruptibly(lambda left: self.finished.acquire(timeout=left), seconds):
+            return False
+        self.finished.release()
+        return True
 
     def result(self) -> _Result:
         if self._error is not None:

@@ -22,6 +22,8 @@ _Result = TypeVar("_Result")
 SHOWN_AFTER_SECONDS = 2.0
 LOG_SECONDS = 10.0
 TICK_SECONDS = 0.2
+IDLE_TICKS = 25
+"""The thread that shows transfers ends after this many ticks without one."""
 NAME_CHARACTERS = 28
 USUAL_COLUMNS, USUAL_ROWS = 80, 24
 
@@ -41,6 +43,9 @@ class ProgressBucket(BucketMiddleware):
     ) -> None:
         super().__init__(inner)
         self._mode, self._after, self._every = mode, after, every
+        # Methods of sets are atomic. A lock could be left locked by a fork.
+        self._transfers: set[_ShownTransfer] = set()
+        self._watching_process = 0
 
     def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
         # ``transfer`` shows ranges.
@@ -60,14 +65,35 @@ class ProgressBucket(BucketMiddleware):
             yield
             return
         shown = _ShownTransfer(call, lambda: self._size(call), self._every)
-        _start(lambda: shown.watch(self._mode, self._after))
+        self._transfers.add(shown)
+        self._start_watching()
         done = False
         try:
             with observed_by(shown):
                 yield
             done = True
         finally:
+            self._transfers.discard(shown)
             shown.end(done)
+
+    def _start_watching(self) -> None:
+        """Start the thread that shows transfers, unless it runs in this process."""
+        if self._watching_process != os.getpid():
+            self._watching_process = os.getpid()
+            if not _start(self._watch):
+                self._watching_process = 0
+
+    def _watch(self) -> None:
+        idle = 0
+        while idle < IDLE_TICKS:
+            time.sleep(min(TICK_SECONDS, self._after))
+            idle = 0 if self._transfers else idle + 1
+            for transfer in list(self._transfers):
+                if time.monotonic() - transfer.began >= self._after:
+                    transfer.show(self._mode)
+        self._watching_process = 0
+        if self._transfers:  # one that began just now
+            self._start_watching()
 
     def _size(self, call: Call) -> int:
         return size_of(call.data) if call.direction == "up" else self._inner.stat(call.key).bytes
@@ -79,13 +105,13 @@ class _ShownTransfer(TransferObserver):
     def __init__(self, call: Call, size: Callable[[], int], every: float) -> None:
         self._key, self._direction = call.key, call.direction
         self._size, self._every = size, every
-        self._began = time.monotonic()
+        self.began = time.monotonic()
         self._total: int | None = None
         self._count = threading.Lock()
         self._moved = 0
         self._display = threading.Lock()
         """Held to draw: nothing is drawn after the end."""
-        self._ended = threading.Event()
+        self._ended = False
         self._shown = False
         self._bar: Any = None
         self._next_line = 0.0
@@ -94,32 +120,28 @@ class _ShownTransfer(TransferObserver):
         with self._count:
             self._moved += count
 
-    def watch(self, mode: Mode, after: float) -> None:
-        """Show the transfer from ``after`` seconds on, until it ends."""
-        if self._ended.wait(after):
-            return
-        # In another thread, because the store may be slow.
-        _start(self._fetch_size)
+    def show(self, mode: Mode) -> None:
+        """Draw the bar, or log a line if one is due."""
+        if not self._shown:
+            # In another thread, because the store may be slow.
+            _start(self._fetch_size)
         bars = _use_bars(mode)
-        while True:
-            with self._display:
-                if self._ended.is_set():
-                    return
+        with self._display:
+            if not self._ended:
                 self._shown = True
                 if bars:
                     self._draw()
                 else:
                     self._log()
-            self._ended.wait(min(TICK_SECONDS, after))
 
     def end(self, done: bool) -> None:
         """Remove the bar, or log the last line."""
-        self._ended.set()
         with self._display:
+            self._ended = True
             if self._bar is not None:
                 _ignore_terminal(self._bar.close)
             elif self._shown:
-                seconds = time.monotonic() - self._began
+                seconds = time.monotonic() - self.began
                 size = self._total if done and self._total is not None else self._bytes
                 logger.info(
                     "%s %s: %s, %.1f MB in %.1f s, %.1f MB/s",
@@ -144,7 +166,7 @@ class _ShownTransfer(TransferObserver):
         if now < self._next_line:
             return
         self._next_line = now + self._every
-        moved, rate = self._bytes / 1e6, self._bytes / 1e6 / (now - self._began)
+        moved, rate = self._bytes / 1e6, self._bytes / 1e6 / (now - self.began)
         of = f"{moved:.1f}" if self._total is None else f"{moved:.1f} of {self._total / 1e6:.1f}"
         logger.info("%s %s: %s MB, %.1f MB/s", self._direction, self._key, of, rate)
 
@@ -159,7 +181,7 @@ class _ShownTransfer(TransferObserver):
                 lambda: bar_class()(desc=f"{self._direction} {name}", total=self._total, file=sys.stderr, **options)
             )
         if self._bar is not None:
-            self._bar.start_t = time.time() - (time.monotonic() - self._began)
+            self._bar.start_t = time.time() - (time.monotonic() - self.began)
             self._bar.ncols, self._bar.nrows = columns, rows
             self._bar.total, self._bar.n = self._total, self._bytes
             _ignore_terminal(self._bar.refresh)
@@ -199,8 +221,9 @@ def _ignore_terminal(call: Callable[[], Any]) -> Any:
         return None
 
 
-def _start(work: Callable[[], None]) -> None:
+def _start(work: Callable[[], None]) -> bool:
     try:
         threading.Thread(target=work, name="delta-sync-progress", daemon=True).start()
-    except RuntimeError:
-        pass  # the interpreter is shutting down, or there are too many threads: nothing is shown
+    except RuntimeError:  # the interpreter is shutting down, or there are too many threads
+        return False
+    return True
