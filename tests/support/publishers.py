@@ -209,7 +209,3 @@ def assert_history(bucket: Bucket, history: Sequence[Weights]) -> None:
     assert (report.versions, report.replayed) == (len(history), True)
     for version, expected in enumerate(history):
         assert_holds(bucket, version, expected)
-
-
-def assert_true(value: bool) -> None:
-    assert value

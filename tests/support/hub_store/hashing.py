@@ -18,18 +18,6 @@ def text_of(digest: bytes) -> str:
     return b"".join(digest[at : at + 8][::-1] for at in range(0, 32, 8)).hex()
 
 
-def digest_of(text: str) -> bytes:
-    """The 32 bytes of a written hash.
-
-    Raises:
-        ValueError: it is not 64 hex digits.
-    """
-    written = bytes.fromhex(text)
-    if len(written) != 32:
-        raise ValueError(f"hash {text!r} has {len(written)} bytes, not 32")
-    return b"".join(written[at : at + 8][::-1] for at in range(0, 32, 8))
-
-
 def chunk_hash(data: bytes) -> bytes:
     return blake3(data, key=CHUNK_KEY).digest()
 

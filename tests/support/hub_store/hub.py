@@ -15,7 +15,6 @@ from urllib.parse import urlencode
 
 ROOT = Path(__file__).resolve().parents[3]
 TOKEN = "hf_loopback"
-REGION = "us-east-1"
 CONTROL_SECONDS = 120
 
 

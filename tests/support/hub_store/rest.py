@@ -1,7 +1,6 @@
 """The Hub's own routes: buckets, their files, and the way to the content store."""
 
 import json
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -15,7 +14,6 @@ from tests.support.hub_store.access import READ, WRITE, Access, Denied, failure
 from tests.support.hub_store.store import Bucket, File, RefusedError, Store
 
 PATHS_PER_REQUEST = 1000
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 def moment(seconds: float) -> str:
