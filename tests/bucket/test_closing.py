@@ -137,7 +137,6 @@ def test_what_repair_takes_from_a_mirror_is_of_that_mirror(
         ("branch --to {url}/branch --bucket {url}", 0),
         ("branch --to {url} --bucket {url}", 2),
         ("compact --bucket {url}", 0),
-        ("keys list --bucket {url}", 0),
         ("fleet list --bucket {url}", 0),
     ],
 )
