@@ -65,7 +65,7 @@ def test_another_writers_object_is_a_conflict_after_a_failure_too(local: Bucket,
     mine.write_bytes(b"mine")
     source = mine if as_file else b"mine"
     for theirs in (b"them", b"other length"):
-        bucket = RetryingBucket(PlannedBucket(local, CUT), OPTIONS, Usage())
+        bucket = RetryingBucket(PlannedBucket(local, CUT), OPTIONS, Metrics())
         local.put("key", theirs)
         with pytest.raises(ConflictError):
             bucket.put("key", source, if_absent=True)
@@ -73,7 +73,7 @@ def test_another_writers_object_is_a_conflict_after_a_failure_too(local: Bucket,
     # Without an unknown outcome even the same bytes are somebody else's.
     local.put("key", b"mine")
     with pytest.raises(ConflictError):
-        RetryingBucket(local, OPTIONS, Usage()).put("key", source, if_absent=True)
+        RetryingBucket(local, OPTIONS, Metrics()).put("key", source, if_absent=True)
 
 
 @pytest.mark.parametrize("error", [StoreError, AccessError, NotFoundError, ConflictError, UsageError, DeadlineError])
@@ -126,7 +126,7 @@ def test_watchers_outside_count_no_byte_twice(local: Bucket) -> None:
     left = [1, 2]
     tally = Tally()
     with observed_by(tally):
-        RetryingBucket(ReportingBucket(local, 20, cut_at_60), OPTIONS, Usage()).put("key", bytes(100))
+        RetryingBucket(ReportingBucket(local, 20, cut_at_60), OPTIONS, Metrics()).put("key", bytes(100))
     assert (left, tally.bytes) == ([], 100)
 
 
@@ -135,7 +135,7 @@ def test_a_pipe_is_read_once(local: Bucket, tmp_path: Path) -> None:
     os.mkfifo(pipe)
     failing = PlannedBucket(local, CUT)
     with pytest.raises(UnavailableError, match="was cut"):
-        RetryingBucket(failing, OPTIONS, Usage()).put("key", pipe)
+        RetryingBucket(failing, OPTIONS, Metrics()).put("key", pipe)
     assert failing.tries == 1
 
 
@@ -157,7 +157,7 @@ def test_a_listing_goes_on_where_it_broke_off(local: Bucket) -> None:
     for key in keys:
         local.put(key, b"x")
     breaking = Breaking(local)
-    assert [item.key for item in RetryingBucket(breaking, OPTIONS, Usage()).list("a/")] == keys
+    assert [item.key for item in RetryingBucket(breaking, OPTIONS, Metrics()).list("a/")] == keys
     assert breaking.breaks == 6
 
 
@@ -171,7 +171,7 @@ def test_a_listing_that_is_given_up_is_closed_through_all_wrappers(local: Bucket
             finally:
                 closed.set()
 
-    items = dressed(Endless(local), OPTIONS, Usage()).list()
+    items = dressed(Endless(local), OPTIONS, Metrics()).list()
     assert next(items).key == "key/000000000"
     del items
     assert closed.is_set()
@@ -247,7 +247,7 @@ def test_close_ends_a_pause(local: Bucket, waiting: threading.Event) -> None:
 
 @pytest.mark.usefixtures("hurried")
 def test_the_log_says_it_once_a_minute(local: Bucket, caplog: pytest.LogCaptureFixture) -> None:
-    bucket = RetryingBucket(PlannedBucket(local, *[CUT] * 200), OPTIONS, Usage())
+    bucket = RetryingBucket(PlannedBucket(local, *[CUT] * 200), OPTIONS, Metrics())
     bucket.put("some/key", b"x")
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1
