@@ -15,6 +15,7 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest, rebuild
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.maintenance.tags import set_tag
+from vllm_delta_sync.run.service import ServicePolicy, newest_to_serve
 
 HELD = {"elements": 7, "relative_norm": 0.25, "exact": 2}
 
@@ -82,9 +83,9 @@ def test_beside_quarantined_versions(marks: str, both: int, exact: int, sound: i
     chain.play(marks)
     run = open_run(chain.url)
     head = run.head()
-    assert run.newest_to_serve(head, exact=True) == both
-    assert run.newest_to_serve(head, quarantined=True, exact=True) == exact
-    assert run.newest_to_serve(head) == sound
+    assert newest_to_serve(run, head, ServicePolicy(exact=True)) == both
+    assert newest_to_serve(run, head, ServicePolicy(quarantined=True, exact=True)) == exact
+    assert newest_to_serve(run, head, ServicePolicy()) == sound
     for quarantined, version in (("skip", both), ("serve", exact)):
         server = Server(chain, chain.bits[0], require_exact=True, quarantined=quarantined)
         server.reaches(version, commits=1 if version else 0)
@@ -116,9 +117,9 @@ def test_no_commit_ends_at_another_version(seed: int, tmp_path: Path) -> None:
 def test_cold_start(chain: MarkedChain) -> None:
     run = open_run(chain.url)
     assert newest_good_manifest(run).version == 6
-    assert newest_good_manifest(run, exact=True).version == 5
+    assert newest_good_manifest(run, ServicePolicy(exact=True)).version == 5
     chain.lose(5)
-    held, _ = rebuild(run, newest_good_manifest(run, exact=True), "/nowhere", exact=True)
+    held, _ = rebuild(run, newest_good_manifest(run, ServicePolicy(exact=True)), "/nowhere", ServicePolicy(exact=True))
     assert held.version == 2, "not 3 or 4"
 
 

@@ -24,6 +24,7 @@ from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, Se
 from vllm_delta_sync.format.manifest import Quarantine, version_key
 from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.maintenance.tags import set_tag
+from vllm_delta_sync.run.service import ServicePolicy
 from vllm_delta_sync.settings import Settings, load_settings
 from vllm_delta_sync.tensors.bits import Bits
 
@@ -262,11 +263,16 @@ def test_cold_start_loads_the_newest_sound_version(chain: MarkedChain, told: pyt
     run = open_run(chain.url)
     assert newest_good_manifest(run).version == 5
     assert f"version 6 is quarantined and skipped: {REASON!r}" in told.text
-    assert newest_good_manifest(run, quarantined=True).version == 6
+    assert newest_good_manifest(run, ServicePolicy(quarantined=True)).version == 6
     chain.lose(5)
     held, _ = rebuild(run, newest_good_manifest(run), "/nowhere")
     assert held.version == 2, "not 3 or 4"
-    assert rebuild(run, newest_good_manifest(run, quarantined=True), "/nowhere", quarantined=True)[0].version == 4
+    assert (
+        rebuild(
+            run, newest_good_manifest(run, ServicePolicy(quarantined=True)), "/nowhere", ServicePolicy(quarantined=True)
+        )[0].version
+        == 4
+    )
 
 
 def test_cold_start_where_all_is_quarantined(tmp_path: Path) -> None:

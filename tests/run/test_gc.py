@@ -28,6 +28,7 @@ from vllm_delta_sync.maintenance.gc.contents import graph_of, survey
 from vllm_delta_sync.maintenance.gc.lock import CLAIM_SECONDS
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.run.read_plan import ReadPlanner, find_steps
+from vllm_delta_sync.run.service import ServicePolicy, newest_to_serve
 
 quiet = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 
@@ -564,7 +565,7 @@ def test_sound_version_stays_readable_whatever_is_collected(
         assert sound is not None
         assert run.equals(head.version)
         assert run.equals(sound)
-        exact = Run(run.memory).newest_to_serve(head, exact=True)
+        exact = newest_to_serve(Run(run.memory), head, ServicePolicy(exact=True))
         assert exact is not None
         assert run.equals(exact)
         for version in {sound, exact} - {head.version}:

@@ -35,6 +35,7 @@ from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner
+from vllm_delta_sync.run.service import ServicePolicy, newest_to_serve
 
 logger = guarded_logger(__name__)
 
@@ -190,11 +191,11 @@ def _due_anchor(run: RunDocuments, manifest: Manifest, kth: int) -> int | None:
     milestone = _milestone(run, version, anchors)
     if milestone is not None:
         return milestone
-    if manifest.quarantine is not None:
-        if not manifest.sound:
-            return None
-        manifest = run.manifest(manifest.sound)
-        version = manifest.version
+    newest = newest_to_serve(run, manifest, ServicePolicy())
+    if not newest:
+        return None
+    if newest != version:
+        version, manifest = newest, run.manifest(newest)
     return version if version not in anchors and _replay_costs_more(run, manifest, anchors) else None
 
 
@@ -205,7 +206,7 @@ def _newest_sound(run: RunDocuments, newest: Manifest, version: int) -> int:
     except DataError:
         # Making its anchor will report the error.
         return version
-    return manifest.sound or 0
+    return newest_to_serve(run, manifest, ServicePolicy()) or 0
 
 
 def _milestone(run: RunDocuments, version: int, anchors: list[int]) -> int | None:

@@ -37,6 +37,7 @@ from vllm_delta_sync.run.checks import check_base
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.model_files import write_file
 from vllm_delta_sync.run.restore import Progress, restore
+from vllm_delta_sync.run.service import ServicePolicy, newest_to_serve
 from vllm_delta_sync.tensors.checkpoint import (
     CONFIG_NAME,
     EXPORT_NAME,
@@ -183,23 +184,24 @@ def export(
 def choose_version(run: Run, version: Version) -> tuple[Manifest, list[str]]:
     """Return the version to export, and notes about it."""
     manifest = run.resolve(version)
-    if manifest.quarantine is None:
-        held = manifest.held_back
-        if held is None:
-            return manifest, []
-        note = f"version {manifest.version} is not the trainer's exact state, version {held.exact} is: {held.summary()}"
-        return manifest, [note]
-    reasons = "; ".join(manifest.quarantine.reasons)
-    if version is not None:
-        return manifest, [f"version {manifest.version} is quarantined: {reasons}"]
-    if manifest.sound is None:
-        raise NotFoundError(
-            f"every version of run {run.info.run} is quarantined, the newest ({manifest.version}) because: {reasons}; "
-            "name the version to export (--version)"
+    notes: list[str] = []
+    if manifest.quarantine is not None:
+        notes.append(f"version {manifest.version} is quarantined: {'; '.join(manifest.quarantine.reasons)}")
+    elif (held := manifest.held_back) is not None:
+        notes.append(
+            f"version {manifest.version} is not the trainer's exact state, version {held.exact} is: {held.summary()}"
         )
-    sound = run.manifest(manifest.sound)
+    policy = ServicePolicy(requested=None if version is None else manifest.version)
+    newest = newest_to_serve(run, manifest, policy)
+    if newest is None:
+        raise NotFoundError(
+            f"every version of run {run.info.run} is quarantined; {notes[0]}; name the version to export (--version)"
+        )
+    if newest == manifest.version:
+        return manifest, notes
+    sound = run.manifest(newest)
     run.check_descends(manifest, sound)
-    return sound, [f"skipped version {manifest.version}, which is quarantined: {reasons}"]
+    return sound, [f"skipped {notes[0]}"]
 
 
 # The folder

@@ -429,29 +429,6 @@ class RunDocuments:
         older = read_ahead(self.manifest, range(head.version - 1, -1, -1))
         return next((manifest for manifest in chain([head], older) if fits(manifest)), None)
 
-    def newest_to_serve(self, head: Manifest, quarantined: bool = False, exact: bool = False) -> int | None:
-        """Return the newest version up to ``head`` that servers serve by themselves; None if there is none.
-
-        Reads manifests only if ``exact`` and the head is not exact: usually one.
-
-        Args:
-            quarantined: whether quarantined versions count too. exact: whether only exact versions count.
-
-        Raises:
-            StoreError: the store failed.
-        """
-        manifest = head
-        while True:
-            version = manifest.version if quarantined else manifest.sound
-            if exact and version == manifest.version:
-                version = manifest.exact
-            if version is None or version == manifest.version or not exact:
-                return version
-            try:
-                manifest = self.manifest(version)
-            except DataError:
-                return version  # the planner reports the error
-
     def tag(self, name: str) -> Tag:
         """Read a tag. Raises NotFoundError, UsageError (invalid name), FormatError, ChainError (of another run)."""
         key = tag_key(name)

@@ -29,6 +29,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.run.documents import parse_target
+from vllm_delta_sync.run.service import ServicePolicy
 from vllm_delta_sync.settings import HEAD, Settings, load_settings
 
 
@@ -92,11 +93,6 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         cache = None if folder is None else ObjectCache(folder, settings.cache_bytes)
         return open_run(url, settings.keyring(), settings.store(), cache)
 
-    @property
-    def _serves_quarantined(self) -> bool:
-        """Whether quarantined versions are loaded like others."""
-        return load_settings().quarantined == "serve"
-
     def download_model(self, model_config: Any) -> None:
         """Do nothing: objects are read when needed."""
 
@@ -125,8 +121,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         """
         began = time.perf_counter()
         run, choose_version = self._agree_on_version()
-        exact = load_settings().require_exact
-        held, state = rebuild(run, choose_version, model_config.model, self._serves_quarantined, exact)
+        held, state = rebuild(run, choose_version, model_config.model, _policy(load_settings()))
         if from_rank_0(held.version) != held.version:
             raise EngineError(f"this rank could rebuild version {held.version}, rank 0 another one; restart the server")
         fingerprints = tuple(value.hex() for value in state.fingerprints)
@@ -169,7 +164,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         settings = settings if order is None else apply_order(settings, order)
         run = self.run if order is None or order.bucket is None else self._open(settings, settings.bucket)
         trusted_head = TrustedHead(settings, run.keyring, writes=False)
-        head = newest_good_manifest(run, self._serves_quarantined, trusted_head, settings.require_exact)
+        head = newest_good_manifest(run, _policy(settings), trusted_head)
         holds = order is not None and order.holding and order.run == run.info.run
         version = order.version if order is not None and holds else None
         if version is None and settings.target == HEAD:
@@ -190,3 +185,7 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             raise TensorMismatchError(
                 f"run {self.run.info.run} lacks weights of this model; does config.json belong to the run? {error}"
             ) from error
+
+
+def _policy(settings: Settings) -> ServicePolicy:
+    return ServicePolicy.of_settings(settings.quarantined, settings.require_exact)

@@ -11,6 +11,7 @@ from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.engine.planning.update_planner import UpdatePlanner
 from vllm_delta_sync.errors import ChainError, DeltaSyncError
+from vllm_delta_sync.run.service import ServicePolicy
 from vllm_delta_sync.settings import HEAD, Settings
 
 
@@ -33,11 +34,10 @@ class RunSession:
         self._board = board
         self.target_unavailable = False
         self._last_skipped = -1
-        serves_any = settings.quarantined == "serve"
-        exact = settings.require_exact
+        policy = ServicePolicy.of_settings(settings.quarantined, settings.require_exact)
         trusted_head = TrustedHead(settings, keyring)
-        self.history = History(settings.bucket, keyring, trusted_head, settings.store(), serves_any, exact)
-        self.planner = UpdatePlanner(self.history, serves_any, exact)
+        self.history = History(settings.bucket, keyring, trusted_head, settings.store(), policy)
+        self.planner = UpdatePlanner(self.history, policy)
         self.updater = WeightUpdater(port, settings, board, self.history, self.planner, ranks)
         self.identifier = WeightIdentifier(settings, board, self.history, ranks, self._refuse)
 

@@ -11,6 +11,7 @@ from vllm_delta_sync.errors import DeltaSyncError, ExpiredError, NotFoundError, 
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.run.documents import parse_target
+from vllm_delta_sync.run.service import ServicePolicy, newest_to_serve
 from vllm_delta_sync.settings import HEAD
 from vllm_delta_sync.trust import Keyring
 
@@ -21,8 +22,7 @@ class History:
     Args:
         keyring: keys that must have signed the run. trusted_head: refuses heads older than one seen before.
         store: options of the store; if None, from the environment.
-        serves_quarantined: whether quarantined versions are served like others.
-        require_exact: whether versions that are not exact are skipped.
+        policy: which versions are served.
 
     Attributes:
         head: manifest of the newest good version; None before the first poll.
@@ -37,11 +37,10 @@ class History:
         keyring: Keyring,
         trusted_head: TrustedHead,
         store: StoreOptions | None = None,
-        serves_quarantined: bool = False,
-        require_exact: bool = False,
+        policy: ServicePolicy | None = None,
     ) -> None:
         self._url = url
-        self._serves_quarantined, self._require_exact = serves_quarantined, require_exact
+        self._policy = policy or ServicePolicy()
         self.store = store
         self.keyring = keyring
         self.trusted_head = trusted_head
@@ -107,7 +106,7 @@ class History:
         self.expired = self.trusted_head.check_expiry(self.run, stopped_by)
         self.trusted_head.accept_head(self.run, head, stopped_by, served)
         if self.head is None or self.head.digest != head.digest:
-            self.goal = self.run.newest_to_serve(head, self._serves_quarantined, self._require_exact)
+            self.goal = newest_to_serve(self.run, head, self._policy)
         self.head, self._stopped_by = head, stopped_by
         return stopped_by
 

@@ -5,6 +5,7 @@ versions before the bad one are still taken, and then the planner raises.
 """
 
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice, pairwise
 from typing import NoReturn
 
@@ -16,6 +17,7 @@ from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, NotFoundError
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
+from vllm_delta_sync.run.service import ServicePolicy, may_be_served
 
 STAGED_BYTES = 14
 """Memory of a patch per changed element of a 16-bit dtype: address, distance, half a hash. The changes of all ranks are
@@ -31,17 +33,16 @@ class UpdatePlanner:
     """Plans commits in the run of a history.
 
     Args:
-        quarantined: whether any quarantined version may be served.
-        exact: whether only exact versions may be served.
+        policy: which versions a commit may end at.
 
     Attributes:
-        requested_version: an explicitly requested version, served even if it is quarantined or not exact.
+        requested_version: an explicitly requested version, served whatever the policy says.
         feedback: what staging and commits found out; the updater reports to it.
     """
 
-    def __init__(self, history: History, quarantined: bool = False, exact: bool = False) -> None:
+    def __init__(self, history: History, policy: ServicePolicy | None = None) -> None:
         self._history = history
-        self._quarantined, self._exact = quarantined, exact
+        self._policy = policy or ServicePolicy()
         self.requested_version: int | None = None
         self.feedback = PlanFeedback()
         self._planners: dict[str, ReadPlanner] = {}
@@ -235,9 +236,7 @@ class UpdatePlanner:
         """Return whether a commit may end at a version, which then generates."""
         if manifest.digest in self.feedback.unservable:
             return False
-        allowed = self._quarantined or manifest.quarantine is None
-        exact = not self._exact or manifest.held_back is None
-        return (allowed and exact) or manifest.version == self.requested_version
+        return may_be_served(manifest, replace(self._policy, requested=self.requested_version))
 
     # Snapshots and rebuilds instead of steps
 

@@ -14,6 +14,7 @@ from vllm_delta_sync.errors import BaseUnavailableError, DataError, DeltaSyncErr
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.run.read_plan import ReadPlanner, Root
 from vllm_delta_sync.run.restore import restore
+from vllm_delta_sync.run.service import ServicePolicy, newest_to_serve
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
 from vllm_delta_sync.tensors.state import ModelState
 
@@ -21,12 +22,12 @@ SECONDS_BETWEEN_LINES = 5.0
 
 
 def newest_good_manifest(
-    run: Run, quarantined: bool = False, trusted_head: TrustedHead | None = None, exact: bool = False
+    run: Run, policy: ServicePolicy | None = None, trusted_head: TrustedHead | None = None
 ) -> Manifest:
     """Return the newest good manifest of a run.
 
     Args:
-        quarantined: whether a quarantined version is acceptable. exact: whether only an exact version is.
+        policy: which versions are acceptable.
         trusted_head: refuses what contradicts what it has seen before.
 
     Raises:
@@ -47,7 +48,7 @@ def newest_good_manifest(
         trusted_head.check_fresh(run, error, expired)
     if error is not None:
         logger.error("what follows version %d cannot be used: %s", manifest.version, error)
-    newest = run.newest_to_serve(manifest, quarantined, exact)
+    newest = newest_to_serve(run, manifest, policy or ServicePolicy())
     if newest == manifest.version:
         return manifest
     if newest is None:
@@ -64,14 +65,12 @@ def newest_good_manifest(
     return found
 
 
-def rebuild(
-    run: Run, head: Manifest, folder: str, quarantined: bool = False, exact: bool = False
-) -> tuple[Manifest, ModelState]:
+def rebuild(run: Run, head: Manifest, folder: str, policy: ServicePolicy | None = None) -> tuple[Manifest, ModelState]:
     """Rebuild ``head``, or the last version before it that can be reached.
 
     Args:
         folder: model folder given to vLLM; see ``restore_version``.
-        quarantined: whether an earlier version that is quarantined is acceptable. exact: whether only exact ones are.
+        policy: which earlier versions are acceptable.
 
     Returns:
         the manifest of the rebuilt version, and its weights, whose fingerprint was checked.
@@ -92,8 +91,8 @@ def rebuild(
         except (DataError, UsageError) as error:
             first, failed = first or error, error
         earlier = _newest_before(run, target, avoid)
-        while earlier is not None and (newest := run.newest_to_serve(earlier, quarantined, exact)) != earlier.version:
-            earlier = None if newest is None else run.manifest(newest)
+        newest = None if earlier is None else newest_to_serve(run, earlier, policy or ServicePolicy())
+        earlier = None if newest is None else run.manifest(newest)
         if earlier is None:
             raise first
         run.check_descends(head, earlier)

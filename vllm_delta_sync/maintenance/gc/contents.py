@@ -31,6 +31,7 @@ from vllm_delta_sync.format.manifest import (
 from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.graph import ROOT, UNLIKELY, Edge, VersionGraph
 from vllm_delta_sync.run.prefetch import read_ahead
+from vllm_delta_sync.run.service import ServicePolicy, may_be_served
 
 _OBJECT = re.compile(re.escape(OBJECTS_PREFIX) + r"[0-9a-f]{64}\.safetensors")
 _SIDECAR = re.compile(re.escape(SIDECARS_PREFIX) + r"[0-9a-f]{64}")
@@ -43,7 +44,8 @@ class Listed:
     Attributes:
         info: of the document. start, end: versions that it leads from (``ROOT`` if none) and to.
         refs: (key, bytes) of its objects. reversible: whether it can be reverted.
-        digest, parent, sidecars (keys), quarantined, exact: of a manifest.
+        digest, parent, sidecars (keys): of a manifest. sound, exact: whether servers accept it by default, and with
+            ``require_exact``.
     """
 
     info: ObjectInfo
@@ -53,7 +55,7 @@ class Listed:
     reversible: bool = False
     digest: str = ""
     parent: str | None = None
-    quarantined: bool = False
+    sound: bool = True
     exact: bool = True
     sidecars: tuple[str, ...] = ()
 
@@ -95,13 +97,12 @@ class RunContents:
     @property
     def sound(self) -> int | None:
         """Newest version that is not quarantined; None if there is none."""
-        return next((document.end for document in reversed(self.history) if not document.quarantined), None)
+        return next((document.end for document in reversed(self.history) if document.sound), None)
 
     @property
     def exact(self) -> int | None:
         """Newest version that servers with ``require_exact`` accept; ``sound`` in a run without byte budgets."""
-        accepted = (item for item in reversed(self.history) if not item.quarantined and item.exact)
-        return next((item.end for item in accepted), None)
+        return next((document.end for document in reversed(self.history) if document.exact), None)
 
     def is_complete(self, document: Listed) -> bool:
         """Return whether all objects of a document are stored with their declared sizes."""
@@ -237,8 +238,8 @@ def _of_manifest(manifest: Manifest, info: ObjectInfo) -> Listed:
         reversible=manifest.reversible,
         digest=manifest.digest,
         parent=manifest.parent,
-        quarantined=manifest.quarantine is not None,
-        exact=manifest.held_back is None,
+        sound=may_be_served(manifest, ServicePolicy()),
+        exact=may_be_served(manifest, ServicePolicy(exact=True)),
         sidecars=tuple(item.key for item in manifest.sidecars),
     )
 
