@@ -201,7 +201,7 @@ def choose_version(run: Run, version: Version) -> tuple[Manifest, list[str]]:
         return manifest, notes
     sound = run.manifest(newest)
     run.check_descends(manifest, sound)
-    return sound, [f"skipped {notes[0]}"]
+    return sound, [f"skipped {notes[0].replace(' is', ', which is', 1)}"]
 
 
 # The folder
