@@ -184,24 +184,23 @@ def export(
 def choose_version(run: Run, version: Version) -> tuple[Manifest, list[str]]:
     """Return the version to export, and notes about it."""
     manifest = run.resolve(version)
-    notes: list[str] = []
+    state = None
     if manifest.quarantine is not None:
-        notes.append(f"version {manifest.version} is quarantined: {'; '.join(manifest.quarantine.reasons)}")
+        state = f"quarantined: {'; '.join(manifest.quarantine.reasons)}"
     elif (held := manifest.held_back) is not None:
-        notes.append(
-            f"version {manifest.version} is not the trainer's exact state, version {held.exact} is: {held.summary()}"
-        )
+        state = f"not the trainer's exact state, version {held.exact} is: {held.summary()}"
     policy = ServicePolicy(requested=None if version is None else manifest.version)
     newest = newest_to_serve(run, manifest, policy)
     if newest is None:
         raise NotFoundError(
-            f"every version of run {run.info.run} is quarantined; {notes[0]}; name the version to export (--version)"
+            f"every version of run {run.info.run} is quarantined, the newest ({manifest.version}) is {state}; name the "
+            "version to export (--version)"
         )
     if newest == manifest.version:
-        return manifest, notes
+        return manifest, [] if state is None else [f"version {manifest.version} is {state}"]
     sound = run.manifest(newest)
     run.check_descends(manifest, sound)
-    return sound, [f"skipped {notes[0].replace(' is', ', which is', 1)}"]
+    return sound, [f"skipped version {manifest.version}, which is {state}"]
 
 
 # The folder
