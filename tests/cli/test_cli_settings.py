@@ -214,7 +214,7 @@ def test_a_publisher_signs_with_the_key_that_is_set(world: KeyedRun, monkeypatch
         pass
     assert open_run(str(world.folder / "other")).info.signature is not None
     # A key that is given wins; by the keys that are set it is not one to begin a run with.
-    with pytest.raises(SignatureError, match="cannot begin with signing_key"):
+    with pytest.raises(SignatureError, match="is not among trusted_keys"):
         Publisher(trainer.live, str(world.folder / "third"), signing_key=world.path("root"))
 
 

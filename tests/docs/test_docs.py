@@ -205,7 +205,7 @@ def test_generated_pages_are_up_to_date() -> None:
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    """Our commands by name, and groups of commands such as ``keys``."""
+    """Our commands by name, and groups of commands such as ``tag``."""
     parser = cli.build_parser()
     return {**parser.children, **parser.commands}
 
