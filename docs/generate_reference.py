@@ -129,7 +129,8 @@ def settings() -> Iterator[str]:
         "signing_key": config.ClientSettings.model_json_schema()["properties"]["signing_key"],
     }.items():
         default = "required by a server" if name in required else shown_default(entry.get("default"))
-        rows.append((code(name), code(config.environment_name(name)), shape_of(entry), default, entry["description"]))
+        meaning = " ".join(entry["description"].split())
+        rows.append((code(name), code(config.environment_name(name)), shape_of(entry), default, meaning))
     yield table(("name", "environment", "value", "default", "meaning"), rows)
     yield (
         "numba reads `NUMBA_CACHE_DIR`, a writable directory for compiled code. Set it only where neither the "

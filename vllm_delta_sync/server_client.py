@@ -5,10 +5,26 @@ Requests go to the named server only: no proxy is used and no redirect is follow
 
 import http.client
 import json
+import math
 import re
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Annotated, Any
 from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    AliasPath,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    computed_field,
+    field_validator,
+)
 
 from vllm_delta_sync import admin_token
 from vllm_delta_sync.errors import (
@@ -26,6 +42,9 @@ REQUEST_SECONDS = 10.0
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
 MAX_MESSAGE = 2000
 """Most characters of a server's message that are shown."""
+MAX_NAME = 100
+MAX_ITEMS = 64
+"""Most items of a list in a status that are shown."""
 STAGING = ("fetch", "verify", "decode", "route", "rescan")
 """Phases of ``timings_ms`` in the status that run beside generation."""
 NOT_LOADED = (
@@ -34,7 +53,6 @@ NOT_LOADED = (
     "vllm_delta_sync.engine.WorkerExtension"
 )
 _KIND = re.compile(r"[a-z_]{1,40}")
-_Value = TypeVar("_Value")
 
 
 class ServerError(DeltaSyncError):
@@ -54,14 +72,119 @@ class Reply:
     status: int
     document: dict[str, Any]
 
-    def field(self, path: str, kind: type[_Value]) -> _Value | None:
-        """Return the member at ``a.b`` if it is of that type, else None; the server is not trusted."""
-        found: Any = self.document
-        for name in path.split("."):
-            found = found.get(name) if isinstance(found, dict) else None
-        if isinstance(found, bool) and kind is not bool:
-            return None
-        return found if isinstance(found, kind) else None
+    @cached_property
+    def server_status(self) -> "ServerStatus":
+        """The document as a server's status."""
+        return ServerStatus.model_validate(self.document)
+
+
+Text = Annotated[str, AfterValidator(lambda text: text[:MAX_NAME])]
+Message = Annotated[str, AfterValidator(lambda text: text[:MAX_MESSAGE])]
+Messages = Annotated[list[Message], BeforeValidator(lambda found: [str(item) for item in found[:MAX_ITEMS]])]
+
+
+class _Untrusted(BaseModel):
+    """A part of a server's status: texts and lists are cut, and a member of another type counts as missing."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _default_if_invalid(cls, value: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        try:
+            return check(value)
+        except (ValidationError, TypeError, AttributeError):
+            field = cls.model_fields[str(info.field_name)]
+            if field.is_required():
+                raise
+            return field.get_default(call_default_factory=True)
+
+
+class VersionPoint(_Untrusted):
+    """A version that the status names. ``distance``: relative, from the trainer's weights; None if it is not known."""
+
+    version: int
+    step: int | None = None
+    quarantined: Messages = []
+    held_back: Annotated[dict[str, Any] | None, Field(exclude=True)] = None
+    distance: float | None = Field(None, validation_alias=AliasPath("held_back", "relative_norm"))
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def exact(self) -> bool:
+        """Whether it is the trainer's exact state."""
+        return self.held_back is None
+
+
+class RecentUpdate(_Untrusted):
+    """A commit of ``versions`` versions, the newest of which is ``version``. Timings are in milliseconds."""
+
+    version: int | None = None
+    versions: Annotated[int, BeforeValidator(len)] = 1
+    step: int | None = None
+    changed: int | None = None
+    payload: int | None = Field(None, validation_alias="payload_bytes")
+    timings: Annotated[
+        dict[str, float],
+        BeforeValidator(lambda found: {name: float(ms) for name, ms in found.items() if _is_number(ms)}),
+        Field(validation_alias="timings_ms", exclude=True),
+    ] = {}
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def pause(self) -> float | None:
+        """Length of the pause."""
+        return self.timings.get("pause")
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def staged(self) -> float | None:
+        """Time of staging, which runs beside generation; None if no phase of it is reported."""
+        phases = [self.timings[phase] for phase in STAGING if phase in self.timings]
+        return sum(phases) if phases else None
+
+
+class ServerFailure(_Untrusted):
+    """An error that the server reports."""
+
+    kind: Text
+    message: Message
+
+
+class ServerStatus(_Untrusted):
+    """What a server says of itself, as far as commands and the page show it; docs/REFERENCE.md describes the fields.
+
+    Attributes:
+        last_error: the receiver's last failure. error: why the server refused what it was asked for.
+        reasons: why the server is not ready. polled, heard: seconds since the last poll, and since the last notice.
+    """
+
+    run: Text | None = None
+    served: VersionPoint | None = None
+    head: VersionPoint | None = None
+    lag: int | None = None
+    state: Text | None = None
+    policy: Text | None = None
+    target: Text | None = None
+    holding: bool = False
+    ready: bool | None = Field(None, validation_alias=AliasPath("ready", "ready"))
+    reasons: Messages = Field([], validation_alias=AliasPath("ready", "reasons"))
+    last_error: ServerFailure | None = None
+    error: Annotated[ServerFailure | None, Field(exclude=True)] = None
+    commits: int | None = None
+    polled: float | None = Field(None, validation_alias="polled_seconds")
+    listens: bool | None = Field(None, validation_alias=AliasPath("notice", "listens"))
+    heard: float | None = Field(None, validation_alias=AliasPath("notice", "heard_seconds"))
+    receiver: Text | None = Field(None, validation_alias=AliasPath("fleet", "receiver"))
+    vllm: Text | None = Field(None, validation_alias=AliasPath("versions", "vllm"))
+    undo: Annotated[list[int], BeforeValidator(lambda found: [item for item in found if type(item) is int])] = []
+    recent: Annotated[
+        list[RecentUpdate], BeforeValidator(lambda found: [row for row in found if isinstance(row, dict)][-MAX_ITEMS:])
+    ] = []
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def check_server_url(url: str) -> None:
@@ -155,16 +278,17 @@ def call_plugin(
         EngineError: the plugin is not loaded there, or what answers is not the plugin. As ``ask``.
     """
     reply = ask(url, f"/delta_sync/{route}", method=method, body=body, token=token, seconds=seconds)
-    kind, message = reply.field("error.kind", str), reply.field("error.message", str)
-    if reply.status in (200, 408) and reply.field("state", str) is not None:
+    error = reply.server_status.error
+    if reply.status in (200, 408) and reply.server_status.state is not None:
         return reply
-    if kind is not None and message is not None and _KIND.fullmatch(kind):
+    if error is not None and _KIND.fullmatch(error.kind):
+        message = error.message
         if reply.status == 401:
             missing = "requires an admin token" if token is None else "has another admin token"
             message = f"it {missing}; set {admin_token.VARIABLE} to the token of that server"
         elif reply.status == 403:
             message = f"{message} for that server, and {admin_token.VARIABLE} here"
-        raise ServerError(kind, f"{url}: {message[:MAX_MESSAGE]}")
+        raise ServerError(error.kind, f"{url}: {message}")
     name = route.partition("?")[0]
     if reply.status == 404:
         raise EngineError(f"{url} has no /delta_sync/{name}: the plugin is not loaded there. {NOT_LOADED}")

@@ -46,50 +46,25 @@ def _without_unit(name: str, value: object) -> object:
 class StoreOptions(BaseModel):
     """Settings of a store's client. For a directory, only the mirror and the bandwidth limits apply."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True)
 
-    mirror: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="URL of a copy or cache of the run: another bucket, or https:// of any HTTP cache. Objects "
-            "are read from there if their digest is right, else from the bucket.",
-        ),
-    ] = None
-    store_endpoint: Annotated[
-        str | None,
-        Field(
-            pattern=r"^https?://[^@?#]+$",
-            description="Address of an S3-compatible store (s3://), another Hub (hf://) or an emulator. Default: "
-            "from the store's own environment variables.",
-        ),
-    ] = None
-    store_deadline: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=3600,
-            description="Timeout in seconds of one attempt of a request; a transfer gets one more second per MB. "
-            "With all attempts a request takes at most three times as long.",
-        ),
-    ] = 30.0
-    store_connections: Annotated[
-        int,
-        Field(ge=1, le=MAX_CONNECTIONS, description="Most requests that one process has in flight to a store."),
-    ] = 16
-    store_upload_limit: Annotated[
-        int | None, Field(gt=0, description="Most bytes per second that one process sends to a store.")
-    ] = None
-    store_download_limit: Annotated[
-        int | None, Field(gt=0, description="Most bytes per second that one process receives from a store.")
-    ] = None
-    store_progress: Annotated[
-        Literal["auto", "bar", "log", "off"],
-        Field(
-            description="How transfers of more than two seconds are shown. auto: bars on a terminal, otherwise lines "
-            "in the log."
-        ),
-    ] = "auto"
+    mirror: Annotated[str | None, Field(min_length=1)] = None
+    """URL of a copy or cache of the run: another bucket, or https:// of any HTTP cache. Objects are read from there
+    if their digest is right, else from the bucket."""
+    store_endpoint: Annotated[str | None, Field(pattern=r"^https?://[^@?#]+$")] = None
+    """Address of an S3-compatible store (s3://), another Hub (hf://) or an emulator. Default: from the store's own
+    environment variables."""
+    store_deadline: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """Timeout in seconds of one attempt of a request; a transfer gets one more second per MB. With all attempts a
+    request takes at most three times as long."""
+    store_connections: Annotated[int, Field(ge=1, le=MAX_CONNECTIONS)] = 16
+    """Most requests that one process has in flight to a store."""
+    store_upload_limit: Annotated[int | None, Field(gt=0)] = None
+    """Most bytes per second that one process sends to a store."""
+    store_download_limit: Annotated[int | None, Field(gt=0)] = None
+    """Most bytes per second that one process receives from a store."""
+    store_progress: Literal["auto", "bar", "log", "off"] = "auto"
+    """How transfers of more than two seconds are shown. auto: bars on a terminal, otherwise lines in the log."""
 
     @model_validator(mode="before")
     @classmethod
@@ -108,244 +83,102 @@ class StoreOptions(BaseModel):
 
 
 class Settings(StoreOptions):
-    """Settings of a receiver. docs/REFERENCE.md is generated from these descriptions."""
+    """Settings of a receiver. The reference, and the help of ``delta-sync serve``, show the texts below the fields."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-
-    bucket: Annotated[
-        str,
-        Field(
-            min_length=1,
-            description="Run URL to follow: hf://buckets/NAMESPACE/BUCKET/run, s3://bucket/run, gs://bucket/run, "
-            "az://container/run, file:///path/run or a plain path.",
-        ),
-    ]
-    lora_name: Annotated[
-        str | None,
-        Field(
-            pattern=ADAPTER_NAME,
-            description="Name under which the run in `bucket` is served, if it is the run of a LoRA adapter: requests "
-            "ask for it as `model`. vLLM loads the base itself. Requires --enable-lora.",
-        ),
-    ] = None
-    lora_adapters: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="Further LoRA adapters to serve beside the run in `bucket`, as NAME=URL of their runs, "
-            "separated by commas; each follows the head of its run. Requires --enable-lora.",
-        ),
-    ] = None
+    bucket: Annotated[str, Field(min_length=1)]
+    """Run URL to follow: hf://buckets/NAMESPACE/BUCKET/run, s3://bucket/run, gs://bucket/run, az://container/run,
+    file:///path/run or a plain path."""
+    lora_name: Annotated[str | None, Field(pattern=ADAPTER_NAME)] = None
+    """Name under which the run in `bucket` is served, if it is the run of a LoRA adapter: requests ask for it as
+    `model`. vLLM loads the base itself. Requires --enable-lora."""
+    lora_adapters: Annotated[str | None, Field(min_length=1)] = None
+    """Further LoRA adapters to serve beside the run in `bucket`, as NAME=URL of their runs, separated by commas;
+    each follows the head of its run. Requires --enable-lora."""
     target: Annotated[
-        str,
-        BeforeValidator(lambda value: str(value) if type(value) is int else value),
-        Field(
-            pattern=TARGET,
-            description="Version to serve: head, a version's number, or tag:NAME, which is followed as the tag moves "
-            "forward. A server never rolls back by itself. POST /delta_sync/target changes the target at run "
-            "time.",
-        ),
+        str, BeforeValidator(lambda value: str(value) if type(value) is int else value), Field(pattern=TARGET)
     ] = HEAD
-    policy: Annotated[
-        Literal["follow", "manual"],
-        Field(
-            description="follow: update to each new version at once. manual: update only on POST /delta_sync/sync; "
-            "the bucket is still polled, and `lag` shows how many versions are waiting."
-        ),
-    ] = "follow"
-    poll_seconds: Annotated[
-        float,
-        Field(gt=0, le=3600, description="Seconds from one poll of the bucket to the next when no notice arrives."),
-    ] = 2.0
-    notice: Annotated[
-        str | None,
-        Field(
-            pattern=r"^(tcp|ipc)://",
-            description="ZeroMQ address of the publisher's notices; none: polling only.",
-        ),
-    ] = None
-    quarantined: Annotated[
-        Literal["skip", "serve"],
-        Field(
-            description="Versions that failed the publisher's update gate, when the target is head. skip: serve the "
-            "newest version that is not quarantined. serve: serve them like any other. A target that names one, "
-            "by number or by tag, is always served."
-        ),
-    ] = "skip"
-    require_exact: Annotated[
-        bool,
-        Field(
-            description="When the target is head: serve only versions that are the trainer's exact state, not those of "
-            "a publisher with a byte budget that hold changes back. A target that names one, by number or by "
-            "tag, is always served."
-        ),
-    ] = False
-    trusted_keys: Annotated[
-        str | None,
-        Field(
-            description="Public key files (`delta-sync keygen`), separated by commas. With them, every document that "
-            "decides about weights must be signed by one of these keys; "
-            "and an older state than seen before, or another run, is refused. To change a key without a stop, name "
-            "the old one and the new one."
-        ),
-    ] = None
-    state_dir: Annotated[
-        Path | None,
-        Field(
-            description="This user's directory, on a disk that outlives the server, for orders given at run time (a "
-            "hold, a target) and, with `trusted_keys`, for what the server has seen of the run. Default: "
-            "`vllm-delta-sync` in $XDG_STATE_HOME or ~/.local/state."
-        ),
-    ] = None
-    expired_head: Annotated[
-        Literal["warn", "refuse"],
-        Field(
-            description="With `trusted_keys`, when HEAD.json has expired or is missing: its publisher has ended, or "
-            "newer versions are hidden. warn: show it in status and log. refuse: also update to no new version."
-        ),
-    ] = "warn"
-    notice_key: Annotated[
-        Path | None,
-        Field(
-            description="File with this server's secret CURVE certificate (`delta-sync keygen PATH --notice`), for "
-            "encrypted notices; requires `notice_server_key`. Only this user may be able to read the file."
-        ),
-    ] = None
-    notice_server_key: Annotated[
-        Path | None,
-        Field(description="File with the public CURVE certificate of the publisher or broker that notices come from."),
-    ] = None
-    pause_mode: Annotated[
-        Literal["keep", "wait", "abort"],
-        Field(
-            description="Requests in flight at a commit. keep: continue with the new weights. wait: finish first. "
-            "abort: abort them."
-        ),
-    ] = "keep"
-    wait_seconds: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=86400,
-            description="With `pause_mode` wait: longest time that a commit waits for requests in flight to finish, "
-            "while new requests queue. After that generation continues, and the commit is retried later.",
-        ),
-    ] = 600.0
-    prefix_cache: Annotated[
-        Literal["reset", "salt", "keep"],
-        Field(
-            description="Cached keys and values at a commit. reset: drop them; running requests recompute theirs. "
-            "salt: nothing is dropped, and later requests find only what the weights served then have computed; "
-            "running requests continue with theirs. keep: those of older weights stay in use. Give it to the engine's "
-            "process too, before it starts."
-        ),
-    ] = "reset"
-    pause_seconds: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=3600,
-            description="Longest pause of generation for a commit. A rank that does not answer in time counts as "
-            "hung, and the engine is ended; a pause whose controller is lost is ended by the engine itself.",
-        ),
-    ] = 30.0
-    stage_bytes: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="Memory of each rank for versions that are staged together and merged into one commit. A "
-            "single version is always staged whole.",
-        ),
-    ] = 2 * 1024**3
-    undo_bytes: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="Memory of each rank for the undo log: commits that POST /delta_sync/rollback can revert "
-            "without the bucket.",
-        ),
-    ] = 1024**3
-    device_staging_bytes: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="Memory of each rank's device for the changes of one version, which are uploaded before the "
-            "pause. At most half of the device's free memory is used. Changes that find no room pass through a buffer "
-            "of 32 MiB during the pause, which makes it longer. Does not apply on a CPU. 0: all changes do.",
-        ),
-    ] = 2 * 1024**3
-    rescan_bytes: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="Bytes of weights that each staging also hashes and compares, tensor after tensor in "
-            "rotation, to detect changes from outside. 0: none.",
-        ),
-    ] = 64 * 1024**2
-    cache_dir: Annotated[
-        Path | None,
-        Field(
-            description="This user's directory on a local disk where the ranks and servers of a node share "
-            "downloads, so that each object is downloaded once per node. Default: `vllm-delta-sync` in "
-            "$XDG_CACHE_HOME or ~/.cache; none for a bucket in a directory, which each rank reads itself."
-        ),
-    ] = None
-    cache_bytes: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="Largest size of `cache_dir` in bytes; beyond it the least recently used objects are "
-            "removed, and a larger object is not cached. 0: no cache.",
-        ),
-    ] = 8 * 1024**3
-    receiver_id: Annotated[
-        str | None,
-        Field(
-            pattern=rf"^{RECEIVER_ID.pattern}$",
-            description="Name of this server, unique in the run. Under it the server writes heartbeats to the "
-            "bucket: what it serves and may roll back to, for `delta-sync fleet list`, for waiting for a version, and "
-            "for retention. Without it nothing is written.",
-        ),
-    ] = None
-    heartbeat_seconds: Annotated[
-        int,
-        Field(
-            ge=3,
-            le=MAX_HEARTBEAT_SECONDS,
-            description="Validity of a heartbeat under `receiver_id`: after it nothing waits for a lost server, and "
-            "its versions are no longer retained. Heartbeats are written after a third of it, and at each change.",
-        ),
-    ] = 60
-    max_lag: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            description="Largest lag, in versions behind the target, at which GET /delta_sync/ready reports ready. "
-            "none: any lag.",
-        ),
-    ] = None
-    min_version_seconds: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=3600,
-            description="Longest time that a request with the header X-Delta-Sync-Min-Version waits for its version.",
-        ),
-    ] = 30.0
-    log_format: Annotated[
-        Literal["text", "json"],
-        Field(
-            description="Form of this project's log lines, on servers and publishers. text: as vLLM's, or the "
-            "trainer's, logging is set up. json: one JSON object per line; vLLM's own lines stay as they are."
-        ),
-    ] = "text"
-    admin_token_file: Annotated[
-        Path | None,
-        Field(
-            description="File with the token that state-changing routes require; or set the environment variable "
-            "DELTA_SYNC_ADMIN_TOKEN to the token. Without either, these routes answer loopback only."
-        ),
-    ] = None
+    """Version to serve: head, a version's number, or tag:NAME, which is followed as the tag moves forward. A server
+    never rolls back by itself. POST /delta_sync/target changes the target at run time."""
+    policy: Literal["follow", "manual"] = "follow"
+    """follow: update to each new version at once. manual: update only on POST /delta_sync/sync; the bucket is still
+    polled, and `lag` shows how many versions are waiting."""
+    poll_seconds: Annotated[float, Field(gt=0, le=3600)] = 2.0
+    """Seconds from one poll of the bucket to the next when no notice arrives."""
+    notice: Annotated[str | None, Field(pattern=r"^(tcp|ipc)://")] = None
+    """ZeroMQ address of the publisher's notices; none: polling only."""
+    quarantined: Literal["skip", "serve"] = "skip"
+    """Versions that failed the publisher's update gate, when the target is head. skip: serve the newest version
+    that is not quarantined. serve: serve them like any other. A target that names one, by number or by tag, is
+    always served."""
+    require_exact: bool = False
+    """When the target is head: serve only versions that are the trainer's exact state, not those of a publisher
+    with a byte budget that hold changes back. A target that names one, by number or by tag, is always served."""
+    trusted_keys: str | None = None
+    """Public key files (`delta-sync keygen`), separated by commas. With them, every document that decides about
+    weights must be signed by one of these keys; and an older state than seen before, or another run, is refused. To
+    change a key without a stop, name the old one and the new one."""
+    state_dir: Path | None = None
+    """This user's directory, on a disk that outlives the server, for orders given at run time (a hold, a target)
+    and, with `trusted_keys`, for what the server has seen of the run. Default: `vllm-delta-sync` in $XDG_STATE_HOME
+    or ~/.local/state."""
+    expired_head: Literal["warn", "refuse"] = "warn"
+    """With `trusted_keys`, when HEAD.json has expired or is missing: its publisher has ended, or newer versions are
+    hidden. warn: show it in status and log. refuse: also update to no new version."""
+    notice_key: Path | None = None
+    """File with this server's secret CURVE certificate (`delta-sync keygen PATH --notice`), for encrypted notices;
+    requires `notice_server_key`. Only this user may be able to read the file."""
+    notice_server_key: Path | None = None
+    """File with the public CURVE certificate of the publisher or broker that notices come from."""
+    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    """Requests in flight at a commit. keep: continue with the new weights. wait: finish first. abort: abort
+    them."""
+    wait_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
+    """With `pause_mode` wait: longest time that a commit waits for requests in flight to finish, while new requests
+    queue. After that generation continues, and the commit is retried later."""
+    prefix_cache: Literal["reset", "salt", "keep"] = "reset"
+    """Cached keys and values at a commit. reset: drop them; running requests recompute theirs. salt: nothing is
+    dropped, and later requests find only what the weights served then have computed; running requests continue with
+    theirs. keep: those of older weights stay in use. Give it to the engine's process too, before it starts."""
+    pause_seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """Longest pause of generation for a commit. A rank that does not answer in time counts as hung, and the engine
+    is ended; a pause whose controller is lost is ended by the engine itself."""
+    stage_bytes: Annotated[int, Field(ge=0)] = 2 * 1024**3
+    """Memory of each rank for versions that are staged together and merged into one commit. A single version is
+    always staged whole."""
+    undo_bytes: Annotated[int, Field(ge=0)] = 1024**3
+    """Memory of each rank for the undo log: commits that POST /delta_sync/rollback can revert without the
+    bucket."""
+    device_staging_bytes: Annotated[int, Field(ge=0)] = 2 * 1024**3
+    """Memory of each rank's device for the changes of one version, which are uploaded before the pause. At most
+    half of the device's free memory is used. Changes that find no room pass through a buffer of 32 MiB during the
+    pause, which makes it longer. Does not apply on a CPU. 0: all changes do."""
+    rescan_bytes: Annotated[int, Field(ge=0)] = 64 * 1024**2
+    """Bytes of weights that each staging also hashes and compares, tensor after tensor in rotation, to detect
+    changes from outside. 0: none."""
+    cache_dir: Path | None = None
+    """This user's directory on a local disk where the ranks and servers of a node share downloads, so that each
+    object is downloaded once per node. Default: `vllm-delta-sync` in $XDG_CACHE_HOME or ~/.cache; none for a bucket
+    in a directory, which each rank reads itself."""
+    cache_bytes: Annotated[int, Field(ge=0)] = 8 * 1024**3
+    """Largest size of `cache_dir` in bytes; beyond it the least recently used objects are removed, and a larger
+    object is not cached. 0: no cache."""
+    receiver_id: Annotated[str | None, Field(pattern=rf"^{RECEIVER_ID.pattern}$")] = None
+    """Name of this server, unique in the run. Under it the server writes heartbeats to the bucket: what it serves
+    and may roll back to, for `delta-sync fleet list`, for waiting for a version, and for retention. Without it
+    nothing is written."""
+    heartbeat_seconds: Annotated[int, Field(ge=3, le=MAX_HEARTBEAT_SECONDS)] = 60
+    """Validity of a heartbeat under `receiver_id`: after it nothing waits for a lost server, and its versions are
+    no longer retained. Heartbeats are written after a third of it, and at each change."""
+    max_lag: Annotated[int | None, Field(ge=0)] = None
+    """Largest lag, in versions behind the target, at which GET /delta_sync/ready reports ready. none: any lag."""
+    min_version_seconds: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    """Longest time that a request with the header X-Delta-Sync-Min-Version waits for its version."""
+    log_format: Literal["text", "json"] = "text"
+    """Form of this project's log lines, on servers and publishers. text: as vLLM's, or the trainer's, logging is
+    set up. json: one JSON object per line; vLLM's own lines stay as they are."""
+    admin_token_file: Path | None = None
+    """File with the token that state-changing routes require; or set the environment variable
+    DELTA_SYNC_ADMIN_TOKEN to the token. Without either, these routes answer loopback only."""
 
     def adapters(self) -> dict[str, "Settings"]:
         """Return name → settings of each run in ``lora_adapters``. Raises SettingsError: an entry is invalid."""
@@ -419,14 +252,9 @@ class ClientSettings(Settings):
     """Settings of commands, publishers and readers: without a required bucket, and with a signing key."""
 
     bucket: str = ""
-    signing_key: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="Private key file (`delta-sync keygen`) that signs what commands and publishers write. A "
-            "server refuses to start with it, because anyone with the signing key decides what is served.",
-        ),
-    ] = None
+    signing_key: Annotated[str | None, Field(min_length=1)] = None
+    """Private key file (`delta-sync keygen`) that signs what commands and publishers write. A server refuses to
+    start with it, because anyone with the signing key decides what is served."""
 
     def keyring(self, signs: bool = False) -> Keyring:
         """Return the trusted keys, read from their files at each call.

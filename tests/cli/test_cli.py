@@ -311,7 +311,7 @@ def test_interrupt_is_130_and_silent() -> None:
         "    time.sleep(60)\n"
         # Inherited as ignored where the tests run in the background of a shell without job control.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "cli.log._log = slow\n"
+        "cli.log.opened = slow\n"
         "sys.argv[1:] = ['log']\n"
         "sys.exit(cli.main())\n"
     )

@@ -549,20 +549,6 @@ def test_stats_of_times_that_do_not_exist(tmp_path: Path) -> None:
     shown("stats", "--bucket", written.folder)
 
 
-def test_stats_draws_a_picture(written: Written, tmp_path: Path) -> None:
-    picture = tmp_path / "versions.png"
-    assert answer("stats", "--bucket", written.folder, "--plot", picture)["plot"] == str(picture)
-    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
-    for wrong in (tmp_path / "versions.jpg", tmp_path / "nowhere" / "versions.png"):
-        assert kind(2, "stats", "--bucket", written.folder, "--plot", wrong) == "usage"
-        assert not wrong.exists()
-    with mock.patch.dict("sys.modules", {"matplotlib": None}):
-        answer("stats", "--bucket", written.folder)
-        refused = refusal("stats", "--bucket", written.folder, "--plot", picture, code=2)
-    assert refused["kind"] == "usage"
-    assert "matplotlib, which is not installed: pip install matplotlib" in refused["message"]
-
-
 # What all of them take, and print
 
 
@@ -574,8 +560,11 @@ def test_names_of_tensors_reach_no_terminal_unescaped(written: Written, capsys: 
     for command in ("du --tensors layer", "diff 0 1", "stats"):
         done = delta_sync(*command.split(), "--bucket", written.folder)
         assert (done.code, done.out, "\x1b" in done.err) == (1, "", False)
+    side = {"version": 0, "step": 0, "url": "x"}
     row = {"name": ESCAPE, "dtype": ESCAPE, "shape": [1], "elements": 1, "carried": 1}
-    diff_command._print_rows(("tensor", "dtype"), [(row["name"], row["dtype"])], 5)
+    counts = {"changed_tensors": 1, "tensors": 1, "carried": 1, "elements": 1}
+    read: dict[str, Any] = {"objects": 1, "bytes": 1, "documents": []}
+    diff_command._print({"old": side, "new": side, **counts, "changes": [row], "read": read}, 5)
     group = {"group": ESCAPE, "tensors": 1, "full_bytes": 1, "elements": 1, "carried": 1, "bytes": 1}
     numbers = {"versions": 1, "objects": 1, "lost": 0, "headers_bytes": 1}
     du_command._print_tensors({"by": "layer", "groups": [group], **numbers})

@@ -1,17 +1,17 @@
-"""Arguments, settings and helpers that the subcommands share, such as ``add_bucket`` and ``opened``."""
+"""Options that the subcommands share, such as ``RUN``; parsers of their values; ``opened``, which opens the run."""
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_delta_sync import units
-from vllm_delta_sync.cli.text import print_json
+from vllm_delta_sync.cli.command import option
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, UsageError
 from vllm_delta_sync.run.version_names import NAMES, match_name
-from vllm_delta_sync.settings import ClientSettings, client_settings, environment_name
+from vllm_delta_sync.settings import environment_name
 from vllm_delta_sync.trust import Keyring
 
 if TYPE_CHECKING:
@@ -23,33 +23,11 @@ FLAGS = ("bucket", "trusted_keys", "signing_key")
 VERSION = "N|head~N|tag:NAME|step:N|ago:TIME"
 """Metavar of what ``version`` parses."""
 
-Answer = tuple[dict[str, Any] | None, Callable[[], None]]
-"""The data for ``--json``, None if all was printed as it came; and a function that prints them as text."""
 
-
-class CommandFailedError(Exception):
-    """A command failed, and has more to report than an error: what it found, or another exit code than the error's.
-
-    Args:
-        data: for ``--json``, beside the error.
-        show: prints data and error as text; None prints only the error.
-        exit_code: 1 for what a check found, whatever its kind.
-    """
-
-    def __init__(
-        self,
-        error: DeltaSyncError,
-        data: dict[str, Any] | None = None,
-        show: Callable[[], None] | None = None,
-        exit_code: int = 1,
-    ) -> None:
-        super().__init__(error)
-        self.error, self.data, self.show, self.exit_code = error, data, show, exit_code
-
-
-def failed_check(error: DeltaSyncError) -> Exception:
-    """Return the exception to raise for an error that a check found, so that the exit code is 1."""
-    return error if error.exit_code == 1 else CommandFailedError(error)
+def as_finding(error: DeltaSyncError) -> DeltaSyncError:
+    """Return an error that a check found: its exit code is 1, whatever its kind."""
+    vars(error).update(exit_code=1)
+    return error
 
 
 @contextmanager
@@ -64,149 +42,29 @@ def checking_history(run: "Run") -> Iterator[None]:
     try:
         yield
     except NotFoundError as error:
-        if is_empty(run):
-            raise
-        raise failed_check(error) from error
+        if not is_empty(run):
+            as_finding(error)
+        raise
 
 
-def exit_codes(failed: str, done: str = "done") -> str:
-    """Return the list of exit codes in a command's help. Args: failed: meaning of 1. done: meaning of 0."""
-    return f"""
-exit codes:
-  0 {done}
-  1 {failed}
-  2 usage, 3 no such run or version, 4 store or network, 5 another writer, 130 interrupted
-"""
+# Values
 
 
-def print_event(
-    options: argparse.Namespace, data: dict[str, Any], show: Callable[[], None], error: DeltaSyncError | None = None
-) -> None:
-    """Print one event of a command that runs until it is interrupted: a line of JSON, or what ``show`` prints."""
-    if options.json:
-        print_json(options.command, data, error)
-    else:
-        show()
-
-
-def add_group(
-    commands: "argparse._SubParsersAction[Any]", name: str, brief: str, examples: str
-) -> "argparse._SubParsersAction[Any]":
-    """Add a command that only has commands of its own, such as ``keys``, and return what adds these.
-
-    Args:
-        brief: its help. examples: lines, one for each command line.
-    """
-    group = commands.add_parser(
-        name, help=brief, description=f"{brief[0].upper()}{brief[1:]}.", epilog=f"examples:\n{examples}"
-    )
-    return group.add_subparsers(dest="action", metavar="COMMAND", required=True)  # type: ignore[no-any-return]
-
-
-def add_bucket(parser: argparse.ArgumentParser) -> None:
-    """Add ``--bucket``; see ``bucket_url``."""
-    parser.add_argument("--bucket", metavar="URL", help=f"run URL; default: {_default('bucket')}")
-
-
-def add_base(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", metavar="DIR", help="checkpoint of version 0, if it is not at the recorded path")
-
-
-def add_trust(parser: argparse.ArgumentParser, signing: bool = False) -> None:
-    """Add ``--trusted-keys`` and, for commands that sign documents, ``--signing-key``; see ``keyring_of``."""
-    parser.add_argument(
-        "--trusted-keys",
-        metavar="FILES",
-        help="public key files, separated by commas: accept only what is signed by one of these keys, or by a key in "
-        f"their key list; default: {_default('trusted_keys')}" + (", else the key of --signing-key" if signing else ""),
-    )
-    if signing:
-        parser.add_argument(
-            "--signing-key",
-            metavar="PATH",
-            help="private key to sign with, needed if the run is signed; default: " + _default("signing_key"),
-        )
-
-
-def _default(field: str) -> str:
-    return f"${environment_name(field)}, else {field} in the settings file"
-
-
-def settings_of(options: argparse.Namespace) -> ClientSettings:
-    """Return the settings of a command: flags override the environment, which overrides the settings file. Read once.
-
-    Raises:
-        SettingsError: an unknown name, or an invalid value.
-    """
-    if not hasattr(options, "settings"):
-        options.settings = client_settings({name: getattr(options, name, None) for name in FLAGS})
-    settings: ClientSettings = options.settings
-    return settings
-
-
-def bucket_url(options: argparse.Namespace) -> str:
-    """Return the URL of the command's run.
-
-    Raises:
-        UsageError: neither a flag nor a setting names it.
-    """
-    url = settings_of(options).bucket
-    if not url:
-        raise UsageError(f"no run is named; give --bucket URL or set {environment_name('bucket')}")
-    return url
-
-
-def keyring_of(options: argparse.Namespace, signs: bool = True) -> Keyring:
-    """Return the keys with which a command verifies and signs.
-
-    Args:
-        signs: whether to read the signing key; commands without ``--signing-key`` never read it.
-
-    Raises:
-        SettingsError: a key file cannot be used.
-    """
-    return settings_of(options).keyring(signs and hasattr(options, "signing_key"))
-
-
-def without_mirror(options: argparse.Namespace) -> "StoreOptions":
-    """Store options of a command that maintains a bucket: it never reads through the mirror."""
-    return settings_of(options).store().model_copy(update={"mirror": None})
-
-
-def opened(options: argparse.Namespace, writes: bool = False, url: str | None = None) -> "Run":
-    """Open the command's run with its trusted keys; it is closed when the command ends.
-
-    Args:
-        writes: whether the command writes documents, which need a signature if the run is signed.
-        url: of the run; None means ``bucket_url``.
-
-    Raises:
-        UsageError: no run is named. SettingsError: a key file cannot be used, or ``writes`` and no key may sign the
-            signed run. Otherwise as ``open_run``.
-    """
-    from vllm_delta_sync.client import open_run
-
-    run = open_run(url or bucket_url(options), keyring_of(options, writes), without_mirror(options))
-    options.closing.enter_context(run)
-    if writes:
-        run.keyring.check_can_sign(run.info)
-    return run
+def _whole_number(text: str, least: int) -> int:
+    value = int(text) if text.isascii() and text.isdecimal() else -1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid; give a whole number of at least {least}")
+    return value
 
 
 def count(text: str) -> int:
     """Parse a number that is 0 or more."""
-    value = int(text) if text.isascii() and text.isdecimal() else -1
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid; give a whole number of at least 0")
-    return value
+    return _whole_number(text, 0)
 
 
 def positive(text: str) -> int:
     """Parse a number that is 1 or more."""
-    value = int(text) if text.isascii() and text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid; give a whole number of at least 1")
-    return value
+    return _whole_number(text, 1)
 
 
 def version(text: str) -> int | str:
@@ -264,14 +122,92 @@ def last(text: str) -> int | timedelta:
         return timedelta.max
 
 
-def add_last(parser: argparse.ArgumentParser) -> None:
-    """Add ``--last``; see ``last_count``."""
-    parser.add_argument(
-        "--last",
-        type=last,
-        metavar="N|TIME",
-        help="only the newest N versions, or those published in this time, such as 1h",
-    )
+# Options
+
+
+def _default(field: str) -> str:
+    return f"default: ${environment_name(field)}, else {field} in the settings file"
+
+
+_TRUST = (
+    "public key files, separated by commas: accept only what is signed by one of these keys; "
+    f"{_default('trusted_keys')}"
+)
+BUCKET = option("--bucket", metavar="URL", help=f"run URL; {_default('bucket')}")
+RUN = (BUCKET, option("--trusted-keys", metavar="FILES", help=_TRUST))
+"""The run, and the keys to verify it with: of ``opened`` and ``keyring_of``."""
+SIGNED_RUN = (
+    BUCKET,
+    option("--trusted-keys", metavar="FILES", help=f"{_TRUST}, else the key of --signing-key"),
+    option(
+        "--signing-key",
+        metavar="PATH",
+        help=f"private key to sign with, needed if the run is signed; {_default('signing_key')}",
+    ),
+)
+"""As ``RUN``, for commands that sign documents."""
+BASE = option("--base", metavar="DIR", help="checkpoint of version 0, if it is not at the recorded path")
+LAST = option(
+    "--last",
+    type=last,
+    metavar="N|TIME",
+    help="only the newest N versions, or those published in this time, such as 1h",
+)
+"""See ``last_count``."""
+SHARD_BYTES = option(
+    "--shard-bytes", type=positive_bytes, metavar="SIZE", help="bytes of tensors in one file; default: 5 GB"
+)
+
+
+def bucket_url(options: argparse.Namespace) -> str:
+    """Return the URL of the command's run.
+
+    Raises:
+        UsageError: neither a flag nor a setting names it.
+    """
+    url: str = options.settings.bucket
+    if not url:
+        raise UsageError(f"no run is named; give --bucket URL or set {environment_name('bucket')}")
+    return url
+
+
+def keyring_of(options: argparse.Namespace, signs: bool = True) -> Keyring:
+    """Return the keys with which a command verifies and signs.
+
+    Args:
+        signs: whether to read the signing key; commands without ``--signing-key`` never read it.
+
+    Raises:
+        SettingsError: a key file cannot be used.
+    """
+    keyring: Keyring = options.settings.keyring(signs and hasattr(options, "signing_key"))
+    return keyring
+
+
+def without_mirror(options: argparse.Namespace) -> "StoreOptions":
+    """Store options of a command that maintains a bucket: it never reads through the mirror."""
+    store: StoreOptions = options.settings.store().model_copy(update={"mirror": None})
+    return store
+
+
+def opened(options: argparse.Namespace, writes: bool = False, url: str | None = None) -> "Run":
+    """Open the command's run with its trusted keys; it is closed when the command ends.
+
+    Args:
+        writes: whether the command writes documents, which need a signature if the run is signed.
+        url: of the run; None means ``bucket_url``.
+
+    Raises:
+        UsageError: no run is named. SettingsError: a key file cannot be used, or ``writes`` and no key may sign the
+            signed run. Otherwise as ``open_run``.
+    """
+    from vllm_delta_sync.client import open_run
+
+    run = open_run(url or bucket_url(options), keyring_of(options, writes), without_mirror(options))
+    options.closing.enter_context(run)
+    if writes:
+        run.keyring.check_can_sign(run.info)
+    return run
 
 
 def last_count(run: "Run", chosen: int | timedelta | None) -> int | None:

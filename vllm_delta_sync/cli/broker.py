@@ -5,46 +5,34 @@ import logging
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
-from vllm_delta_sync.cli.arguments import Answer, print_event
-
-EXAMPLES = """\
-Publishers then send notices to connect:tcp://HOST:5556, and servers subscribe to tcp://HOST:5555. CURVE keys keep out
-everyone else: each allow-list is a directory of public certificates (*.pub), or one file, and is reloaded when it
-changes.
-
-examples:
-  delta-sync broker --publishers tcp://*:5556 --subscribers tcp://*:5555
-  delta-sync keygen broker.key --notice
-  delta-sync broker --publishers tcp://*:5556 --subscribers tcp://*:5555 \\
-    --key broker.key --allowed-publishers trainers/ --allowed-subscribers servers/
-"""
+from vllm_delta_sync.cli.command import Report, command, option
+from vllm_delta_sync.cli.text import print_event
 
 
-def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    broker = commands.add_parser(
-        "broker",
-        help="forward notices between publishers and servers that both connect to the broker",
-        description="Forward notices. Needs no run and no bucket, and stores only the last notice of each run. Ends on "
-        "Ctrl-C and SIGTERM.",
-        epilog=EXAMPLES,
-    )
-    broker.add_argument("--publishers", required=True, metavar="ADDRESS", help="address to bind for publishers")
-    broker.add_argument("--subscribers", required=True, metavar="ADDRESS", help="address to bind for servers")
-    broker.add_argument(
-        "--key", type=Path, metavar="PATH", help="the broker's secret certificate; needs both allow-lists"
-    )
-    broker.add_argument(
-        "--allowed-publishers", type=Path, metavar="DIR", help="public certificates of the allowed publishers"
-    )
-    broker.add_argument(
-        "--allowed-subscribers", type=Path, metavar="DIR", help="public certificates of the allowed servers"
-    )
-    broker.set_defaults(handler=_broker)
+@command(
+    "broker",
+    "forward notices between publishers and servers that both connect to the broker",
+    option("--publishers", required=True, metavar="ADDRESS", help="address to bind for publishers"),
+    option("--subscribers", required=True, metavar="ADDRESS", help="address to bind for servers"),
+    option("--key", type=Path, metavar="PATH", help="the broker's secret certificate; needs both allow-lists"),
+    option("--allowed-publishers", type=Path, metavar="DIR", help="public certificates of the allowed publishers"),
+    option("--allowed-subscribers", type=Path, metavar="DIR", help="public certificates of the allowed servers"),
+)
+def broker(options: argparse.Namespace) -> Report:
+    r"""Forward notices. Needs no run and no bucket, and stores only the last notice of each run. Ends on Ctrl-C and
+    SIGTERM.
 
+    Publishers then send notices to connect:tcp://HOST:5556, and servers subscribe to tcp://HOST:5555. CURVE keys keep
+    out everyone else: each allow-list is a directory of public certificates (*.pub), or one file, and is reloaded when
+    it changes.
 
-def _broker(options: argparse.Namespace) -> Answer:
+    examples:
+      delta-sync broker --publishers tcp://*:5556 --subscribers tcp://*:5555
+      delta-sync keygen broker.key --notice
+      delta-sync broker --publishers tcp://*:5556 --subscribers tcp://*:5555 \
+        --key broker.key --allowed-publishers trainers/ --allowed-subscribers servers/
+    """
     from vllm_delta_sync.notice.broker import Broker
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -58,12 +46,11 @@ def _broker(options: argparse.Namespace) -> Answer:
         bound = {"publishers": broker.publishers, "subscribers": broker.subscribers, "curve": options.key is not None}
         keys = "with CURVE keys" if bound["curve"] else "without keys: any client that reaches the ports may use them"
         text = f"publishers {broker.publishers}, subscribers {broker.subscribers}, {keys}"
-        print_event(options, bound, lambda: print(text, flush=True))
+        print_event(options, bound, lambda: print(text))
         broker.run()
     finally:
         signal.set_wakeup_fd(woken)
         signal.signal(signal.SIGTERM, before)
         broker.close()
         logging.info("forwarded %d notices, dropped %d messages", broker.passed, broker.dropped)
-    # Nothing is left to print: the addresses were printed at the start.
-    return None, lambda: None
+    return Report()

@@ -1,21 +1,22 @@
-"""``delta-sync diff``: arguments and output; the work is done by ``maintenance.compare``."""
+"""``delta-sync diff``, which ``maintenance.compare`` computes."""
 
 import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.cli.arguments import (
-    VERSION,
-    Answer,
-    add_base,
-    add_bucket,
-    add_trust,
-    exit_codes,
-    opened,
-    positive,
-    version,
+from vllm_delta_sync.cli.arguments import BASE, RUN, VERSION, opened, positive, version
+from vllm_delta_sync.cli.command import Report, command, option
+from vllm_delta_sync.cli.text import (
+    ProgressBar,
+    known,
+    many,
+    percent,
+    pick,
+    print_columns,
+    print_fields,
+    shape,
+    size,
 )
-from vllm_delta_sync.cli.text import ProgressBar, many, percent, print_columns, print_fields, shape, size
 from vllm_delta_sync.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,62 +24,46 @@ if TYPE_CHECKING:
     from vllm_delta_sync.format.manifest import Manifest
     from vllm_delta_sync.format.table import TensorSpec
 
-EXAMPLES = """\
-Shows for each tensor how many elements have other bits, and the distance ‖new − old‖ / ‖old‖ in fp64. Elements that are
-NaN or infinite on either side are counted, and are in no norm. Both versions are rebuilt and checked, in temporary
-files: that takes the disk space of two models, and the memory of one tensor.
 
---quick reads only the deltas between two versions of one run, and shows how many elements they carry: no fewer than
-have changed, and without norms.
+@command(
+    "diff",
+    "show which tensors changed between two versions, and how far",
+    option("old", type=version, metavar="A", help=f"the old version: {VERSION}"),
+    option("new", type=version, metavar="B", help=f"the new version: {VERSION}"),
+    *RUN,
+    option("--other", metavar="URL", help="B is a version of this run, which must have the same tensors"),
+    option("--quick", action="store_true", help="only count what the deltas between A and B carry"),
+    option("--top", type=positive, default=20, metavar="N", help="tensors to list (default: 20)"),
+    BASE,
+    failed="weights, objects or documents are damaged, or the runs have other tensors",
+)
+def diff(options: argparse.Namespace) -> Report:
+    """Show which tensors changed between two versions, how many elements, and how far in norm.
 
-examples:
-  delta-sync diff head~1 head --bucket /data/runs/a
-  delta-sync diff 0 tag:best --bucket /data/runs/a --top 50 --base /models/qwen3
-  delta-sync diff 420 head --bucket /data/runs/a --other /data/runs/b --json
-  delta-sync diff ago:1d head --bucket s3://bucket/runs/a --quick
-"""
+    Shows for each tensor how many elements have other bits, and the distance ‖new − old‖ / ‖old‖ in fp64. Elements
+    that are NaN or infinite on either side are counted, and are in no norm. Both versions are rebuilt and checked, in
+    temporary files: that takes the disk space of two models, and the memory of one tensor.
 
+    --quick reads only the deltas between two versions of one run, and shows how many elements they carry: no fewer
+    than have changed, and without norms.
 
-def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = commands.add_parser(
-        "diff",
-        help="show which tensors changed between two versions, and how far",
-        description="Show which tensors changed between two versions, how many elements, and how far in norm.",
-        epilog=EXAMPLES + exit_codes("weights, objects or documents are damaged, or the runs have other tensors"),
-    )
-    parser.add_argument("old", type=version, metavar="A", help=f"the old version: {VERSION}")
-    parser.add_argument("new", type=version, metavar="B", help=f"the new version: {VERSION}")
-    add_bucket(parser)
-    parser.add_argument("--other", metavar="URL", help="B is a version of this run, which must have the same tensors")
-    parser.add_argument("--quick", action="store_true", help="only count what the deltas between A and B carry")
-    parser.add_argument("--top", type=positive, default=20, metavar="N", help="tensors to list (default: 20)")
-    add_base(parser)
-    add_trust(parser)
-    parser.set_defaults(handler=_diff)
-
-
-def _diff(options: argparse.Namespace) -> Answer:
+    examples:
+      delta-sync diff head~1 head --bucket /data/runs/a
+      delta-sync diff 0 tag:best --bucket /data/runs/a --top 50 --base /models/qwen3
+      delta-sync diff 420 head --bucket /data/runs/a --other /data/runs/b --json
+      delta-sync diff ago:1d head --bucket s3://bucket/runs/a --quick
+    """
     if options.quick and options.other is not None:
         raise UsageError("--quick compares versions of one run; leave out --other, or --quick")
     run = opened(options)
     other = run if options.other is None else opened(options, url=options.other)
     old, new = run.resolve(options.old), other.resolve(options.new)
-    document: dict[str, Any] = {"old": _side(run, old), "new": _side(other, new)}
-    if options.quick:
-        document |= _counted(run, old, new)
-        return document, lambda: _print_counted(document, options.top)
-    document |= _compared(run, old, other, new, options.base)
-    return document, lambda: _print_compared(document, options.top)
-
-
-def _side(run: "Run", manifest: "Manifest") -> dict[str, Any]:
-    return {
-        "run": run.info.run,
-        "url": run.bucket.url,
-        "version": manifest.version,
-        "step": manifest.step,
-        "fingerprint": manifest.fingerprint,
+    data: dict[str, Any] = {
+        name: {"run": side.info.run, "url": side.bucket.url, **pick(manifest, "version step fingerprint")}
+        for name, side, manifest in (("old", run, old), ("new", other, new))
     }
+    data |= _counted(run, old, new) if options.quick else _compared(run, old, other, new, options.base)
+    return Report(data, lambda data: _print(data, options.top))
 
 
 def _compared(run: "Run", old: "Manifest", other: "Run", new: "Manifest", base: str | None) -> dict[str, Any]:
@@ -95,22 +80,14 @@ def _compared(run: "Run", old: "Manifest", other: "Run", new: "Manifest", base: 
         "tensors": len(found.changes),
         "elements": run.table.total,
         "changed_tensors": len(changes),
-        "changed": sum(change.changed for change in changes),
-        "nonfinite_old": sum(change.nonfinite_old for change in found.changes),
-        "nonfinite_new": sum(change.nonfinite_new for change in found.changes),
-        "norm_change": _finite(found.norm_change),
-        "norm_old": _finite(found.norm_old),
+        **{
+            name: sum(getattr(change, name) for change in found.changes)
+            for name in ("changed", "nonfinite_old", "nonfinite_new")
+        },
+        **_norms(found),
         "relative": relative_norm(found.norm_change, found.norm_old),
         "changes": [
-            {
-                **_tensor(change.spec),
-                "changed": change.changed,
-                "nonfinite_old": change.nonfinite_old,
-                "nonfinite_new": change.nonfinite_new,
-                "norm_change": _finite(change.norm_change),
-                "norm_old": _finite(change.norm_old),
-                "relative": change.relative,
-            }
+            {**_tensor(change.spec), **pick(change, "changed nonfinite_old nonfinite_new relative"), **_norms(change)}
             for change in changes
         ],
         "read": {
@@ -142,50 +119,17 @@ def _counted(run: "Run", old: "Manifest", new: "Manifest") -> dict[str, Any]:
 
 
 def _tensor(spec: "TensorSpec") -> dict[str, Any]:
-    return {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), "elements": spec.numel}
+    return {**pick(spec, "name dtype"), "shape": list(spec.shape), "elements": spec.numel}
 
 
-def _finite(norm: float) -> float | None:
+def _norms(found: Any) -> dict[str, float | None]:
     """JSON has no infinity."""
-    return norm if math.isfinite(norm) else None
+    norms = pick(found, "norm_change norm_old")
+    return {name: norm if math.isfinite(norm) else None for name, norm in norms.items()}
 
 
 def _norm(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3e}"
-
-
-def _sides(document: dict[str, Any]) -> list[tuple[str, object]]:
-    sides = [(name, document[name]) for name in ("old", "new")]
-    return [(name, f"version {side['version']} (step {side['step']}) of {side['url']}") for name, side in sides]
-
-
-def _print_compared(document: dict[str, Any], top: int) -> None:
-    fields = [
-        *_sides(document),
-        ("tensors", f"{document['changed_tensors']:,} of {document['tensors']:,} changed"),
-        ("elements", _share(document["changed"], document["elements"])),
-        ("distance", f"{_norm(document['relative'])} of ‖old‖: {_norm(document['norm_change'])} of "
-                     f"{_norm(document['norm_old'])}"),
-    ]  # fmt: skip
-    if document["nonfinite_old"] or document["nonfinite_new"]:
-        counts = f"{document['nonfinite_old']:,} in the old version, {document['nonfinite_new']:,} in the new one"
-        fields.append(("NaN or infinite", f"{counts}; they are in no norm"))
-    print_fields(fields)
-    _print_rows(
-        ("tensor", "dtype", "shape", "changed", "share", "‖new − old‖", "‖old‖", "distance", "NaN or inf"),
-        [
-            (
-                *_first(row, row["changed"]),
-                *(_norm(row[name]) for name in ("norm_change", "norm_old", "relative")),
-                _nonfinite(row),
-            )
-            for row in document["changes"]
-        ],
-        top,
-    )
-    read = document["read"]
-    bases = f", and {many(read['bases'], 'base')}" if read["bases"] else ""
-    print(f"read {many(read['objects'], 'object')}, {size(read['bytes'])}{bases}")
+    return known(value, "{:.3e}")
 
 
 def _nonfinite(row: dict[str, Any]) -> str:
@@ -193,33 +137,40 @@ def _nonfinite(row: dict[str, Any]) -> str:
     return "-" if old == new == 0 else f"{old:,}" if old == new else f"{old:,} → {new:,}"
 
 
-def _print_counted(document: dict[str, Any], top: int) -> None:
-    print_fields(
-        [
-            *_sides(document),
-            ("tensors", f"at most {document['changed_tensors']:,} of {document['tensors']:,} changed"),
-            ("elements", "at most " + _share(document["carried"], document["elements"])),
-        ]
-    )
-    rows = [_first(row, row["carried"]) for row in document["changes"]]
-    _print_rows(("tensor", "dtype", "shape", "at most", "share"), rows, top)
-    read = document["read"]
-    counts = f"{many(len(read['documents']), 'delta')}: {many(read['objects'], 'object')}, {size(read['bytes'])}"
-    print(f"read {counts}; no weights")
-
-
-def _share(changed: int, elements: int) -> str:
-    return f"{changed:,} of {elements:,} changed, {percent(changed, elements)}"
-
-
-def _first(row: dict[str, Any], changed: int) -> tuple[object, ...]:
-    return row["name"], row["dtype"], shape(row["shape"]), f"{changed:,}", percent(changed, row["elements"])
-
-
-def _print_rows(titles: tuple[str, ...], rows: list[tuple[object, ...]], top: int) -> None:
-    if rows:
+def _print(data: dict[str, Any], top: int) -> None:
+    """Print what changed, or with ``--quick`` (``carried``) at most."""
+    quick, read = "carried" in data, data["read"]
+    field, most = ("carried", "at most ") if quick else ("changed", "")
+    share = percent(data[field], data["elements"])
+    fields: list[tuple[str, object]] = [
+        (name, f"version {data[name]['version']} (step {data[name]['step']}) of {data[name]['url']}")
+        for name in ("old", "new")
+    ]
+    fields += [
+        ("tensors", f"{most}{data['changed_tensors']:,} of {data['tensors']:,} changed"),
+        ("elements", f"{most}{data[field]:,} of {data['elements']:,} changed, {share}"),
+    ]
+    if not quick:
+        norms = f"{_norm(data['relative'])} of ‖old‖: {_norm(data['norm_change'])} of {_norm(data['norm_old'])}"
+        fields.append(("distance", norms))
+        if _nonfinite(data) != "-":
+            counts = f"{data['nonfinite_old']:,} in the old version, {data['nonfinite_new']:,} in the new one"
+            fields.append(("NaN or infinite", f"{counts}; they are in no norm"))
+    print_fields(*fields)
+    if data["changes"]:
         print()
-        print_columns(titles, rows[:top], left=(0, 1, 2))
-    if len(rows) > top:
-        print(f"… {len(rows) - top} more; --json lists them")
-    print()
+        titles = ["tensor", "dtype", "shape", most.strip() or "changed", "share"]
+        rows = [
+            [row["name"], row["dtype"], shape(row["shape"]), f"{row[field]:,}", percent(row[field], row["elements"])]
+            for row in data["changes"]
+        ]
+        if not quick:
+            titles += ["‖new − old‖", "‖old‖", "distance", "NaN or inf"]
+            for cells, row in zip(rows, data["changes"], strict=True):
+                cells += [_norm(row["norm_change"]), _norm(row["norm_old"]), _norm(row["relative"]), _nonfinite(row)]
+        print_columns(titles, rows, left=(0, 1, 2), most=top)
+    what = f"{many(read['objects'], 'object')}, {size(read['bytes'])}"
+    if quick:
+        print(f"\nread {many(len(read['documents']), 'delta')}: {what}; no weights")
+    else:
+        print(f"\nread {what}" + (f", and {many(read['bases'], 'base')}" if read["bases"] else ""))

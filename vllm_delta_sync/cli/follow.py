@@ -1,4 +1,4 @@
-"""``delta-sync follow``: arguments and output; the work is done by ``maintenance.follow``."""
+"""``delta-sync follow``, which ``maintenance.follow`` does."""
 
 import argparse
 import os
@@ -9,87 +9,70 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.cli.arguments import (
+    BASE,
+    RUN,
+    SHARD_BYTES,
     VERSION,
-    Answer,
-    CommandFailedError,
-    add_base,
-    add_bucket,
-    add_trust,
     bucket_url,
-    exit_codes,
     interval,
     keyring_of,
     opened,
     positive,
-    positive_bytes,
-    print_event,
-    settings_of,
     version,
 )
-from vllm_delta_sync.cli.text import ProgressBar, clean, size
+from vllm_delta_sync.cli.command import Report, command, option
+from vllm_delta_sync.cli.text import ProgressBar, clean, pick, print_event, size
 from vllm_delta_sync.errors import IncompleteError, UsageError
 from vllm_delta_sync.run.version_names import MOVING
 
 if TYPE_CHECKING:
     from vllm_delta_sync.maintenance.follow import FollowedVersion
 
-EXAMPLES = """\
-DIR/current is a symbolic link to the folder of one whole version, which any engine loads as a Hugging Face checkpoint.
-It switches in one step. Files whose tensors did not change are hard links to those of the version before. Every tensor
-has the bits that the trainer published; digests, fingerprints and (with --trusted-keys) signatures are checked.
 
-The command of --on-update runs after each switch, without a shell, with DELTA_SYNC_FOLDER, DELTA_SYNC_VERSION and
-DELTA_SYNC_STEP in its environment; the next version waits for it. If it was interrupted, it runs again at the start.
-
-It is safe to interrupt or kill at any moment: DIR/current stays one whole version.
-
-examples:
-  delta-sync follow --bucket /data/runs/a --to /models/a
-  delta-sync follow --bucket s3://bucket/runs/a --to /models/a --on-update "./reload.sh --now"
-  delta-sync follow --bucket /data/runs/a --to /models/a --version tag:best --once
-"""
-
-
-def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = commands.add_parser(
-        "follow",
-        help="keep a checkpoint folder at the newest version",
-        description="Keep a checkpoint folder at the newest version of a run, bit for bit, for engines other than "
-        "vLLM.",
-        epilog=EXAMPLES
-        + exit_codes("with --once: weights or documents are damaged, or the --on-update command failed"),
-    )
-    add_bucket(parser)
-    parser.add_argument("--to", required=True, metavar="DIR", help="folder to keep; created if it does not exist")
-    parser.add_argument(
+@command(
+    "follow",
+    "keep a checkpoint folder at the newest version",
+    *RUN,
+    option("--to", required=True, metavar="DIR", help="folder to keep; created if it does not exist"),
+    option(
         "--version",
         type=version,
         metavar=VERSION,
         help="follow this tag, or end at this version, as it is at the start; default: the newest that is not "
         "quarantined",
-    )
-    parser.add_argument("--once", action="store_true", help="end when the folder is at the version")
-    parser.add_argument(
-        "--poll", type=interval, default=2.0, metavar="TIME", help="time between polls of the bucket; default: 2"
-    )
-    parser.add_argument(
-        "--keep", type=positive, default=2, metavar="N", help="versions to keep, with the current one; default: 2"
-    )
-    parser.add_argument("--on-update", metavar="COMMAND", help="command to run after each switch")
-    add_base(parser)
-    parser.add_argument(
-        "--shard-bytes", type=positive_bytes, metavar="SIZE", help="bytes of tensors in one file; default: 5 GB"
-    )
-    add_trust(parser)
-    parser.set_defaults(handler=_follow)
+    ),
+    option("--once", action="store_true", help="end when the folder is at the version"),
+    option("--poll", type=interval, default=2.0, metavar="TIME", help="time between polls of the bucket; default: 2"),
+    option("--keep", type=positive, default=2, metavar="N", help="versions to keep, with the current one; default: 2"),
+    option("--on-update", metavar="COMMAND", help="command to run after each switch"),
+    BASE,
+    SHARD_BYTES,
+    failed="with --once: weights or documents are damaged, or the --on-update command failed",
+)
+def follow(options: argparse.Namespace) -> Report:
+    """Keep a checkpoint folder at the newest version of a run, bit for bit, for engines other than vLLM.
 
+    DIR/current is a symbolic link to the folder of one whole version, which any engine loads as a Hugging Face
+    checkpoint. It switches in one step. Files whose tensors did not change are hard links to those of the version
+    before. Every tensor has the bits that the trainer published; digests, fingerprints and (with --trusted-keys)
+    signatures are checked.
 
-def _follow(options: argparse.Namespace) -> Answer:
+    The command of --on-update runs after each switch, without a shell, with DELTA_SYNC_FOLDER, DELTA_SYNC_VERSION and
+    DELTA_SYNC_STEP in its environment; the next version waits for it. If it was interrupted, it runs again at the
+    start.
+
+    It is safe to interrupt or kill at any moment: DIR/current stays one whole version.
+
+    examples:
+      delta-sync follow --bucket /data/runs/a --to /models/a
+      delta-sync follow --bucket s3://bucket/runs/a --to /models/a --on-update "./reload.sh --now"
+      delta-sync follow --bucket /data/runs/a --to /models/a --version tag:best --once
+    """
     from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES
     from vllm_delta_sync.maintenance.follow import follow
 
-    command = [] if options.on_update is None else _split(options.on_update)
-    documents: list[dict[str, Any]] = []
+    on_update = [] if options.on_update is None else _split(options.on_update)
+    rows: list[dict[str, Any]] = []
     failed: IncompleteError | None = None
     bar = options.closing.enter_context(ProgressBar("bytes"))
     named = options.version
@@ -98,20 +81,23 @@ def _follow(options: argparse.Namespace) -> Answer:
     updates = follow(
         bucket_url(options), options.to, named, once=options.once, poll_seconds=options.poll,
         keep=options.keep, base=options.base, shard_bytes=options.shard_bytes or SHARD_BYTES,
-        keyring=keyring_of(options), store=settings_of(options).store(), progress=bar.update,
+        keyring=keyring_of(options), store=options.settings.store(), progress=bar.update,
     )  # fmt: skip
     ends = options.once or isinstance(named, int)
     for update in updates:
-        document = _document(update)
-        documents += [document] if ends else []
+        row = {
+            **pick(update, "version step manifest read_bytes linked"),
+            "directory": str(update.folder),
+            "seconds": round(update.seconds, 3),
+        }
+        rows += [row] if ends else []
         if not (ends and options.json):
-            print_event(options, document, partial(print, _line(update), flush=True))
-        if command:
-            failed = _run(command, update)
-    report = {"directory": options.to, "versions": documents}
-    if failed is not None:
-        raise CommandFailedError(failed, report, lambda: None)
-    return report, lambda: None if documents else print(f"{clean(options.to)} is at the version already")
+            print_event(options, row, partial(_print, row))
+        if on_update:
+            failed = _run(on_update, update)
+    if not rows and not options.json and failed is None:
+        print(f"{clean(options.to)} is at the version already")
+    return Report({"directory": options.to, "versions": rows}, lambda _: None, failed)
 
 
 def _split(command: str) -> list[str]:
@@ -143,20 +129,7 @@ def _run(command: list[str], update: "FollowedVersion") -> IncompleteError | Non
     return failed
 
 
-def _document(update: "FollowedVersion") -> dict[str, Any]:
-    return {
-        "version": update.version,
-        "step": update.step,
-        "manifest": update.manifest,
-        "directory": str(update.folder),
-        "read_bytes": update.read_bytes,
-        "linked": update.linked,
-        "seconds": round(update.seconds, 3),
-    }
-
-
-def _line(update: "FollowedVersion") -> str:
-    return clean(
-        f"version {update.version} (step {update.step}) in {update.folder}: read {size(update.read_bytes)} in "
-        f"{update.seconds:.1f} s, {len(update.linked)} files unchanged"
-    )
+def _print(row: dict[str, Any]) -> None:
+    where = f"version {row['version']} (step {row['step']}) in {row['directory']}"
+    read = f"read {size(row['read_bytes'])} in {row['seconds']:.1f} s, {len(row['linked'])} files unchanged"
+    print(clean(f"{where}: {read}"))

@@ -1,21 +1,12 @@
-"""``delta-sync log``: arguments, output, and the document for ``--json``."""
+"""``delta-sync log``, and what ``log`` and ``inspect`` show of a version."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from vllm_delta_sync.cli.arguments import (
-    Answer,
-    CommandFailedError,
-    add_bucket,
-    add_last,
-    add_trust,
-    exit_codes,
-    failed_check,
-    last_count,
-    opened,
-)
-from vllm_delta_sync.cli.text import percent, print_columns, print_error, size, times
-from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, StoreError
+from vllm_delta_sync.cli.arguments import LAST, RUN, as_finding, checking_history, last_count, opened
+from vllm_delta_sync.cli.command import Report, command
+from vllm_delta_sync.cli.text import percent, pick, print_columns, print_error, size, times
+from vllm_delta_sync.errors import DeltaSyncError, StoreError
 from vllm_delta_sync.trust.keyring import short
 
 if TYPE_CHECKING:
@@ -25,36 +16,34 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 
 
-def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    log = commands.add_parser(
-        "log",
-        help="list the versions of a run",
-        description="List the versions of a run, oldest first, and check that each follows the one before it; with "
-        "--last, check only the listed ones and the one before them.",
-        epilog="examples:\n  delta-sync log --bucket /data/runs/a\n"
-        "  delta-sync log --bucket /data/runs/a --last 5 --json\n"
-        "  delta-sync log --bucket /data/runs/a --last 1h\n"
-        + exit_codes("a version is missing or damaged, or does not follow the one before it"),
-    )
-    add_bucket(log)
-    add_trust(log)
-    add_last(log)
-    log.set_defaults(handler=_log)
+@command(
+    "log",
+    "list the versions of a run",
+    *RUN,
+    LAST,
+    failed="a version is missing or damaged, or does not follow the one before it",
+)
+def log(options: argparse.Namespace) -> Report:
+    """List the versions of a run, oldest first, and check that each follows the one before it; with --last, check
+    only the listed ones and the one before them.
 
-
-def _log(options: argparse.Namespace) -> Answer:
+    examples:
+      delta-sync log --bucket /data/runs/a
+      delta-sync log --bucket /data/runs/a --last 5 --json
+      delta-sync log --bucket /data/runs/a --last 1h
+    """
     run = opened(options)
     with run.caching_manifests():
-        document, failure = log_document(run, last_count(run, options.last))
-    if failure is not None:
-        error = failure  # mypy does not narrow it in the function below
+        data, failure = log_document(run, last_count(run, options.last))
+    if failure is not None and not isinstance(failure, StoreError):
+        as_finding(failure)
 
-        def show() -> None:
-            print_log(document)
-            print_error(error)
+    def show(data: Document) -> None:
+        _print(data)
+        if failure is not None:
+            print_error(failure)
 
-        raise CommandFailedError(error, document, show, error.exit_code if isinstance(error, StoreError) else 1)
-    return document, lambda: print_log(document)
+    return Report(data, show, failure)
 
 
 def log_document(run: "Run", last: int | None) -> tuple[Document, DeltaSyncError | None]:
@@ -64,12 +53,8 @@ def log_document(run: "Run", last: int | None) -> tuple[Document, DeltaSyncError
         NotFoundError: nothing is published. StoreError: the store failed before anything was read.
     """
     versions: list[Document] = []
-    try:
+    with checking_history(run):
         head, failure = run.reachable_head()
-    except NotFoundError as error:
-        if run.pointer is not None:
-            raise failed_check(error) from error  # HEAD.json shows that something was published
-        raise
     try:
         for manifest in run.log(last, head):
             versions.append(summary(run, manifest))
@@ -81,21 +66,11 @@ def log_document(run: "Run", last: int | None) -> tuple[Document, DeltaSyncError
 def summary(run: "Run", manifest: "Manifest") -> Document:
     """What ``delta-sync log`` and ``delta-sync inspect`` show of a version."""
     return {
-        "version": manifest.version,
-        "step": manifest.step,
-        "kind": manifest.kind,
-        "base_version": manifest.base_version,
-        "codec": manifest.codec,
-        "compression": manifest.compression,
-        "changed": manifest.changed,
-        "total": manifest.total,
+        **pick(manifest, "version step kind base_version codec compression changed total payload_bytes full_bytes"),
+        **pick(manifest, "fingerprint created_at"),
         "changed_share": manifest.changed / manifest.total if manifest.total else 0.0,
-        "payload_bytes": manifest.payload_bytes,
-        "full_bytes": manifest.full_bytes,
         "objects": len(manifest.objects),
         "sidecars": len(manifest.sidecars),
-        "fingerprint": manifest.fingerprint,
-        "created_at": manifest.created_at,
         **signed(run, manifest),
         "quarantined": [] if manifest.quarantine is None else manifest.quarantine.reasons,
         "held_back": None if manifest.held_back is None else manifest.held_back.model_dump(),
@@ -108,6 +83,17 @@ def signed(run: "Run", document: "RunInfo | Manifest") -> Document:
     return {"signed_by": key, "signature_holds": True if run.keyring.checks_signatures else None}
 
 
+def describe(document: Document) -> list[tuple[str, str]]:
+    """Return rows about a version: why it is quarantined, and how far it is from the trainer's weights, if it is."""
+    rows = [("quarantined", reason) for reason in document["quarantined"]]
+    held = document["held_back"]
+    if held is not None:
+        far = "unknown" if held["relative_norm"] is None else f"{held['relative_norm']:.3g}"
+        text = f"{held['elements']:,} elements, relative distance {far}; exact: version {held['exact']}"
+        rows.append(("held back", text))
+    return rows
+
+
 def describe_signature(document: Document) -> str:
     """Return the fields of ``signed`` in words."""
     if document["signed_by"] is None:
@@ -115,19 +101,12 @@ def describe_signature(document: Document) -> str:
     return f"by key {short(document['signed_by'])}, " + ("valid" if document["signature_holds"] else "not checked")
 
 
-def describe_held_back(document: Document) -> list[tuple[str, str]]:
-    """Return a row that says how far a version is from the trainer's weights; none if it is exact."""
-    held = document["held_back"]
-    if held is None:
-        return []
-    far = "unknown" if held["relative_norm"] is None else f"{held['relative_norm']:.3g}"
-    return [("held back", f"{held['elements']:,} elements, relative distance {far}; exact: version {held['exact']}")]
-
-
-def print_log(document: Document) -> None:
-    """Print one line per version."""
-    rows: list[tuple[object, ...]] = [
-        (
+def _print(data: Document) -> None:
+    """Print one line per version; signers and sidecars only where there are any."""
+    versions = data["versions"]
+    titles = ["version", "step", "kind", "changed", "payload", "smaller", "fingerprint", "created"]
+    rows: list[list[object]] = [
+        [
             row["version"],
             row["step"],
             row["kind"] + (", not exact" if row["held_back"] else "") + (", quarantined" if row["quarantined"] else ""),
@@ -136,18 +115,20 @@ def print_log(document: Document) -> None:
             times(row["full_bytes"], row["payload_bytes"]),
             row["fingerprint"][:12],
             row["created_at"],
-        )
-        for row in document["versions"]
+        ]
+        for row in versions
     ]
-    titles: tuple[str, ...] = ("version", "step", "kind", "changed", "payload", "smaller", "fingerprint", "created")
-    signers = [row["signed_by"] for row in document["versions"]]
-    if any(signers):
-        titles = (*titles, "signed by")
-        rows = [(*row, short(key or "-")) for row, key in zip(rows, signers, strict=True)]
-    counts = [row["sidecars"] for row in document["versions"]]
-    if any(counts):
-        titles = (*titles, "sidecars")
-        rows = [(*row, count) for row, count in zip(rows, counts, strict=True)]
-    print_columns(titles, rows, left=(2, 6, 7, *([8] if any(signers) else [])))
-    if any(signers) and not any(row["signature_holds"] for row in document["versions"]):
+    left = [2, 6, 7]
+    is_signed = any(row["signed_by"] for row in versions)
+    if is_signed:
+        left.append(len(titles))
+        titles.append("signed by")
+        for cells, row in zip(rows, versions, strict=True):
+            cells.append(short(row["signed_by"] or "-"))
+    if any(row["sidecars"] for row in versions):
+        titles.append("sidecars")
+        for cells, row in zip(rows, versions, strict=True):
+            cells.append(row["sidecars"])
+    print_columns(titles, rows, left)
+    if is_signed and not any(row["signature_holds"] for row in versions):
         print("signatures were not checked: no trusted keys were given")

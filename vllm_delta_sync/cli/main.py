@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from contextlib import ExitStack
+from inspect import getdoc
 from typing import Any, NoReturn
 
 from vllm_delta_sync import __version__
@@ -39,46 +40,27 @@ from vllm_delta_sync.cli import (
     tag,
     verify,
 )
-from vllm_delta_sync.cli.arguments import CommandFailedError, settings_of
+from vllm_delta_sync.cli.arguments import FLAGS
+from vllm_delta_sync.cli.command import Report
 from vllm_delta_sync.cli.serve import before_dashes, split_serve
 from vllm_delta_sync.cli.text import print_error, print_json
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
+from vllm_delta_sync.settings import client_settings
 
 INTERRUPTED = 130
 
-VALUES = """\
-values:
-  A version is a number, head, head~2 (two before the head), tag:NAME, step:400 (the newest of that optimizer step)
-  or ago:1d (the newest that is at least a day old, by the publisher's clock).
-  TIME is in seconds, or has a unit: 500ms, 90s, 15m, 2h, 7d.
-  SIZE is in bytes, or has a unit: 500MB, 8GiB.
-
-"""
-SETTINGS = """\
-settings:
-  A flag overrides the environment variable DELTA_SYNC_<NAME>, which overrides the TOML file named by DELTA_SYNC_CONFIG.
-
-"""
-EXIT_CODES = """\
-exit codes:
-  0 done, 1 a check failed or data were refused, 2 usage, 3 not found, 4 store or network, 5 another writer,
-  130 interrupted
-"""
-EXAMPLES = """\
-examples:
-  delta-sync serve Qwen/Qwen3-0.6B --bucket /data/runs/a --port 8000
-  delta-sync serve --bucket s3://weights/runs/a --port 8000
-  delta-sync publish --watch out --bucket s3://weights/runs/a
-  delta-sync log --bucket /data/runs/a --last 10
-  delta-sync inspect --bucket /data/runs/a --version 7
-  delta-sync verify --bucket file:///data/runs/a --base /models/qwen3
-
-"""
-MODULES = (
-    serve, publish, log, inspect, du, diff, stats, dashboard, export, follow, verify, repair, gc, tag, branch, compact,
-    keygen, doctor, broker, fleet, server, completion,
+COMMANDS = (
+    serve.serve, publish.publish, log.log, inspect.inspect, du.du, diff.diff, stats.stats, dashboard.dashboard,
+    dashboard.report, export.export, follow.follow, verify.verify, repair.repair, gc.gc, tag.set_tag, tag.remove,
+    tag.list_tags, branch.branch, compact.compact, keygen.keygen, doctor.doctor, broker.broker,
+    fleet.list_servers, fleet.wait, fleet.watch, *server.COMMANDS, completion.completion,
 )  # fmt: skip
-"""The subcommands, in the order of ``--help``. ``add`` of each module adds its parser, whose ``handler`` runs it."""
+"""In the order of ``--help``."""
+GROUPS = {
+    "tag": "name versions, so that gc keeps them",
+    "fleet": "list the servers that follow a run, or wait for them",
+}
+"""What commands with the same first word do."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -128,18 +110,22 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
-    """Build the parser of the whole command line."""
-    parser = Parser(
-        prog="delta-sync",
-        description="Ship weight changes from a trainer to running vLLM servers, through a bucket.",
-        epilog=EXAMPLES + VALUES + SETTINGS + EXIT_CODES,
-    )
+    """Build the parser of the whole command line; its help is the docstring of ``main``."""
+    description, _, epilog = (getdoc(main) or "").partition("\n\n")
+    parser = Parser(prog="delta-sync", description=description, epilog=epilog)
     parser.add_argument("--version", action="version", version=f"delta-sync {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in MODULES:
-        module.add(commands)
-    for command in parser.commands.values():
-        command.add_argument("--json", action="store_true", help="print JSON: one line, {ok, command, data, error}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    groups: dict[str, Any] = {}
+    for command in COMMANDS:
+        name = command.name.split()[0]
+        if name in GROUPS and name not in groups:
+            brief = GROUPS[name]
+            examples = "".join(f"{other.examples}\n" for other in COMMANDS if other.name.startswith(f"{name} "))
+            group = commands.add_parser(
+                name, help=brief, description=f"{brief[0].upper()}{brief[1:]}.", epilog=f"examples:\n{examples}"
+            )
+            groups[name] = group.add_subparsers(metavar="COMMAND", required=True)
+        command.add(groups.get(name, commands))
     return parser
 
 
@@ -154,10 +140,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         ours, rest = split_serve(arguments[1:])
         arguments = ["serve", *ours]
     options = build_parser().parse_args(arguments)
-    if hasattr(options, "action"):
-        options.command = f"{options.command} {options.action}"
-    options.rest = rest
-    options.closing = ExitStack()
+    options.command, options.rest, options.closing = options.spec.name, rest, ExitStack()
     return options
 
 
@@ -169,31 +152,47 @@ def run(arguments: Sequence[str]) -> int:
         options = parse(arguments)
         command = options.command
         if command != "serve":  # serve reads a server's settings, and has a flag for each
-            settings_of(options)
+            options.settings = client_settings({name: getattr(options, name, None) for name in FLAGS})
         with options.closing:
-            data, show = options.handler(options)
-            if not as_json:
-                show()
-            elif data is not None:
-                print_json(command, data)
-            sys.stdout.flush()
-        return 0
+            report: Report = options.spec.run(options)
     except DeltaSyncError as error:
-        failed = CommandFailedError(error, exit_code=error.exit_code)
-    except CommandFailedError as error:
-        failed = error
+        report = Report(error=error)
     if as_json:
-        print_json(command, failed.data, failed.error)
-    elif failed.show is not None:
-        failed.show()
-    else:
-        print_error(failed.error)
+        if report.data is not None or report.error is not None:
+            print_json(command, report.data, report.error)
+    elif report.show is not None:
+        report.show(report.data)
+    elif report.error is not None:
+        print_error(report.error)
     sys.stdout.flush()
-    return failed.exit_code
+    return 0 if report.error is None else report.error.exit_code
 
 
 def main() -> int:
-    """Run the ``delta-sync`` command."""
+    """Ship weight changes from a trainer to running vLLM servers, through a bucket.
+
+    examples:
+      delta-sync serve Qwen/Qwen3-0.6B --bucket /data/runs/a --port 8000
+      delta-sync serve --bucket s3://weights/runs/a --port 8000
+      delta-sync publish --watch out --bucket s3://weights/runs/a
+      delta-sync log --bucket /data/runs/a --last 10
+      delta-sync inspect --bucket /data/runs/a --version 7
+      delta-sync verify --bucket file:///data/runs/a --base /models/qwen3
+
+    values:
+      A version is a number, head, head~2 (two before the head), tag:NAME, step:400 (the newest of
+      that optimizer step) or ago:1d (the newest that is at least a day old, by the publisher's clock).
+      TIME is in seconds, or has a unit: 500ms, 90s, 15m, 2h, 7d.
+      SIZE is in bytes, or has a unit: 500MB, 8GiB.
+
+    settings:
+      A flag overrides the environment variable DELTA_SYNC_<NAME>, which overrides the TOML file
+      named by DELTA_SYNC_CONFIG.
+
+    exit codes:
+      0 done, 1 a check failed or data were refused, 2 usage, 3 not found, 4 store or network,
+      5 another writer, 130 interrupted
+    """
     for stream in (sys.stdout, sys.stderr):
         # Escape characters that the terminal's encoding lacks, instead of failing.
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

@@ -1,31 +1,16 @@
-"""``delta-sync serve``: arguments and output; the work is done by ``engine.entrypoints.serve_command``."""
+"""``delta-sync serve``, which ``engine.entrypoints.serve_command`` does; ``split_serve`` picks out its arguments."""
 
 import argparse
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
-from vllm_delta_sync.cli.arguments import Answer
+from vllm_delta_sync.cli.command import Report, command, option
 from vllm_delta_sync.redaction import public_url
 from vllm_delta_sync.settings import Settings, StoreOptions
 
-SERVE_EXAMPLES = """\
-Without MODEL the server starts from the bucket alone: weights, configuration and tokenizer come from the run. The
-model's name is then the last part of the URL; --served-model-name changes it.
-
-MODEL comes first. Arguments that are not listed here, and all arguments after `--`, are passed to `vllm serve`
-unchanged; see `vllm serve --help=all`.
-Settings without a flag come from DELTA_SYNC_<NAME>, then from the TOML file named by DELTA_SYNC_CONFIG.
-
-examples:
-  delta-sync serve Qwen/Qwen3-0.6B --bucket /data/runs/a --port 8000 --max-model-len 4096
-  delta-sync serve --bucket s3://weights/runs/a --port 8000
-  delta-sync serve /models/base --bucket /data/runs/a --notice tcp://trainer:5555
-  delta-sync serve /models/base --bucket /data/runs/a --policy manual --dry-run
-  delta-sync serve /models/base --bucket /data/runs/a -- --port 8000 --enforce-eager
-"""
 METAVARS = {
     "bucket": "URL",
     "mirror": "URL",
@@ -49,36 +34,49 @@ def metavar(field: str) -> str:
     return METAVARS.get(field) or by_end or ("PATH" if Path in (annotation, *get_args(annotation)) else "N")
 
 
-def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    serve = commands.add_parser(
-        "serve",
-        help="start a vLLM server that follows a run",
-        usage="delta-sync serve [MODEL] --bucket URL [options] [any argument of vllm serve] [-- more of them]",
-        description="Start `vllm serve` in this process, so that it follows the versions of a run.",
-        epilog=SERVE_EXAMPLES,
-    )
-    serve.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        help="the run's base: a checkpoint directory or a model name; default: the files stored in the run",
-    )
-    # Those of the store's client last: few need them.
-    for field, setting in sorted(Settings.model_fields.items(), key=lambda item: item[0] in StoreOptions.model_fields):
-        shown = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
-        default = "" if setting.default is None or setting.is_required() else f" Default: {shown}."
-        serve.add_argument(
-            _flag(field), metavar=metavar(field), help=f"{setting.description}{default}".replace("%", "%%")
-        )
-    serve.add_argument("--dry-run", action="store_true", help="print the environment and the command; start nothing")
-    serve.set_defaults(handler=_serve)
-
-
 def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _serve(options: argparse.Namespace) -> Answer:
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each setting; those of the store's client last: few need them."""
+    parser.usage = "delta-sync serve [MODEL] --bucket URL [options] [any argument of vllm serve] [-- more of them]"
+    for field, setting in sorted(Settings.model_fields.items(), key=lambda item: item[0] in StoreOptions.model_fields):
+        shown = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
+        default = "" if setting.default is None or setting.is_required() else f" Default: {shown}."
+        text = f"{setting.description}{default}".replace("%", "%%")
+        parser.add_argument(_flag(field), metavar=metavar(field), help=text)
+
+
+@command(
+    "serve",
+    "start a vLLM server that follows a run",
+    option(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="the run's base: a checkpoint directory or a model name; default: the files stored in the run",
+    ),
+    _add_settings,
+    option("--dry-run", action="store_true", help="print the environment and the command; start nothing"),
+)
+def serve(options: argparse.Namespace) -> Report:
+    """Start `vllm serve` in this process, so that it follows the versions of a run.
+
+    Without MODEL the server starts from the bucket alone: weights, configuration and tokenizer come from the run. The
+    model's name is then the last part of the URL; --served-model-name changes it.
+
+    MODEL comes first. Arguments that are not listed here, and all arguments after `--`, are passed to `vllm serve`
+    unchanged; see `vllm serve --help=all`.
+    Settings without a flag come from DELTA_SYNC_<NAME>, then from the TOML file named by DELTA_SYNC_CONFIG.
+
+    examples:
+      delta-sync serve Qwen/Qwen3-0.6B --bucket /data/runs/a --port 8000 --max-model-len 4096
+      delta-sync serve --bucket s3://weights/runs/a --port 8000
+      delta-sync serve /models/base --bucket /data/runs/a --notice tcp://trainer:5555
+      delta-sync serve /models/base --bucket /data/runs/a --policy manual --dry-run
+      delta-sync serve /models/base --bucket /data/runs/a -- --port 8000 --enforce-eager
+    """
     from vllm_delta_sync.engine.entrypoints import serve_command
 
     chosen = {field: getattr(options, field) for field in Settings.model_fields}
@@ -86,10 +84,10 @@ def _serve(options: argparse.Namespace) -> Answer:
     if not options.dry_run:
         sys.stdout.flush()
         serve_command.exec_serve(options.model, settings, options.rest)
-    environment, command = serve_command.serve_command(options.model, settings, options.rest)
+    environment, words = serve_command.serve_command(options.model, settings, options.rest)
     environment = {name: public_url(value) for name, value in environment.items()}
-    lines = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items())] + [shlex.join(command)]
-    return {"environment": environment, "command": command}, lambda: print(" \\\n".join(lines))
+    lines = [f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items())] + [shlex.join(words)]
+    return Report({"environment": environment, "command": words}, lambda _: print(" \\\n".join(lines)))
 
 
 def split_serve(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

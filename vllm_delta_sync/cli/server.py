@@ -13,130 +13,43 @@ from typing import Any, TextIO
 from urllib.parse import urlencode
 
 from vllm_delta_sync import admin_token
-from vllm_delta_sync.cli.arguments import (
-    VERSION,
-    Answer,
-    CommandFailedError,
-    add_bucket,
-    add_trust,
-    exit_codes,
-    interval,
-    opened,
-    print_event,
-    settings_of,
-    version,
-)
-from vllm_delta_sync.cli.text import clean, print_columns, print_fields, redraw, size
+from vllm_delta_sync.cli.arguments import RUN, VERSION, interval, opened, version
+from vllm_delta_sync.cli.command import Command, Option, Report, option
+from vllm_delta_sync.cli.text import clean, known, pick, print_columns, print_event, print_fields, redraw, size
 from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
 from vllm_delta_sync.server_client import (
-    MAX_MESSAGE,
     REQUEST_SECONDS,
-    STAGING,
     Reply,
     ServerError,
+    ServerStatus,
+    VersionPoint,
     call_plugin,
     check_server_url,
 )
 
 DEFAULT_SERVER = "http://localhost:8000"
-CHANGE_SECONDS = 600.0
-WAIT_SECONDS = 30.0
 RECENT = 5
 """Most updates that ``status`` lists."""
-
 SERVED = "served"
 _BEFORE_SERVED = re.compile(f"{SERVED}~[0-9]{{1,10}}")
 
-COMMANDS = {
-    "status": (
-        "show what a server serves",
-        "Show what a server serves, its lag, its last error and its recent updates.",
-        ("status", "status --server http://rollout-1:8000 --server http://rollout-2:8000 --watch 2"),
-    ),
-    "sync": (
-        "make a server update now",
-        "Make a server poll the bucket now, and serve the newest version or a named one.",
-        ("sync", "sync --server http://rollout-1:8000 --version 20"),
-    ),
-    "rollback": (
-        "make a server serve an older version",
-        "Make a server serve an older version and hold it, until delta-sync release.",
-        (
-            "rollback --server http://rollout-1:8000 --version 18",
-            f"rollback --version {SERVED}~2",
-            "rollback --bucket /data/runs/a --version tag:best",
-        ),
-    ),
-    "hold": (
-        "make a server stay at its version",
-        "Make a server stay at the version that it serves, whatever is published, until delta-sync release.",
-        ("hold --server http://rollout-1:8000 --server http://rollout-2:8000",),
-    ),
-    "release": ("end a hold", "End a hold or a rollback: the server follows the run again.", ("release",)),
-    "wait": (
-        "wait until a server serves a version",
-        "Wait until a server serves a version or a later one. Fails at once if an operator must act first.",
-        ("wait --version 20 --timeout 60",),
-    ),
-}
-"""Help, description and examples of each command."""
-VERSION_HELP = {
-    "sync": "version to serve; an older one than the served one is held. Default: what the server's target names",
-    "rollback": f"version to roll back to; {SERVED}~N: N before the one that each server serves",
-    "wait": "version to wait for",
-}
-DONE = {"sync": "synced", "rollback": "rolled back", "hold": "held", "release": "released", "wait": "done"}
-NAMES = """
-A version that is named, as head~2 or tag:NAME, is looked up in the run (--bucket), which each server must follow.
-"""
 SERVERS = """\
 Several servers are asked in turn, also after one has failed; the exit code is that of the first failure. The data of
 --json are {"servers": [{"server", "status" or "error"}]}, with each server's own answer.
+"""
+NAMES = """
+A version that is named, as head~2 or tag:NAME, is looked up in the run (--bucket), which each server must follow.
 """
 TOKEN = f"""
 The admin token comes from {admin_token.VARIABLE}, or from the file that the setting admin_token_file names, and
 is sent to every --server: use https:// where others can listen. A server that has no token obeys its own machine only.
 """
+FAILED = "the server refuses or fails"
+DONE = {"sync": "synced", "rollback": "rolled back", "hold": "held", "release": "released", "wait": "done"}
 
-
-def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    for name, (brief, description, examples) in COMMANDS.items():
-        lines = "".join(f"  delta-sync {example}\n" for example in examples)
-        failed = "the server refuses or fails" + (", or does not serve the version in time" if name == "wait" else "")
-        text = SERVERS + (NAMES if name in VERSION_HELP else "") + ("" if name == "status" else TOKEN)
-        parser = commands.add_parser(
-            name,
-            help=brief,
-            description=description,
-            epilog=text + f"\nexamples:\n{lines}{exit_codes(failed)}",
-        )
-        parser.add_argument(
-            "--server", action="append", metavar="URL", help=f"vLLM server; may be repeated (default: {DEFAULT_SERVER})"
-        )
-        if name in VERSION_HELP:
-            parser.add_argument(
-                "--version",
-                type=older if name == "rollback" else version,
-                required=name != "sync",
-                metavar=f"{VERSION}|{SERVED}~N" if name == "rollback" else VERSION,
-                help=VERSION_HELP[name],
-            )
-            add_bucket(parser)
-            add_trust(parser)
-        if name == "status":
-            parser.add_argument("--watch", type=interval, metavar="TIME", help="refresh until Ctrl-C")
-            parser.set_defaults(handler=_status)
-            continue
-        longest = WAIT_SECONDS if name == "wait" else CHANGE_SECONDS
-        parser.add_argument(
-            "--timeout",
-            type=interval,
-            default=longest,
-            metavar="TIME",
-            help=f"longest wait for each server (default: {longest:g})",
-        )
-        parser.set_defaults(handler=_order)
+Outcome = tuple[str, Reply | DeltaSyncError]
+"""URL of a server, and its status or what went wrong."""
 
 
 def older(text: str) -> int | str:
@@ -144,28 +57,39 @@ def older(text: str) -> int | str:
     return text if _BEFORE_SERVED.fullmatch(text) else version(text)
 
 
-Outcome = tuple[str, Reply | DeltaSyncError]
-"""URL of a server, and its status or what went wrong."""
+def _named(text: str, metavar: str = VERSION, parse: Any = version, required: bool = True) -> tuple[Option, ...]:
+    """Options of a command that takes a version by number or name."""
+    return (option("--version", type=parse, required=required, metavar=metavar, help=text), *RUN)
 
 
-def _status(options: argparse.Namespace) -> Answer:
+def _timeout(longest: float = 600.0) -> Option:
+    return option(
+        "--timeout",
+        type=interval,
+        default=longest,
+        metavar="TIME",
+        help=f"longest wait for each server (default: {longest:g})",
+    )
+
+
+def _status(options: argparse.Namespace) -> Report:
     if options.watch is None:
-        return _answer(options, _ask_each(options))
+        return _report(options, _ask_each(options))
     while True:
         outcomes = list(_ask_each(options))
         show = partial(redraw, partial(_print_outcomes, outcomes))
-        print_event(options, _document(outcomes), show, _first_error(outcomes))
+        print_event(options, _data(outcomes), show, _first_error(outcomes))
         time.sleep(options.watch)
 
 
-def _order(options: argparse.Namespace) -> Answer:
-    token = admin_token.load_text(settings_of(options).admin_token_file)
+def _order(options: argparse.Namespace) -> Report:
+    token = admin_token.load_text(options.settings.admin_token_file)
     options.run = None
     named = getattr(options, "version", None)
     if isinstance(named, str) and not _BEFORE_SERVED.fullmatch(named):
         run = opened(options)
         options.run, options.version = run.info.run, run.resolve(named).version
-    return _answer(options, _ask_each(options, token))
+    return _report(options, _ask_each(options, token))
 
 
 def _ask_each(options: argparse.Namespace, token: str | None = None) -> Iterator[Outcome]:
@@ -188,9 +112,9 @@ def _ask(url: str, options: argparse.Namespace, token: str | None) -> Reply:
     if options.command == "status":
         return call_plugin(url, "status")
     if options.run is not None:
-        followed = call_plugin(url, "status").field("run", str)
+        followed = call_plugin(url, "status").server_status.run
         if followed != options.run:
-            raise UsageError(f"{url} follows run {_text(followed)}, not {options.run} of --bucket; give a number")
+            raise UsageError(f"{url} follows run {known(followed)}, not {options.run} of --bucket; give a number")
     if options.command == "wait":
         query = urlencode({"version": options.version, "timeout": options.timeout})
         reply = call_plugin(url, f"wait?{query}", token=token, seconds=options.timeout + REQUEST_SECONDS)
@@ -207,39 +131,32 @@ def _ask(url: str, options: argparse.Namespace, token: str | None) -> Reply:
 
 def _before_served(url: str, count: int) -> int:
     """Return the version so many before the one that a server serves. Raises ServerError: there is none."""
-    served = call_plugin(url, "status").field("served.version", int)
-    if served is None or served < count:
-        serves = "no version" if served is None else f"version {served}"
+    served = call_plugin(url, "status").server_status.served
+    if served is None or served.version < count:
+        serves = "no version" if served is None else f"version {served.version}"
         raise ServerError("not_found", f"{url}: it serves {serves}, so there is no version {SERVED}~{count}")
-    return served - count
+    return served.version - count
 
 
-def _answer(options: argparse.Namespace, asked: Iterator[Outcome]) -> Answer:
-    """Report each outcome as it comes.
-
-    Raises:
-        CommandFailedError: a server failed.
-    """
+def _report(options: argparse.Namespace, asked: Iterator[Outcome]) -> Report:
+    """Print each outcome as it comes, and return all of them; the error is that of the first server that failed."""
     outcomes = []
     for url, outcome in asked:
         outcomes.append((url, outcome))
         if not options.json:
             _print_outcome(options.command, url, outcome, sys.stderr)
-    document, error = _document(outcomes), _first_error(outcomes)
-    if error is not None:
-        raise CommandFailedError(error, document, lambda: None, error.exit_code)
-    return document, lambda: None
+    return Report(_data(outcomes), lambda _: None, _first_error(outcomes))
 
 
 def _first_error(outcomes: list[Outcome]) -> DeltaSyncError | None:
     return next((outcome for _, outcome in outcomes if isinstance(outcome, DeltaSyncError)), None)
 
 
-def _document(outcomes: list[Outcome]) -> dict[str, Any]:
+def _data(outcomes: list[Outcome]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for url, outcome in outcomes:
         if isinstance(outcome, DeltaSyncError):
-            rows.append({"server": url, "error": {"kind": outcome.kind, "message": outcome.message}})
+            rows.append({"server": url, "error": pick(outcome, "kind message")})
         else:
             rows.append({"server": url, "status": outcome.document})
     return {"servers": rows}
@@ -254,77 +171,128 @@ def _print_outcome(command: str, url: str, outcome: Reply | DeltaSyncError, erro
     if isinstance(outcome, DeltaSyncError):
         print(clean(f"delta-sync: {outcome.kind}: {outcome.message}"), file=errors, flush=True)
     elif command == "status":
-        print_status(url, outcome)
+        _print_status(url, outcome.server_status)
     else:
         print(clean(f"{url}: {DONE[command]}; {_summary(outcome)}"), flush=True)
 
 
-def _summary(status: Reply) -> str:
+def _summary(reply: Reply) -> str:
     """Return what a server serves, in one line."""
-    lag = _text(status.field("lag", int))
-    return f"serves {_version(status, 'served')}, lag {lag}, state {_text(status.field('state', str))}"
+    status = reply.server_status
+    return f"serves {_version(status.served)}, lag {known(status.lag)}, state {known(status.state)}"
 
 
-def print_status(url: str, status: Reply) -> None:
+def _print_status(url: str, status: ServerStatus) -> None:
     """Print one screen: what is served and followed, what is wrong and what to do, and the newest updates."""
-    state = _text(status.field("state", str))
-    meaning = next((f": {text}" for name, text in STATES.items() if name == state), "")
-    holding, follows = status.field("holding", bool), status.field("policy", str) == "follow"
-    quarantined = status.field("head.quarantined", list) or []
-    reasons = [str(reason)[:MAX_MESSAGE] for reason in status.field("ready.reasons", list) or []]
-    fields = [
+    meaning = next((f": {text}" for name, text in STATES.items() if name == status.state), "")
+    follows, error = status.policy == "follow", status.last_error
+    quarantined = [] if status.head is None else status.head.quarantined
+    retries = error is not None and status.served is not None and follows and not status.holding
+    print_fields(
         ("server", url),
-        ("served", _version(status, "served")),
-        ("head", _version(status, "head")),
-        *[("", f"quarantined: {str(reason)[:MAX_MESSAGE]}") for reason in quarantined[:RECENT]],
-        ("lag", _text(status.field("lag", int))),
-        ("state", state + meaning),
-        ("hold", "yes, until delta-sync release" if holding else "no"),
-        ("target", _text(status.field("target", str)) + ("" if follows else "; updates on delta-sync sync only")),
-        ("ready", "yes" if status.field("ready.ready", bool) else f"no: {'; '.join(reasons[:RECENT]) or '-'}"),
-    ]
-    kind, message = status.field("last_error.kind", str), status.field("last_error.message", str)
-    if kind is None or message is None:
-        fields.append(("last error", "none since the last success"))
-    else:
-        fields.append(("last error", f"{kind[:MAX_MESSAGE]}: {message[:MAX_MESSAGE]}"))
-        if status.field("served.version", int) is not None and follows and not holding:
-            fields.append(("", "the server keeps serving its version, and retries by itself"))
-    print_fields(fields)
-    recent = [Reply(status.status, row) for row in status.field("recent", list) or [] if isinstance(row, dict)]
-    if recent:
+        ("served", _version(status.served)),
+        ("head", _version(status.head)),
+        *(("", f"quarantined: {reason}") for reason in quarantined[:RECENT]),
+        ("lag", known(status.lag)),
+        ("state", known(status.state) + meaning),
+        ("hold", "yes, until delta-sync release" if status.holding else "no"),
+        ("target", known(status.target) + ("" if follows else "; updates on delta-sync sync only")),
+        ("ready", "yes" if status.ready else f"no: {'; '.join(status.reasons[:RECENT]) or '-'}"),
+        ("last error", "none since the last success" if error is None else f"{error.kind}: {error.message}"),
+        ("", "the server keeps serving its version, and retries by itself" if retries else None),
+    )
+    if status.recent:
         print()
         titles = ("version", "step", "changed", "payload", "staged in", "paused for")
-        print_columns(titles, [_cells(commit) for commit in recent[-RECENT:]])
+        cells = [
+            (
+                known(commit.version),
+                known(commit.step),
+                known(commit.changed, "{:,}"),
+                "-" if commit.payload is None else size(commit.payload),
+                known(commit.staged, "{:.1f} ms"),
+                known(commit.pause, "{:.1f} ms"),
+            )
+            for commit in status.recent[-RECENT:]
+        ]
+        print_columns(titles, cells)
     print(flush=True)
 
 
-def _cells(commit: Reply) -> tuple[object, ...]:
-    """Return the cells of one update."""
-    phases = [commit.field(f"timings_ms.{phase}", float) for phase in STAGING]
-    staged = [value for value in phases if value is not None]
-    changed, payload = commit.field("changed", int), commit.field("payload_bytes", int)
-    return (
-        _text(commit.field("version", int)),
-        _text(commit.field("step", int)),
-        "-" if changed is None else f"{changed:,}",
-        "-" if payload is None else size(payload),
-        _milliseconds(sum(staged) if staged else None),
-        _milliseconds(commit.field("timings_ms.pause", float)),
-    )
-
-
-def _version(status: Reply, name: str) -> str:
-    version, step = status.field(f"{name}.version", int), status.field(f"{name}.step", int)
-    if version is None:
+def _version(point: VersionPoint | None) -> str:
+    if point is None:
         return "no version"
-    quarantined = ", quarantined" if status.field(f"{name}.quarantined", list) else ""
-    return f"version {version} (step {_text(step)}{quarantined})"
+    return f"version {point.version} (step {known(point.step)}{', quarantined' if point.quarantined else ''})"
 
 
-def _milliseconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f} ms"
+def _command(
+    name: str, brief: str, text: str, examples: str, *options: Option, failed: str = FAILED, about: str = TOKEN
+) -> Command:
+    lines = "".join(f"  delta-sync {example}\n" for example in examples.splitlines())
+    server = option(
+        "--server", action="append", metavar="URL", help=f"vLLM server; may be repeated (default: {DEFAULT_SERVER})"
+    )
+    run = _status if name == "status" else _order
+    return Command(name, brief, f"{text}\n\n{SERVERS}{about}\nexamples:\n{lines}", (server, *options), run, failed)
 
 
-def _text(value: str | int | None) -> str:
-    return "-" if value is None else str(value)[:100]
+COMMANDS = (
+    _command(
+        "status",
+        "show what a server serves",
+        "Show what a server serves, its lag, its last error and its recent updates.",
+        "status\nstatus --server http://rollout-1:8000 --server http://rollout-2:8000 --watch 2",
+        option("--watch", type=interval, metavar="TIME", help="refresh until Ctrl-C"),
+        about="",
+    ),
+    _command(
+        "sync",
+        "make a server update now",
+        "Make a server poll the bucket now, and serve the newest version or a named one.",
+        "sync\nsync --server http://rollout-1:8000 --version 20",
+        *_named(
+            "version to serve; an older one than the served one is held. Default: what the server's target names",
+            required=False,
+        ),
+        _timeout(),
+        about=NAMES + TOKEN,
+    ),
+    _command(
+        "rollback",
+        "make a server serve an older version",
+        "Make a server serve an older version and hold it, until delta-sync release.",
+        f"rollback --server http://rollout-1:8000 --version 18\nrollback --version {SERVED}~2\n"
+        "rollback --bucket /data/runs/a --version tag:best",
+        *_named(
+            f"version to roll back to; {SERVED}~N: N before the one that each server serves",
+            metavar=f"{VERSION}|{SERVED}~N",
+            parse=older,
+        ),
+        _timeout(),
+        about=NAMES + TOKEN,
+    ),
+    _command(
+        "hold",
+        "make a server stay at its version",
+        "Make a server stay at the version that it serves, whatever is published, until delta-sync release.",
+        "hold --server http://rollout-1:8000 --server http://rollout-2:8000",
+        _timeout(),
+    ),
+    _command(
+        "release",
+        "end a hold",
+        "End a hold or a rollback: the server follows the run again.",
+        "release",
+        _timeout(),
+    ),
+    _command(
+        "wait",
+        "wait until a server serves a version",
+        "Wait until a server serves a version or a later one. Fails at once if an operator must act first.",
+        "wait --version 20 --timeout 60",
+        *_named("version to wait for"),
+        _timeout(30.0),
+        failed=f"{FAILED}, or does not serve the version in time",
+        about=NAMES + TOKEN,
+    ),
+)

@@ -3,9 +3,10 @@
 ``clean`` escapes control characters.
 """
 
+import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from vllm_delta_sync.bucket.middleware.progress import terminal_size
@@ -18,6 +19,11 @@ UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 def clean(text: object) -> str:
     """Escape unprintable characters, because names in a bucket are untrusted."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def pick(source: object, names: str) -> dict[str, Any]:
+    """Return some attributes of a report or document for ``--json``. Args: names: of them, separated by spaces."""
+    return {name: getattr(source, name) for name in names.split()}
 
 
 def print_json(command: str | None, data: dict[str, Any] | None, error: DeltaSyncError | None = None) -> None:
@@ -34,6 +40,20 @@ def print_json(command: str | None, data: dict[str, Any] | None, error: DeltaSyn
     if error is not None:
         line["error"] = {"kind": error.kind, "message": error.message}
     print(json.dumps(line), flush=True)
+
+
+def print_event(
+    options: argparse.Namespace,
+    data: dict[str, Any],
+    show: Callable[[], object],
+    error: DeltaSyncError | None = None,
+) -> None:
+    """Print one event of a command that runs until it is interrupted: a line of JSON, or what ``show`` prints."""
+    if options.json:
+        print_json(options.command, data, error)
+    else:
+        show()
+        sys.stdout.flush()
 
 
 def print_error(error: DeltaSyncError) -> None:
@@ -64,14 +84,30 @@ def times(full: int, payload: int) -> str:
     return f"{full / payload:.3g}x" if payload else "-"
 
 
+def known(value: object, form: str = "{}") -> str:
+    """Format a value; a dash if it is None."""
+    return "-" if value is None else form.format(value)
+
+
 def shape(sizes: Sequence[int]) -> str:
     """Format a shape such as ``64x48``, or ``scalar``."""
     return "x".join(map(str, sizes)) or "scalar"
 
 
-def print_columns(titles: Sequence[str], rows: Sequence[Sequence[object]], left: Sequence[int] = (0,)) -> None:
-    """Print rows under titles, aligned right except for the columns in ``left``."""
-    cells = [list(titles), *([clean(value) for value in row] for row in rows)]
+def print_columns(
+    titles: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    left: Sequence[int] = (0,),
+    most: int | None = None,
+    hint: str = "--json",
+) -> None:
+    """Print rows under titles, aligned right except for the columns in ``left``.
+
+    Args:
+        most: rows to print; a last line then counts the others. hint: what lists them.
+    """
+    rows = list(rows)
+    cells = [list(titles), *([clean(value) for value in row] for row in rows[:most])]
     widths = [max(len(row[column]) for row in cells) for column in range(len(titles))]
     for row in cells:
         aligned = [
@@ -79,13 +115,18 @@ def print_columns(titles: Sequence[str], rows: Sequence[Sequence[object]], left:
             for column, (text, width) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(aligned).rstrip())
+    if most is not None and len(rows) > most:
+        print(f"… {len(rows) - most} more; {hint} lists them")
 
 
-def print_fields(fields: Sequence[tuple[str, object]]) -> None:
-    """Print ``name  value`` lines."""
-    width = max(len(clean(name)) for name, _ in fields)
-    for name, value in fields:
-        print(f"{clean(name).ljust(width)}  {clean(value)}")
+def print_fields(*fields: tuple[str, object], notes: Iterable[str] = ()) -> None:
+    """Print ``name  value`` lines, without those whose value is None, and then the notes."""
+    lines = [
+        (clean(name), value) for name, value in (*fields, *(("note", note) for note in notes)) if value is not None
+    ]
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        print(f"{name.ljust(width)}  {clean(value)}")
 
 
 def redraw(show: Callable[[], None]) -> None:

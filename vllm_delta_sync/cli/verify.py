@@ -1,51 +1,39 @@
-"""``delta-sync verify``: arguments and output; the work is done by ``verify.verify``."""
+"""``delta-sync verify``, which ``verify.verify`` does."""
 
 import argparse
 from typing import Any
 
-from vllm_delta_sync.cli.arguments import (
-    Answer,
-    CommandFailedError,
-    add_base,
-    add_bucket,
-    add_trust,
-    exit_codes,
-    failed_check,
-    opened,
-)
-from vllm_delta_sync.cli.text import ProgressBar, clean, print_fields, size
+from vllm_delta_sync.cli.arguments import BASE, RUN, as_finding, opened
+from vllm_delta_sync.cli.command import Report, command, option
+from vllm_delta_sync.cli.text import ProgressBar, clean, pick, print_fields, size
 from vllm_delta_sync.errors import BaseUnavailableError, DeltaSyncError
-from vllm_delta_sync.verify.report import Finding, Findings
-
-EXAMPLES = """\
-Stops at the first problem, and names version, object and tensor; --all lists all problems. With trusted keys, each
-document must have a valid signature; without them, signatures are not checked. An expired HEAD.json is noted: it means
-that the publisher has ended, or that an attacker hides newer versions. `delta-sync repair` repairs what it can.
-
-examples:
-  delta-sync verify --bucket /data/runs/a
-  delta-sync verify --bucket /data/runs/a --base /models/qwen3 --json
-  delta-sync verify --bucket /data/runs/a --all
-  delta-sync verify --bucket /data/runs/a --trusted-keys trainer.key.pub
-"""
 
 
-def add(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = commands.add_parser(
-        "verify",
-        help="check a run from version 0 to the head",
-        description="Read and check all of a run: history, signatures, digests, the model's files, contents of "
-        "objects, anchors, merged deltas, and the fingerprint of every version against the rebuilt weights.",
-        epilog=EXAMPLES + exit_codes("a problem was found, also a missing object or manifest", "no problem was found"),
-    )
-    add_bucket(parser)
-    add_base(parser)
-    add_trust(parser)
-    parser.add_argument("--all", action="store_true", help="list every problem, not only the first")
-    parser.set_defaults(handler=_verify)
+@command(
+    "verify",
+    "check a run from version 0 to the head",
+    *RUN,
+    BASE,
+    option("--all", action="store_true", help="list every problem, not only the first"),
+    failed="a problem was found, also a missing object or manifest",
+    done="no problem was found",
+)
+def verify(options: argparse.Namespace) -> Report:
+    """Read and check all of a run: history, signatures, digests, the model's files, contents of objects, anchors,
+    merged deltas, and the fingerprint of every version against the rebuilt weights.
 
+    Stops at the first problem, and names version, object and tensor; --all lists all problems. With trusted keys, each
+    document must have a valid signature; without them, signatures are not checked. An expired HEAD.json is noted: it
+    means that the publisher has ended, or that an attacker hides newer versions. `delta-sync repair` repairs what it
+    can.
 
-def _verify(options: argparse.Namespace) -> Answer:
+    examples:
+      delta-sync verify --bucket /data/runs/a
+      delta-sync verify --bucket /data/runs/a --base /models/qwen3 --json
+      delta-sync verify --bucket /data/runs/a --all
+      delta-sync verify --bucket /data/runs/a --trusted-keys trainer.key.pub
+    """
+    from vllm_delta_sync.verify.report import Findings
     from vllm_delta_sync.verify.verify import examine
 
     run = opened(options)
@@ -58,88 +46,55 @@ def _verify(options: argparse.Namespace) -> Answer:
             )
     except DeltaSyncError as error:
         if found.contains(error) or isinstance(error, BaseUnavailableError):
-            raise failed_check(error) from error
+            as_finding(error)
         raise
-    document: dict[str, Any] = {
+    data = {
         "verdict": not report.findings,
         "run": run.info.run,
         "url": run.bucket.url,
-        "versions": report.versions,
-        "head": report.head,
+        **pick(report, "versions head files objects sidecars bytes replayed anchors merged_deltas gone"),
+        **pick(report, "undecoded notes"),
         "fingerprint": audit.manifests[report.head].fingerprint if report.head in audit.manifests else None,
-        "files": report.files,
-        "objects": report.objects,
-        "sidecars": report.sidecars,
-        "bytes": report.bytes,
-        "replayed": report.replayed,
-        "anchors": report.anchors,
-        "merged_deltas": report.merged_deltas,
-        "gone": report.gone,
         "signed_by": report.signed,
         "signatures_checked": report.checked,
-        "undecoded": report.undecoded,
-        "notes": report.notes,
     }
     if options.all:
-        document["unreadable"] = report.unreadable
-        document["findings"] = [_problem(finding) for finding in report.findings]
-    if report.findings:
-        raise CommandFailedError(report.findings[0].error, document, lambda: _print(document))
-    return document, lambda: _print(document)
+        data["unreadable"] = report.unreadable
+        data["findings"] = [
+            {**pick(finding, "key document version tensor"), **pick(finding.error, "kind message")}
+            for finding in report.findings
+        ]
+    return Report(data, _print, as_finding(report.findings[0].error) if report.findings else None)
 
 
-def _problem(finding: Finding) -> dict[str, Any]:
-    return {
-        "key": finding.key,
-        "document": finding.document,
-        "version": finding.version,
-        "tensor": finding.tensor,
-        "kind": finding.error.kind,
-        "message": finding.error.message,
-    }
-
-
-def _print(document: dict[str, Any]) -> None:
+def _print(data: dict[str, Any]) -> None:
     """Print the verdict, and what was checked."""
-    findings = document.get("findings", [])
+    from vllm_delta_sync.maintenance.gc.record import spelled
+
+    findings = data.get("findings", [])
+    for row in findings:
+        print(clean(f"{row['kind']}: {row['message']}"))
     if findings:
-        for row in findings:
-            print(clean(f"{row['kind']}: {row['message']}"))
         print()
-    fields: list[tuple[str, object]] = [
-        ("verdict", "ok" if document["verdict"] else f"{len(findings)} problems"),
-        ("run", document["run"]),
-        ("versions", f"0 to {document['head']}" + (": history and digests are valid" if document["verdict"] else "")),
-        ("objects", _objects(document)),
-    ]
-    if document["verdict"]:
-        fields.append(("weights", _weights(document)))
-    if document["signatures_checked"] and document["verdict"]:
-        fields.append(("signatures", "of every document are valid"))
-    if document["files"]:
-        fields.append(("files", f"{document['files']} of the model are undamaged"))
-    if document["sidecars"]:
-        fields.append(("sidecars", f"{document['sidecars']} are undamaged"))
-    if document["anchors"] or document["merged_deltas"]:
-        fields.append(
-            ("standalone", f"{document['anchors']} anchors and {document['merged_deltas']} merged deltas are valid")
-        )
-    if document["gone"]:
-        fields.append(("removed", f"own objects of {document['gone']} versions, by gc"))
-    if document.get("unreadable"):
-        from vllm_delta_sync.maintenance.gc.record import spelled
-
-        fields.append(("unreadable", f"versions {spelled(document['unreadable'])}"))
-    fields.append(("fingerprint", document["fingerprint"] or "none"))
-    print_fields(fields + [("note", note) for note in document["notes"]])
-
-
-def _objects(document: dict[str, Any]) -> str:
-    counted = f"{document['objects']}, {size(document['bytes'])}"
-    return f"{counted}: complete, undamaged, well-formed" if document["verdict"] else f"{counted} are undamaged"
-
-
-def _weights(document: dict[str, Any]) -> str:
-    if not document["replayed"]:
-        return "not rebuilt; the declared changes match the fingerprints"
-    return "rebuilt, and equal to the fingerprint of every version" + (" that is kept" if document["gone"] else "")
+    good = data["verdict"]
+    objects = f"{data['objects']}, {size(data['bytes'])}"
+    weights = "not rebuilt; the declared changes match the fingerprints"
+    if data["replayed"]:
+        weights = "rebuilt, and equal to the fingerprint of every version" + (" that is kept" if data["gone"] else "")
+    standalone = f"{data['anchors']} anchors and {data['merged_deltas']} merged deltas are valid"
+    unreadable = data.get("unreadable")
+    print_fields(
+        ("verdict", "ok" if good else f"{len(findings)} problems"),
+        ("run", data["run"]),
+        ("versions", f"0 to {data['head']}" + (": history and digests are valid" if good else "")),
+        ("objects", f"{objects}: complete, undamaged, well-formed" if good else f"{objects} are undamaged"),
+        ("weights", weights if good else None),
+        ("signatures", "of every document are valid" if good and data["signatures_checked"] else None),
+        ("files", f"{data['files']} of the model are undamaged" if data["files"] else None),
+        ("sidecars", f"{data['sidecars']} are undamaged" if data["sidecars"] else None),
+        ("standalone", standalone if data["anchors"] or data["merged_deltas"] else None),
+        ("removed", f"own objects of {data['gone']} versions, by gc" if data["gone"] else None),
+        ("unreadable", f"versions {spelled(unreadable)}" if unreadable else None),
+        ("fingerprint", data["fingerprint"] or "none"),
+        notes=data["notes"],
+    )

@@ -11,14 +11,12 @@ from vllm_delta_sync import __version__
 from vllm_delta_sync.dashboard.remedies import remedy_of
 from vllm_delta_sync.dashboard.run_reader import MAX_TEXT
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.server_client import STAGING, Reply
+from vllm_delta_sync.server_client import ServerStatus
 
 Source = Literal["server", "dashboard", "report"]
 PAGE_SECONDS = 2.0
 """Interval at which a page asks for its document."""
 MAX_PROBLEMS = 24
-MAX_RECENT = 64
-SHORT_TEXT = 60
 
 
 @dataclass(frozen=True)
@@ -117,68 +115,8 @@ def _count(number: int, noun: str) -> str:
 def _server(view: ServerView, states: Mapping[Any, str]) -> dict[str, Any]:
     if isinstance(view.status, DeltaSyncError):
         return {"name": view.name, "error": {"kind": view.status.kind, "message": view.status.message[:MAX_TEXT]}}
-    status = Reply(200, dict(view.status))
-    state = _text(status, "state", SHORT_TEXT)
-    recent = [Reply(200, row) for row in status.field("recent", list) or [] if isinstance(row, dict)]
-    kind, message = _text(status, "last_error.kind", SHORT_TEXT), _text(status, "last_error.message")
-    return {
-        "name": view.name,
-        "error": None,
-        "run": _text(status, "run", SHORT_TEXT),
-        "served": _version(status, "served"),
-        "head": _version(status, "head"),
-        "lag": status.field("lag", int),
-        "state": state,
-        "meaning": states.get(state),
-        "policy": _text(status, "policy", SHORT_TEXT),
-        "target": _text(status, "target", 120),
-        "holding": status.field("holding", bool) or False,
-        "ready": status.field("ready.ready", bool),
-        "reasons": [str(reason)[:MAX_TEXT] for reason in (status.field("ready.reasons", list) or [])[:8]],
-        "last_error": None if kind is None or message is None else {"kind": kind, "message": message},
-        "commits": status.field("commits", int),
-        "polled": _number(status, "polled_seconds"),
-        "receiver": _text(status, "fleet.receiver", 120),
-        "undo": [item for item in (status.field("undo", list) or [])[:MAX_RECENT] if type(item) is int],
-        "vllm": _text(status, "versions.vllm", SHORT_TEXT),
-        "recent": [_commit(row) for row in recent[-MAX_RECENT:]],
-    }
-
-
-def _commit(row: Reply) -> dict[str, Any]:
-    staged = [value for phase in STAGING if (value := _number(row, f"timings_ms.{phase}")) is not None]
-    versions = row.field("versions", list)
-    return {
-        "version": row.field("version", int),
-        "versions": len(versions) if versions else 1,
-        "payload": row.field("payload_bytes", int),
-        "pause": _number(row, "timings_ms.pause"),
-        "staged": sum(staged) if staged else None,
-    }
-
-
-def _version(status: Reply, name: str) -> dict[str, Any] | None:
-    version = status.field(f"{name}.version", int)
-    if version is None:
-        return None
-    reasons = status.field(f"{name}.quarantined", list) or []
-    return {
-        "version": version,
-        "step": status.field(f"{name}.step", int),
-        "quarantined": [str(reason)[:MAX_TEXT] for reason in reasons[:4]],
-        "exact": status.field(f"{name}.held_back", dict) is None,
-        "distance": _number(status, f"{name}.held_back.relative_norm"),
-    }
-
-
-def _text(reply: Reply, path: str, most: int = MAX_TEXT) -> str | None:
-    found = reply.field(path, str)
-    return None if found is None else found[:most]
-
-
-def _number(reply: Reply, path: str) -> float | None:
-    found = reply.field(path, float)
-    return float(whole) if found is None and (whole := reply.field(path, int)) is not None else found
+    status = ServerStatus.model_validate(view.status)
+    return {"name": view.name, "error": None, "meaning": states.get(status.state), **status.model_dump()}
 
 
 # Problems: what is wrong, where, and what to do

@@ -19,7 +19,7 @@ from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket, scheme_of
 from vllm_delta_sync.bucket.local import STAGING
 from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.bucket.verified import has_object
-from vllm_delta_sync.doctor.findings import CheckResult, Failure
+from vllm_delta_sync.doctor.findings import CheckResult, Failure, ok, skipped, warning
 from vllm_delta_sync.errors import (
     AccessError,
     ConflictError,
@@ -103,17 +103,17 @@ class BucketProbe:
         self._opened = bucket = open_bucket(self._url, self._options)
         figures: dict[str, Any] = {"url": bucket.url, "scheme": scheme_of(self._url)}
         if not self.is_directory:
-            return CheckResult("url", "ok", bucket.url, figures)
+            return ok(bucket.url, **figures)
         root = local_path(bucket.url)
         figures["exists"] = root.exists()
         self._folders = [root / PREFIX]
         if root.exists():
-            return CheckResult("url", "ok", f"{bucket.url}, a directory", figures)
+            return ok(f"{bucket.url}, a directory", **figures)
         if self._reads_only:
-            raise Failure(NotFoundError(f"{root} does not exist"), figures, "Check the path and the mount")
+            raise Failure(NotFoundError(f"{root} does not exist"), "Check the path and the mount", **figures)
         self._folders += [root / STAGING, root, *(folder for folder in root.parents if not folder.exists())]
         remedy = "The first publisher creates it; if a run should be there, check the path and the mount"
-        return CheckResult("url", "warning", f"{bucket.url} does not exist yet", figures, remedy)
+        return warning(f"{bucket.url} does not exist yet", remedy, **figures)
 
     def credentials(self) -> CheckResult:
         """Check whether the store accepts the credentials for reading."""
@@ -123,13 +123,13 @@ class BucketProbe:
         except NotFoundError:
             pass
         if not self.is_directory:
-            return CheckResult("credentials", "ok", "accepted for reading")
+            return ok("accepted for reading")
         root = local_path(self._bucket.url)
         if not root.exists():
-            return CheckResult("credentials", "ok", "none needed")
+            return ok("none needed")
         free = shutil.disk_usage(root).free
-        figures = {"user": os.geteuid(), "owner": root.stat().st_uid, "free_bytes": free}
-        return CheckResult("credentials", "ok", f"none needed, this user may read; {free / 1e9:.3g} GB free", figures)
+        summary = f"none needed, this user may read; {free / 1e9:.3g} GB free"
+        return ok(summary, user=os.geteuid(), owner=root.stat().st_uid, free_bytes=free)
 
     def put(self) -> CheckResult:
         """Check whether a small object can be put, and overwritten after it was read."""
@@ -140,9 +140,9 @@ class BucketProbe:
             self._bucket.get(self._key)
             self._put("small", self._data)
         except StoreError as error:
-            raise Failure(error, remedy=READ_ONLY_REMEDY if is_refusal(error) else "") from error
+            raise Failure(error, READ_ONLY_REMEDY if is_refusal(error) else "") from error
         summary = f"a small object was written in {seconds * 1000:.1f} ms, and overwritten"
-        return CheckResult("put", "ok", summary, {"ms": _milliseconds(seconds)})
+        return ok(summary, ms=_milliseconds(seconds))
 
     def get(self) -> CheckResult:
         """Check whether an object reads back as it was put last, whole and in part."""
@@ -150,7 +150,7 @@ class BucketProbe:
             try:
                 self._data = self._bucket.get(self._key, max_bytes=MAX_JSON_BYTES)
             except NotFoundError as error:
-                return CheckResult("get", "skipped", error.message)
+                return skipped(error.message)
         else:
             self._expect(self._bucket.get(self._key), self._data, "the put")
         size = self._bucket.stat(self._key).bytes
@@ -162,7 +162,7 @@ class BucketProbe:
         beyond = self._bucket.get_range(self._key, size, length)
         self._expect(beyond, b"", "a request for a range beyond its end")
         what = f"{RUN_KEY} can be read, {size} bytes" if self._reads_only else "it reads back unchanged"
-        return CheckResult("get", "ok", f"{what}, and in part", {"bytes": size})
+        return ok(f"{what}, and in part", bytes=size)
 
     def listing(self) -> CheckResult:
         found = [info for info in self._bucket.list(self._key) if info.key == self._key]
@@ -171,7 +171,7 @@ class BucketProbe:
                 f"a listing does not show {self._key!r} as it was put, so listings of this store lag; use a store with "
                 "consistent listings"
             )
-        return CheckResult("list", "ok", "listings show it at once")
+        return ok("listings show it at once")
 
     def create(self) -> CheckResult:
         """Check whether create-if-absent refuses the second writer of a key."""
@@ -185,12 +185,11 @@ class BucketProbe:
                 "create-if-absent overwrites an existing key, so two publishers would overwrite each other's versions; "
                 "use a store that honours If-None-Match"
             )
-        figures = {"exclusive": self._bucket.supports_conditional_put}
         if self._bucket.supports_conditional_put:
-            return CheckResult("create", "ok", "an existing key is not created again", figures)
+            return ok("an existing key is not created again", exclusive=True)
         summary = "an existing key is not created again, but of two writers at once both may succeed"
         remedy = SINGLE_WRITER + (HUB_GATEWAY if self._bucket.url.startswith("hf://") else "")
-        return CheckResult("create", "warning", summary, figures, remedy)
+        return warning(summary, remedy, exclusive=False)
 
     def delete(self) -> CheckResult:
         """Check whether a deleted object disappears at once. Also removes the test objects of killed doctors."""
@@ -210,7 +209,7 @@ class BucketProbe:
             )
         removed = self._remove_stale(now)
         more = f"; removed {removed} test objects of killed doctors" if removed else ""
-        return CheckResult("delete", "ok", f"a deleted object disappears at once{more}", {"stale_removed": removed})
+        return ok(f"a deleted object disappears at once{more}", stale_removed=removed)
 
     def _remove_stale(self, now: float) -> int:
         stale = [
@@ -238,16 +237,16 @@ class BucketProbe:
             figures |= {f"{name}_ms_p50": middle, f"{name}_ms_worst": worst}
             parts.append(f"{name} {middle:.3g} ms (worst {worst:.3g})")
         if statistics.median(gets + puts) <= SLOW_SECONDS:
-            return CheckResult("latency", "ok", ", ".join(parts), figures)
+            return ok(", ".join(parts), **figures)
         remedy = "Use a nearer store: each version costs a receiver about three requests in sequence"
-        return CheckResult("latency", "warning", ", ".join(parts), figures, remedy)
+        return warning(", ".join(parts), remedy, **figures)
 
     def throughput(self) -> CheckResult:
         """Upload and download one large object, in bounded memory; with ``reads_only``, download one of the run's."""
         if self._reads_only:
             largest = max(self._bucket.list(OBJECTS_PREFIX), key=lambda info: info.bytes, default=None)
             if largest is None or not largest.bytes:
-                return CheckResult("throughput", "skipped", "there is no object to read")
+                return skipped("there is no object to read")
             size = min(largest.bytes, self._size, MOST_READ_BYTES)
             return _speeds(size, {"down": _timed(lambda: self._bucket.get_range(largest.key, 0, size))})
         with ProcessFolder() as folder:
@@ -275,17 +274,13 @@ class BucketProbe:
         after = time.time()
         modified = self._bucket.stat(self._stem + "small").modified
         off = modified - min(max(modified, before), after)
-        figures = {"off_seconds": round(off, 1)}
         if abs(off) <= CLOCK_SECONDS:
-            summary = f"the store's clock and this machine's agree to {abs(off):.0f} s"
-            return CheckResult("clock", "ok", summary, figures)
-        return CheckResult(
-            "clock",
-            "warning",
+            return ok(f"the store's clock and this machine's agree to {abs(off):.0f} s", off_seconds=round(off, 1))
+        return warning(
             f"the store's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} this machine's",
-            figures,
             "Synchronize this machine's clock with NTP: a signed HEAD.json expires by the reading machine's clock, "
             "while gc measures ages by the store's",
+            off_seconds=round(off, 1),
         )
 
     def check_run(self) -> CheckResult:
@@ -300,24 +295,24 @@ class BucketProbe:
                 return self._no_run(error)
             return self._audit_run(RunDocuments(self._bucket, self._keyring))
         except DataError as error:
-            raise Failure(error, {"run": self.run}, remedy) from error
+            raise Failure(error, remedy, run=self.run) from error
 
     def _no_run(self, error: NotFoundError) -> CheckResult:
         if next(iter(self._bucket.list(VERSIONS_PREFIX)), None) is not None:
             lost = NotFoundError(f"there are versions but no {RUN_KEY}, so part of a run was removed")
             remedy = f"Restore {RUN_KEY} from a copy with delta-sync repair --mirror, or remove the rest"
-            raise Failure(lost, {"run": None}, remedy)
+            raise Failure(lost, remedy, run=None)
         if self._reads_only:
             remedy = "Check the URL, especially its last part; or start the publisher"
-            return CheckResult("run", "warning", f"there is no run at the URL: {error.message}", {"run": None}, remedy)
-        return CheckResult("run", "ok", "there is no run at the URL yet; a publisher can start one", {"run": None})
+            return warning(f"there is no run at the URL: {error.message}", remedy, run=None)
+        return ok("there is no run at the URL yet; a publisher can start one", run=None)
 
     def _audit_run(self, documents: RunDocuments) -> CheckResult:
         figures: dict[str, Any] = {"run": self.run, "signed": documents.info.signature is not None}
         try:
             audit = DocumentAudit(documents, AUDITED_VERSIONS)
         except NotFoundError:
-            return CheckResult("run", "ok", f"run {self.run}, nothing published yet", {**figures, "head": None})
+            return ok(f"run {self.run}, nothing published yet", head=None, **figures)
         if audit.findings:
             raise audit.findings[0].error
         head = documents.manifest(max(audit.manifests))
@@ -338,15 +333,15 @@ class BucketProbe:
         )
         if audit.head is None:
             remedy = "The publisher writes it with its next version; without a publisher run `delta-sync repair`"
-            return CheckResult("run", "warning", f"{summary}; HEAD.json is missing", figures, remedy)
+            return warning(f"{summary}; HEAD.json is missing", remedy, **figures)
         expired = 0.0 if audit.head.expires_at is None else age_of(audit.head.expires_at)
         if expired > 0:
             figures["expired_seconds"] = round(expired)
             remedy = (
                 "If a publisher should be running, check that it is and that clocks agree; otherwise this is normal"
             )
-            return CheckResult("run", "warning", f"{summary}; HEAD.json expired {ago(expired)}", figures, remedy)
-        return CheckResult("run", "ok", summary, figures)
+            return warning(f"{summary}; HEAD.json expired {ago(expired)}", remedy, **figures)
+        return ok(summary, **figures)
 
     def clean_up(self) -> list[str]:
         """Remove the test objects and the empty directories that the checks created, and close the bucket.
@@ -427,12 +422,12 @@ def _speeds(size: int, seconds: dict[str, float]) -> CheckResult:
     parts = [f"{speed / 1e6:.3g} MB/s {direction}" for direction, speed in speeds.items()]
     summary = f"{', '.join(parts)} ({size / 1e6:.3g} MB)"
     if size < MIN_BYTES_PER_SECOND or min(speeds.values()) >= MIN_BYTES_PER_SECOND:
-        return CheckResult("throughput", "ok", summary, figures)
+        return ok(summary, **figures)
     remedy = (
         "A transfer is aborted if it takes longer than store_deadline plus one second per MB: raise store_deadline, or "
         "use a nearer store"
     )
-    return CheckResult("throughput", "warning", summary, figures, remedy)
+    return warning(summary, remedy, **figures)
 
 
 def _timed(call: Callable[[], object]) -> float:

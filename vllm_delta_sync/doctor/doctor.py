@@ -5,7 +5,7 @@ from collections.abc import Callable
 from vllm_delta_sync.bucket import StoreOptions
 from vllm_delta_sync.bucket.threads import start_call
 from vllm_delta_sync.doctor.bucket_checks import BucketProbe
-from vllm_delta_sync.doctor.findings import DEFAULT_BYTES, CheckResult, CheckRunner, HungError, wait_for
+from vllm_delta_sync.doctor.findings import CheckResult, CheckRunner, HungError, skipped, wait_for, warning
 from vllm_delta_sync.doctor.server_checks import ServerProbe
 from vllm_delta_sync.server_client import REQUEST_SECONDS
 from vllm_delta_sync.trust import Keyring
@@ -19,22 +19,21 @@ def examine(
     options: StoreOptions,
     keyring: Keyring,
     server: str | None = None,
-    size: int = DEFAULT_BYTES,
+    size: int = 32_000_000,
     reads_only: bool = False,
-    keep_going: bool = False,
     on_finding: Callable[[CheckResult], None] = lambda finding: None,
 ) -> list[CheckResult]:
     """Run all checks. Removes the test objects at the end, even after an interrupt.
 
     Args:
         url: of a run. options: of the store's client; the mirror is not used. server: URL of a vLLM server.
-        size: bytes of the throughput test; 0: no test. reads_only: put nothing. keep_going: see ``CheckRunner``.
+        size: bytes of the throughput test; 0: no test. reads_only: put nothing.
         on_finding: called with each finding at once.
 
     Returns:
         the findings, those of the bucket first. Raises only interrupts.
     """
-    runner = CheckRunner(on_finding, keep_going)
+    runner = CheckRunner(on_finding)
     probe = BucketProbe(url, options, keyring, size, reads_only)
     # A request with retries takes up to three deadlines, and a check makes few requests; directories never retry.
     seconds = options.store_deadline * (2 if probe.is_directory else 6)
@@ -57,14 +56,14 @@ def examine(
             ("run", probe.check_run, "credentials"),
         ):
             if name in unwanted:
-                runner.add(CheckResult(name, "skipped", unwanted[name]))
+                runner.add(name, skipped(unwanted[name]))
             else:
                 runner.check(name, call, limits.get(name, seconds), needs)
     finally:
         _clean_up(runner, probe, seconds)
     if server is None:
         return runner.findings
-    return runner.findings + _examine_server(server, probe, CheckRunner(on_finding, keep_going))
+    return runner.findings + _examine_server(server, probe, CheckRunner(on_finding))
 
 
 def _clean_up(runner: CheckRunner, probe: BucketProbe, seconds: float) -> None:
@@ -79,7 +78,7 @@ def _clean_up(runner: CheckRunner, probe: BucketProbe, seconds: float) -> None:
     if left:
         summary = f"could not remove test objects from the bucket: {', '.join(left)}"
         remedy = "delta-sync doctor removes them when it runs a day later"
-        runner.add(CheckResult("clean-up", "warning", summary, {"left": left}, remedy))
+        runner.add("clean-up", warning(summary, remedy, left=left))
 
 
 def _examine_server(url: str, bucket: BucketProbe, runner: CheckRunner) -> list[CheckResult]:
@@ -89,7 +88,7 @@ def _examine_server(url: str, bucket: BucketProbe, runner: CheckRunner) -> list[
         ("plugin", probe.plugin, "server"),
         ("state", probe.state, "plugin"),
         ("same run", probe.same_run, "plugin"),
-        ("lag", probe.lag, "plugin"),
+        ("lag", probe.lag, "same run"),
         ("last error", probe.last_error, "plugin"),
         ("notice", probe.notice, "plugin"),
     ):

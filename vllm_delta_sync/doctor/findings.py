@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from vllm_delta_sync.bucket.threads import start_call
 from vllm_delta_sync.errors import DeadlineError, DeltaSyncError, StoreError
 
-DEFAULT_BYTES = 32_000_000
-"""Default size of the throughput test's object."""
 Verdict = Literal["ok", "warning", "failed", "skipped"]
 _Result = TypeVar("_Result")
 
@@ -19,17 +17,17 @@ class CheckResult:
     """The result of one check.
 
     Attributes:
-        check: its name. summary: what was found, or what is wrong, in words.
-        figures: the same for programs. remedy: what to do, if ``summary`` does not say it.
-        error: of a failure; the check takes its kind and exit code.
+        summary: what was found, or what is wrong, in words. figures: the same for programs.
+        remedy: what to do, if ``summary`` does not say it.
+        error: of a failure; the check takes its kind and exit code. check: its name, which ``CheckRunner`` sets.
     """
 
-    check: str
     verdict: Verdict
     summary: str
     figures: dict[str, Any] = field(default_factory=dict)
     remedy: str = ""
     error: DeltaSyncError | None = None
+    check: str = ""
 
     def document(self) -> dict[str, Any]:
         """Return the finding for ``--json``."""
@@ -43,12 +41,27 @@ class CheckResult:
         }
 
 
-class Failure(DeltaSyncError):
-    """The error of a failed check, with figures and a remedy."""
+def ok(summary: str, **figures: Any) -> CheckResult:
+    """Return the result of a check that passed."""
+    return CheckResult("ok", summary, figures)
 
-    def __init__(self, error: DeltaSyncError, figures: dict[str, Any] | None = None, remedy: str = "") -> None:
+
+def warning(summary: str, remedy: str = "", **figures: Any) -> CheckResult:
+    """Return the result of a check that found something to look at."""
+    return CheckResult("warning", summary, figures, remedy)
+
+
+def skipped(reason: str) -> CheckResult:
+    """Return the result of a check that was not made."""
+    return CheckResult("skipped", reason)
+
+
+class Failure(DeltaSyncError):
+    """The error of a failed check, with a remedy and figures."""
+
+    def __init__(self, error: DeltaSyncError, remedy: str = "", **figures: Any) -> None:
         super().__init__(error.message)
-        self.error, self.figures, self.remedy = error, figures or {}, remedy
+        self.result = CheckResult("failed", error.message, figures, remedy, error)
 
 
 class HungError(DeadlineError):
@@ -58,16 +71,12 @@ class HungError(DeadlineError):
 class CheckRunner:
     """Runs checks, reports each finding at once, and keeps it.
 
-    Args:
-        keep_going: after a failure, continue with the checks that do not depend on the failed one.
-
     Attributes:
         findings: so far. hung: whether a check did not return and its thread is still running.
     """
 
-    def __init__(self, on_finding: Callable[[CheckResult], None], keep_going: bool = False) -> None:
+    def __init__(self, on_finding: Callable[[CheckResult], None]) -> None:
         self._on_finding = on_finding
-        self._keep_going = keep_going
         self.findings: list[CheckResult] = []
         self.hung = False
         self._running: Future[CheckResult] | None = None
@@ -80,10 +89,11 @@ class CheckRunner:
             seconds: time limit. needs: an earlier check that must be ok or have a warning.
         """
         reason = self._reason(needs)
-        self.add(CheckResult(name, "skipped", f"not checked: {reason}") if reason else self._run(name, call, seconds))
+        self.add(name, skipped(f"not checked: {reason}") if reason else self._run(call, seconds))
 
-    def add(self, found: CheckResult) -> None:
-        """Keep and report a finding."""
+    def add(self, name: str, found: CheckResult) -> None:
+        """Keep and report the finding of a check."""
+        found = replace(found, check=name)
         self.findings.append(found)
         self._on_finding(found)
 
@@ -95,25 +105,21 @@ class CheckRunner:
     def _reason(self, needs: str) -> str:
         """Return why a check cannot run; empty if it can."""
         verdicts = {finding.check: finding.verdict for finding in self.findings}
-        failed = next((name for name, verdict in verdicts.items() if verdict == "failed"), None)
         if self.hung:
             return "an earlier check did not return"
-        if failed is not None and not self._keep_going:
-            return f"{failed!r} failed"
         return f"it needs {needs!r}" if verdicts.get(needs) in ("failed", "skipped") else ""
 
-    def _run(self, name: str, call: Callable[[], CheckResult], seconds: float) -> CheckResult:
+    def _run(self, call: Callable[[], CheckResult], seconds: float) -> CheckResult:
         self._running = start_call(call)
         try:
             return wait_for(self._running, seconds)
         except Failure as failure:
-            return CheckResult(name, "failed", failure.message, failure.figures, failure.remedy, failure.error)
+            return failure.result
         except DeltaSyncError as error:
             self.hung = isinstance(error, HungError)
-            return CheckResult(name, "failed", error.message, error=error)
+            return Failure(error).result
         except Exception as error:  # noqa: BLE001  an exception from a client library is a finding, not a traceback
-            unexpected = StoreError(f"unexpected {type(error).__name__}: {error}")
-            return CheckResult(name, "failed", unexpected.message, error=unexpected)
+            return Failure(StoreError(f"unexpected {type(error).__name__}: {error}")).result
 
 
 def wait_for(call: Future[_Result], seconds: float) -> _Result:

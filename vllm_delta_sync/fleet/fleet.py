@@ -8,6 +8,7 @@ changed for as long as it was valid.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, UsageError
@@ -23,6 +24,11 @@ SETTLED_SECONDS = 2.0
 """Age from which a heartbeat cannot be rewritten with the same time: times are in whole seconds."""
 MAX_NAMED = 8
 """Maximum number of receivers that a message names."""
+SHOWN_FIELDS = {
+    *("receiver", "served", "step", "head", "lag", "state", "following", "holding", "paused", "pause_ms"),
+    *("error", "started_at"),
+}
+"""Of a heartbeat: fields that ``Replica.document`` shows."""
 
 
 class FleetLateError(DeltaSyncError):
@@ -53,6 +59,15 @@ class Replica:
     def left(self) -> bool:
         """Whether it has shut down in an orderly way."""
         return self.heartbeat.state == LEFT
+
+    def document(self) -> dict[str, Any]:
+        """Return what commands, with ``--json``, and the page show of it."""
+        return {
+            **self.heartbeat.model_dump(include=SHOWN_FIELDS),
+            "live": self.live,
+            "left": self.left,
+            "age_seconds": round(self.age, 1),
+        }
 
     def serves(self, version: int) -> bool:
         """Return whether it serves that version or a newer one."""

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 import numpy as np
 
@@ -111,38 +110,3 @@ def summarize(versions: Sequence[VersionStats]) -> StatsSummary:
         (len(versions) - 1) / hours if passed else None,
         (versions[-1].published - versions[0].published) / hours if passed else None,
     )
-
-
-def draw(versions: Sequence[VersionStats], title: str) -> Any:
-    """Return a matplotlib figure: bytes and changed share of each version, and all bytes against full checkpoints.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 9), layout="constrained")
-    # A title is a stranger's text: a dollar sign in it must not begin a formula.
-    figure.suptitle(title, parse_math=False)
-    sizes, shares, sums = figure.subplots(3, 1, sharex=True)
-    numbers = [version.manifest.version for version in versions]
-    deltas = [version for version in versions if version.manifest.kind == "delta"]
-    others = [version for version in versions if version.manifest.kind == "anchor"]
-    of_deltas = [version.manifest.version for version in deltas]
-    sizes.plot(of_deltas, [version.manifest.payload_bytes for version in deltas], ".", label="delta")
-    sizes.plot(
-        [version.manifest.version for version in others],
-        [version.manifest.payload_bytes for version in others],
-        "^",
-        label="anchor",
-    )
-    sizes.axhline(versions[0].manifest.full_bytes, linestyle="--", color="gray", label="full checkpoint")
-    sizes.set(ylabel="bytes", yscale="log")
-    shares.plot(of_deltas, [100 * version.changed_share for version in deltas], ".")
-    shares.set(ylabel="changed elements, %", ylim=(0, None))
-    sums.plot(numbers, [version.full for version in versions], "--", color="gray", label="full checkpoints")
-    sums.plot(numbers, [version.published for version in versions], label="published")
-    sums.set(ylabel="bytes so far", xlabel="version", yscale="log")
-    for axes in (sizes, sums):
-        axes.legend()
-    return figure
