@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
@@ -29,9 +29,18 @@ MAX_RECEIVERS = 256
 MAX_TEXT = 600
 
 
+COLUMNS = ("version", "step", "kind", "codec", "created", "payload", "share", "quarantined", "exact")
+"""Fields of ``VersionRow`` that the page gets, as one list for each: a third of the size."""
+
+
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """What is kept of a manifest. ``created``: Unix time, None if the manifest names a time that does not exist."""
+    """What is kept of a manifest.
+
+    Attributes:
+        created: Unix time, None if the manifest names a time that does not exist. payload: bytes. full: those of the
+            model. share: of the elements that a delta changes; None for other kinds. reasons: of a quarantine.
+    """
 
     version: int
     digest: str
@@ -41,12 +50,33 @@ class VersionRow:
     codec: str | None
     created: float | None
     payload: int
-    changed: int
-    total: int
     full: int
+    share: float | None
     reasons: tuple[str, ...]
-    held_back: float | None
     exact: bool
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "VersionRow":
+        """Return the row of a manifest."""
+        reasons = [] if manifest.quarantine is None else manifest.quarantine.reasons
+        return cls(
+            version=manifest.version,
+            digest=manifest.digest,
+            parent=manifest.parent,
+            step=manifest.step,
+            kind=manifest.kind,
+            codec=manifest.codec,
+            created=unix_time(manifest.created_at),
+            payload=manifest.payload_bytes,
+            full=manifest.full_bytes,
+            share=manifest.changed / manifest.total if manifest.total and manifest.kind == "delta" else None,
+            reasons=tuple(reason[:MAX_TEXT] for reason in reasons[:MAX_REASONS]),
+            exact=manifest.held_back is None,
+        )
+
+    @property
+    def quarantined(self) -> bool:
+        return bool(self.reasons)
 
 
 class RunReader:
@@ -87,8 +117,10 @@ class RunReader:
         run = self._run
         assert run is not None
         head, error = self._read_versions(run)
-        receivers = self._receivers(head)
-        damaged = {**self._damaged, **self._unconnected()}
+        self._fleet.poll()
+        receivers = [*self._fleet.live, *self._fleet.ended][:MAX_RECEIVERS]
+        damaged = sorted({**self._damaged, **self._unconnected()}.items(), reverse=True)
+        rows = [self._rows[version] for version in sorted(self._rows)]
         return {
             "id": run.info.run,
             "url": public_url(run.bucket.url) if self._show_url else None,
@@ -98,24 +130,31 @@ class RunReader:
             "tensors": len(run.table),
             "elements": run.info.total,
             "full_bytes": run.info.full_bytes,
-            "head": None if head is None else _head(head),
+            "head": None
+            if head is None
+            else {
+                "version": head.version,
+                "step": head.step,
+                "created": unix_time(head.created_at),
+                "sound": head.sound,
+                "exact": head.exact,
+            },
             "error": None if error is None else _error(error),
-            "versions": _columns([self._rows[version] for version in self._shown()]),
-            "summary": _summary([self._rows[version] for version in self._shown()]),
-            "quarantined": self._quarantined(),
-            "damaged": [
-                {"version": version, **_error(problem)} for version, problem in sorted(damaged.items(), reverse=True)
-            ][:MAX_DAMAGED],
+            "versions": {name: [getattr(row, name) for row in rows] for name in COLUMNS},
+            "summary": _summary(rows),
+            "quarantined": [
+                {"version": row.version, "step": row.step, "reasons": row.reasons, "created": row.created}
+                for row in reversed(rows)
+                if row.reasons
+            ][:MAX_QUARANTINED],
+            "damaged": [{"version": version, **_error(problem)} for version, problem in damaged[:MAX_DAMAGED]],
             "damaged_count": len(damaged),
             "tags": self._read_tags(run),
-            "receivers": receivers,
+            "receivers": [self._receiver(replica, head) for replica in receivers],
             "fleet": {"live": len(self._fleet.live), "ended": len(self._fleet.ended)},
             "ignored": [text[:MAX_TEXT] for text in self._fleet.ignored[:MAX_DAMAGED]],
             "heat": None if self._heat is None or head is None else self._heat.read(self._newest_down(head)),
         }
-
-    def _shown(self) -> list[int]:
-        return sorted(self._rows)
 
     def _read_versions(self, run: Run) -> tuple[Manifest | None, DeltaSyncError | None]:
         """Read the manifests that are not known yet; return the newest good one, and what is wrong after it."""
@@ -169,7 +208,7 @@ class RunReader:
         return found
 
     def _keep(self, manifest: Manifest, head: Manifest) -> None:
-        self._rows[manifest.version] = _row(manifest)
+        self._rows[manifest.version] = VersionRow.of(manifest)
         if self._heat is not None and manifest.version > head.version - HEAT_VERSIONS:
             self._newest[manifest.version] = manifest
 
@@ -177,13 +216,6 @@ class RunReader:
         for version in range(head.version, head.version - HEAT_VERSIONS, -1):
             if version in self._newest:
                 yield self._newest[version]
-
-    def _quarantined(self) -> list[dict[str, Any]]:
-        found = [self._rows[version] for version in reversed(self._shown()) if self._rows[version].reasons]
-        return [
-            {"version": row.version, "step": row.step, "reasons": list(row.reasons), "created": row.created}
-            for row in found[:MAX_QUARANTINED]
-        ]
 
     def _read_tags(self, run: Run) -> list[dict[str, Any]]:
         """Return the newest tags; one that cannot be read is left out."""
@@ -202,37 +234,17 @@ class RunReader:
             {"name": tag.name, "version": tag.version} for tag in sorted(tags, key=lambda tag: (-tag.version, tag.name))
         ]
 
-    def _receivers(self, head: Manifest | None) -> list[dict[str, Any]]:
-        """Return the receivers by heartbeat: live ones first."""
-        self._fleet.poll()
-        chosen = [*self._fleet.live, *self._fleet.ended][:MAX_RECEIVERS]
-        return [self._receiver(replica, head) for replica in chosen]
-
     def _receiver(self, replica: Replica, head: Manifest | None) -> dict[str, Any]:
-        heartbeat = replica.heartbeat
-        served = None if heartbeat.served is None else self._rows.get(heartbeat.served)
-        sound = None if head is None else head.sound
-        newest = None if sound is None else self._rows.get(sound)
-        behind = None if heartbeat.served is None or sound is None else max(0, sound - heartbeat.served)
+        """Return a receiver, with the versions and the time between what it serves and the newest sound version."""
+        version, sound = replica.heartbeat.served, None if head is None else head.sound
+        served, newest = (None if number is None else self._rows.get(number) for number in (version, sound))
         seconds = None
         if served is not None and newest is not None and served.created is not None and newest.created is not None:
             seconds = max(0.0, newest.created - served.created)
         return {
-            "receiver": heartbeat.receiver,
-            "live": replica.live,
-            "left": replica.left,
-            "served": heartbeat.served,
-            "step": heartbeat.step,
-            "behind": behind,
+            **replica.document(),
+            "behind": None if version is None or sound is None else max(0, sound - version),
             "behind_seconds": seconds,
-            "lag": heartbeat.lag,
-            "state": heartbeat.state,
-            "target": heartbeat.following,
-            "holding": heartbeat.holding,
-            "pause_ms": heartbeat.pause_ms,
-            "error": None if heartbeat.error is None else heartbeat.error.model_dump(),
-            "age": round(replica.age, 1),
-            "started": None if heartbeat.started_at is None else unix_time(heartbeat.started_at),
         }
 
 
@@ -244,58 +256,12 @@ def unix_time(timestamp: str) -> float | None:
         return None
 
 
-def _row(manifest: Manifest) -> VersionRow:
-    reasons = [] if manifest.quarantine is None else manifest.quarantine.reasons
-    return VersionRow(
-        version=manifest.version,
-        digest=manifest.digest,
-        parent=manifest.parent,
-        step=manifest.step,
-        kind=manifest.kind,
-        codec=manifest.codec,
-        created=unix_time(manifest.created_at),
-        payload=manifest.payload_bytes,
-        changed=manifest.changed,
-        total=manifest.total,
-        full=manifest.full_bytes,
-        reasons=tuple(reason[:MAX_TEXT] for reason in reasons[:MAX_REASONS]),
-        held_back=None if manifest.held_back is None else manifest.held_back.relative_norm,
-        exact=manifest.held_back is None,
-    )
-
-
-def _head(head: Manifest) -> dict[str, Any]:
-    return {
-        "version": head.version,
-        "step": head.step,
-        "created": unix_time(head.created_at),
-        "sound": head.sound,
-        "exact": head.exact,
-    }
-
-
 def _error(error: DeltaSyncError) -> dict[str, Any]:
     return {"kind": error.kind, "message": error.message[:MAX_TEXT]}
 
 
-def _columns(rows: list[VersionRow]) -> dict[str, list[Any]]:
-    """Return the rows as one list for each field: a third of the size."""
-    return {
-        "version": [row.version for row in rows],
-        "step": [row.step for row in rows],
-        "kind": [row.kind for row in rows],
-        "codec": [row.codec for row in rows],
-        "created": [row.created for row in rows],
-        "payload": [row.payload for row in rows],
-        "share": [row.changed / row.total if row.total and row.kind == "delta" else None for row in rows],
-        "quarantined": [bool(row.reasons) for row in rows],
-        "exact": [row.exact for row in rows],
-    }
-
-
 def _summary(rows: list[VersionRow]) -> dict[str, Any]:
     """Return figures of all versions shown; savings are against a full checkpoint for each."""
-    deltas = [row for row in rows if row.kind == "delta"]
     published = sum(row.payload for row in rows)
     full = sum(row.full for row in rows if row.kind != "reference")
     times = [row.created for row in rows if row.created is not None]
@@ -305,17 +271,15 @@ def _summary(rows: list[VersionRow]) -> dict[str, Any]:
         if earlier.created is not None and later.created is not None and later.version == earlier.version + 1
     ]
     hours = (times[-1] - times[0]) / 3600 if times else 0.0
+    spreads = {
+        "payload": Spread.of([row.payload for row in rows if row.kind == "delta"]),
+        "share": Spread.of([row.share for row in rows if row.share is not None]),
+        "seconds": Spread.of(gaps),
+    }
     return {
-        "payload": _spread([row.payload for row in deltas]),
-        "share": _spread([row.changed / row.total for row in deltas if row.total]),
-        "seconds": _spread(gaps),
+        **{name: None if spread is None else asdict(spread) for name, spread in spreads.items()},
         "per_hour": (len(times) - 1) / hours if hours > 0 else None,
         "published": published,
         "full": full,
         "saved": 1 - published / full if full else None,
     }
-
-
-def _spread(values: list[Any]) -> dict[str, float] | None:
-    found = Spread.of(values)
-    return None if found is None else {"median": found.median, "p95": found.p95, "max": found.max}
