@@ -1,6 +1,6 @@
-"""The ``delta-sync`` command. ``cli/NAME.py`` holds the command NAME.
+"""The ``delta-sync`` command. ``cli/NAME.py`` holds the command NAME, a ``Command``: its options, its help, one function.
 
-``main`` is the entry point: it parses, runs one command, prints and returns the exit code. ``keygen`` is in ``keys``.
+``main`` is the entry point: it parses, runs one command, prints its ``Report`` and returns the exit code.
 """
 
 from vllm_delta_sync.cli.main import INTERRUPTED, build_parser, main, run
