@@ -1,4 +1,4 @@
-"""The ``delta-sync`` command. ``cli/NAME.py`` holds the command NAME, a ``Command``: its options, its help, one function.
+"""The ``delta-sync`` command. ``cli/NAME.py`` holds the command NAME as a ``Command``: options, help and a function.
 
 ``main`` is the entry point: it parses, runs one command, prints its ``Report`` and returns the exit code.
 """
