@@ -74,8 +74,8 @@ def dashboard(options: argparse.Namespace) -> Report:
 
     server = DashboardServer(options.host, options.port, overview)
     try:
-        print_event(options, {"url": server.url}, lambda: print(clean(f"the page is at {server.url}")))
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
+        print_event(options, {"url": server.url}, lambda: print(clean(f"the page is at {server.url}")))
         server.serve_forever()
     finally:
         server.server_close()
