@@ -55,7 +55,7 @@ def words(line: str) -> list[str]:
         ("fleet wa", ["wait", "watch"]),
         ("--v", ["--version"]),
         # A value does not count as a command, and other words may come before the flag.
-        ("tag set keys --bucket log --mi", ["--milestone"]),
+        ("tag set keygen --bucket log --mi", ["--milestone"]),
         ("compact --bucket x --codec ", ["tiled", "plain"]),
         ("completion ", ["bash", "zsh", "fish"]),
         # Nothing: bash then completes names of files, as `complete -o default` says.
