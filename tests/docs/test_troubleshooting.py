@@ -13,6 +13,7 @@ import pytest
 
 from tests.docs.test_docs import anchors
 from tests.support.monitoring import alerts
+from vllm_delta_sync.cli.main import COMMANDS
 from vllm_delta_sync.errors import DeltaSyncError, error_kinds
 
 ROOT = Path(__file__).parents[2]
@@ -72,8 +73,8 @@ def sources() -> tuple[ast.Module, ...]:
 
 @pytest.fixture(scope="module")
 def printed() -> str:
-    """Every text of the source but docstrings, one a line, with ``…`` for what is filled in."""
-    found = []
+    """Every text of the source but docstrings, with ``…`` for what is filled in, and the help of commands."""
+    found = [" ".join(command.text.split()) for command in COMMANDS]
     for tree in sources():
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
