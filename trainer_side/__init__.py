@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 from trainer_side.options import Budget, Gate
 from trainer_side.publisher import Publisher
-from trainer_side.result import PublishResult
-from trainer_side.status import PublisherStatus
+from trainer_side.result import PublisherStatus, PublishResult
 
 if TYPE_CHECKING:
     from trainer_side.integrations.transformers import DeltaSyncCallback

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from trainer_side.encode.recent_deltas import RecentDeltas
+from trainer_side.encode.encoder import RecentDeltas
 from trainer_side.options import Options
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket

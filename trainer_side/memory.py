@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from trainer_side.diff.baseline import Baseline
-from trainer_side.diff.dense_or_sparse import SAMPLE_PIECES
+from trainer_side.diff.change_log import SAMPLE_ELEMENTS
 from trainer_side.diff.device import TORCH_ELEMENTS, WINDOW_ELEMENTS
 from trainer_side.diff.memory_limits import MemoryLimits, MemoryUse
-from trainer_side.diff.undo_log import SAMPLE_ELEMENTS
+from trainer_side.diff.pending_delta import SAMPLE_PIECES
 from trainer_side.options import Options
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.segments import ROOM

@@ -32,11 +32,10 @@ from trainer_side.options import (
     chosen_keys,
     set_log_format,
 )
-from trainer_side.result import PublishResult, Stopwatch
+from trainer_side.result import PublisherStatus, PublishResult, Stopwatch
 from trainer_side.run_files import check_folder, collect_files
 from trainer_side.run_weights import RunWeights, WholeWeights
 from trainer_side.session import OnVersion, PublishSession, agreed_options, ranks_of
-from trainer_side.status import PublisherStatus
 from trainer_side.takeover import open_or_begin
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket, open_bucket

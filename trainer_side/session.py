@@ -25,9 +25,8 @@ from trainer_side.ranks.group import (
     check_same,
     rank_in_world,
 )
-from trainer_side.result import PublishProgress, PublishResult, Stopwatch, as_publish_error
+from trainer_side.result import Deadline, PublishProgress, PublishRecord, PublishResult, Stopwatch, as_publish_error
 from trainer_side.run_weights import RunWeights
-from trainer_side.status import Deadline, PublishRecord
 from trainer_side.writer import UncertainError
 from vllm_delta_sync.errors import (
     DeltaSyncError,

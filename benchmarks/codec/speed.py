@@ -13,8 +13,8 @@ from benchmarks.common.rows import Row, row
 from benchmarks.common.timing import Method, peak_extra_bytes, time_all
 from benchmarks.common.training_data import Pair, elements
 from trainer_side.diff.buffers import HostBuffer
+from trainer_side.diff.change_log import ChangeLog
 from trainer_side.diff.engine import Detector
-from trainer_side.diff.undo_log import ChangeLog
 
 
 def own_speeds(bench: str, case: str, codecs: list[Own], pair: Pair, repeats: int) -> list[Row]:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from trainer_side.diff.buffers import BaselineBuffer, HostBuffer
+from trainer_side.diff.change_log import ChangeLog
 from trainer_side.diff.engine import Detector
-from trainer_side.diff.undo_log import ChangeLog
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec

@@ -8,7 +8,7 @@ import torch
 from tests.support.detection import NAME, Difference, disturbed, expected, served
 from trainer_side.diff import device, triton
 from trainer_side.diff.buffers import DeviceBuffer
-from trainer_side.diff.undo_log import ChangeLog
+from trainer_side.diff.change_log import ChangeLog
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.tensors.torch_views import SIGNED, bits_of

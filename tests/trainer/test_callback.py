@@ -31,7 +31,7 @@ from tests.support.trainers import (
     trainer_of,
 )
 from trainer_side import DeltaSyncCallback, Publisher, PublishResult
-from trainer_side.integrations import receiver_lag as lag_module
+from trainer_side.integrations import reports as lag_module
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import ConflictError, ModelError, PublishError, StoreError, UsageError

@@ -22,9 +22,9 @@ from tests.support.publishing import damage
 from tests.support.samples import CONTEXT
 from trainer_side import Gate, Publisher
 from trainer_side.diff import memory_limits
-from trainer_side.diff.dense_or_sparse import SPARSE_RATIO, full_is_smaller
-from trainer_side.diff.undo_log import ChangeLog, ExpandedChanges
-from trainer_side.encode.recent_deltas import KEPT_VERSIONS, RecentDeltas
+from trainer_side.diff.change_log import ChangeLog, ExpandedChanges
+from trainer_side.diff.pending_delta import SPARSE_RATIO, full_is_smaller
+from trainer_side.encode.encoder import KEPT_VERSIONS, RecentDeltas
 from vllm_delta_sync import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_reader import decode

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.support.detection import NAME, Difference, check, compared, disturbed, expected, served, tensor_of
 from trainer_side.diff import engine, reader
 from trainer_side.diff.buffers import HostBuffer
+from trainer_side.diff.change_log import ChangeLog
 from trainer_side.diff.engine import Detector, SmallTensor
 from trainer_side.diff.reader import boxes, host_bits, nan_pattern
-from trainer_side.diff.undo_log import ChangeLog
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors import bits as wire_bits

@@ -19,10 +19,9 @@ from trainer_side.diff import device as detection_device
 from trainer_side.diff import engine
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, DeviceBuffer, HostBuffer, move_buffer
-from trainer_side.diff.change_spool import ChangeSpool
+from trainer_side.diff.change_log import ChangeLog, ChangeSpool
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
-from trainer_side.diff.undo_log import ChangeLog
 from trainer_side.model.sources import live_tensors
 from vllm_delta_sync import open_run
 from vllm_delta_sync.format.dtypes import DTYPES
@@ -152,8 +151,7 @@ WATCHED = {
     "diff/device.py",
     "diff/buffers.py",
     "diff/reader.py",
-    "diff/undo_log.py",
-    "diff/change_spool.py",
+    "diff/change_log.py",
     "tensors/segments.py",
 }
 

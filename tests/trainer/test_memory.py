@@ -17,10 +17,9 @@ from tests.support.publishers import FailAt, Hooked, Trainer, assert_history, ex
 from trainer_side import Budget, Gate, Publisher
 from trainer_side.diff import memory_limits
 from trainer_side.diff.baseline import Baseline
-from trainer_side.diff.buffers import BaselineLocation
-from trainer_side.diff.change_spool import ChangeSpool
+from trainer_side.diff.buffers import BaselineLocation, HostSlab
+from trainer_side.diff.change_log import ChangeSpool
 from trainer_side.diff.memory_limits import MemoryUse
-from trainer_side.diff.slab import HostSlab
 from trainer_side.encode.encoder import EncodedObject, ObjectFile
 from trainer_side.memory import publisher_memory
 from trainer_side.model.sources import live_tensors

@@ -7,12 +7,10 @@ from typing import Self
 import numpy as np
 import torch
 
-from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, DeviceBuffer, HostBuffer, move_buffer
+from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, DeviceBuffer, HostBuffer, HostSlab, move_buffer
 from trainer_side.diff.memory_limits import MemoryUse
 from trainer_side.diff.reader import host_bits
-from trainer_side.diff.slab import HostSlab
-from trainer_side.model.matching import check_fits, own_spec, target_names
-from trainer_side.model.sources import LiveTensors
+from trainer_side.model.sources import LiveTensors, check_fits, own_spec, target_names
 from vllm_delta_sync.errors import FingerprintError, ModelError, TensorMismatchError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorTable

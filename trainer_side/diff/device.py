@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from trainer_side.diff.buffers import BaselineBuffer, DeviceBuffer, HostBuffer
+from trainer_side.diff.change_log import ChangeLog, PendingWrite
 from trainer_side.diff.reader import boxes
-from trainer_side.diff.undo_log import ChangeLog, PendingWrite
 from vllm_delta_sync.format.fingerprint import Fingerprint, tensor_seed
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.tensors import torch_hash

@@ -15,9 +15,8 @@ import torch
 
 from trainer_side.background_thread import BackgroundJob, BackgroundThread
 from trainer_side.diff.buffers import BaselineBuffer, HostBuffer
-from trainer_side.diff.change_spool import ChangeSpool
+from trainer_side.diff.change_log import ChangeLog, ChangeSpool, LogEntry
 from trainer_side.diff.reader import Box, Reader, split_boxes
-from trainer_side.diff.undo_log import ChangeLog, LogEntry
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint, tensor_seed
 from vllm_delta_sync.format.table import TensorSpec, TensorTable

@@ -13,8 +13,8 @@ from trainer_side.integrations.reports import MetricReporter, check_publisher_op
 from trainer_side.integrations.stop_signal import GRACE_SECONDS, StopSignal
 from trainer_side.publisher import CLOSE_SECONDS, Publisher
 from trainer_side.ranks.group import WORK_SECONDS, ProcessGroup, in_world
+from trainer_side.result import Deadline
 from trainer_side.run_files import tokenizer_folder
-from trainer_side.status import Deadline
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, PublishError, UsageError
 from vllm_delta_sync.redaction import guarded_logger

@@ -22,8 +22,7 @@ from tests.support.modules import ModulePort, save_base
 from tests.tools.gpu.report import LeftOutError, Report
 from trainer_side import Publisher
 from trainer_side.diff import device as diff
-from trainer_side.diff.buffers import BaselineLocation, DeviceBuffer
-from trainer_side.diff.slab import HostSlab
+from trainer_side.diff.buffers import BaselineLocation, DeviceBuffer, HostSlab
 from vllm_delta_sync import open_run
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.compat import write_hooks

@@ -16,8 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side.model.conversion_trace import View
-from trainer_side.ranks.shard_parts import boxes_document, check_coverage
-from trainer_side.ranks.shard_views import shard_views
+from trainer_side.ranks.shard_parts import boxes_document, check_coverage, shard_views
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.boxes import Box, boxes_of_range
