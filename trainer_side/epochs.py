@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from trainer_side.writer import stored_digest
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.base import exists
 from vllm_delta_sync.bucket.conditional_put import confirm_created, create_if_absent
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
@@ -109,13 +110,10 @@ def _highest(run: Run, newest: Manifest | None) -> int:
     highest = last_consecutive({*versions, lost}, versions[0] if newest is None else newest.version)
     if highest not in versions:
         highest -= 1
-    try:
-        # A listing may not show the latest versions yet.
-        while True:
-            run.bucket.stat(version_key(highest + 1))
-            highest += 1
-    except NotFoundError:
-        return highest
+    # A listing may not show the latest versions yet.
+    while exists(run.bucket, version_key(highest + 1)):
+        highest += 1
+    return highest
 
 
 def _verified(run: Run, version: int) -> Manifest | None:

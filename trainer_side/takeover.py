@@ -23,7 +23,8 @@ from trainer_side.ranks.group import Json, ProcessGroup, check_same
 from trainer_side.run_weights import RunWeights
 from trainer_side.writer import FormerVersionError, RunWriter, UncertainError
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.conditional_put import confirm_created
+from vllm_delta_sync.bucket.base import exists
+from vllm_delta_sync.bucket.conditional_put import confirm_created, has_content
 from vllm_delta_sync.bucket.verified import fetch_object
 from vllm_delta_sync.errors import (
     ChainError,
@@ -204,8 +205,8 @@ def inspect_url(bucket: Bucket, resume: bool, expect_run: str | None = None) -> 
         ConflictError: a run that must not be continued; or part of one that an interrupted start does not explain.
         UsageError: ``expect_run`` is given, and there is no run.
     """
-    found = [key for key in (RUN_KEY, TABLE_KEY, HEAD_KEY) if _present(bucket, key)]
-    versions = _present(bucket, version_key(0)) or next(iter(bucket.list(VERSIONS_PREFIX)), None) is not None
+    found = [key for key in (RUN_KEY, TABLE_KEY, HEAD_KEY) if exists(bucket, key)]
+    versions = exists(bucket, version_key(0)) or next(iter(bucket.list(VERSIONS_PREFIX)), None) is not None
     if versions and RUN_KEY in found:
         if not resume:
             raise ConflictError(
@@ -251,14 +252,6 @@ def check_expected_run(url: str, found: str | None, expected: str) -> None:
             f"expect_run is {expected!r}, but {url} holds run {found!r}; correct the URL, or pass the id of the run to "
             "continue"
         )
-
-
-def _present(bucket: Bucket, key: str) -> bool:
-    try:
-        bucket.stat(key)
-    except NotFoundError:
-        return False
-    return True
 
 
 def begin(
@@ -348,7 +341,7 @@ class RunStart:
         Args:
             unfinished: run.json of that start. If another one is stored by now, nothing is removed.
         """
-        if not self._has_content(RUN_KEY, unfinished):
+        if not has_content(self._bucket, RUN_KEY, unfinished):
             return
         self._refuse_begun()
         logger.warning(
@@ -356,7 +349,7 @@ class RunStart:
             self._bucket.url,
         )
         found: dict[str, bytes | None] = {RUN_KEY: unfinished, TABLE_KEY: None}
-        if _present(self._bucket, TABLE_KEY):
+        if exists(self._bucket, TABLE_KEY):
             found[TABLE_KEY] = self._bucket.get(TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES)
         for item in _files_of(unfinished):
             try:
@@ -375,7 +368,7 @@ class RunStart:
             raise
 
     def _refuse_begun(self) -> None:
-        if _present(self._bucket, version_key(0)):
+        if exists(self._bucket, version_key(0)):
             raise ConflictError(
                 f"the run at {self._bucket.url} was begun by another publisher just now; start again to take it over"
             )
@@ -433,7 +426,7 @@ class RunStart:
         except ConflictError as error:
             # If the answer to a put is lost and the client repeats it, it finds its own object. Only the content of
             # run.json proves who wrote it, since it holds the random id of the run.
-            if not self._has_content(key, data):
+            if not has_content(self._bucket, key, data):
                 raise self._conflict(key) from error
             if key != RUN_KEY:
                 del self._uncertain[key]
@@ -456,7 +449,7 @@ class RunStart:
         # run.json last: while it exists, no other publisher writes here.
         for key in [*reversed(self._uncertain), *reversed(self._created)]:
             try:
-                if key in self._created or self._has_content(key, self._uncertain[key]):
+                if key in self._created or has_content(self._bucket, key, self._uncertain[key]):
                     self._bucket.delete(key)
             except DeltaSyncError as error:
                 logger.warning("%s of a failed start was not removed: %s", key, error)
@@ -478,16 +471,10 @@ class RunStart:
 
     def _is_replaced(self) -> bool:
         try:
-            return not self._has_content(RUN_KEY, self._info.to_bytes())
+            return not has_content(self._bucket, RUN_KEY, self._info.to_bytes())
         except StoreError as error:
             logger.warning("what a failed start has written stays, as %s cannot be read: %s", RUN_KEY, error)
             return True
-
-    def _has_content(self, key: str, data: bytes) -> bool:
-        try:
-            return self._bucket.get(key, max_bytes=max(len(data), limits.MAX_JSON_BYTES)) == data
-        except (NotFoundError, LimitError):
-            return False
 
     def _still_claimed(self) -> str:
         return (

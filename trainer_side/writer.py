@@ -16,6 +16,7 @@ from pathlib import Path
 from trainer_side.encode.encoder import EncodedObject, ObjectFile
 from trainer_side.options import Options
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.base import exists
 from vllm_delta_sync.bucket.conditional_put import has_content, reads_back
 from vllm_delta_sync.bucket.threads import in_parallel, start_call
 from vllm_delta_sync.bucket.verified import has_object
@@ -341,12 +342,8 @@ class RunWriter:
             self._log_if_restored(present)
             # A HEAD with an expiry is never equal: it is to be written again.
             return present.to_bytes() == wanted.to_bytes()
-        try:
-            # A damaged HEAD may name a version that never existed.
-            self._bucket.stat(version_key(present.version))
-        except NotFoundError:
-            return False
-        return True
+        # A damaged HEAD may name a version that never existed.
+        return exists(self._bucket, version_key(present.version))
 
     def _log_if_restored(self, present: Head) -> None:
         last = self._head_manifest
@@ -393,9 +390,7 @@ class RunWriter:
         """Raise ConflictError if a later epoch is claimed, or another writer's claim replaced the own one."""
         bucket, own = self._bucket, self._claim_data
         key = claim_key(self.epoch + 1)
-        try:
-            bucket.stat(key)
-        except NotFoundError:
+        if not exists(bucket, key):
             key = claim_key(self.epoch)
             # Only where create-if-absent is not atomic can another writer have replaced it.
             if own is None or bucket.supports_conditional_put or has_content(bucket, key, own, if_missing=True):
