@@ -369,6 +369,7 @@ def python() -> Iterator[str]:
     yield stub(trainer_side.options, "Gate")
     yield stub(trainer_side.options, "Budget")
     yield stub(trainer_side.publisher, "Publisher")
+    yield stub(trainer_side.options, "PublisherOptions")
     yield stub(trainer_side.result, "PublishResult")
     yield "`PublishResult.seconds` has the keys:"
     yield table(("key", "meaning"), [(code(name), text) for name, text in RESULT_SECONDS.items()])
@@ -413,10 +414,31 @@ def stub(module: Any, name: str) -> str:
 def class_lines(node: ast.ClassDef) -> Iterator[str]:
     yield f"class {node.name}:"
     yield from docstring(node, "    ")
+    if any(ast.unparse(decorator).startswith("dataclass(config=") for decorator in node.decorator_list):
+        yield ""
+        for member in node.body:
+            if isinstance(member, ast.AnnAssign) and "init=False" not in ast.unparse(member):
+                yield f"    {ast.unparse(WithoutChecks().visit(member))}".replace("'", '"')
     for member in node.body:
         if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and is_public(member):
             yield ""
             yield from (f"    {line}" if line else "" for line in function_lines(member))
+
+
+class WithoutChecks(ast.NodeTransformer):
+    """Leaves the plain type of what pydantic checks."""
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        match node:
+            case ast.Subscript(value=ast.Name(id="SkipValidation" | "InstanceOf"), slice=inner):
+                return inner
+            case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[inner, *_])):
+                return inner
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Name("int") if node.id == "Count" else node
 
 
 def is_public(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -443,6 +465,9 @@ def function_lines(node: Any) -> Iterator[str]:
 def split_arguments(arguments: ast.arguments) -> Iterator[str]:
     defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + list(arguments.defaults)
     for given, default in zip(arguments.args, defaults, strict=True):
+        if given.arg == "make_options":  # ``takes_options``
+            yield "**options: Unpack[PublisherOptions]"
+            continue
         text = given.arg if given.annotation is None else f"{given.arg}: {ast.unparse(given.annotation)}"
         whole = text if default is None else f"{text} = {ast.unparse(default)}"
         yield whole.replace("'", '"')

@@ -23,7 +23,7 @@ import torch
 
 from trainer_side.checkpoint_layouts import FileState, FoundCheckpoint, find_checkpoints, locate, step_of
 from trainer_side.model.sources import CheckpointTensor, LiveTensors, check_name
-from trainer_side.options import chosen_keys
+from trainer_side.options import checked_options
 from trainer_side.publisher import Publisher
 from trainer_side.takeover import check_expected_run
 from vllm_delta_sync.client import Run, open_run
@@ -46,7 +46,6 @@ from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint, model_files, weight_files
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, tensor_from_bits
-from vllm_delta_sync.trust import Keyring
 
 __all__ = [
     "CheckpointFolder",
@@ -273,9 +272,10 @@ class CheckpointPublisher:
         Raises:
             As ``open_run``, except that there need not be a run; and as ``Publisher`` for ``expect_run``.
         """
-        self._url, self.base, self._options = bucket, base, options
-        signing_key, trusted_keys = chosen_keys(options.get("signing_key"), options.get("trusted_keys"))
-        self._keyring = Keyring.load(trusted_keys, signing_key)
+        self._url, self.base, self._options = bucket, base, {"baseline": "disk", **options}
+        checked = checked_options(bucket, base, **self._options)
+        checked.load_keys()
+        self._keyring = checked.keyring
         self._closing = ExitStack()
         self._publisher: Publisher | None = None
         self._specs: Mapping[str, TensorSpec] = {}
@@ -286,7 +286,7 @@ class CheckpointPublisher:
             self.newest = self.run.reachable_head()[0]
         except NotFoundError:
             self._exists = False  # no run yet, or a start that ended before version 0
-        expected, found = options.get("expect_run"), self.run.info.run if self._exists else None
+        expected, found = checked.expect_run, self.run.info.run if self._exists else None
         if expected is not None and expected != found:
             # Folders that are older than the newest version are left out without opening a publisher.
             self._closing.close()
@@ -379,7 +379,7 @@ class CheckpointPublisher:
             _check_same_tensors(checkpoint, {spec.name: spec for spec in self.run.table}, "the run")
         live = _FolderTensors(checkpoint, self._exists or self.base is None, progress)
         files = None if self._exists or not model_files(checkpoint.path) else checkpoint.path
-        options = {"baseline": "disk", "first_step": step if self.base is None else 0, **self._options}
+        options = {"first_step": step if self.base is None else 0, **self._options}
         publisher = self._closing.enter_context(Publisher(live, self._url, self.base, files=files, **options))
         if publisher.began:
             self._run = None  # it may be a start that ended before version 0

@@ -14,7 +14,7 @@ from trainer_side.encode.budget_selection import BudgetSelection
 from trainer_side.encode.encoder import EncodedObject, Encoder
 from trainer_side.encode.update_gate import UpdateGate
 from trainer_side.maintenance import BackgroundMaintenance, RebaseTag
-from trainer_side.options import Options
+from trainer_side.options import PublisherOptions
 from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, error_document, error_from_rank, first_error
 from trainer_side.result import PublishProgress, Stopwatch
 from trainer_side.takeover import OpenedRun
@@ -109,7 +109,7 @@ class Committer:
         self,
         bucket: Bucket,
         opened: OpenedRun,
-        options: Options,
+        options: PublisherOptions,
         group: ProcessGroup,
         maintenance: BackgroundMaintenance | None,
     ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from trainer_side.encode.encoder import RecentDeltas
-from trainer_side.options import Options
+from trainer_side.options import PublisherOptions
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run
@@ -43,7 +43,7 @@ class BackgroundMaintenance:
     """
 
     def __init__(
-        self, bucket: Bucket, base: str | Path | None, options: Options, writer: RunWriter, alone: bool
+        self, bucket: Bucket, base: str | Path | None, options: PublisherOptions, writer: RunWriter, alone: bool
     ) -> None:
         self._bucket = bucket
         self._base = base

@@ -7,7 +7,7 @@ from trainer_side.diff.change_log import SAMPLE_ELEMENTS
 from trainer_side.diff.device import TORCH_ELEMENTS, WINDOW_ELEMENTS
 from trainer_side.diff.memory_limits import MemoryLimits, MemoryUse
 from trainer_side.diff.pending_delta import SAMPLE_PIECES
-from trainer_side.options import Options
+from trainer_side.options import PublisherOptions
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.segments import ROOM
 
@@ -34,7 +34,9 @@ class PublisherMemory:
         return f"{self.at_rest} at rest; {self.largest} at most, for a version in which every element changed"
 
 
-def publisher_memory(baseline: Baseline, options: Options, threads: int, keeps_deltas: bool) -> PublisherMemory:
+def publisher_memory(
+    baseline: Baseline, options: PublisherOptions, threads: int, keeps_deltas: bool
+) -> PublisherMemory:
     """Return what a publisher takes.
 
     Args:
@@ -63,7 +65,7 @@ def _comparing(table: TensorTable, threads: int) -> int:
     return threads * (THREAD_BYTES + ROOM * (2 + width)) + SAMPLE_PIECES * SAMPLE_ELEMENTS * (3 + 4 * width)
 
 
-def _encoding(baseline: Baseline, options: Options) -> int:
+def _encoding(baseline: Baseline, options: PublisherOptions) -> int:
     """Return the host memory of log and encoding: of the largest version that is encoded in memory, or of one that is
     encoded in pieces."""
     own, limits = baseline.table, MemoryLimits.of(baseline.table)

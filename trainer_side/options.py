@@ -1,18 +1,26 @@
-"""Options of a publisher, checked: ``Options``, the update gate's bounds ``Gate``, and ``Budget``."""
+"""``PublisherOptions``: the arguments of a publisher, checked; the update gate's bounds ``Gate``, and ``Budget``."""
 
 import logging
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, field
+from dataclasses import dataclass as plain_dataclass
+from functools import partial, wraps
+from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
+from pydantic import ConfigDict, Field, InstanceOf, SkipValidation, ValidationError
+from pydantic.dataclasses import dataclass
 
 from trainer_side.diff.buffers import BaselineLocation
-from trainer_side.model.selection import Selection
+from trainer_side.manifests import SHARD_BYTES
+from trainer_side.model.selection import Patterns, Rename, Selection
+from trainer_side.model.sources import ModelLike
+from trainer_side.result import OnVersion
+from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format.codecs import Codec
@@ -27,7 +35,7 @@ Action = Literal["refuse", "quarantine"]
 ACTIONS = ("refuse", "quarantine")
 
 
-@dataclass(frozen=True)
+@plain_dataclass(frozen=True)
 class Gate:
     """Bounds that a version must satisfy before servers serve it, and what happens to a version that does not.
 
@@ -81,7 +89,7 @@ def _is_bound(value: object, maximum: float) -> bool:
     return plain and 0 < float(value) <= maximum and math.isfinite(value)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
+@plain_dataclass(frozen=True)
 class Budget:
     """Bounds of what a version sends: the largest changes first; the rest goes out with later versions.
 
@@ -131,74 +139,175 @@ class Budget:
             raise UsageError("budget: there is no bound; give max_bytes, max_share or min_change")
 
 
-RESCAN_BYTES = 64 * 1024**2
-
 SidecarData = bytes | bytearray | memoryview
 
 
-class Options(BaseModel):
-    """The arguments of ``Publisher``, checked; see there. ``checked`` makes one."""
+Count = Annotated[int, Field(ge=1, strict=True)]
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    codec: Codec
-    compression: Compression
-    every: Annotated[int, Field(ge=1, strict=True)]
-    resume: bool
-    read_back: bool
-    rescan_bytes: Annotated[int, Field(ge=0, strict=True)]
-    anchor_every: Annotated[int, Field(ge=1, strict=True)] | None
-    merge: bool
-    shard_bytes: Annotated[int, Field(ge=1, strict=True)]
+@dataclass(config=ConfigDict(arbitrary_types_allowed=True))
+class PublisherOptions:
+    """The arguments of ``Publisher`` beside the model, with their defaults and checks.
+
+    Args:
+        bucket: URL of a run (or an open bucket, which the caller closes).
+        base: checkpoint directory that servers start from, or a public model as ``org/name@revision``. It decides
+            names and dtypes; where it is quantized, weights are quantized as it was (docs/trainer.md). If the
+            weights equal its bits, version 0 is a reference to it and uploads nothing; otherwise version 0 is a
+            full snapshot. For an existing run: the location of the checkpoint of its version 0, if not at the
+            recorded place; names and dtypes are those of the run. If version 0 is a reference, a base given here
+            must hold its bits; it is read in full before the run is claimed.
+        every: publish at every k-th call only.
+        codec: ``tiled``: the smallest; readers need the weights before each version, as servers have them.
+            ``plain``: about 1.4 times as large, and readers need no weights. ``raw``: plain positions and values,
+            which any safetensors reader understands.
+        compression: ``zstd`` or ``none``.
+        notice: where to announce versions: ``tcp://*:5555`` binds, ``connect:tcp://HOST:PORT`` uses a broker.
+        files: folder with config.json, tokenizer.json and similar files. A new run keeps them, so that servers
+            start from the bucket alone and exports are complete: small files (``*.json``, ``*.txt``, ``*.model``,
+            ``*.jinja``, ``*.tiktoken``) of up to 64 MiB, at most 64 of them and 256 MiB in total. The files of the
+            base are kept by default, and without a base the configuration of a transformers model; files of this
+            folder take precedence. Of ranks that publish together, rank 0 reads it.
+        notice_key, notice_allowed: own secret CURVE certificate; public certificates of subscribers, or of the
+            broker.
+        resume: False refuses an existing run.
+        anchor_every: write an anchor of each k-th version; if None, when replaying costs more than an anchor.
+        merge: write merged deltas, so that a receiver that is far behind catches up with few objects.
+        read_back: read each object and manifest back and compare before a version counts as durable.
+        rescan_bytes: at each version, compare this many bytes of the baseline in memory with what was published,
+            rotating over the tensors; 0 for none.
+        shard_bytes: bytes of tensors in one object of a full snapshot; a delta that is larger when decoded is
+            split too. Objects of one version upload in parallel; a version has at most 65,536.
+        gate: bounds that versions must satisfy, and what happens to a version that does not; None means no bounds.
+        budget: bounds of what a version sends, see ``Budget``; None means that every version is the exact state.
+        signing_key: private key file (``delta-sync keygen``). A run is signed from its beginning, or never. None:
+            the setting ``signing_key``; if that is not set either, nothing is signed.
+        trusted_keys: public key files whose signatures are accepted in a run that is taken over. None means the
+            setting ``trusted_keys``, else the signing key's own public key.
+        head_seconds: how long a signed HEAD.json is valid; it is renewed in time while the publisher lives.
+        baseline: where to keep the last published bits, which take as many bytes as the model in the served dtypes:
+            in ``host`` memory (pinned for tensors on CUDA); for tensors that live on a device, on the ``device``,
+            where an H200 compared them in a quarter of the time (docs/gpu.md); or on ``disk``, for models larger
+            than memory: in an unnamed file of the temporary directory (TMPDIR), mapped into memory, of which the
+            system keeps in memory what there is room for. ``disk`` is not for sharded models.
+        diff_threads: threads that compare large tensors on the host; None means torch's number of threads.
+        first_step: optimizer step that version 0 of a new run records.
+        expect_run: id of the run to continue, as ``publisher.run`` gave it. Another run at the URL is refused, and
+            a URL without a run, before anything is written; None takes over whatever run is there.
+        include, exclude: glob patterns (one, or a sequence) of names of a module's parameters and buffers, without
+            what wrappers add: only those that match ``include`` (default: all) and not ``exclude`` are published.
+            What the base has under the name of a tensor that is left out must keep the bits that servers have,
+            which each ``publish`` checks; without a base, none may be left out that the model's class loads.
+        rename: applied last, to names as in a checkpoint: a mapping of prefixes, such as ``{"actor.": ""}``, of
+            which the longest that matches is replaced; or a function from name to name.
+        on_version: called with the result of each version once it is durable or has failed (``result.failed``), in
+            the background thread. Keep it short, because the next version waits for it; of this publisher it may
+            only call ``status``. An exception of it is logged.
+
+    Attributes:
+        selection: of ``include``, ``exclude`` and ``rename``.
+        keyring: signs, and knows the trusted keys; empty before ``load_keys``.
+    """
+
+    bucket: SkipValidation[str | Bucket]
+    base: SkipValidation[str | Path | None] = None
+    every: Count = 1
+    codec: Codec = "tiled"
+    compression: Compression = "zstd"
+    notice: SkipValidation[str | None] = None
+    _: KW_ONLY
+    files: SkipValidation[str | Path | None] = None
+    notice_key: SkipValidation[str | Path | None] = None
+    notice_allowed: SkipValidation[str | Path | None] = None
+    resume: bool = True
+    anchor_every: Count | None = None
+    merge: bool = True
+    read_back: bool = False
+    rescan_bytes: Annotated[int, Field(ge=0, strict=True)] = 1 << 26  # 64 MiB
+    shard_bytes: Count = SHARD_BYTES
     # Without InstanceOf, pydantic would also make a Gate of a dictionary.
     gate: InstanceOf[Gate] | None = None
     budget: InstanceOf[Budget] | None = None
-    selection: InstanceOf[Selection] = Field(default_factory=Selection)
-    keyring: InstanceOf[Keyring] = Field(default_factory=Keyring)
+    signing_key: SkipValidation[str | Path | None] = None
+    trusted_keys: SkipValidation[str | Sequence[str | Path] | None] = None
     head_seconds: Annotated[int, Field(ge=1, le=MAX_HEAD_SECONDS, strict=True)] = HEAD_SECONDS
     baseline: BaselineLocation = "host"
+    diff_threads: Count | None = None
     first_step: Annotated[int, Field(ge=0, lt=2**53, strict=True)] = 0
     expect_run: Annotated[str, Field(strict=True)] | None = None
-    diff_threads: Annotated[int, Field(ge=1, strict=True)] | None = None
+    include: SkipValidation[Patterns | None] = None
+    exclude: SkipValidation[Patterns | None] = None
+    rename: SkipValidation[Rename | None] = None
+    on_version: SkipValidation[OnVersion | None] = None
+    selection: SkipValidation[Selection] = field(init=False)
+    keyring: SkipValidation[Keyring] = field(init=False, default_factory=Keyring)
+
+    def __post_init__(self) -> None:
+        if self.expect_run is not None and not self.resume:
+            raise UsageError(
+                "expect_run is given with resume=False, which refuses every existing run; leave out one of the two"
+            )
+        self.selection = Selection(self.include, self.exclude, self.rename)
+
+    def load_keys(self) -> None:
+        """Set ``keyring`` from the key files, by default those of the settings.
+
+        Raises:
+            SettingsError: a key file or a setting cannot be used. UsageError: keys are trusted, and none signs.
+        """
+        settings = client_settings()
+        signing_key = settings.signing_key if self.signing_key is None else self.signing_key
+        trusted_keys = settings.trusted_keys if self.trusted_keys is None else self.trusted_keys
+        if trusted_keys is not None and signing_key is None:
+            raise UsageError(
+                "trusted_keys is set without signing_key: readers that ask for signatures would refuse what this "
+                "publisher writes; give both, or neither (by argument, environment or settings file)"
+            )
+        self.keyring = Keyring.load(trusted_keys, signing_key)
 
 
-def checked(
-    signing_key: str | Path | None, trusted_keys: str | Sequence[str | Path] | None, **given: object
-) -> Options:
-    """Return the options, with the keys read from their files.
+MakeOptions = Callable[[], PublisherOptions]
+_Arguments = ParamSpec("_Arguments")
+_Publisher = TypeVar("_Publisher")
 
-    Args:
-        given: fields of ``Options``.
 
-    Raises:
-        UsageError: an option is invalid; the message names the first. SettingsError: a key file cannot be used.
-    """
-    if trusted_keys is not None and signing_key is None:
-        raise UsageError(
-            "trusted_keys is set without signing_key: readers that ask for signatures would refuse what this publisher "
-            "writes; give both, or neither (by argument, environment or settings file)"
-        )
-    if given.get("expect_run") is not None and not given.get("resume"):
-        raise UsageError(
-            "expect_run is given with resume=False, which refuses every existing run; leave out one of the two"
-        )
+def checked_options(*args: Any, **given: Any) -> PublisherOptions:
+    """Return ``PublisherOptions`` with these arguments; UsageError: one is unknown or invalid."""
     try:
-        options = Options.model_validate(given)
+        given = signature(PublisherOptions).bind(*args, **given).arguments
+    except TypeError as error:
+        raise UsageError(f"the options {sorted(given)} are not those of Publisher: {error}") from error
+    try:
+        return PublisherOptions(**given)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_context=False)[0]
         raise UsageError(f"{problem['loc'][0]} is {repr(problem['input'])[:80]}: {problem['msg']}") from error
-    return options.model_copy(update={"keyring": Keyring.load(trusted_keys, signing_key)})
 
 
-def chosen_keys(
-    signing_key: str | Path | None, trusted_keys: str | Sequence[str | Path] | None
-) -> tuple[str | Path | None, str | Sequence[str | Path] | None]:
-    """Return signing key and trusted keys: the arguments, else the settings; raise SettingsError if invalid."""
-    settings = client_settings()
-    return (
-        settings.signing_key if signing_key is None else signing_key,
-        settings.trusted_keys if trusted_keys is None else trusted_keys,
-    )
+def takes_options(
+    options: Callable[_Arguments, PublisherOptions],
+) -> Callable[
+    [Callable[[_Publisher, ModelLike, MakeOptions], None]],
+    Callable[Concatenate[_Publisher, ModelLike, _Arguments], None],
+]:
+    """Let a constructor take a model and the arguments of ``options``; it calls what makes them when all ranks do."""
+
+    def decorate(
+        construct: Callable[[_Publisher, ModelLike, MakeOptions], None],
+    ) -> Callable[Concatenate[_Publisher, ModelLike, _Arguments], None]:
+        @wraps(construct)
+        def constructor(
+            publisher: _Publisher, model: ModelLike, *args: _Arguments.args, **given: _Arguments.kwargs
+        ) -> None:
+            signature(options).bind(*args, **given)  # raises TypeError, as of any function
+            construct(publisher, model, partial(checked_options, *args, **given))
+
+        own = list(signature(construct).parameters.values())[:2]
+        taken = signature(options).parameters.values()
+        constructor.__signature__ = Signature([*own, *taken])  # type: ignore[attr-defined]
+        return constructor
+
+    return decorate
 
 
 def set_log_format() -> None:

@@ -3,10 +3,9 @@
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -14,37 +13,28 @@ import torch
 
 from trainer_side.background_thread import BackgroundJob, BackgroundThread
 from trainer_side.committer import Committer
-from trainer_side.diff.buffers import BaselineLocation
 from trainer_side.diff.engine import Detector
 from trainer_side.maintenance import BackgroundMaintenance
-from trainer_side.manifests import SHARD_BYTES
 from trainer_side.memory import PublisherMemory, publisher_memory
-from trainer_side.model.selection import Patterns, Rename, Selection
 from trainer_side.model.sources import ModelLike, live_tensors
 from trainer_side.options import (
-    RESCAN_BYTES,
-    Budget,
-    Gate,
-    Options,
+    MakeOptions,
+    PublisherOptions,
     SidecarData,
     check_version,
-    checked,
-    chosen_keys,
     set_log_format,
+    takes_options,
 )
 from trainer_side.result import PublisherStatus, PublishResult, Stopwatch
 from trainer_side.run_files import check_folder, collect_files
 from trainer_side.run_weights import RunWeights, WholeWeights
-from trainer_side.session import OnVersion, PublishSession, agreed_options, ranks_of
+from trainer_side.session import PublishSession, agreed_options, ranks_of
 from trainer_side.takeover import open_or_begin
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket, open_bucket
-from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import ConflictError, UsageError
-from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.notice.publisher import NoticePublisher, open_notices
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.trust.head import HEAD_SECONDS
 
 if TYPE_CHECKING:
     from vllm_delta_sync.fleet.fleet import Replica
@@ -77,39 +67,8 @@ class Publisher:
         memory: bytes that it takes, at rest and for the largest version; logged at construction.
     """
 
-    def __init__(
-        self,
-        model: ModelLike,
-        bucket: str | Bucket,
-        base: str | Path | None = None,
-        every: int = 1,
-        codec: Codec = "tiled",
-        compression: Compression = "zstd",
-        notice: str | None = None,
-        *,
-        files: str | Path | None = None,
-        notice_key: str | Path | None = None,
-        notice_allowed: str | Path | None = None,
-        resume: bool = True,
-        anchor_every: int | None = None,
-        merge: bool = True,
-        read_back: bool = False,
-        rescan_bytes: int = RESCAN_BYTES,
-        shard_bytes: int = SHARD_BYTES,
-        gate: Gate | None = None,
-        budget: Budget | None = None,
-        signing_key: str | Path | None = None,
-        trusted_keys: str | Sequence[str | Path] | None = None,
-        head_seconds: int = HEAD_SECONDS,
-        baseline: BaselineLocation = "host",
-        diff_threads: int | None = None,
-        first_step: int = 0,
-        expect_run: str | None = None,
-        include: Patterns | None = None,
-        exclude: Patterns | None = None,
-        rename: Rename | None = None,
-        on_version: OnVersion | None = None,
-    ) -> None:
+    @takes_options(PublisherOptions)
+    def __init__(self, model: ModelLike, make_options: MakeOptions) -> None:
         """Begin a run with the current weights as version 0, or take over the run at the URL.
 
         Taking over publishes nothing: the newest version is read back from the bucket, and the next ``publish`` writes
@@ -120,59 +79,7 @@ class Publisher:
         Args:
             model: a module, an iterable of (checkpoint name, tensor) pairs that can be read repeatedly, or a function
                 without arguments that returns one.
-            bucket: URL of a run (or an open bucket, which the caller closes).
-            base: checkpoint directory that servers start from, or a public model as ``org/name@revision``. It decides
-                names and dtypes; where it is quantized, weights are quantized as it was (docs/trainer.md). If the
-                weights equal its bits, version 0 is a reference to it and uploads nothing; otherwise version 0 is a
-                full snapshot. For an existing run: the location of the checkpoint of its version 0, if not at the
-                recorded place; names and dtypes are those of the run. If version 0 is a reference, a base given here
-                must hold its bits; it is read in full before the run is claimed.
-            every: publish at every k-th call only.
-            codec: ``tiled``: the smallest; readers need the weights before each version, as servers have them.
-                ``plain``: about 1.4 times as large, and readers need no weights. ``raw``: plain positions and values,
-                which any safetensors reader understands.
-            compression: ``zstd`` or ``none``.
-            notice: where to announce versions: ``tcp://*:5555`` binds, ``connect:tcp://HOST:PORT`` uses a broker.
-            files: folder with config.json, tokenizer.json and similar files. A new run keeps them, so that servers
-                start from the bucket alone and exports are complete: small files (``*.json``, ``*.txt``, ``*.model``,
-                ``*.jinja``, ``*.tiktoken``) of up to 64 MiB, at most 64 of them and 256 MiB in total. The files of the
-                base are kept by default, and without a base the configuration of a transformers model; files of this
-                folder take precedence. Of ranks that publish together, rank 0 reads it.
-            notice_key, notice_allowed: own secret CURVE certificate; public certificates of subscribers, or of the
-                broker.
-            resume: False refuses an existing run.
-            anchor_every: write an anchor of each k-th version; if None, when replaying costs more than an anchor.
-            merge: write merged deltas, so that a receiver that is far behind catches up with few objects.
-            read_back: read each object and manifest back and compare before a version counts as durable.
-            rescan_bytes: at each version, compare this many bytes of the baseline in memory with what was published,
-                rotating over the tensors; 0 for none.
-            shard_bytes: bytes of tensors in one object of a full snapshot; a delta that is larger when decoded is
-                split too. Objects of one version upload in parallel; a version has at most 65,536.
-            gate: bounds that versions must satisfy, and what happens to a version that does not; None means no bounds.
-            budget: bounds of what a version sends, see ``Budget``; None means that every version is the exact state.
-            signing_key: private key file (``delta-sync keygen``). A run is signed from its beginning, or never. None:
-                the setting ``signing_key``; if that is not set either, nothing is signed.
-            trusted_keys: public key files whose signatures are accepted in a run that is taken over. None means the
-                setting ``trusted_keys``, else the signing key's own public key.
-            head_seconds: how long a signed HEAD.json is valid; it is renewed in time while the publisher lives.
-            baseline: where to keep the last published bits, which take as many bytes as the model in the served dtypes:
-                in ``host`` memory (pinned for tensors on CUDA); for tensors that live on a device, on the ``device``,
-                where an H200 compared them in a quarter of the time (docs/gpu.md); or on ``disk``, for models larger
-                than memory: in an unnamed file of the temporary directory (TMPDIR), mapped into memory, of which the
-                system keeps in memory what there is room for. ``disk`` is not for sharded models.
-            diff_threads: threads that compare large tensors on the host; None means torch's number of threads.
-            first_step: optimizer step that version 0 of a new run records.
-            expect_run: id of the run to continue, as ``publisher.run`` gave it. Another run at the URL is refused, and
-                a URL without a run, before anything is written; None takes over whatever run is there.
-            include, exclude: glob patterns (one, or a sequence) of names of a module's parameters and buffers, without
-                what wrappers add: only those that match ``include`` (default: all) and not ``exclude`` are published.
-                What the base has under the name of a tensor that is left out must keep the bits that servers have,
-                which each ``publish`` checks; without a base, none may be left out that the model's class loads.
-            rename: applied last, to names as in a checkpoint: a mapping of prefixes, such as ``{"actor.": ""}``, of
-                which the longest that matches is replaced; or a function from name to name.
-            on_version: called with the result of each version once it is durable or has failed (``result.failed``), in
-                the background thread. Keep it short, because the next version waits for it; of this publisher it may
-                only call ``status``. An exception of it is logged.
+            The others are those of ``PublisherOptions``, by position or name.
 
         Raises:
             UsageError: an argument is invalid, or ``expect_run`` is given and there is no run.
@@ -185,20 +92,13 @@ class Publisher:
             StoreError: the store failed. PublishError: version 0 may have been written; the URL stays claimed.
         """
 
-        def check(signs: bool) -> Options:
-            if signs:  # rank 0, which begins the run; other machines may not have the folder
-                check_folder(files)
+        def check(signs: bool) -> PublisherOptions:
             set_log_format()
-            key, trusted = chosen_keys(signing_key, trusted_keys) if signs else (None, None)
-            return checked(
-                key, trusted, codec=codec, compression=compression, every=every, resume=resume, read_back=read_back,
-                rescan_bytes=rescan_bytes, anchor_every=anchor_every, merge=merge, shard_bytes=shard_bytes, gate=gate,
-                budget=budget,
-                head_seconds=head_seconds, baseline=baseline, diff_threads=diff_threads,
-                first_step=first_step,
-                expect_run=expect_run,
-                selection=Selection(include, exclude, rename),
-            )  # fmt: skip
+            options = make_options()
+            if signs:  # rank 0, which begins the run; other machines may not have the folder or the keys
+                check_folder(options.files)
+                options.load_keys()
+            return options
 
         self._lock = threading.Lock()
         self._closed = False
@@ -207,6 +107,7 @@ class Publisher:
             ranks = self._ranks = ranks_of(model)
             undo.callback(ranks.close)
             options = agreed_options(ranks, check)
+            bucket = options.bucket
             # Only in the main thread can a signal handler interrupt work that must not be left half done.
             self._background = BackgroundThread("delta-sync-publisher")
             undo.callback(self._background.close)
@@ -218,9 +119,9 @@ class Publisher:
                 undo.callback(self._bucket.close)
 
             def notice_publisher() -> NoticePublisher | None:
-                if notice is None or not ranks.is_rank0:
+                if options.notice is None or not ranks.is_rank0:
                     return None
-                return open_notices(notice, notice_key, notice_allowed, options.keyring)
+                return open_notices(options.notice, options.notice_key, options.notice_allowed, options.keyring)
 
             self._notice = ranks.work.on_every_rank("notice", notice_publisher)
             if self._notice is not None:
@@ -238,7 +139,7 @@ class Publisher:
 
             weights = ranks.work.on_every_rank("model", hold_weights)
             opening = partial(
-                open_or_begin, self._bucket, weights, base, partial(collect_files, model, files), options,
+                open_or_begin, self._bucket, weights, partial(collect_files, model, options.files), options,
                 ranks.work, self._background,
             )  # fmt: skip
             try:
@@ -256,7 +157,7 @@ class Publisher:
             self._began = opened.began
             self._background.call(self._committer.begin)
             self._session = PublishSession(
-                weights, options, self._committer, self._detector, self._background, ranks.caller, on_version
+                weights, options, self._committer, self._detector, self._background, ranks.caller
             )
             if self._notice is not None:
                 opened.writer.use_notice(self._notice)

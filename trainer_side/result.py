@@ -5,7 +5,7 @@ Fields of a result that depend on encoding or upload are filled in later."""
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -227,6 +227,9 @@ class PublishResult:
             f"PublishResult(version={self.version}, step={self.step}, kind={self.kind!r}, "
             f"changed={self.changed}, total={self.total}, seconds={self.seconds!r})"
         )
+
+
+OnVersion = Callable[[PublishResult], None]
 
 
 class Stopwatch:

@@ -20,7 +20,7 @@ from trainer_side.encode.encoder import BaseCopies
 from trainer_side.encode.update_gate import nonfinite_by_tensor
 from trainer_side.model.quantized import quantized, to_quantize
 from trainer_side.model.sources import LiveTensors
-from trainer_side.options import Options
+from trainer_side.options import PublisherOptions
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.delta_object import DeltaContext
@@ -122,7 +122,7 @@ class RunWeights(Protocol):
         """Record that changes are durable. Args: changes: id in ``table`` → what was added to its fingerprint."""
 
 
-def prepare(baseline: Baseline, table: TensorTable, options: Options) -> None:
+def prepare(baseline: Baseline, table: TensorTable, options: PublisherOptions) -> None:
     """Compile kernels, and run the codec's and the budget's check of the table now, not at the first version."""
     if options.budget is not None:
         check_dtypes(table)
@@ -138,7 +138,9 @@ class WholeWeights:
     Live tensors are read in the calling thread, which an interrupt may end; the rest is done in ``background``.
     """
 
-    def __init__(self, live: LiveTensors, bucket: Bucket, options: Options, background: BackgroundThread) -> None:
+    def __init__(
+        self, live: LiveTensors, bucket: Bucket, options: PublisherOptions, background: BackgroundThread
+    ) -> None:
         self.live = live
         self.base: str | Path | None = None
         self._bucket, self._options, self._background = bucket, options, background

@@ -15,7 +15,7 @@ from trainer_side.committer import Committer
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.model.sources import ModelLike
-from trainer_side.options import Budget, Gate, Options, SidecarData, check_step, checked_sidecars
+from trainer_side.options import Budget, Gate, PublisherOptions, SidecarData, check_step, checked_sidecars
 from trainer_side.ranks.group import (
     ONE_PUBLISHER,
     Json,
@@ -25,7 +25,15 @@ from trainer_side.ranks.group import (
     check_same,
     rank_in_world,
 )
-from trainer_side.result import Deadline, PublishProgress, PublishRecord, PublishResult, Stopwatch, as_publish_error
+from trainer_side.result import (
+    Deadline,
+    OnVersion,
+    PublishProgress,
+    PublishRecord,
+    PublishResult,
+    Stopwatch,
+    as_publish_error,
+)
 from trainer_side.run_weights import RunWeights
 from trainer_side.writer import UncertainError
 from vllm_delta_sync.errors import (
@@ -44,7 +52,6 @@ logger = guarded_logger(__name__)
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Sidecars = Mapping[str, SidecarData] | None
-OnVersion = Callable[[PublishResult], None]
 _Value = TypeVar("_Value")
 _Job = TypeVar("_Job", bound=BackgroundJob)
 
@@ -102,22 +109,20 @@ class PublishSession:
         weights: what is published, and of which run.
         detector: compares. background: thread in which ``committer`` makes versions durable.
         group: the ranks, for the caller's thread.
-        on_version: called in ``background`` with the result of each version, once it is durable or has failed.
     """
 
     def __init__(
         self,
         weights: RunWeights,
-        options: Options,
+        options: PublisherOptions,
         committer: Committer,
         detector: Detector,
         background: BackgroundThread,
         group: ProcessGroup,
-        on_version: OnVersion | None = None,
     ) -> None:
         self._live, self._table, self._options = weights.live, weights.table, options
         self._committer, self._detector, self._background = committer, detector, background
-        self._group, self._on_version = group, on_version
+        self._group, self._on_version = group, options.on_version
         self._calls = 0
         self._last: LastCall | None = None
         self._pending: PendingDelta | None = None
@@ -581,7 +586,7 @@ def ranks_of(model: ModelLike) -> RankGroups:
 _SAME_ON_ALL_RANKS = ("codec", "compression", "every", "shard_bytes", "expect_run", "gate", "budget")
 
 
-def agreed_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Options:
+def agreed_options(ranks: RankGroups, check: Callable[[bool], PublisherOptions]) -> PublisherOptions:
     """Return the options of a publisher.
 
     Args:
@@ -591,7 +596,7 @@ def agreed_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Optio
         UsageError, SettingsError: ``check`` raised it on any rank; or the ranks have different options; or the baseline
             is to be on disk, and the model is sharded.
     """
-    found: list[Options] = []
+    found: list[PublisherOptions] = []
 
     def work() -> Json:
         found.append(check(ranks.is_rank0))
@@ -608,8 +613,7 @@ def agreed_options(ranks: RankGroups, check: Callable[[bool], Options]) -> Optio
 
     ranks.work.all_or_raise("options", work, judge)
     trusted = ranks.work.from_rank0("keys", lambda: sorted(found[0].keyring.trusted))
-    if ranks.alone:
-        return found[0]
     # A rank that signs nothing trusts the keys that rank 0 trusts.
-    keyring = found[0].keyring if ranks.is_rank0 else Keyring(trusted)
-    return found[0].model_copy(update={"keyring": keyring})
+    if not ranks.is_rank0:
+        found[0].keyring = Keyring(trusted)
+    return found[0]

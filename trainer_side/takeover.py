@@ -18,7 +18,7 @@ from trainer_side import manifests
 from trainer_side.background_thread import BackgroundThread
 from trainer_side.encode.update_gate import judge_state
 from trainer_side.epochs import EpochToken, HistoryTail, check_tail, claim, find_tail, open_trusted, raise_if_forged
-from trainer_side.options import Options
+from trainer_side.options import PublisherOptions
 from trainer_side.ranks.group import Json, ProcessGroup, check_same
 from trainer_side.run_weights import RunWeights
 from trainer_side.writer import FormerVersionError, RunWriter, UncertainError
@@ -105,9 +105,8 @@ class OpenedRun:
 def open_or_begin(
     bucket: Bucket,
     weights: RunWeights,
-    base: str | Path | None,
     files: CollectFiles,
-    options: Options,
+    options: PublisherOptions,
     group: ProcessGroup,
     background: BackgroundThread,
 ) -> OpenedRun:
@@ -116,7 +115,6 @@ def open_or_begin(
     On ranks other than 0 the writer of the run stores objects only.
 
     Args:
-        base: see ``Publisher``.
         files: returns the model's small files; called on rank 0, if a run begins.
         background: a thread that no interrupt hits.
     """
@@ -128,7 +126,7 @@ def open_or_begin(
         return found[0].run
 
     exists: bool = group.from_rank0("opening", inspect)
-    resolved = _locate_base(weights, base, exists, group)
+    resolved = _locate_base(weights, options.base, exists, group)
     begun = None if exists else weights.begin()
 
     def open_on_rank0() -> str:
@@ -182,7 +180,7 @@ def _locate_base(
     return found[0] if found else None
 
 
-def _follow(bucket: Bucket, weights: RunWeights, text: str, options: Options, rank: int) -> OpenedRun:
+def _follow(bucket: Bucket, weights: RunWeights, text: str, options: PublisherOptions, rank: int) -> OpenedRun:
     """Open, on another rank, the run that rank 0 has opened at the manifest with this text."""
     current, run = Manifest.from_bytes(text.encode()), weights.run
     if run.info.run != current.run:
@@ -260,7 +258,7 @@ def begin(
     state: manifests.FullState,
     difference: str | None,
     base: ResolvedBase | None,
-    options: Options,
+    options: PublisherOptions,
     collect_files: CollectFiles,
     unfinished: bytes | None,
 ) -> OpenedRun:
@@ -509,7 +507,9 @@ class Takeover:
         background: see ``open_or_begin``.
     """
 
-    def __init__(self, bucket: Bucket, weights: RunWeights, options: Options, background: BackgroundThread) -> None:
+    def __init__(
+        self, bucket: Bucket, weights: RunWeights, options: PublisherOptions, background: BackgroundThread
+    ) -> None:
         self._bucket, self._weights = bucket, weights
         self._options, self._background = options, background
         self._run = open_trusted(bucket, options.keyring)

@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from trainer_side.encode.encoder import EncodedObject, ObjectFile
-from trainer_side.options import Options
+from trainer_side.options import PublisherOptions
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.base import exists
 from vllm_delta_sync.bucket.conditional_put import has_content, reads_back
@@ -101,7 +101,7 @@ class RunWriter:
         bucket: Bucket,
         info: RunInfo,
         epoch: int,
-        options: Options,
+        options: PublisherOptions,
         document_limit: int = limits.MAX_JSON_BYTES,
         claim: bytes | None = None,
     ) -> None:

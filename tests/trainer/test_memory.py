@@ -23,7 +23,7 @@ from trainer_side.diff.memory_limits import MemoryUse
 from trainer_side.encode.encoder import EncodedObject, ObjectFile
 from trainer_side.memory import publisher_memory
 from trainer_side.model.sources import live_tensors
-from trainer_side.options import Options, checked
+from trainer_side.options import PublisherOptions, checked_options
 from trainer_side.writer import RunWriter
 from vllm_delta_sync import open_run
 from vllm_delta_sync.format.manifest import ObjectRef
@@ -50,12 +50,8 @@ def table_of(config: PretrainedConfig) -> TensorTable:
     return TensorTable(TensorSpec(name, "BF16", tuple(tensor.shape)) for name, tensor in model.named_parameters())
 
 
-def options(**given: object) -> Options:
-    defaults: dict[str, object] = {
-        "codec": "tiled", "compression": "zstd", "every": 1, "resume": True, "read_back": False, "rescan_bytes": 0,
-        "anchor_every": None, "merge": True, "shard_bytes": 1 << 30,
-    }  # fmt: skip
-    return checked(None, None, **(defaults | given))
+def options(**given: object) -> PublisherOptions:
+    return checked_options("memory://none", **{"rescan_bytes": 0, **given})
 
 
 def power_of_two(nbytes: int) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer_side.diff.memory_limits import MemoryLimits
 from trainer_side.diff.version_changes import VersionChanges
-from trainer_side.options import Options
+from trainer_side.options import PublisherOptions
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.merge_spool import DeltaSpool
@@ -88,7 +88,7 @@ class Encoder:
         read: BaseLookup,
         table: TensorTable,
         own: TensorTable,
-        options: Options,
+        options: PublisherOptions,
         ranks: int,
         recent: RecentDeltas | None,
     ) -> None:

@@ -14,7 +14,7 @@ from trainer_side.publisher import Publisher
 from trainer_side.result import METRICS, PublishResult
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.errors import DeltaSyncError, UsageError
+from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.fleet.fleet import Fleet
 from vllm_delta_sync.redaction import guarded_logger
 
@@ -80,14 +80,6 @@ class ReceiverLag:
             return
         served = [live.heartbeat.served for live in self._fleet.live if live.heartbeat.served is not None]
         self._lag = max(0, self._newest() - min(served)) if served else None
-
-
-def check_publisher_options(bucket: str | Bucket, options: dict[str, Any]) -> None:
-    """Raise UsageError unless ``Publisher`` accepts the options."""
-    try:
-        inspect.signature(Publisher).bind(None, bucket, **options)
-    except TypeError as error:
-        raise UsageError(f"the options {sorted(options)} are not those of Publisher: {error}") from error
 
 
 def find_calling_trainer() -> Any:

@@ -9,8 +9,9 @@ from typing import Any, Self
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_side.integrations.reports import MetricReporter, check_publisher_options
+from trainer_side.integrations.reports import MetricReporter
 from trainer_side.integrations.stop_signal import GRACE_SECONDS, StopSignal
+from trainer_side.options import checked_options
 from trainer_side.publisher import CLOSE_SECONDS, Publisher
 from trainer_side.ranks.group import WORK_SECONDS, ProcessGroup, in_world
 from trainer_side.result import Deadline
@@ -73,7 +74,7 @@ class DeltaSyncCallback(TrainerCallback):
         """
         if type(every) is not int or every < 1:
             raise UsageError(f"every is {every!r}; give a number of optimizer steps from 1 on")
-        check_publisher_options(bucket, options)
+        checked_options(bucket, **options)
         self._bucket = bucket
         self._every = every
         self._stop_on_error = stop_on_error

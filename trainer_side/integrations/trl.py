@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from trainer_side.integrations.reports import MetricReporter, check_publisher_options
+from trainer_side.integrations.reports import MetricReporter
 from trainer_side.integrations.stop_signal import GRACE_SECONDS, StopSignal
 from trainer_side.integrations.transformers import DeltaSyncCallback
 from trainer_side.model.streamed import StreamedWeights
+from trainer_side.options import checked_options
 from trainer_side.publisher import CLOSE_SECONDS, Publisher
 from trainer_side.ranks.group import WORK_SECONDS, ProcessGroup, in_world
 from vllm_delta_sync.bucket import Bucket
@@ -87,7 +88,7 @@ class DeltaWeightTransfer:
         """
         if "every" in options:
             raise UsageError("every= is given; TRL decides when to sync: set weight_sync_steps of AsyncGRPOConfig")
-        check_publisher_options(bucket, {**options, "base": base})
+        checked_options(bucket, base, **options)
         if wait_served is not None and not (isinstance(wait_served, int | float) and wait_served > 0):
             raise UsageError(f"wait_served is {wait_served!r}; give a number of seconds above 0, or None")
         if type(replicas) is not int or replicas < 1:

@@ -15,7 +15,7 @@ from trainer_side.diff.version_changes import VersionChanges
 from trainer_side.encode.update_gate import nonfinite_by_tensor
 from trainer_side.manifests import FullState, Put
 from trainer_side.model.sources import ModelLike
-from trainer_side.options import Options
+from trainer_side.options import PublisherOptions
 from trainer_side.ranks.gather import put_shards
 from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, added_rows, error_from_rank
 from trainer_side.ranks.shard_baseline import ShardBaseline, changes_of_tensors, check_same_tables
@@ -54,7 +54,7 @@ class RankCoordinator:
         group: of the thread that publishes.
     """
 
-    def __init__(self, model: ModelLike, bucket: Bucket, options: Options, group: ProcessGroup) -> None:
+    def __init__(self, model: ModelLike, bucket: Bucket, options: PublisherOptions, group: ProcessGroup) -> None:
         if not isinstance(model, nn.Module):
             raise UsageError("only a module can be published by several ranks together")
         self.live = ModuleParts(model, options.selection)

@@ -21,6 +21,8 @@ POLL_SECONDS = 5.0
 GRACE_SECONDS = 25.0
 """Less than the 30 seconds that Kubernetes waits after SIGTERM."""
 NAMES_SHOWN = 20
+GIVEN = ("codec", "notice", "expect_run")
+"""Arguments of ``Publisher`` that have a flag of the same name."""
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +99,7 @@ def _not_published(names: list[str]) -> str:
         help=f"with --watch: longest time to go on publishing after SIGTERM or Ctrl-C (default: {GRACE_SECONDS:g})",
     ),
     option("--once", action="store_true", help="with --watch: publish what is complete now, and end"),
-    option("--codec", choices=CODECS, default="tiled", help="how changes are encoded (default: tiled)"),
+    option("--codec", choices=CODECS, help="how changes are encoded (default: tiled)"),
     option("--notice", metavar="ADDRESS", help="announce versions: tcp://*:5555, or a broker: connect:tcp://HOST:PORT"),
     failed="a checkpoint is not complete, or has other tensors than the run; --once: nothing is published, or a "
     "checkpoint is refused; --watch after SIGTERM: a checkpoint is left",
@@ -132,11 +134,9 @@ def publish(options: argparse.Namespace) -> Report:
         with CheckpointPublisher(
             bucket_url(options),
             options.base,
-            codec=options.codec,
-            notice=options.notice,
             signing_key=settings.signing_key,
             trusted_keys=settings.trusted_keys,
-            expect_run=options.expect_run,
+            **{name: getattr(options, name) for name in GIVEN if getattr(options, name) is not None},
         ) as publisher:
             if options.source is not None:
                 with ProgressBar("bytes") as bar:
