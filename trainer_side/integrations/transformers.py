@@ -1,6 +1,5 @@
 """``DeltaSyncCallback``: publish from the Trainer of transformers. Importing this imports transformers."""
 
-import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -9,15 +8,12 @@ from typing import Any, Self
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_side.integrations.reports import MetricReporter
-from trainer_side.integrations.stop_signal import GRACE_SECONDS, StopSignal
-from trainer_side.options import checked_options
+from trainer_side.integrations.stop_signal import GRACE_SECONDS
+from trainer_side.integrations.training import TrainingPublisher
 from trainer_side.publisher import CLOSE_SECONDS, Publisher
-from trainer_side.ranks.group import WORK_SECONDS, ProcessGroup, in_world
-from trainer_side.result import Deadline
 from trainer_side.run_files import tokenizer_folder
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.errors import ConflictError, DeltaSyncError, PublishError, UsageError
+from vllm_delta_sync.errors import DeltaSyncError, PublishError, UsageError
 from vllm_delta_sync.redaction import guarded_logger
 
 logger = guarded_logger(__name__)
@@ -74,53 +70,24 @@ class DeltaSyncCallback(TrainerCallback):
         """
         if type(every) is not int or every < 1:
             raise UsageError(f"every is {every!r}; give a number of optimizer steps from 1 on")
-        checked_options(bucket, **options)
-        self._bucket = bucket
-        self._every = every
-        self._stop_on_error = stop_on_error
-        self._report_lag = receivers_lag
-        self._close_seconds, self._grace_seconds = close_seconds, grace_seconds
-        self._options = options
-        self.publisher: Publisher | None = None
-        # Of a training whose other processes wait for the one that publishes.
-        self._waiting: ProcessGroup | None = None
-        self._stop: StopSignal | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._reports = MetricReporter()
+        self._every, self._stop_on_error = every, stop_on_error
+        self._training = TrainingPublisher(bucket, options, stop_on_error, receivers_lag, close_seconds, grace_seconds)
         self._last_step: int | None = None
-        self._end: Deadline | None = None
+
+    @property
+    def publisher(self) -> Publisher | None:
+        return self._training.publisher
 
     def close(self) -> None:
         """Wait until the version under way is durable, and release everything; needed only after an exception.
 
         Nothing new is published, since training may have ended in the middle of a step; errors are logged.
         """
+        self._training.reports.trainer = None
         try:
-            self._close_publisher(finish=False)
+            self._training.close(finish=False)
         finally:
-            stop, waiting, self._stop, self._waiting = self._stop, self._waiting, None, None
-            if stop is not None:
-                stop.close()
-            if waiting is not None:
-                waiting.close()
-
-    def _close_publisher(self, finish: bool) -> None:
-        """Args: finish: as of ``Publisher.close``."""
-        publisher, reports = self.publisher, self._reports
-        self.publisher = None
-        self._forget()
-        try:
-            if publisher is not None:
-                publisher.close(self._seconds_left(), finish=finish)
-        finally:
-            reports.close()
-
-    def _seconds_left(self) -> float:
-        """Return how long the end of training may still take; it begins with the first call."""
-        self._end = self._end or Deadline(self._close_seconds)
-        return min(self._end.left or 0.0, math.inf if self._stop is None else self._stop.left)
+            self._training.release()
 
     def __enter__(self) -> Self:
         return self
@@ -141,19 +108,17 @@ class DeltaSyncCallback(TrainerCallback):
 
         with ExitStack() as undo:
             undo.callback(self.close)
-            self._stop = StopSignal(self._grace_seconds)
-            if not needs_ranks(model):
-                # One process has all the weights, and the others, if there are any, wait for it.
-                self._waiting = ProcessGroup(WORK_SECONDS, alone=not in_world())
-            self._on_rank0("the beginning", lambda: self._open(model, kwargs.get("processing_class"), state))
+            self._last_step = None
+            # One process has all the weights, and the others, if there are any, wait for it; or each has its shards.
+            self._training.begin(one_publishes=not needs_ranks(model))
+            self._training.on_rank0("the beginning", lambda: self._open(model, kwargs.get("processing_class"), state))
             undo.pop_all()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._attempt(self._reports.report)
+        self._attempt(self._training.reports.report)
         if state.global_step % self._every == 0:
             self._attempt(lambda: self._publish(state.global_step))
-        if self._stop is not None and self._stop.came():
-            logger.warning("SIGTERM: training ends after step %d, and its weights are published", state.global_step)
+        if self._training.is_stopped(state.global_step):
             control.should_training_stop = True
 
     def on_log(
@@ -176,10 +141,10 @@ class DeltaSyncCallback(TrainerCallback):
         if best is not None and best != step:
             # The Trainer has restored the best weights.
             step, self._last_step = best, None
-        self._reports.trainer = None
+        self._training.reports.trainer = None
         self._settle(step)
         try:
-            self._on_rank0("closing", lambda: self._close_publisher(finish=True))
+            self._training.on_rank0("closing", lambda: self._training.close(finish=True))
         except DeltaSyncError as error:
             logger.error("training has ended at step %d, and its last weights are not published: %s", step, error)
             if self._stop_on_error:
@@ -191,56 +156,30 @@ class DeltaSyncCallback(TrainerCallback):
 
     def _open(self, model: nn.Module, tokenizer: Any, state: TrainerState) -> None:
         with tokenizer_folder(tokenizer) as folder:
-            options = self._options if folder is None else {"files": folder, **self._options}
-            self.publisher = publisher = Publisher(model, self._bucket, **self._reports.listening(options))
-        if state.is_world_process_zero:
-            self._reports.begin(self._bucket, publisher, self._report_lag)
+            files = {} if folder is None else {"files": folder}
+            self._training.open(model, state.is_world_process_zero, **files)
 
     def _publish(self, step: int) -> None:
         if self.publisher is not None:
             self._last_step = step
-            self._reports.published(self.publisher.publish(step))
+            self._training.reports.published(self.publisher.publish(step))
 
     def _settle(self, step: int) -> None:
         """Leave the run at the current weights, and wait until they are durable; the other processes wait too."""
-        self._attempt(lambda: self._on_rank0("the end", lambda: self._finish(step)))
+        self._attempt(lambda: self._training.on_rank0("the end", lambda: self._finish(step)))
 
     def _finish(self, step: int) -> None:
-        if self.publisher is None:
-            return
         if self._last_step != step:
             try:
                 self._publish(step)
             except PublishError as error:
                 logger.debug("tried again next: %s", error)
-        self.publisher.finish(self._seconds_left())
-        self._reports.report()
-
-    def _on_rank0(self, what: str, work: Callable[[], None]) -> None:
-        """Do ``work`` in each process that publishes; where only the first does, all raise its error."""
-        if self._waiting is None:
-            work()
-        else:
-            self._waiting.from_rank0(what, work)
+        self._training.finish()
 
     def _attempt(self, call: Callable[[], None]) -> None:
         """Make a call that publishes; its errors are logged, or raised after everything is released."""
         try:
-            call()
-        except DeltaSyncError as error:
-            if self._stop_on_error:
-                self.close()
-                raise
-            self._tell(error)
+            self._training.attempt(call)
         except BaseException:  # including interrupts: no event follows, and the thread would stay
             self.close()
             raise
-
-    def _tell(self, error: DeltaSyncError) -> None:
-        if self.publisher is None:
-            return  # the process that publishes says it
-        if isinstance(error, ConflictError):
-            logger.error("nothing more is published by this training, which continues: %s", error)
-            self._close_publisher(finish=False)
-        else:
-            self._reports.failed(error)

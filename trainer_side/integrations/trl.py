@@ -3,7 +3,6 @@
 TRL's other trainers take ``DeltaSyncCallback``.
 """
 
-import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,13 +11,12 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from trainer_side.integrations.reports import MetricReporter
-from trainer_side.integrations.stop_signal import GRACE_SECONDS, StopSignal
+from trainer_side.integrations.stop_signal import GRACE_SECONDS
+from trainer_side.integrations.training import TrainingPublisher
 from trainer_side.integrations.transformers import DeltaSyncCallback
 from trainer_side.model.streamed import StreamedWeights
-from trainer_side.options import checked_options
 from trainer_side.publisher import CLOSE_SECONDS, Publisher
-from trainer_side.ranks.group import WORK_SECONDS, ProcessGroup, in_world
+from trainer_side.ranks.group import in_world
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, PublishError, PublishTimeoutError, UsageError
 from vllm_delta_sync.redaction import guarded_logger
@@ -88,20 +86,28 @@ class DeltaWeightTransfer:
         """
         if "every" in options:
             raise UsageError("every= is given; TRL decides when to sync: set weight_sync_steps of AsyncGRPOConfig")
-        checked_options(bucket, base, **options)
         if wait_served is not None and not (isinstance(wait_served, int | float) and wait_served > 0):
             raise UsageError(f"wait_served is {wait_served!r}; give a number of seconds above 0, or None")
         if type(replicas) is not int or replicas < 1:
             raise UsageError(f"replicas is {replicas!r}; give a number of servers from 1 on")
-        self._bucket, self._base, self._options = bucket, base, options
-        self._wait_served, self._replicas = wait_served, replicas
-        self._stop_on_error, self._report_lag = stop_on_error, receivers_lag
-        self._send_seconds, self._close_seconds = send_seconds, close_seconds
-        self.publisher: Publisher | None = None
-        self._reports = MetricReporter()
+        self._base, self._wait_served, self._replicas = base, wait_served, replicas
+        self._stop_on_error, self._send_seconds = stop_on_error, send_seconds
+        self._training = TrainingPublisher(
+            bucket,
+            {**options, "base": base},
+            stop_on_error,
+            receivers_lag,
+            close_seconds,
+            grace_seconds,
+            (ConflictError, UsageError),
+        )
         self._sends = 0
         self._sent = False
-        self.callback = WaitingCallback(self, grace_seconds)
+        self.callback = WaitingCallback(self, self._training)
+
+    @property
+    def publisher(self) -> Publisher | None:
+        return self._training.publisher
 
     def init_weight_transfer(self) -> None:
         """Begin the run, or take it over if it exists. Does nothing if ``callback`` has done it for this training.
@@ -114,19 +120,15 @@ class DeltaWeightTransfer:
             return
         if self.publisher is not None:
             self._close_logging_errors()
-        if in_world() and not self.callback.waiting:
+        if in_world() and not self._training.waits:
             logger.warning(
                 "this is one of several processes, and the others do not wait for the store: give the trainer "
                 "callbacks=[transfer.callback] in all of them, or a slow store makes their collective calls time out"
             )
-        weights = StreamedWeights(self._base)
-        self._reports = MetricReporter()
-        options = self._reports.listening(self._options)
-        self.publisher = publisher = Publisher(weights, self._bucket, base=self._base, **options)
         self._sends, self._sent = 0, False
-        self._reports.begin(self._bucket, publisher, self._report_lag)
-        if self._reports.trainer is not None:
-            _at_last_log(self._reports.trainer, self._settle)
+        self._training.open(StreamedWeights(self._base))
+        if self._training.reports.trainer is not None:
+            _at_last_log(self._training.reports.trainer, self._settle)
 
     def pause(self) -> None:
         """Do nothing: servers pause themselves."""
@@ -144,7 +146,7 @@ class DeltaWeightTransfer:
         """
         interrupted = False
         try:
-            self._attempt(lambda: self._send(iterator))
+            self._training.attempt(lambda: self._send(iterator))
         except (KeyboardInterrupt, SystemExit):
             interrupted = True
             raise
@@ -163,8 +165,8 @@ class DeltaWeightTransfer:
         if self.publisher is None:
             return
         if self._wait_served is not None and self._sent:
-            self._attempt(self._wait)
-        self._reports.report()
+            self._training.attempt(self._wait)
+        self._training.reports.report()
 
     def destroy(self) -> None:
         """Wait until what was sent is durable, and release everything. May be called twice, or without an init.
@@ -177,7 +179,7 @@ class DeltaWeightTransfer:
             self._close_logging_errors()
             return
         try:
-            self._close(finish=True)
+            self._training.close(finish=True)
         except PublishError as error:
             if self._stop_on_error:
                 raise
@@ -193,15 +195,15 @@ class DeltaWeightTransfer:
                 "for the first train() of a trainer only: make a new trainer"
             )
         self._sends += 1
-        trainer = self._reports.trainer
+        trainer = self._training.reports.trainer
         step = self._sends if trainer is None else trainer.state.global_step
         try:
             result = self.publisher.publish(step, wait=True, weights=iterator, timeout=self._send_seconds)
         except PublishTimeoutError as error:
             logger.warning("this sync is skipped, and the next one carries its changes: %s", error)
             return
-        self._reports.published(result)
-        self._reports.report()
+        self._training.reports.published(result)
+        self._training.reports.report()
         self._sent = True
 
     def _wait(self) -> None:
@@ -210,38 +212,13 @@ class DeltaWeightTransfer:
 
     def _settle(self) -> None:
         """Wait for the last version, and log its metrics while the loggers are still open."""
-        if self.publisher is not None:
-            seconds = min(self._close_seconds, self.callback.seconds_left)
-            self._attempt(lambda: self._finish(seconds))
-            self._reports.report()
-            self._reports.trainer = None
-
-    def _finish(self, seconds: float) -> None:
-        if self.publisher is not None:
-            self.publisher.finish(seconds)
-
-    def _attempt(self, call: Callable[[], None]) -> None:
-        """Make a call that publishes; unless training is to stop, its errors are only logged."""
-        try:
-            call()
-        except DeltaSyncError as error:
-            if self._stop_on_error or isinstance(error, ConflictError | UsageError):
-                raise
-            self._reports.failed(error)
-
-    def _close(self, finish: bool) -> None:
-        publisher, self.publisher = self.publisher, None
-        if publisher is None:
-            return
-        try:
-            publisher.close(min(self._close_seconds, self.callback.seconds_left), finish=finish)
-        finally:
-            self._reports.report()
-            self._reports.close()
+        self._training.attempt(self._training.finish)
+        self._training.reports.report()
+        self._training.reports.trainer = None
 
     def _close_logging_errors(self) -> None:
         try:
-            self._close(finish=False)
+            self._training.close(finish=False)
         except DeltaSyncError as failure:
             logger.error("closing the weight transfer: %s", failure)
 
@@ -253,47 +230,26 @@ class WaitingCallback(TrainerCallback):
         opened: whether it has opened the transfer, and TRL's own call is still to come.
     """
 
-    def __init__(self, transfer: DeltaWeightTransfer, grace_seconds: float) -> None:
-        self._transfer, self._grace_seconds = transfer, grace_seconds
-        self._waiting: ProcessGroup | None = None
-        self._stop: StopSignal | None = None
+    def __init__(self, transfer: DeltaWeightTransfer, training: TrainingPublisher) -> None:
+        self._transfer, self._training = transfer, training
         self.opened = False
 
-    @property
-    def waiting(self) -> bool:
-        """Whether a training calls it, so that all processes wait together."""
-        return self._waiting is not None
-
-    @property
-    def seconds_left(self) -> float:
-        """Seconds that the process may still work after a SIGTERM; otherwise no limit."""
-        return math.inf if self._stop is None else self._stop.left
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._release()
-        self._stop = StopSignal(self._grace_seconds)
-        self._waiting = ProcessGroup(WORK_SECONDS, alone=not in_world())
-        self._waiting.from_rank0("the beginning", self._transfer.init_weight_transfer)
-        self.opened = self._waiting.is_rank0
+        self._training.release()
+        self._training.begin(one_publishes=True)
+        self._training.on_rank0("the beginning", self._transfer.init_weight_transfer)
+        self.opened = self._training.is_rank0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._stop is not None and self._stop.came():
-            logger.warning("SIGTERM: training ends after step %d", state.global_step)
+        if self._training.is_stopped(state.global_step):
             control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         try:
-            if self._waiting is not None:
-                self._waiting.from_rank0("the end", self._transfer.destroy)
+            if self._training.waits:
+                self._training.on_rank0("the end", self._transfer.destroy)
         finally:
-            self._release()
-
-    def _release(self) -> None:
-        stop, waiting, self._stop, self._waiting = self._stop, self._waiting, None, None
-        if stop is not None:
-            stop.close()
-        if waiting is not None:
-            waiting.close()
+            self._training.release()
 
 
 def _at_last_log(trainer: Any, call: Callable[[], None]) -> None:
