@@ -7,11 +7,10 @@ of public certificates, or one file; ``CurveAuthenticator`` admits the clients o
 import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
-from struct import error as struct_error
+from tempfile import TemporaryDirectory
 
 import zmq
-from zmq.auth import Authenticator, load_certificate
-from zmq.utils import z85
+from zmq.auth import Authenticator, create_certificates, load_certificate
 
 from vllm_delta_sync.errors import SettingsError
 from vllm_delta_sync.log_throttle import LogThrottle
@@ -44,12 +43,10 @@ def generate(path: Path) -> str:
         SettingsError: ZeroMQ was built without CURVE.
     """
     _check_curve()
-    public, secret = zmq.curve_keypair()
-    head = f'metadata\ncurve\n    public-key = "{public.decode()}"\n'
-    hidden = f'# ZeroMQ CURVE secret certificate: keep it secret\n\n{head}    secret-key = "{secret.decode()}"\n'
-    shown = f"# ZeroMQ CURVE public certificate: for the allow-lists of others\n\n{head}"
-    write_pair(path, hidden.encode(), shown.encode())
-    return public.decode()
+    with TemporaryDirectory() as folder:  # only this user can enter it; ``write_pair`` sets modes, and replaces nothing
+        public, secret = create_certificates(folder, "pair")
+        write_pair(path, Path(secret).read_bytes(), Path(public).read_bytes())
+    return load_certificate(path)[0].decode()
 
 
 def load_secret(path: Path, what: str = "notice_key") -> KeyPair:
@@ -221,12 +218,11 @@ def _load(path: Path, what: str) -> tuple[bytes, bytes | None]:
 
 
 def _is_key(key: bytes) -> bool:
-    if len(key) != 40 or not all(char in z85.Z85CHARS for char in key):
-        return False
     try:
-        return len(z85.decode(key)) == 32
-    except (ValueError, KeyError, OverflowError, struct_error):
+        zmq.curve_public(key)  # takes any 32 bytes in Z85
+    except (ValueError, zmq.ZMQError):
         return False
+    return True
 
 
 def _check_curve() -> None:
