@@ -1,18 +1,19 @@
 """``Notice`` announces a version, ``Upcoming`` the objects of the next one; ``LastValues`` keeps the last of each."""
 
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from dataclasses import dataclass as plain_dataclass
+from typing import Annotated
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from vllm_delta_sync.errors import FormatError, SignatureError
 from vllm_delta_sync.format.canonical_json import dump_canonical, load_canonical
 from vllm_delta_sync.format.limits import MAX_MODEL_BYTES, MAX_VERSION
-from vllm_delta_sync.format.manifest import Signature
+from vllm_delta_sync.format.manifest import Digest, Signature
 from vllm_delta_sync.trust.keyring import Keyring
 
 KIND, UPCOMING_KIND = "notice", "upcoming"
@@ -26,21 +27,20 @@ MAX_UPCOMING = 32
 """Most objects that one message names."""
 MAX_CHECKS = 32
 """Signatures checked per batch of messages, so that a flood cannot block a receiver."""
-FIELDS, UPCOMING_FIELDS = {"manifest", "run", "version"}, {"objects", "run"}
+Size = Annotated[int, Field(gt=0, le=MAX_MODEL_BYTES, strict=True)]
+EXACTLY = ConfigDict(extra="forbid")
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=EXACTLY)
 class Notice:
     """Version ``version`` of ``run`` is durable; ``manifest`` is the SHA-256 of its manifest, in hex."""
 
     run: str
-    version: int
+    version: Annotated[int, Field(ge=0, le=MAX_VERSION, strict=True)]
     manifest: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=EXACTLY)
 class Upcoming:
     """Objects of the next version of ``run``, which are stored; the manifest that lists them is written next.
 
@@ -48,10 +48,10 @@ class Upcoming:
     """
 
     run: str
-    objects: tuple[tuple[str, int], ...]
+    objects: Annotated[tuple[tuple[Digest, Size], ...], Field(min_length=1, max_length=MAX_UPCOMING)]
 
 
-@dataclass(frozen=True, slots=True)
+@plain_dataclass(frozen=True, slots=True)
 class Message:
     """A received message. ``data``: the bytes that ``signature`` covers."""
 
@@ -79,39 +79,16 @@ def parse(frames: list[bytes], run: str) -> Message:
     if len(frames) != 2:
         raise FormatError(f"notice has {len(frames)} frames, not 2")
     value = load_canonical(frames[1], "notice", MAX_NOTICE_BYTES)
-    names_objects = frames[0] == (run + UPCOMING_SUFFIX).encode()
-    if not isinstance(value, dict) or value.keys() - {"signature"} != (UPCOMING_FIELDS if names_objects else FIELDS):
-        raise FormatError("notice is not an object of manifest, run and version, nor one of objects and run")
-    if value["run"] != run:
-        raise FormatError("notice names another run than its topic")
-    content = _upcoming(run, value["objects"]) if names_objects else _notice(run, value["version"], value["manifest"])
-    if "signature" not in value:
-        return Message(content, frames[1], None)
+    if not isinstance(value, dict):
+        raise FormatError("notice is not an object")
     try:
-        signature = Signature.model_validate(value.pop("signature"))
-    except ValidationError as error:
-        raise FormatError("notice has a signature that is not an object of key and value in hex") from error
-    return Message(content, dump_canonical(value), signature)
-
-
-def _notice(run: str, version: Any, manifest: Any) -> Notice:
-    if not isinstance(manifest, str):
-        raise FormatError("notice names no manifest")
-    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= MAX_VERSION:
-        raise FormatError(f"notice has version {version!r}; it must be an integer from 0 to {MAX_VERSION}")
-    return Notice(run, version, manifest)
-
-
-def _upcoming(run: str, objects: Any) -> Upcoming:
-    if not isinstance(objects, list) or not 0 < len(objects) <= MAX_UPCOMING:
-        raise FormatError(f"objects of a notice are not a list of 1 to {MAX_UPCOMING}")
-    for item in objects:
-        match item:
-            case [str(digest), int(size)] if _DIGEST.fullmatch(digest) and 0 < size <= MAX_MODEL_BYTES:
-                if not isinstance(size, bool):
-                    continue
-        raise FormatError("objects of a notice are not pairs of a SHA-256 in hex and a size in bytes")
-    return Upcoming(run, tuple((digest, size) for digest, size in objects))
+        signature = Signature.model_validate(value.pop("signature")) if "signature" in value else None
+        content = (Upcoming if frames[0] == (run + UPCOMING_SUFFIX).encode() else Notice)(**value)
+    except (ValidationError, TypeError) as error:
+        raise FormatError(f"notice is malformed: {str(error)[:200]}") from error
+    if content.run != run:
+        raise FormatError("notice names another run than its topic")
+    return Message(content, frames[1] if signature is None else dump_canonical(value), signature)
 
 
 class NoticeVerifier:
@@ -172,7 +149,7 @@ SOONEST_SECONDS = 0.02
 """Minimum time between repetitions, so that a storm of new subscribers shares them."""
 
 
-@dataclass(slots=True)
+@plain_dataclass(slots=True)
 class _LastEntry:
     frames: list[bytes]
     due: float
