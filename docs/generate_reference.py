@@ -414,10 +414,10 @@ def stub(module: Any, name: str) -> str:
 def class_lines(node: ast.ClassDef) -> Iterator[str]:
     yield f"class {node.name}:"
     yield from docstring(node, "    ")
-    if any(ast.unparse(decorator).startswith("dataclass(config=") for decorator in node.decorator_list):
+    if any("config=CHECKED" in ast.unparse(decorator) for decorator in node.decorator_list):
         yield ""
         for member in node.body:
-            if isinstance(member, ast.AnnAssign) and "init=False" not in ast.unparse(member):
+            if isinstance(member, ast.AnnAssign) and not re.search("init=False|ClassVar", ast.unparse(member)):
                 yield f"    {ast.unparse(WithoutChecks().visit(member))}".replace("'", '"')
     for member in node.body:
         if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and is_public(member):
@@ -438,7 +438,8 @@ class WithoutChecks(ast.NodeTransformer):
         return node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        return ast.Name("int") if node.id == "Count" else node
+        plain = {"Count": "int", "Share": "float", "Ratio": "float", "Switch": "bool"}
+        return ast.Name(plain.get(node.id, node.id))
 
 
 def is_public(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

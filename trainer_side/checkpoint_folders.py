@@ -23,7 +23,7 @@ import torch
 
 from trainer_side.checkpoint_layouts import FileState, FoundCheckpoint, find_checkpoints, locate, step_of
 from trainer_side.model.sources import CheckpointTensor, LiveTensors, check_name
-from trainer_side.options import checked_options
+from trainer_side.options import PublisherOptions
 from trainer_side.publisher import Publisher
 from trainer_side.takeover import check_expected_run
 from vllm_delta_sync.client import Run, open_run
@@ -273,7 +273,7 @@ class CheckpointPublisher:
             As ``open_run``, except that there need not be a run; and as ``Publisher`` for ``expect_run``.
         """
         self._url, self.base, self._options = bucket, base, {"baseline": "disk", **options}
-        checked = checked_options(bucket, base, **self._options)
+        checked = PublisherOptions(bucket, base, **self._options)
         checked.load_keys()
         self._keyring = checked.keyring
         self._closing = ExitStack()

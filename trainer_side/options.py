@@ -1,18 +1,24 @@
 """``PublisherOptions``: the arguments of a publisher, checked; the update gate's bounds ``Gate``, and ``Budget``."""
 
 import logging
-import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, field
-from dataclasses import dataclass as plain_dataclass
 from functools import partial, wraps
 from inspect import Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Annotated, Any, ClassVar, Concatenate, Literal, ParamSpec, Self, TypeVar
 
-from pydantic import ConfigDict, Field, InstanceOf, SkipValidation, ValidationError
+from pydantic import (
+    ConfigDict,
+    Field,
+    InstanceOf,
+    ModelWrapValidatorHandler,
+    SkipValidation,
+    ValidationError,
+    model_validator,
+)  # fmt: skip
 from pydantic.dataclasses import dataclass
 
 from trainer_side.diff.buffers import BaselineLocation
@@ -31,12 +37,38 @@ from vllm_delta_sync.settings import client_settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import HEAD_SECONDS, MAX_HEAD_SECONDS
 
-Action = Literal["refuse", "quarantine"]
-ACTIONS = ("refuse", "quarantine")
+CHECKED = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+Count = Annotated[int, Field(ge=1, strict=True)]
+Share = Annotated[float, Field(gt=0, le=1, strict=True)]
+Ratio = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+Switch = Annotated[bool, Field(strict=True)]
 
 
-@plain_dataclass(frozen=True)
-class Gate:
+class Checked:
+    """Base of options that pydantic checks: one that is invalid raises UsageError, which names it.
+
+    Attributes:
+        where: begins the messages.
+    """
+
+    where: ClassVar[str] = ""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _named_error(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(given)
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_context=False)[0]
+            name = problem["loc"][0]
+            if isinstance(name, int):  # given by position
+                name = list(signature(cls).parameters)[name]
+            text = f"{cls.where}{name} is {repr(problem['input'])[:80]}: {problem['msg']}"
+            raise UsageError(text) from error
+
+
+@dataclass(frozen=True, config=CHECKED)
+class Gate(Checked):
     """Bounds that a version must satisfy before servers serve it, and what happens to a version that does not.
 
     Of a sharded model they apply to all shards together; give every rank the same.
@@ -64,33 +96,15 @@ class Gate:
         UsageError: a bound or the action is invalid.
     """
 
-    nonfinite: bool = True
-    max_changed_share: float | None = None
-    max_norm_jump: float | None = None
-    action: Action = "refuse"
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.nonfinite, bool):
-            raise UsageError(f"gate: nonfinite is {self.nonfinite!r}; give True or False")
-        if not _is_bound(self.max_changed_share, 1.0):
-            raise UsageError(
-                f"gate: max_changed_share is {self.max_changed_share!r}; give a share above 0 and at most 1, or None"
-            )
-        if not _is_bound(self.max_norm_jump, math.inf):
-            raise UsageError(f"gate: max_norm_jump is {self.max_norm_jump!r}; give a ratio above 0, or None")
-        if self.action not in ACTIONS:
-            raise UsageError(f"gate: action is {self.action!r}; give one of {', '.join(map(repr, ACTIONS))}")
+    where: ClassVar[str] = "gate: "
+    nonfinite: Switch = True
+    max_changed_share: Share | None = None
+    max_norm_jump: Ratio | None = None
+    action: Literal["refuse", "quarantine"] = "refuse"
 
 
-def _is_bound(value: object, maximum: float) -> bool:
-    if value is None:
-        return True
-    plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return plain and 0 < float(value) <= maximum and math.isfinite(value)  # type: ignore[arg-type]
-
-
-@plain_dataclass(frozen=True)
-class Budget:
+@dataclass(frozen=True, config=CHECKED)
+class Budget(Checked):
     """Bounds of what a version sends: the largest changes first; the rest goes out with later versions.
 
     Of a sharded model they apply to all shards together; give every rank the same.
@@ -121,20 +135,13 @@ class Budget:
         UsageError: a bound is invalid, or there is none.
     """
 
-    max_bytes: int | None = None
-    max_share: float | None = None
-    min_change: float | None = None
-    exact_every: int | None = None
+    where: ClassVar[str] = "budget: "
+    max_bytes: Count | None = None
+    max_share: Share | None = None
+    min_change: Ratio | None = None
+    exact_every: Count | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_bytes", "exact_every"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(f"budget: {name} is {value!r}; give an integer of at least 1, or None")
-        if not _is_bound(self.max_share, 1.0):
-            raise UsageError(f"budget: max_share is {self.max_share!r}; give a share above 0 and at most 1, or None")
-        if not _is_bound(self.min_change, math.inf):
-            raise UsageError(f"budget: min_change is {self.min_change!r}; give a ratio above 0, or None")
         if self.max_bytes is None and self.max_share is None and self.min_change is None:
             raise UsageError("budget: there is no bound; give max_bytes, max_share or min_change")
 
@@ -142,11 +149,8 @@ class Budget:
 SidecarData = bytes | bytearray | memoryview
 
 
-Count = Annotated[int, Field(ge=1, strict=True)]
-
-
-@dataclass(config=ConfigDict(arbitrary_types_allowed=True))
-class PublisherOptions:
+@dataclass(config=CHECKED)
+class PublisherOptions(Checked):
     """The arguments of ``Publisher`` beside the model, with their defaults and checks.
 
     Args:
@@ -271,19 +275,6 @@ _Arguments = ParamSpec("_Arguments")
 _Publisher = TypeVar("_Publisher")
 
 
-def checked_options(*args: Any, **given: Any) -> PublisherOptions:
-    """Return ``PublisherOptions`` with these arguments; UsageError: one is unknown or invalid."""
-    try:
-        given = signature(PublisherOptions).bind(*args, **given).arguments
-    except TypeError as error:
-        raise UsageError(f"the options {sorted(given)} are not those of Publisher: {error}") from error
-    try:
-        return PublisherOptions(**given)
-    except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False)[0]
-        raise UsageError(f"{problem['loc'][0]} is {repr(problem['input'])[:80]}: {problem['msg']}") from error
-
-
 def takes_options(
     options: Callable[_Arguments, PublisherOptions],
 ) -> Callable[
@@ -300,7 +291,7 @@ def takes_options(
             publisher: _Publisher, model: ModelLike, *args: _Arguments.args, **given: _Arguments.kwargs
         ) -> None:
             signature(options).bind(*args, **given)  # raises TypeError, as of any function
-            construct(publisher, model, partial(checked_options, *args, **given))
+            construct(publisher, model, partial(options, *args, **given))
 
         own = list(signature(construct).parameters.values())[:2]
         taken = signature(options).parameters.values()

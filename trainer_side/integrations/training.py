@@ -11,7 +11,7 @@ from typing import Any
 from trainer_side.integrations.reports import MetricReporter
 from trainer_side.integrations.stop_signal import StopSignal
 from trainer_side.model.sources import ModelLike
-from trainer_side.options import checked_options
+from trainer_side.options import PublisherOptions
 from trainer_side.publisher import Publisher
 from trainer_side.ranks.group import WORK_SECONDS, ProcessGroup, in_world
 from trainer_side.result import Deadline
@@ -49,7 +49,7 @@ class TrainingPublisher:
         grace_seconds: float,
         always_raised: tuple[type[DeltaSyncError], ...] = (),
     ) -> None:
-        checked_options(bucket, **options)
+        PublisherOptions(bucket, **options)
         self._bucket, self._options = bucket, options
         self._raised = (DeltaSyncError,) if stop_on_error else always_raised
         self._report_lag = receivers_lag
