@@ -3,15 +3,14 @@
 Fields of a result that depend on encoding or upload are filled in later."""
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from trainer_side.background_thread import BackgroundJob
 from vllm_delta_sync.errors import DeltaSyncError, PublishError, PublishTimeoutError
-from vllm_delta_sync.format.manifest import HeldBack, Manifest
+from vllm_delta_sync.format.manifest import HeldBack
 
 Kind = Literal["delta", "skipped"]
 
@@ -271,45 +270,6 @@ class PublisherStatus:
     seconds: float = 0.0
     payload_bytes: int = 0
     total_payload_bytes: int = 0
-
-
-class PublishRecord:
-    """Counts what becomes of calls and versions; from any thread. ``newest``: the version to begin with."""
-
-    def __init__(self, newest: Manifest) -> None:
-        self._lock = threading.Lock()
-        self._at = time.monotonic()
-        self._status = PublisherStatus(newest.version, newest.step)
-
-    def status(self) -> PublisherStatus:
-        """Return the status now; waits for nothing."""
-        with self._lock:
-            return replace(self._status, seconds=time.monotonic() - self._at)
-
-    def handed_over(self) -> None:
-        """Count a call that publishes."""
-        with self._lock:
-            self._status = replace(self._status, skipped=0)
-
-    def skipped(self) -> None:
-        """Count a call that publishes nothing."""
-        with self._lock:
-            self._status = replace(self._status, skipped=self._status.skipped + 1)
-
-    def failed(self, error: BaseException) -> None:
-        """Count a call that raised, or a version that could not be made durable."""
-        text = f"{error.kind}: {error.message}" if isinstance(error, DeltaSyncError) else repr(error)
-        with self._lock:
-            self._status = replace(self._status, failed=self._status.failed + 1, error=text)
-
-    def durable(self, newest: Manifest) -> None:
-        """Record that a version is durable."""
-        with self._lock:
-            before, self._at = self._status, time.monotonic()
-            self._status = PublisherStatus(
-                newest.version, newest.step, before.skipped, payload_bytes=newest.payload_bytes,
-                total_payload_bytes=before.total_payload_bytes + newest.payload_bytes,
-            )  # fmt: skip
 
 
 class Deadline:

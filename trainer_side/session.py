@@ -1,9 +1,10 @@
 """``PublishSession``: compare, hand over to the background thread, wait. ``agreed_options``: of all ranks."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -28,8 +29,8 @@ from trainer_side.ranks.group import (
 from trainer_side.result import (
     Deadline,
     OnVersion,
+    PublisherStatus,
     PublishProgress,
-    PublishRecord,
     PublishResult,
     Stopwatch,
     as_publish_error,
@@ -130,7 +131,6 @@ class PublishSession:
         # The last job submitted. The thread does one after another, so that all are done once this one is.
         self._under_way: BackgroundJob | None = None
         self._recovery: BackgroundJob | None = None
-        self._skip_log = SkipLog()
         self.record = PublishRecord(committer.newest)
 
     def publish(
@@ -180,9 +180,8 @@ class PublishSession:
             if busy and waits:
                 continue
             if busy:
-                result = self._skipped_result(step, watch)
-                self._skip_log.record(result)
-                return result
+                self.record.log_early(step)
+                return self._skipped_result(step, watch)
             self._raise(problem)
             if failed:
                 logger.warning("step %d is not published: rank %s raises an error first", step, _listed(failed))
@@ -458,8 +457,7 @@ class PublishSession:
         if self._on_version is not None:
             # A job of its own: by then the result is known, and reading it does not wait.
             self._background.submit(BackgroundJob(), partial(self._tell, self._on_version, result))
-        self.record.handed_over()
-        self._skip_log.record(result)
+        self.record.handed_over(result)
         return result, progress
 
     def _commit(self, pending: PendingDelta, step: int, progress: PublishProgress, watch: Stopwatch) -> None:
@@ -533,36 +531,64 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
 
 
-class SkipLog:
-    """Logs that calls of ``publish`` are skipped, and why: once until a version is published again."""
+class PublishRecord:
+    """Counts what becomes of calls and versions, from any thread, and logs calls that come too early.
 
-    def __init__(self) -> None:
-        self._since = time.monotonic()
-        self._last_published: PublishResult | None = None
-        self._count = 0
+    Args:
+        newest: the version to begin with.
+    """
 
-    def record(self, result: PublishResult) -> None:
-        """Record what ``publish`` returned."""
-        if result.version is None:
-            self._count += 1
-            if self._count == 1 and self._last_published is not None and not self._last_published.done:
-                self._log_skip(result.step, self._last_published)
+    def __init__(self, newest: Manifest) -> None:
+        self._lock = threading.Lock()
+        self._durable_at = self._began_at = time.monotonic()
+        self._status = PublisherStatus(newest.version, newest.step)
+        self._last: PublishResult | None = None
+        self._logged = False
+
+    def status(self) -> PublisherStatus:
+        """Return the status now; waits for nothing."""
+        with self._lock:
+            return replace(self._status, seconds=time.monotonic() - self._durable_at)
+
+    def handed_over(self, result: PublishResult) -> None:
+        """Count a call that publishes."""
+        with self._lock:
+            skipped, self._status = self._status.skipped, replace(self._status, skipped=0)
+        if self._logged:
+            logger.info("step %d: published again, after %d that were skipped", result.step, skipped)
+        self._last, self._began_at, self._logged = result, time.monotonic(), False
+
+    def skipped(self) -> None:
+        """Count a call that publishes nothing."""
+        with self._lock:
+            self._status = replace(self._status, skipped=self._status.skipped + 1)
+
+    def log_early(self, step: int) -> None:
+        """Log that a call is skipped because a version is under way: once until a version is published again."""
+        if self._logged or self._last is None or self._last.done:
             return
-        count, self._count = self._count, 0
-        if count:
-            logger.info("step %d: published again, after %d that were skipped", result.step, count)
-        self._last_published, self._since = result, time.monotonic()
-
-    def _log_skip(self, step: int, last: PublishResult) -> None:
+        self._logged = True
         logger.warning(
             "step %d is not published: encoding and upload of version %s (step %d) take %.1f s so far, longer than the "
             "steps since. What has changed goes out with the next version, and nothing queues up; publish less often, "
             "or to a faster store, to get a version of every call",
-            step,
-            last.version,
-            last.step,
-            time.monotonic() - self._since,
-        )
+            step, self._last.version, self._last.step, time.monotonic() - self._began_at,
+        )  # fmt: skip
+
+    def failed(self, error: BaseException) -> None:
+        """Count a call that raised, or a version that could not be made durable."""
+        text = f"{error.kind}: {error.message}" if isinstance(error, DeltaSyncError) else repr(error)
+        with self._lock:
+            self._status = replace(self._status, failed=self._status.failed + 1, error=text)
+
+    def durable(self, newest: Manifest) -> None:
+        """Record that a version is durable."""
+        with self._lock:
+            before, self._durable_at = self._status, time.monotonic()
+            self._status = PublisherStatus(
+                newest.version, newest.step, before.skipped, payload_bytes=newest.payload_bytes,
+                total_payload_bytes=before.total_payload_bytes + newest.payload_bytes,
+            )  # fmt: skip
 
 
 def ranks_of(model: ModelLike) -> RankGroups:
