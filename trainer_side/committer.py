@@ -36,7 +36,7 @@ from vllm_delta_sync.errors import (
     UsageError,
 )
 from vllm_delta_sync.format.codecs import Codec
-from vllm_delta_sync.format.documents import anchor_key
+from vllm_delta_sync.format.documents import Anchor, anchor_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, Sidecar
 from vllm_delta_sync.json_log import about
@@ -511,7 +511,7 @@ class Committer:
     def _write_anchor(self) -> int:
         state, objects = self._weights.put_shards(self.writer.put_file)
         key = anchor_key(self.current.version)
-        document = self._options.keyring.signed(manifests.standalone_anchor(self.current, state, objects))
+        document = self._options.keyring.signed(Anchor.of(self.current, state.by_name, objects))
         check_document_size(document, document_limit(state.table), key)
         # Another run may be at the URL by now, and its anchor must not be overwritten.
         self.writer.check_not_fenced()

@@ -139,16 +139,10 @@ def _check_link(run: Run, manifest: Manifest) -> None:
     check_follows(parent, manifest)
 
 
-@dataclass(frozen=True, slots=True)
-class EpochToken:
-    """An epoch of this writer, and its claim as it is stored."""
+def claim(run: Run, tail: HistoryTail) -> tuple[int, bytes]:
+    """Begin the next epoch; return its number, and its claim as it is stored.
 
-    epoch: int
-    data: bytes
-
-
-def claim(run: Run, tail: HistoryTail) -> EpochToken:
-    """Begin the next epoch; once this returns, the former writer commits at most one more version.
+    Once this returns, the former writer commits at most one more version.
 
     Raises:
         StoreError: the store failed; at worst a claim is left that fences the former writer.
@@ -168,7 +162,7 @@ def claim(run: Run, tail: HistoryTail) -> EpochToken:
         )
         data = document.to_bytes()
         if create_if_absent(bucket, claim_key(epoch), data) and confirm_created(bucket, claim_key(epoch), data):
-            return EpochToken(epoch, data)
+            return epoch, data
         epoch += 1
 
 

@@ -1,4 +1,4 @@
-"""Manifests of versions (``reference``, ``anchor``, ``delta``, ``restart_anchor``), and the files of an anchor."""
+"""Manifests of versions (``first``, ``delta``, ``restart_anchor``), and the files of an anchor."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -15,7 +15,6 @@ from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import LimitError, StoreError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.codecs import BASE_CODECS, RELATIVE_CODECS, Codec
-from vllm_delta_sync.format.documents import Anchor
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import (
     Base,
@@ -49,6 +48,11 @@ class FullState:
 
     table: TensorTable
     fingerprints: list[Fingerprint]
+
+    @property
+    def by_name(self) -> dict[str, str]:
+        """Tensor name → fingerprint as documents write it."""
+        return {spec.name: value.hex() for spec, value in zip(self.table, self.fingerprints, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -136,14 +140,9 @@ def _wait_until_at_most(uploads: set[Future[None]], most: int) -> set[Future[Non
         wait(uploads, SLICE_SECONDS, FIRST_COMPLETED)
 
 
-def reference(run: str, state: FullState, base: Base, step: int = 0) -> Manifest:
-    """Return version 0 that uploads nothing, because the weights equal ``base``."""
-    return _full("reference", run, state, [], step=step, base=base)
-
-
-def anchor(run: str, state: FullState, objects: list[ObjectRef], step: int = 0) -> Manifest:
-    """Return version 0 with all tensors in ``objects``."""
-    return _full("anchor", run, state, objects, step=step)
+def first(run: str, state: FullState, objects: list[ObjectRef], base: Base | None, step: int) -> Manifest:
+    """Return version 0: with all tensors in ``objects``, or without any if the weights equal ``base``."""
+    return _full("anchor" if base is None else "reference", run, state, objects, step=step, base=base)
 
 
 def restart_anchor(
@@ -196,7 +195,7 @@ def _full(
         payload_bytes=sum(ref.bytes for ref in objects),
         full_bytes=state.table.full_bytes,
         fingerprint=sum(state.fingerprints, Fingerprint()).hex(),
-        tensor_fingerprints=_fingerprints_by_name(state),
+        tensor_fingerprints=state.by_name,
         created_at=timestamp(),
         **members,
     )
@@ -216,16 +215,6 @@ def _with_break(breaks: list[Break], version: int, base_version: int | None) -> 
 def _quarantine(reasons: Sequence[str], before: Manifest | None) -> Quarantine | None:
     sound = None if before is None else before.sound
     return Quarantine(reasons=list(reasons), sound=sound) if reasons else None
-
-
-def _fingerprints_by_name(state: FullState) -> dict[str, str]:
-    fingerprints = zip(state.table, state.fingerprints, strict=True)
-    return {spec.name: value.hex() for spec, value in fingerprints}
-
-
-def standalone_anchor(manifest: Manifest, state: FullState, objects: list[ObjectRef]) -> Anchor:
-    """Return the document of a standalone anchor of a version with these weights."""
-    return Anchor.of(manifest, _fingerprints_by_name(state), objects)
 
 
 def delta(

@@ -370,14 +370,9 @@ class PublishSession:
         Raises:
             UsageError: on every rank: ``check`` raised it on any of them, or their arguments differ.
         """
-        found: list[_Value] = []
-
-        def work() -> Json:
-            found.append(check())
-            return found[0]
-
-        self._group.reduce_on_rank0(f"{what}: arguments", work, lambda reports: check_same(what, reports))
-        return found[0]
+        return self._group.on_every_rank(
+            f"{what}: arguments", check, lambda value: value, lambda reports: check_same(what, reports)
+        )
 
     @property
     def _busy(self) -> bool:
@@ -622,24 +617,22 @@ def agreed_options(ranks: RankGroups, check: Callable[[bool], PublisherOptions])
         UsageError, SettingsError: ``check`` raised it on any rank; or the ranks have different options; or the baseline
             is to be on disk, and the model is sharded.
     """
-    found: list[PublisherOptions] = []
 
-    def work() -> Json:
-        found.append(check(ranks.is_rank0))
-        if not ranks.alone and found[0].baseline == "disk":
+    def report(options: PublisherOptions) -> Json:
+        if not ranks.alone and options.baseline == "disk":
             raise UsageError(
                 "baseline is 'disk', which is for whole tensors, of which each rank has a part; give 'host'"
             )
-        values = [getattr(found[0], name) for name in _SAME_ON_ALL_RANKS]
+        values = [getattr(options, name) for name in _SAME_ON_ALL_RANKS]
         return [asdict(value) if isinstance(value, Gate | Budget) else value for value in values]
 
     def judge(reports: list[Json]) -> None:
         for name, values in zip(_SAME_ON_ALL_RANKS, zip(*reports, strict=True), strict=True):
             check_same(name, values)
 
-    ranks.work.all_or_raise("options", work, judge)
-    trusted = ranks.work.from_rank0("keys", lambda: sorted(found[0].keyring.trusted))
+    options = ranks.work.on_every_rank("options", lambda: check(ranks.is_rank0), report, judge)
+    trusted = ranks.work.from_rank0("keys", lambda: sorted(options.keyring.trusted))
     # A rank that signs nothing trusts the keys that rank 0 trusts.
     if not ranks.is_rank0:
-        found[0].keyring = Keyring(trusted)
-    return found[0]
+        options.keyring = Keyring(trusted)
+    return options

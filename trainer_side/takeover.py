@@ -17,7 +17,7 @@ from pathlib import Path
 from trainer_side import manifests
 from trainer_side.background_thread import BackgroundThread
 from trainer_side.encode.update_gate import judge_state
-from trainer_side.epochs import EpochToken, HistoryTail, check_tail, claim, find_tail, open_trusted, raise_if_forged
+from trainer_side.epochs import HistoryTail, check_tail, claim, find_tail, open_trusted, raise_if_forged
 from trainer_side.options import PublisherOptions
 from trainer_side.ranks.group import Json, ProcessGroup, check_same
 from trainer_side.run_weights import RunWeights
@@ -49,6 +49,7 @@ from vllm_delta_sync.format.manifest import (
     TABLE_KEY,
     VERSIONS_PREFIX,
     Manifest,
+    ObjectRef,
     RunFile,
     RunInfo,
     Stored,
@@ -72,19 +73,6 @@ UNREADABLE = (NotFoundError, FormatError, ChainError, FingerprintError, TensorMi
 """Errors that mean bad data in the bucket. A StoreError or BaseUnavailableError says nothing about it."""
 
 _ATTEMPTS = 8
-
-
-@dataclass(frozen=True)
-class UrlContents:
-    """What a publisher finds at its URL.
-
-    Attributes:
-        run: whether there is a run, intact or damaged.
-        unfinished: run.json of a start that ended before version 0; None if there is none.
-    """
-
-    run: bool
-    unfinished: bytes | None = None
 
 
 @dataclass
@@ -118,12 +106,13 @@ def open_or_begin(
         files: returns the model's small files; called on rank 0, if a run begins.
         background: a thread that no interrupt hits.
     """
-    found: list[UrlContents] = []
+    unfinished: bytes | None = None
     opened: list[OpenedRun] = []
 
     def inspect() -> bool:
-        found.append(inspect_url(bucket, options.resume, options.expect_run))
-        return found[0].run
+        nonlocal unfinished
+        exists, unfinished = inspect_url(bucket, options.resume, options.expect_run)
+        return exists
 
     exists: bool = group.from_rank0("opening", inspect)
     resolved = _locate_base(weights, options.base, exists, group)
@@ -133,7 +122,7 @@ def open_or_begin(
         if begun is None:
             opened.append(Takeover(bucket, weights, options, background).take_over())
         else:
-            opened.append(begin(bucket, weights, *begun, resolved, options, files, found[0].unfinished))
+            opened.append(begin(bucket, weights, *begun, resolved, options, files, unfinished))
         return opened[0].current.to_bytes().decode()
 
     text = weights.run_on_rank0("taking over" if exists else "beginning", open_on_rank0)
@@ -193,11 +182,15 @@ def _follow(bucket: Bucket, weights: RunWeights, text: str, options: PublisherOp
     return OpenedRun(weights, writer, current)
 
 
-def inspect_url(bucket: Bucket, resume: bool, expect_run: str | None = None) -> UrlContents:
+def inspect_url(bucket: Bucket, resume: bool, expect_run: str | None = None) -> tuple[bool, bytes | None]:
     """Find out what is at a run URL.
 
     Args:
         resume: whether an existing run may be continued. expect_run: id of the only one that may be.
+
+    Returns:
+        Whether there is a run, intact or damaged; run.json of a start that ended before version 0, None if there is
+        none.
 
     Raises:
         ConflictError: a run that must not be continued; or part of one that an interrupted start does not explain.
@@ -213,19 +206,19 @@ def inspect_url(bucket: Bucket, resume: bool, expect_run: str | None = None) -> 
         if expect_run is not None:
             info = RunInfo.from_bytes(bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), RUN_KEY)
             check_expected_run(bucket.url, info.run, expect_run)
-        return UrlContents(True)
+        return True, None
     if expect_run is not None:
         check_expected_run(bucket.url, None, expect_run)
     found += [VERSIONS_PREFIX] if versions else []
     # Claims of a removed run would fence the writer of a new one.
     found += [CLAIMS_PREFIX] if next(iter(bucket.list(CLAIMS_PREFIX)), None) is not None else []
     if not found:
-        return UrlContents(False)
+        return False, None
     if resume and found in ([RUN_KEY], [RUN_KEY, TABLE_KEY]):
         try:
-            return UrlContents(False, bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES))
+            return False, bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES)
         except NotFoundError:
-            return UrlContents(False)
+            return False, None
     keys = ", ".join(found)
     raise ConflictError(
         f"{bucket.url} holds {keys} but no complete run: another publisher is starting there, or a start crashed, or a "
@@ -290,11 +283,12 @@ def begin(
             start.replace(unfinished)
         start.claim()
         start.put_files(files)
+        recorded, objects = None, list[ObjectRef]()
         if base is not None and difference is None:
-            manifest = keyring.signed(manifests.reference(info.run, state, base.recorded, options.first_step))
+            recorded = base.recorded
         else:
             state, objects = weights.put_shards(start.put)
-            manifest = keyring.signed(manifests.anchor(info.run, state, objects, options.first_step))
+        manifest = keyring.signed(manifests.first(info.run, state, objects, recorded, options.first_step))
         start.commit(manifest)
     writer.announce()
     return OpenedRun(weights, writer, manifest)
@@ -513,7 +507,7 @@ class Takeover:
         self._bucket, self._weights = bucket, weights
         self._options, self._background = options, background
         self._run = open_trusted(bucket, options.keyring)
-        self._epoch = EpochToken(0, b"")
+        self._epoch, self._claim = 0, b""
         # Why the weights that replace a lost version are quarantined, if they are.
         self._reasons: list[str] = []
         weights.fit(self._run)
@@ -537,7 +531,7 @@ class Takeover:
         found = self._background.call(self._find_tail)
         self._background.call(lambda: self._announce_and_check_base(found))
         lost = self._check_out(found)
-        self._epoch = self._background.call(lambda: claim(self._run, found))
+        self._epoch, self._claim = self._background.call(lambda: claim(self._run, found))
         newest = self._background.call(self._find_tail)
         if (newest.version, newest.digest) != (found.version, found.digest):
             found, lost = newest, self._check_out(newest)
@@ -607,8 +601,8 @@ class Takeover:
         return OpenedRun(self._weights, writer, head)
 
     def _writer(self, newest: Manifest | None) -> RunWriter:
-        claimed, limit = self._epoch, self._run.document_limit
-        writer = RunWriter(self._bucket, self._run.info, claimed.epoch, self._options, limit, claimed.data)
+        limit = self._run.document_limit
+        writer = RunWriter(self._bucket, self._run.info, self._epoch, self._options, limit, self._claim)
         if newest is not None:
             writer.set_newest(newest)
         return writer
@@ -651,7 +645,7 @@ class Takeover:
         state, objects = self._weights.put_shards(writer.put_file)
         for _ in range(_ATTEMPTS):
             anchor = manifests.restart_anchor(
-                writer.run, state, objects, found.version + 1, found.digest, found.manifest, self._epoch.epoch,
+                writer.run, state, objects, found.version + 1, found.digest, found.manifest, self._epoch,
                 self._reasons,
             )  # fmt: skip
             manifest = self._run.keyring.signed(anchor)
@@ -660,7 +654,7 @@ class Takeover:
             except (ConflictError, FormerVersionError):
                 before, found = found, self._find_tail()
                 theirs = found.manifest if found.problem is None else None
-                if found.version == before.version or (theirs is not None and theirs.epoch >= self._epoch.epoch):
+                if found.version == before.version or (theirs is not None and theirs.epoch >= self._epoch):
                     raise
                 # The former writer's last commit arrived in between.
                 writer = self._writer(None)

@@ -106,7 +106,7 @@ class RankCoordinator:
             check_same_tables(reports)
             check_coverage(self.table, [item["boxes"] for item in reports])
 
-        reports = self._group.all_or_raise("weights", work, judge) or []
+        reports = self._group.all_or_raise("weights", work, judge)
         difference = next((item["difference"] for item in reports if item["difference"] is not None), None)
         return _gathered_state(self.table, reports), difference
 
@@ -234,13 +234,13 @@ class RankCoordinator:
         def work() -> Json:
             return [*nonfinite_by_tensor(self.baseline, self.places).items()]
 
-        return added_rows(self._group.all_or_raise("nonfinite", work) or [])
+        return added_rows(self._group.all_or_raise("nonfinite", work))
 
     def put_shards(self, put: Put) -> tuple[FullState, list[ObjectRef]]:
         self._command("put_shards")
         reports = self._group.all_or_raise("fingerprints", lambda: _shares_document(self._shards))
         refs = put_shards(self._group, self._shards, self._options.shard_bytes, put)
-        return _gathered_state(self.table, reports or []), refs or []
+        return _gathered_state(self.table, reports), refs
 
     def _store(self, ref: ObjectRef, path: Path) -> None:
         RunWriter(self._bucket, self.run.info, 0, self._options).put_file(ref, path)

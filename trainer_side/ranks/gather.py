@@ -18,14 +18,14 @@ from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.boxes import Box
 
 
-def put_shards(group: ProcessGroup, baseline: ShardBaseline, shard_bytes: int, put: Put) -> list[ObjectRef] | None:
+def put_shards(group: ProcessGroup, baseline: ShardBaseline, shard_bytes: int, put: Put) -> list[ObjectRef]:
     """Store all tensors as an anchor's objects; every rank calls it. A rank holds one whole tensor at a time.
 
     Args:
         put: as in ``manifests.Shards``.
 
     Returns:
-        On rank 0 the objects, in the order of their tensors; None elsewhere.
+        On rank 0 the objects, in the order of their tensors; none elsewhere.
     """
     own: list[tuple[int, ObjectRef]] = []
 
@@ -56,8 +56,6 @@ def put_shards(group: ProcessGroup, baseline: ShardBaseline, shard_bytes: int, p
         return [(number, ref.model_dump()) for number, ref in own]
 
     reports = group.all_or_raise("anchor", work)
-    if reports is None:
-        return None
     rows = sorted((number, rank, ref) for rank, theirs in enumerate(reports) for number, ref in theirs)
     return [ObjectRef(**{**ref, "rank": rank}) for _, rank, ref in rows]
 

@@ -35,6 +35,7 @@ _PARTING_SECONDS = 5.0
 Json = Any
 Bytes = npt.NDArray[np.uint8]
 _Result = TypeVar("_Result")
+Judge = Callable[[list[Json]], Json]
 _Number = TypeVar("_Number", int, float)
 
 
@@ -186,31 +187,43 @@ class ProcessGroup:
         self.broadcast(what, {"value": value})
         return value
 
-    def all_or_raise(
-        self, what: str, work: Callable[[], Json], judge: Callable[[list[Json]], None] | None = None
-    ) -> list[Json] | None:
+    def all_or_raise(self, what: str, work: Callable[[], Json], judge: Judge = lambda reports: None) -> list[Json]:
         """Do ``work`` on every rank; raise on all of them unless it succeeded on each.
 
         Args:
             judge: checks the results of all ranks, on rank 0, and may raise.
 
         Returns:
-            On rank 0 the result of each rank; None elsewhere.
+            On rank 0 the result of each rank; none elsewhere.
         """
         found: list[Json] = []
 
         def judged(reports: list[Json]) -> None:
             found.extend(reports)
-            if judge is not None:
-                judge(reports)
+            judge(reports)
 
         self.reduce_on_rank0(what, work, judged)
-        return found if self.is_rank0 else None
+        return found
 
-    def on_every_rank(self, what: str, work: Callable[[], _Result]) -> _Result:
-        """Return what ``work`` returns here, after it succeeded on every rank."""
+    def on_every_rank(
+        self,
+        what: str,
+        work: Callable[[], _Result],
+        report: Callable[[_Result], Json] = lambda value: None,
+        judge: Judge = lambda reports: None,
+    ) -> _Result:
+        """Return what ``work`` returns here, after it succeeded on every rank.
+
+        Args:
+            report: makes of it what ``judge`` gets of each rank, on rank 0; that may raise.
+        """
         found: list[_Result] = []
-        self.all_or_raise(what, lambda: found.append(work()))
+
+        def reported() -> Json:
+            found.append(work())
+            return report(found[0])
+
+        self.reduce_on_rank0(what, reported, judge)
         return found[0]
 
     def reduce_on_rank0(self, what: str, work: Callable[[], Json], judge: Callable[[list[Json]], Json]) -> Json:
