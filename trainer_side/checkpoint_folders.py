@@ -10,8 +10,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Literal, Self
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainer_side.checkpoint_layouts import FileState, FoundCheckpoint, find_checkpoints, locate, step_of
 from trainer_side.model.sources import CheckpointTensor, LiveTensors, check_name
@@ -142,10 +143,8 @@ class CheckpointFolder:
     def check_unchanged(self) -> None:
         """Raise IncompleteCheckpointError if a safetensors file was changed or deleted since the folder was opened."""
         for name, state in self._states.items():
-            try:
+            with self._reading(name):
                 found = FileState.of(os.stat(self.path / name))
-            except OSError as error:
-                raise self._vanished(name, error) from error
             if found != state:
                 raise self._incomplete(f"{name} was changed while it was read")
 
@@ -164,28 +163,29 @@ class CheckpointFolder:
         return state
 
     def _open(self, name: str) -> BinaryIO:
-        try:
+        with self._reading(name):
             file = (self.path / name).open("rb")
-        except OSError as error:
-            raise self._vanished(name, error) from error
         if FileState.of(os.fstat(file.fileno())) != self._states[name]:
             file.close()
             raise self._incomplete(f"{name} was changed while it was read")
         return file
 
     def _read(self, file: BinaryIO, start: int, bits: np.ndarray, name: str) -> None:
-        try:
+        with self._reading(name):
             file.seek(start)
             count = file.readinto(bits.data)  # type: ignore[attr-defined]
-        except OSError as error:
-            raise self._vanished(name, error) from error
         if count != bits.size:
             raise self._incomplete(f"{name} was truncated while it was read")
 
-    def _vanished(self, name: str, error: OSError) -> "IncompleteCheckpointError":
-        if isinstance(error, FileNotFoundError):
-            return self._incomplete(f"{name} was deleted while it was read")
-        return self._incomplete(f"{name} can no longer be read: {error.strerror}")
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Raise IncompleteCheckpointError if a file cannot be read any more."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise self._incomplete(f"{name} was deleted while it was read") from error
+        except OSError as error:
+            raise self._incomplete(f"{name} can no longer be read: {error.strerror}") from error
 
     def _incomplete(self, reason: str) -> "IncompleteCheckpointError":
         return IncompleteCheckpointError(f"checkpoint {str(self.path)!r} is not complete: {reason}")
@@ -407,8 +407,7 @@ def _check_same_tensors(checkpoint: CheckpointFolder, specs: Mapping[str, Tensor
         )
 
 
-@dataclass
-class _Record:
+class _Record(BaseModel):
     """What a watcher has published, as its versions' sidecar keeps it.
 
     Attributes:
@@ -417,31 +416,19 @@ class _Record:
         published: fingerprints of published checkpoints, the newest last.
     """
 
+    model_config = ConfigDict(strict=True)
     written: int = 0
-    folders: dict[str, str] = field(default_factory=dict)
-    published: list[str] = field(default_factory=list)
+    folders: dict[str, str] = {}
+    published: list[str] = []
 
     def with_folder(self, found: FoundCheckpoint, fingerprint: str | None, is_newest: bool) -> "_Record":
         """Return the record with one more folder. Args: fingerprint: None if it is not known (yet)."""
         known = [each for each in self.published if each != fingerprint]
         return _Record(
-            found.written[1] if is_newest else self.written,
-            {**self.folders, found.name: _digest(found)},
-            [*known, fingerprint][-MAX_PUBLISHED:] if fingerprint is not None else known,
+            written=found.written[1] if is_newest else self.written,
+            folders={**self.folders, found.name: _digest(found)},
+            published=[*known, fingerprint][-MAX_PUBLISHED:] if fingerprint is not None else known,
         )
-
-    def encode(self) -> bytes:
-        return json.dumps({"written": self.written, "folders": self.folders, "published": self.published}).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> "_Record":
-        """Parse a sidecar. Raises FormatError: it is not one."""
-        document = load_json(data, SIDECAR)
-        match document:
-            case {"written": int(written), "folders": dict(folders), "published": list(published)}:
-                if all(isinstance(each, str) for each in [*folders, *folders.values(), *published]):
-                    return cls(written, folders, published)
-        raise FormatError(f"sidecar {SIDECAR} is malformed")
 
 
 def _step(found: FoundCheckpoint) -> int:
@@ -594,7 +581,9 @@ class CheckpointWatcher:
             return PublishedCheckpoint(path, step, "older", newest, reason=reason)
         try:
             checkpoint = CheckpointFolder(found.path)
-            is_known = newest is not None and step <= newest.step and self._is_published(checkpoint)
+            # By an earlier version: the publisher compares with the newest.
+            earlier = self._record.published[:-1]
+            is_known = newest is not None and step <= newest.step and checkpoint.read_fingerprint() in earlier
         except (DataError, ModelError, StoreError) as error:
             self._refuse(found, error)
             return None
@@ -604,16 +593,12 @@ class CheckpointWatcher:
             return PublishedCheckpoint(path, step, "older", newest, reason=reason)
         record = self._record.with_folder(found, checkpoint.fingerprint, is_newest=True)
         try:
-            result = self._publisher.publish(checkpoint, step, {SIDECAR: record.encode()})
+            result = self._publisher.publish(checkpoint, step, {SIDECAR: record.model_dump_json().encode()})
         except (IncompleteCheckpointError, TensorMismatchError, ModelError) as error:
             self._refuse(found, error)
             return None
         self._record = self._record.with_folder(found, checkpoint.fingerprint, is_newest=True)
         return replace(result, folder=path)
-
-    def _is_published(self, checkpoint: CheckpointFolder) -> bool:
-        """Return whether an earlier version has the weights of a checkpoint; the publisher compares with the newest."""
-        return checkpoint.read_fingerprint() in self._record.published[:-1]
 
     def _refuse(self, found: FoundCheckpoint, error: DeltaSyncError) -> None:
         if isinstance(error, IncompleteCheckpointError | NotFoundError | StoreError):
@@ -642,8 +627,8 @@ class CheckpointWatcher:
             return record
         if any(item.name == SIDECAR for item in newest.sidecars):
             try:
-                record = _Record.decode(self._publisher.run.sidecar(newest.version, SIDECAR))
-            except DataError as error:
+                record = _Record.model_validate_json(self._publisher.run.sidecar(newest.version, SIDECAR))
+            except (DataError, ValidationError) as error:
                 logger.warning("which folders were published is not known: %s", error)
         # Without a base the fingerprint of a version is that of its checkpoint.
-        return replace(record, published=[*record.published, newest.fingerprint])
+        return record.model_copy(update={"published": [*record.published, newest.fingerprint]})

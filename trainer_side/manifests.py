@@ -97,7 +97,12 @@ class Shards:
             digest = file_digest(file, "sha256").hexdigest()
         ref = ObjectRef(key=object_key(digest), bytes=path.stat().st_size, sha256=digest)
         self._uploads = _wait_until_at_most(self._uploads, PARALLEL_UPLOADS - 1)
-        self._uploads.add(start_call(_store_and_remove, self._put, ref, path))
+
+        def store() -> None:
+            self._put(ref, path)
+            path.unlink()
+
+        self._uploads.add(start_call(store))
         return ref
 
     def __enter__(self) -> Self:
@@ -121,11 +126,6 @@ def put_shards(baseline: Baseline, shard_bytes: int, put: Put) -> list[ObjectRef
     """Store all tensors as an anchor's objects."""
     with Shards(put) as files:
         return [files.add(table, baseline.tensors(table)) for table in shard_tables(baseline.table, shard_bytes)]
-
-
-def _store_and_remove(put: Put, ref: ObjectRef, path: Path) -> None:
-    put(ref, path)
-    path.unlink()
 
 
 def _wait_until_at_most(uploads: set[Future[None]], most: int) -> set[Future[None]]:

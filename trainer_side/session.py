@@ -237,7 +237,8 @@ class PublishSession:
             wanted = self._is_last_wanted()
             # While it is not known whether a version was written, its weights may still be in the run.
             gone = wanted and self._last is not None and self._last.handed and not self._is_dirty()
-            final = problem is not None and (attempts == _ATTEMPTS or not _is_temporary(problem))
+            temporary = isinstance(problem, PublishError) and not isinstance(problem, GateError | LostRankError)
+            final = problem is not None and (attempts == _ATTEMPTS or not temporary)
             flags = [self._busy, problem is not None, gone or final, self._is_dirty(), wanted, deadline.passed]
             busy, failed, ended, dirty, missing, late = self._group.ranks_where("closing", flags)
             if busy or ended or (late and (failed or dirty or missing)):
@@ -249,7 +250,7 @@ class PublishSession:
                 if not told:
                     logger.warning("the last weights are not durable yet, trying again for %s: %s", deadline, problem)
                 told = True
-                attempts += not _is_of_store(problem)
+                attempts += not (isinstance(problem, UncertainError) or isinstance(problem.__cause__, StoreError))
                 time.sleep(min(pause, deadline.left or 0.0))
                 pause = min(2 * pause, 10.0)
             if dirty:
@@ -498,15 +499,6 @@ def _late(what: str, deadline: Deadline) -> PublishTimeoutError:
     return PublishTimeoutError(
         f"{what} within {deadline}: the store has not answered yet; nothing is lost, it goes on in the background"
     )
-
-
-def _is_temporary(error: DeltaSyncError) -> bool:
-    """Return whether the next attempt may succeed."""
-    return isinstance(error, PublishError) and not isinstance(error, GateError | LostRankError)
-
-
-def _is_of_store(error: DeltaSyncError) -> bool:
-    return isinstance(error, UncertainError) or isinstance(error.__cause__, StoreError)
 
 
 def _agreed(reports: list[Json]) -> Json:

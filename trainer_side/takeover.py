@@ -402,14 +402,30 @@ class RunStart:
         """After an error, remove what was written, unless version 0 is or may be stored; the message then says so."""
         if error is None:
             return
-        if isinstance(error, UncertainError):
-            raise UncertainError(f"{error.message}; {self._still_claimed()}") from error
-        if not isinstance(error, DeltaSyncError):
-            self._clean_up_interrupted()
+        try:
+            # Other errors of this project mean that it is not stored; an interrupt may come at any moment.
+            kept = isinstance(error, UncertainError) or (
+                not isinstance(error, DeltaSyncError)
+                and self._committing is not None
+                and self._writer.is_stored(self._committing)
+            )
+        except UncertainError:
+            kept = True
+        if kept:
+            state = (
+                f"{self._bucket.url} stays claimed by run {self._info.run}: start again, which continues that run if "
+                "its version 0 was written, and otherwise begins a new one in its place"
+            )
+        elif left := self._remove_written():
+            state = (
+                f"this failed start may have left {', '.join(left)} in {self._bucket.url}: start again, which begins a "
+                "run in its place, or remove them by hand"
+            )
+        else:
             return
-        left = self._remove_written()
-        if left:
-            raise type(error)(f"{error.message}; {self._leftovers(left)}") from error
+        if isinstance(error, DeltaSyncError):
+            raise type(error)(f"{error.message}; {state}") from error
+        logger.warning("interrupted while the run began; %s", state)
 
     def _create(self, key: str, data: bytes) -> None:
         self._uncertain[key] = data
@@ -448,38 +464,12 @@ class RunStart:
                 left.append(key)
         return left
 
-    def _clean_up_interrupted(self) -> None:
-        """After an interrupt: remove what was written, unless version 0 may be stored."""
-        try:
-            written = self._committing is not None and self._writer.is_stored(self._committing)
-        except UncertainError:
-            written = True
-        if written:
-            logger.warning("interrupted while version 0 was written; %s", self._still_claimed())
-            return
-        left = self._remove_written()
-        if left:
-            logger.warning("interrupted; %s", self._leftovers(left))
-
     def _is_replaced(self) -> bool:
         try:
             return not has_content(self._bucket, RUN_KEY, self._info.to_bytes())
         except StoreError as error:
             logger.warning("what a failed start has written stays, as %s cannot be read: %s", RUN_KEY, error)
             return True
-
-    def _still_claimed(self) -> str:
-        return (
-            f"{self._bucket.url} stays claimed by run {self._info.run}: start again, which continues that run if its "
-            "version 0 was written, and otherwise begins a new one in its place"
-        )
-
-    def _leftovers(self, keys: list[str]) -> str:
-        names = ", ".join(keys)
-        return (
-            f"this failed start may have left {names} in {self._bucket.url}: start again, which begins a run in its "
-            "place, or remove them by hand"
-        )
 
 
 def _files_of(info: bytes) -> list[RunFile]:

@@ -447,16 +447,12 @@ class RunWriter:
                 f"version {version} of {self._bucket.url} was written by another publisher; this one stops: start it "
                 "again to take the run over, or start a new run under a new URL"
             )
-        if theirs is not None and newest is not None and self._is_former(theirs, newest):
-            return FormerVersionError(theirs)
+        if theirs is not None and newest is not None and theirs.run == self.run:
+            follows = theirs.version == newest.version + 1 and theirs.parent == newest.digest
+            if follows and (theirs.epoch < self.epoch or theirs.digest in self._tried_digests):
+                return FormerVersionError(theirs)
         self._fenced = True
         return ConflictError(reason)
-
-    def _is_former(self, theirs: Manifest, newest: Manifest) -> bool:
-        follows = theirs.version == newest.version + 1 and theirs.parent == newest.digest
-        return (
-            theirs.run == self.run and (theirs.epoch < self.epoch or theirs.digest in self._tried_digests) and follows
-        )
 
     def _check_manifest(self, manifest: Manifest) -> None:
         """Read the manifest back, and repair it once if it is damaged: no other writer writes at its key any more."""

@@ -59,7 +59,13 @@ class ChangeSpool:
             if not runs:
                 file.append(arrays.relative[:used])
         except OSError as error:
-            self._fail(error)
+            if not self._failed:
+                logger.warning(
+                    "the changes of a version stay in memory, more than %s bytes: %s cannot be written (%s); free "
+                    "space there, or set TMPDIR to a folder on a disk",
+                    f"{self._limit:,}", tempfile.gettempdir(), error.strerror,
+                )  # fmt: skip
+            self._failed = True
             return
         arrays.move(_Spilled(file.file, offset, used, arrays.distances.dtype, runs))
 
@@ -67,14 +73,6 @@ class ChangeSpool:
         """Remove the files; arrays in them can no longer be read."""
         for file in self._files.values():
             file.file.close()
-
-    def _fail(self, error: OSError) -> None:
-        if not self._failed:
-            self._failed = True
-            logger.warning(
-                "the changes of a version stay in memory, more than %s bytes: %s cannot be written (%s); free space "
-                "there, or set TMPDIR to a folder on a disk", f"{self._limit:,}", tempfile.gettempdir(), error.strerror,
-            )  # fmt: skip
 
 
 class _File:

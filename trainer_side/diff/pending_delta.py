@@ -68,7 +68,10 @@ class PendingDelta:
         batch = _Batch()
         for name, tensor, live in self._baseline.match(tensors):
             tied = owners.setdefault(tensor, name) != name
-            small = self._as_small(tensor, live) if lasting and not tied else None
+            small = None
+            if lasting and not tied:
+                buffer = self._baseline.buffer_on(tensor, live.device)
+                small = SmallTensor.of(self._baseline.table[tensor], buffer, live)
             if tied or (small is not None and not batch.takes(small)):
                 self._add_each(batch)
                 batch = _Batch()
@@ -80,11 +83,6 @@ class PendingDelta:
                     "them again, or start a new run under a new URL"
                 )
         self._add_each(batch)
-
-    def _as_small(self, tensor: int, live: torch.Tensor) -> SmallTensor | None:
-        """Return the tensor as ``Detector.collect_each`` takes it; None if it does not."""
-        spec, buffer = self._baseline.table[tensor], self._baseline.buffer_on(tensor, live.device)
-        return SmallTensor.of(spec, buffer, live)
 
     def _add_each(self, batch: "_Batch") -> None:
         """Do ``add`` for a batch."""

@@ -213,12 +213,12 @@ class _CallRecorder(TorchDispatchMode):
         if len(known) != len(inputs):
             raise _untraceable(func, known, "mixes in a tensor that is not a parameter")
         result = func(*args, **kwargs)
-        _check_moves(func, inputs, known, result)
-
-        def to_node(tensor: torch.Tensor) -> _Node:
-            return self._nodes[id(tensor)]
-
-        call = _TracedCall(func, *tree_map_only(torch.Tensor, to_node, (args, kwargs)))
+        if func.overloadpacket not in _KNOWN or func is aten.view.dtype:
+            raise _untraceable(func, known, "computes new values instead of moving old ones")
+        if isinstance(result, torch.Tensor) and result.dtype != inputs[0].dtype:
+            raise _untraceable(func, known, f"casts {inputs[0].dtype} to {result.dtype}")
+        nodes = tree_map_only(torch.Tensor, lambda tensor: self._nodes[id(tensor)], (args, kwargs))
+        call = _TracedCall(func, *nodes)
         if isinstance(result, torch.Tensor):
             if id(result) not in self._nodes:
                 self._remember(result, call)
@@ -226,14 +226,6 @@ class _CallRecorder(TorchDispatchMode):
             for index, tensor in enumerate(result):
                 self._remember(tensor, _Item(call, index))
         return result
-
-
-def _check_moves(func: Any, inputs: list[torch.Tensor], known: list[_Node], result: Any) -> None:
-    """Raise ModelError unless the operation only moves elements."""
-    if func.overloadpacket not in _KNOWN or func is aten.view.dtype:
-        raise _untraceable(func, known, "computes new values instead of moving old ones")
-    if isinstance(result, torch.Tensor) and result.dtype != inputs[0].dtype:
-        raise _untraceable(func, known, f"casts {inputs[0].dtype} to {result.dtype}")
 
 
 def _untraceable(func: Any, known: list[_Node], reason: str) -> ModelError:

@@ -75,7 +75,9 @@ class ModuleForm:
         self._geometry = _geometry(state)
         self._pretrained = _pretrained_parts(self._model, inside=self._selection.renames)
         self.routes = self._trace(state)
-        self._left_out = self._names_left_out(state)
+        # Of tied sources, the selection must leave out all names.
+        kept = {self._ties.get(name, name) for name in state if self._selection.keeps(name)}
+        self._left_out = state.keys() - self._ties.keys() - kept
         self.excluded = {name for name, route in self.routes.items() if not self._left_out.isdisjoint(route.sources)}
         self.aliases = self._checkpoint_aliases(state)
         self._selection.check_used(list(state))
@@ -143,11 +145,6 @@ class ModuleForm:
                 )
             before[renamed], routes[renamed] = name, route
         return routes
-
-    def _names_left_out(self, state: State) -> set[str]:
-        """Return the sources that the selection leaves out. Of tied ones, it must leave out all names."""
-        kept = {self._ties.get(name, name) for name in state if self._selection.keeps(name)}
-        return state.keys() - self._ties.keys() - kept
 
     def needed(self) -> list[str]:
         """See ``LiveTensors.needed``: the class of a transformers model loads tensors that it defines itself."""

@@ -34,10 +34,6 @@ class ShardView:
     strides: tuple[int, ...]
     offset: int
 
-    def is_all_of(self, box: Box) -> bool:
-        """Return whether it is all of the box of the source, in its shape."""
-        return (self.box.shape, self.strides) == (box.shape, Box.all_of(box.shape).strides)
-
 
 @dataclass(frozen=True)
 class _Digit:
@@ -234,7 +230,8 @@ class ModuleParts(LiveTensors):
                 for piece, (box, index) in enumerate(owned[view.source]):
                     for window in _windows(name, view, box):
                         # With an empty index the piece has the shape of its box.
-                        whole = not index and window.is_all_of(box)
+                        full = Box.all_of(box.shape)
+                        whole = not index and (window.box.shape, window.strides) == (full.shape, full.strides)
                         place = _PartSource(view.source, piece, None if whole else window)
                         self._add(ShardPart(name, _in_whole(window.box, at, route.shape)), place)
         self.excluded = [name for name, part in self.parts.items() if part.name in self.whole_excluded]
