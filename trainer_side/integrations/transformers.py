@@ -8,8 +8,7 @@ from typing import Any, Self
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trainer_side.integrations.stop_signal import GRACE_SECONDS
-from trainer_side.integrations.training import TrainingPublisher
+from trainer_side.integrations.training import GRACE_SECONDS, TrainingPublisher
 from trainer_side.publisher import CLOSE_SECONDS, Publisher
 from trainer_side.run_files import tokenizer_folder
 from vllm_delta_sync.bucket import Bucket

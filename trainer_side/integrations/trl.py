@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from trainer_side.integrations.stop_signal import GRACE_SECONDS
-from trainer_side.integrations.training import TrainingPublisher
+from trainer_side.integrations.training import GRACE_SECONDS, TrainingPublisher
 from trainer_side.integrations.transformers import DeltaSyncCallback
 from trainer_side.model.streamed import StreamedWeights
 from trainer_side.publisher import CLOSE_SECONDS, Publisher
