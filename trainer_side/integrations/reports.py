@@ -127,10 +127,11 @@ class MetricReporter:
 
     def listening(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return options of ``Publisher`` with an ``on_version`` that tells this reporter, and then the one given."""
-        given = options.get("on_version")
+        # Not this reporter, which knows the publisher: the publisher's thread would keep it alive for ever.
+        given, ended = options.get("on_version"), self._ended
 
         def on_version(result: PublishResult) -> None:
-            self._ended.put(result)
+            ended.put(result)
             if given is not None:
                 given(result)
 
