@@ -31,7 +31,7 @@ import vllm_delta_sync.client
 import vllm_delta_sync.engine.api.embedded
 import vllm_delta_sync.fleet.fleet
 import vllm_delta_sync.maintenance.follow
-import vllm_delta_sync.run.documents
+import vllm_delta_sync.run.run_reader
 import vllm_delta_sync.trust.keyring
 import vllm_delta_sync.verify.report
 from vllm_delta_sync import admin_token, cli, errors
@@ -386,7 +386,7 @@ def python() -> Iterator[str]:
     yield "Needs neither vLLM nor a trainer; only `Run.tensors` and `Run.load_into` need torch."
     for name in ("open_run", "Run"):
         yield stub(vllm_delta_sync.client, name)
-    yield stub(vllm_delta_sync.run.documents, "RunDocuments")
+    yield stub(vllm_delta_sync.run.run_reader, "RunReader")
     yield stub(vllm_delta_sync.fleet.fleet, "Fleet")
     yield stub(vllm_delta_sync.fleet.fleet, "Replica")
     yield stub(vllm_delta_sync.verify.report, "VerifyReport")

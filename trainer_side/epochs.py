@@ -32,10 +32,11 @@ from vllm_delta_sync.errors import (
     UnsupportedError,
 )
 from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import Claim, claim_key
-from vllm_delta_sync.format.manifest import RUN_KEY, Manifest, RunInfo, timestamp, version_key
+from vllm_delta_sync.format.manifest import RUN_KEY, Manifest, RunInfo, version_key
 from vllm_delta_sync.run.checks import check_follows
-from vllm_delta_sync.run.head import last_consecutive
+from vllm_delta_sync.run.newest_good import last_consecutive
 from vllm_delta_sync.trust import Keyring
 
 

@@ -14,19 +14,10 @@ from vllm_delta_sync.codec.delta_object import required_features
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import LimitError, StoreError
 from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.codecs import BASE_CODECS, RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.manifest import (
-    Base,
-    Break,
-    HeldBack,
-    Manifest,
-    ObjectRef,
-    Quarantine,
-    Sidecar,
-    object_key,
-    timestamp,
-)
+from vllm_delta_sync.format.manifest import Base, Break, HeldBack, Manifest, ObjectRef, Quarantine, Sidecar, object_key
 from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.process_folders import ProcessFolder

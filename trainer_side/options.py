@@ -29,9 +29,9 @@ from trainer_side.result import OnVersion
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.format.base_document import FILE_NAME
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.limits import MAX_SIDECAR_BYTES, MAX_SIDECARS
-from vllm_delta_sync.format.manifest import FILE_NAME
 from vllm_delta_sync.json_log import log_as_json
 from vllm_delta_sync.settings import client_settings
 from vllm_delta_sync.trust import Keyring

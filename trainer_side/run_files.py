@@ -15,8 +15,8 @@ from torch import nn
 
 from trainer_side.model.module import unwrap
 from vllm_delta_sync.errors import StoreError, UsageError
+from vllm_delta_sync.format.base_document import FILE_NAME
 from vllm_delta_sync.format.limits import MAX_RUN_FILE_BYTES, MAX_RUN_FILES, MAX_RUN_FILES_BYTES
-from vllm_delta_sync.format.manifest import FILE_NAME
 from vllm_delta_sync.process_folders import ProcessFolder
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.checkpoint import (

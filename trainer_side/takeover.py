@@ -42,6 +42,7 @@ from vllm_delta_sync.errors import (
     UsageError,
 )
 from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import CLAIMS_PREFIX
 from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
@@ -54,7 +55,6 @@ from vllm_delta_sync.format.manifest import (
     RunInfo,
     Stored,
     file_key,
-    timestamp,
     version_key,
 )
 from vllm_delta_sync.format.safetensors_file import shard_tables

@@ -10,9 +10,9 @@ from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.fleet.fleet import Fleet
 from vllm_delta_sync.run.checks import check_base
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.model_files import read_file, read_sidecar
 from vllm_delta_sync.run.restore import Progress, restore
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.settings import client_settings
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.trust import Keyring
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 Version = int | str | None
-"""A version's number or name, or None for the head; see ``RunDocuments.resolve``."""
+"""A version's number or name, or None for the head; see ``RunReader.resolve``."""
 
 
 def open_run(
@@ -58,7 +58,7 @@ def open_run(
     return run
 
 
-class Run(RunDocuments):
+class Run(RunReader):
     """One run in a bucket, opened for reading: its documents, and the weights of its versions."""
 
     def snapshot(

@@ -14,8 +14,8 @@ from tests.support.written import Written
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.fleet.heartbeats import write_heartbeat
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import Heartbeat, heartbeat_key
-from vllm_delta_sync.format.manifest import timestamp
 from vllm_delta_sync.maintenance.gc import collect as retention
 
 VERSIONS = 20

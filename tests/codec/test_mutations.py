@@ -18,7 +18,8 @@ from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.errors import DeltaSyncError, LimitError, NotFoundError
 from vllm_delta_sync.format import manifest as keys
-from vllm_delta_sync.format.manifest import Document, Head, Manifest, ObjectRef, RunInfo
+from vllm_delta_sync.format.base_document import Document
+from vllm_delta_sync.format.manifest import Head, Manifest, ObjectRef, RunInfo
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.run.decode import decode_objects
 from vllm_delta_sync.tensors.bits import Bits

@@ -20,6 +20,7 @@ from vllm_delta_sync.codec.tiles.grid import (
 from vllm_delta_sync.codec.tiles.prefix_code import CLASSES, LONGEST, SYMBOLS, TABLES
 from vllm_delta_sync.errors import error_kinds
 from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.base_document import Document
 from vllm_delta_sync.format.codecs import CODECS, FEATURES
 from vllm_delta_sync.format.documents import (
     Anchor,
@@ -33,10 +34,10 @@ from vllm_delta_sync.format.documents import (
     merged_delta_key,
 )
 from vllm_delta_sync.format.dtypes import DTYPES
-from vllm_delta_sync.format.manifest import Document, Head, Manifest, RunInfo, object_key, version_key
+from vllm_delta_sync.format.manifest import Head, Manifest, RunInfo, object_key, version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.run.checks import PLAUSIBLE_RANKS, document_limit, object_limit
-from vllm_delta_sync.run.head import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW
+from vllm_delta_sync.run.newest_good import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW
 
 TEXT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text()
 

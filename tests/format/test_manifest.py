@@ -7,8 +7,8 @@ import pytest
 import rfc8785
 
 from vllm_delta_sync.errors import FormatError, LimitError, UnsupportedError
+from vllm_delta_sync.format.base_document import Document, timestamp
 from vllm_delta_sync.format.manifest import (
-    Document,
     Head,
     HeldBack,
     Manifest,
@@ -16,7 +16,6 @@ from vllm_delta_sync.format.manifest import (
     Sidecar,
     object_key,
     sidecar_key,
-    timestamp,
     version_key,
     version_of_key,
 )

@@ -23,8 +23,8 @@ from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.tiles import coder
 from vllm_delta_sync.codec.tiles.rectangles import TensorView, covered_rectangles
 from vllm_delta_sync.format import documents as side
+from vllm_delta_sync.format.base_document import Document
 from vllm_delta_sync.format.documents import Claim, Heartbeat, Retention, Tag
-from vllm_delta_sync.format.manifest import Document
 from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits

@@ -15,7 +15,7 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest, rebuild
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.maintenance.tags import set_tag
-from vllm_delta_sync.run.service import ServicePolicy, newest_to_serve
+from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
 
 HELD = {"elements": 7, "relative_norm": 0.25, "exact": 2}
 

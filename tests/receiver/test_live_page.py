@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.web import CHANGING, ELSEWHERE, Site
 from vllm_delta_sync.dashboard import background_reader, page
-from vllm_delta_sync.dashboard.run_reader import RunReader
+from vllm_delta_sync.dashboard.page_reader import PageReader
 from vllm_delta_sync.engine.api.live_page import LivePage
 from vllm_delta_sync.errors import BusyError
 
@@ -87,13 +87,13 @@ def test_viewers_change_nothing_and_pages_of_other_sites_see_nothing(site: Site)
 def counting(site: Site) -> Iterator[list[str]]:
     """Names of the threads that read the bucket for the page."""
     reads: list[str] = []
-    read = RunReader.read
+    read = PageReader.read
 
-    def counted(self: RunReader) -> Any:
+    def counted(self: PageReader) -> Any:
         reads.append(threading.current_thread().name)
         return read(self)
 
-    with mock.patch.object(RunReader, "read", counted):
+    with mock.patch.object(PageReader, "read", counted):
         site.app.state.delta_sync_pages = {None: LivePage(site.settings)}
         yield reads
 

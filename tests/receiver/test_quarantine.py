@@ -24,7 +24,7 @@ from vllm_delta_sync.errors import ChainError, DeltaSyncError, NotFoundError, Se
 from vllm_delta_sync.format.manifest import Quarantine, version_key
 from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.maintenance.tags import set_tag
-from vllm_delta_sync.run.service import ServicePolicy
+from vllm_delta_sync.run.service_policy import ServicePolicy
 from vllm_delta_sync.settings import Settings, load_settings
 from vllm_delta_sync.tensors.bits import Bits
 

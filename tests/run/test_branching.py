@@ -27,8 +27,9 @@ from vllm_delta_sync.errors import (
     UsageError,
 )
 from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.base_document import Document
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
-from vllm_delta_sync.format.manifest import Document, Manifest, RunInfo, version_key
+from vllm_delta_sync.format.manifest import Manifest, RunInfo, version_key
 from vllm_delta_sync.maintenance.branch import branch, branch_tag, tensor_fingerprints
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.tags import delete_tag, set_tag

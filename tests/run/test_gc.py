@@ -28,7 +28,7 @@ from vllm_delta_sync.maintenance.gc.contents import graph_of, survey
 from vllm_delta_sync.maintenance.gc.lock import CLAIM_SECONDS
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.run.read_plan import ReadPlanner, find_steps
-from vllm_delta_sync.run.service import ServicePolicy, newest_to_serve
+from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
 
 quiet = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 

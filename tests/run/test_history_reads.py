@@ -41,8 +41,8 @@ from vllm_delta_sync.format.manifest import HEAD_KEY, VERSIONS_PREFIX, Manifest,
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.run import prefetch
-from vllm_delta_sync.run.documents import RunDocuments
-from vllm_delta_sync.run.head import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, newest_good_before
+from vllm_delta_sync.run.newest_good import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, newest_good_before
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.verify.verify import verify_run
 
@@ -82,7 +82,7 @@ def test_what_a_poll_reads_first_is_asked_for_at_once(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     chain.grow()
     bucket = Far(chain.bucket)
-    run = RunDocuments(bucket)
+    run = RunReader(bucket)
     bucket.asked.clear()
     bucket.answer_together(5)
     with run.prefetching(0, expected=1):
@@ -96,7 +96,7 @@ def test_a_poll_that_found_a_newer_version_asks_for_none_after_it(tmp_path: Path
     chain = Chain(tmp_path)
     chain.grow()
     bucket = Far(chain.bucket)
-    run, behind = RunDocuments(bucket), bucket.get(HEAD_KEY)
+    run, behind = RunReader(bucket), bucket.get(HEAD_KEY)
     chain.grow(2)
     chain.bucket.put(HEAD_KEY, behind)
     for known, found in ((1, 2), (2, 3), (3, 3)):
@@ -112,7 +112,7 @@ def test_a_poll_that_found_a_newer_version_asks_for_none_after_it(tmp_path: Path
 def test_what_was_missing_is_asked_for_again_and_nothing_outlives_the_poll(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     bucket = Far(chain.bucket)
-    run = RunDocuments(bucket)
+    run = RunReader(bucket)
     asked = threading.Event()
     with run.prefetching(0, expected=1):
         while version_key(1) not in bucket.asked:

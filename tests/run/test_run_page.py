@@ -17,16 +17,16 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.dashboard.background_reader import BackgroundReader
 from vllm_delta_sync.dashboard.heat_map import HEAT_OBJECTS, HEAT_VERSIONS, place_of
 from vllm_delta_sync.dashboard.overview import MAX_PROBLEMS, RunView, ServerView, build_overview
+from vllm_delta_sync.dashboard.page_reader import MAX_RECEIVERS, MAX_TAGS, PageReader
 from vllm_delta_sync.dashboard.remedies import REMEDIES
-from vllm_delta_sync.dashboard.run_reader import MAX_RECEIVERS, MAX_TAGS, RunReader
 from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.errors import FormatError, NotFoundError, UnavailableError, error_kinds
 from vllm_delta_sync.fleet.heartbeats import write_heartbeat
 from vllm_delta_sync.format.manifest import VERSIONS_PREFIX, version_key
 
 
-def reader(folder: Path, **options: Any) -> RunReader:
-    return RunReader(lambda: open_run(str(folder)), **options)
+def reader(folder: Path, **options: Any) -> PageReader:
+    return PageReader(lambda: open_run(str(folder)), **options)
 
 
 def overview(run: dict[str, Any] | None, *servers: ServerView, source: Any = "dashboard", error: Any = None) -> Any:

@@ -15,7 +15,8 @@ from vllm_delta_sync import open_run
 from vllm_delta_sync.cli.main import parse
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import NotFoundError, UsageError
-from vllm_delta_sync.format.manifest import timestamp, version_key
+from vllm_delta_sync.format.base_document import timestamp
+from vllm_delta_sync.format.manifest import version_key
 from vllm_delta_sync.maintenance.follow import follow
 
 # Of version 0, 1 …: a training that went back to step 20, and a clock that went back by an hour at version 3.

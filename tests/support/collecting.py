@@ -13,8 +13,8 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import ConflictError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import Tag
-from vllm_delta_sync.format.manifest import timestamp
 from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy

@@ -18,8 +18,9 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.fleet.heartbeats import write_heartbeat
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import Tag, tag_key
-from vllm_delta_sync.format.manifest import Manifest, object_key, timestamp, version_key
+from vllm_delta_sync.format.manifest import Manifest, object_key, version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import BaseTensor
 

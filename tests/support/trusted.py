@@ -12,6 +12,7 @@ from tests.support.chains import Chain, Server, models_of
 from tests.support.world import expect_equal
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.errors import DeltaSyncError
+from vllm_delta_sync.format import base_document
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.documents import Tag
@@ -77,7 +78,9 @@ class Trusted:
     def tag(self, name: str, version: int, keyring: Keyring, digest: str | None = None) -> None:
         """Let a tag name a version, the true one or another, signed with that keyring."""
         manifest = digest or self.chain.manifests[version].digest
-        tag = Tag(run=self.chain.run, name=name, version=version, manifest=manifest, created_at=keys.timestamp())
+        tag = Tag(
+            run=self.chain.run, name=name, version=version, manifest=manifest, created_at=base_document.timestamp()
+        )
         self.chain.bucket.put(side.tag_key(name), keyring.signed(tag).to_bytes())
 
     def put(self, folder: Path) -> None:

@@ -512,7 +512,7 @@ def test_a_manifest_larger_than_readers_take_is_not_committed(url: str, monkeypa
     live, _ = published(url, 1)
     with open_bucket(url) as bucket:
         most = max(len(bucket.get(version_key(version))) for version in range(2))
-    monkeypatch.setattr("vllm_delta_sync.run.documents.document_limit", lambda table: most)
+    monkeypatch.setattr("vllm_delta_sync.run.run_reader.document_limit", lambda table: most)
     # An object for each tensor makes its manifest longer.
     publisher = Publisher(live, url, shard_bytes=1)
     step(live, 2)

@@ -10,8 +10,9 @@ from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import conditional_put
 from vllm_delta_sync.errors import ConflictError
+from vllm_delta_sync.format.base_document import Document, timestamp
 from vllm_delta_sync.format.documents import Claim, claim_key
-from vllm_delta_sync.format.manifest import RUN_KEY, TABLE_KEY, Document, Manifest, RunInfo, timestamp, version_key
+from vllm_delta_sync.format.manifest import RUN_KEY, TABLE_KEY, Manifest, RunInfo, version_key
 
 
 class Shared(Hooked):

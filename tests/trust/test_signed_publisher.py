@@ -37,6 +37,7 @@ from vllm_delta_sync.errors import (
     SignatureError,
     UsageError,
 )
+from vllm_delta_sync.format.base_document import Document
 from vllm_delta_sync.format.documents import (
     CLAIMS_PREFIX,
     Anchor,
@@ -44,7 +45,7 @@ from vllm_delta_sync.format.documents import (
     anchor_key,
     merged_delta_key,
 )
-from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Document, Head, Manifest, version_key
+from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, Head, Manifest, version_key
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.maintenance.compact import compact, maintain

@@ -48,6 +48,7 @@ from vllm_delta_sync.errors import (
     StoreError,
     UnsupportedError,
 )
+from vllm_delta_sync.format.base_document import Document, Signature
 from vllm_delta_sync.format.canonical_json import dump_canonical
 from vllm_delta_sync.format.documents import (
     Anchor,
@@ -58,7 +59,7 @@ from vllm_delta_sync.format.documents import (
     Retention,
     Tag,
 )
-from vllm_delta_sync.format.manifest import Document, Head, Manifest, RunInfo, Signature, version_key
+from vllm_delta_sync.format.manifest import Head, Manifest, RunInfo, version_key
 from vllm_delta_sync.run.ancestors import Ancestors
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import make_head

@@ -11,8 +11,9 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import ChainError, SettingsError, SignatureError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.format.base_document import Document
 from vllm_delta_sync.format.documents import Anchor, MergedDelta, Tag
-from vllm_delta_sync.format.manifest import Document, Head, Manifest, RunInfo
+from vllm_delta_sync.format.manifest import Head, Manifest, RunInfo
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.repair.repair import repair
 from vllm_delta_sync.trust import Keyring

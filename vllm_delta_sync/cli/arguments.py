@@ -68,7 +68,7 @@ def positive(text: str) -> int:
 
 
 def version(text: str) -> int | str:
-    """Parse a version's number or name, as ``RunDocuments.resolve`` takes it."""
+    """Parse a version's number or name, as ``RunReader.resolve`` takes it."""
     if match_name(text):
         return text
     if not (text.isascii() and text.isdecimal()):

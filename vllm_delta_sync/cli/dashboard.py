@@ -17,7 +17,7 @@ from vllm_delta_sync.server_client import call_plugin, check_server_url
 
 if TYPE_CHECKING:
     from vllm_delta_sync.dashboard.overview import ServerView
-    from vllm_delta_sync.dashboard.run_reader import RunReader
+    from vllm_delta_sync.dashboard.page_reader import PageReader
 
 SERVER_SECONDS = 3.0
 """Longest wait for the status of a server."""
@@ -134,14 +134,14 @@ def report(options: argparse.Namespace) -> Report:
     return Report(data, lambda _: print(clean(f"{options.to}: {found}, {wrong}; {size(len(page))}")))
 
 
-def _reader(options: argparse.Namespace) -> "RunReader":
+def _reader(options: argparse.Namespace) -> "PageReader":
     """Open the run, so that what is wrong with the command ends it now."""
-    from vllm_delta_sync.dashboard.run_reader import RunReader
+    from vllm_delta_sync.dashboard.page_reader import PageReader
 
     for url in options.server or ():
         check_server_url(url)
     first = [opened(options)]
-    return RunReader(lambda: first.pop() if first else opened(options), options.last)
+    return PageReader(lambda: first.pop() if first else opened(options), options.last)
 
 
 def _servers(options: argparse.Namespace) -> "list[ServerView]":

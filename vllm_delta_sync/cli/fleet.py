@@ -120,7 +120,7 @@ def print_fleet(data: dict[str, Any]) -> None:
 
 def _print_lines(data: dict[str, Any]) -> None:
     """Print one line for each server, each with the time, so that it can be read by itself in a log."""
-    from vllm_delta_sync.format.manifest import timestamp
+    from vllm_delta_sync.format.base_document import timestamp
 
     now = timestamp()
     for row in data["replicas"]:

@@ -16,7 +16,7 @@ class BackgroundReader:
     """The newest view of a run, for any number of viewers.
 
     Args:
-        read: see ``RunReader.read``; called in a thread of its own, never twice at once.
+        read: see ``PageReader.read``; called in a thread of its own, never twice at once.
         seconds: shortest time from the end of a read to the beginning of the next; None: ``READ_SECONDS``.
     """
 

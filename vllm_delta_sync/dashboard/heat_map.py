@@ -7,7 +7,7 @@ from typing import Any
 from vllm_delta_sync.errors import DataError
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.accounting import group_of, tensor_costs
-from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.run_reader import RunReader
 
 HEAT_VERSIONS = 16
 """Most versions in the heat map."""
@@ -33,7 +33,7 @@ def place_of(name: str) -> tuple[str, str]:
 class HeatMap:
     """Elements that the newest deltas of a run carry, by layer and kind of tensor. Each delta is read once."""
 
-    def __init__(self, run: RunDocuments) -> None:
+    def __init__(self, run: RunReader) -> None:
         self._run = run
         self._elements: Counter[tuple[str, str]] = Counter()
         for spec in run.table:

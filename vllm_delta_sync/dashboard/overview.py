@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vllm_delta_sync import __version__
+from vllm_delta_sync.dashboard.page_reader import MAX_TEXT
 from vllm_delta_sync.dashboard.remedies import remedy_of
-from vllm_delta_sync.dashboard.run_reader import MAX_TEXT
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.server_client import ServerStatus
 
@@ -24,7 +24,7 @@ class RunView:
     """What was read of a run.
 
     Attributes:
-        document: of ``RunReader.read``; the last good one if reading fails, None before the first. error: why reading
+        document: of ``PageReader.read``; the last good one if reading fails, None before the first. error: why reading
             failed. at: Unix time of ``document``.
     """
 

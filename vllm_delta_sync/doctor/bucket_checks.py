@@ -32,8 +32,8 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.limits import MAX_JSON_BYTES
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, RUN_KEY, VERSIONS_PREFIX
 from vllm_delta_sync.process_folders import ProcessFolder
-from vllm_delta_sync.run.documents import RunDocuments, read_info
 from vllm_delta_sync.run.objects import file_digest
+from vllm_delta_sync.run.run_reader import RunReader, read_info
 from vllm_delta_sync.settings import MIN_BYTES_PER_SECOND
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.urls import local_path
@@ -293,7 +293,7 @@ class BucketProbe:
                 self.run = read_info(self._bucket).run
             except NotFoundError as error:
                 return self._no_run(error)
-            return self._audit_run(RunDocuments(self._bucket, self._keyring))
+            return self._audit_run(RunReader(self._bucket, self._keyring))
         except DataError as error:
             raise Failure(error, remedy, run=self.run) from error
 
@@ -307,7 +307,7 @@ class BucketProbe:
             return warning(f"there is no run at the URL: {error.message}", remedy, run=None)
         return ok("there is no run at the URL yet; a publisher can start one", run=None)
 
-    def _audit_run(self, documents: RunDocuments) -> CheckResult:
+    def _audit_run(self, documents: RunReader) -> CheckResult:
         figures: dict[str, Any] = {"run": self.run, "signed": documents.info.signature is not None}
         try:
             audit = DocumentAudit(documents, AUDITED_VERSIONS)

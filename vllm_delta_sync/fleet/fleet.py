@@ -16,7 +16,7 @@ from vllm_delta_sync.fleet.heartbeats import LEFT, StoredHeartbeat, read_heartbe
 from vllm_delta_sync.fleet.store_clock import StoreClock
 from vllm_delta_sync.format.documents import Heartbeat
 from vllm_delta_sync.format.manifest import version_key
-from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.run_reader import RunReader
 
 SHORTEST_POLL_SECONDS = 0.1
 LONGEST_POLL_SECONDS = 1.0
@@ -87,7 +87,7 @@ class Fleet:
 
     def __init__(
         self,
-        run: RunDocuments,
+        run: RunReader,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,

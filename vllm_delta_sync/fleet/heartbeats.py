@@ -16,9 +16,9 @@ from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.errors import DataError, FormatError, NotFoundError, UsageError
 from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import HEARTBEATS_PREFIX, Heartbeat, heartbeat_key
-from vllm_delta_sync.format.manifest import timestamp
-from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.run_reader import RunReader
 
 MAX_HEARTBEATS = 10_000
 """Maximum number of heartbeats to read, newest first; a run with more is being flooded."""
@@ -60,7 +60,7 @@ class Heartbeats:
         return [item.heartbeat for item in self.stored if now < item.expires]
 
 
-def read_heartbeats(run: RunDocuments, unchanged: Mapping[ObjectInfo, StoredHeartbeat] | None = None) -> Heartbeats:
+def read_heartbeats(run: RunReader, unchanged: Mapping[ObjectInfo, StoredHeartbeat] | None = None) -> Heartbeats:
     """Read all heartbeats of a run. Malformed or too large ones and those of another run go to ``ignored``.
 
     Args:
@@ -79,7 +79,7 @@ def read_heartbeats(run: RunDocuments, unchanged: Mapping[ObjectInfo, StoredHear
     return found
 
 
-def _read(run: RunDocuments, item: ObjectInfo) -> StoredHeartbeat | str | None:
+def _read(run: RunReader, item: ObjectInfo) -> StoredHeartbeat | str | None:
     """Read one heartbeat; returns the reason if it is ignored, None if it has just been deleted."""
     try:
         heartbeat = Heartbeat.from_bytes(run.bucket.get(item.key, max_bytes=limits.MAX_SIDE_BYTES), item.key)
@@ -95,7 +95,7 @@ def _read(run: RunDocuments, item: ObjectInfo) -> StoredHeartbeat | str | None:
 
 
 def write_heartbeat(
-    run: RunDocuments,
+    run: RunReader,
     receiver_id: str,
     served: int | None,
     target: int | None = None,

@@ -11,8 +11,7 @@ from pydantic import Field, model_validator
 
 from vllm_delta_sync.errors import UsageError
 from vllm_delta_sync.format import limits
-from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.manifest import (
+from vllm_delta_sync.format.base_document import (
     FILE_NAME,
     Count,
     DatedDocument,
@@ -20,13 +19,12 @@ from vllm_delta_sync.format.manifest import (
     DocumentPart,
     FileName,
     Hex32,
-    Manifest,
-    ObjectRef,
     Timestamp,
     Version,
-    check_objects,
     timestamp,
 )
+from vllm_delta_sync.format.fingerprint import Fingerprint
+from vllm_delta_sync.format.manifest import Manifest, ObjectRef, check_objects
 
 ANCHORS_PREFIX = "anchors/"
 MERGED_PREFIX = "merged/"

@@ -29,8 +29,8 @@ from vllm_delta_sync.format.documents import (
 from vllm_delta_sync.format.limits import check_limit
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, Manifest, ObjectRef, version_of_key
 from vllm_delta_sync.run.checks import delta_context, object_limit
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.prefetch import read_ahead
+from vllm_delta_sync.run.run_reader import RunReader
 
 Kind = Literal[
     "deltas", "anchors", "standalone anchors", "merged deltas", "sidecars", "files", "manifests", "documents", "unnamed"
@@ -82,11 +82,11 @@ class BucketAccount:
     unreadable: dict[str, str] = field(default_factory=dict)
 
 
-def read_history(run: RunDocuments, last: int | None = None, progress: Progress | None = None) -> list[Manifest]:
+def read_history(run: RunReader, last: int | None = None, progress: Progress | None = None) -> list[Manifest]:
     """Return the manifests of the newest ``last`` versions, all if None, oldest first; reads in parallel.
 
     Raises:
-        As ``RunDocuments.log``.
+        As ``RunReader.log``.
     """
     head = run.head()
     count = head.version + 1 if last is None else min(last, head.version + 1)
@@ -98,7 +98,7 @@ def read_history(run: RunDocuments, last: int | None = None, progress: Progress 
     return found
 
 
-def is_empty(run: RunDocuments) -> bool:
+def is_empty(run: RunReader) -> bool:
     """Return whether nothing was published, after ``run.head`` raised NotFoundError. Raises StoreError."""
     return run.pointer is None and not run.versions()
 
@@ -108,14 +108,14 @@ def full_bytes(manifests: Iterable[Manifest]) -> int:
     return sum(manifest.full_bytes for manifest in manifests if manifest.kind != "reference")
 
 
-def account(run: RunDocuments, progress: Progress | None = None) -> BucketAccount:
+def account(run: RunReader, progress: Progress | None = None) -> BucketAccount:
     """Read all manifests, anchors and merged deltas, list the bucket, and count each object once.
 
     Documents come first: writers put objects before the document that names them, so the later listing has them. A run
     without versions has an account too.
 
     Raises:
-        DeltaSyncError: as ``RunDocuments.log``, for example because a manifest is damaged.
+        DeltaSyncError: as ``RunReader.log``, for example because a manifest is damaged.
     """
     found = BucketAccount()
     manifests: list[Manifest] = []
@@ -168,7 +168,7 @@ def _document(key: str, versions: int) -> tuple[Kind, int | None]:
     return ("documents" if is_document else "unnamed"), None
 
 
-def _read_standalone(run: RunDocuments, found: BucketAccount) -> list[Anchor | MergedDelta]:
+def _read_standalone(run: RunReader, found: BucketAccount) -> list[Anchor | MergedDelta]:
     wanted: list[int | tuple[int, int]] = [*run.anchors(), *run.merged_deltas()]
 
     def read(item: int | tuple[int, int]) -> Anchor | MergedDelta | DataError:
@@ -235,7 +235,7 @@ def group_of(name: str, by: Grouping) -> str:
 
 
 def tensor_costs(
-    run: RunDocuments, manifests: Iterable[Manifest], by: Grouping, progress: Progress | None = None
+    run: RunReader, manifests: Iterable[Manifest], by: Grouping, progress: Progress | None = None
 ) -> TensorAccount:
     """Read headers and directories of the objects of deltas, and sum up what each group of tensors takes.
 
@@ -269,7 +269,7 @@ def tensor_costs(
     return found
 
 
-def _sizes(run: RunDocuments, item: tuple[Manifest, ObjectRef]) -> ObjectSizes | None:
+def _sizes(run: RunReader, item: tuple[Manifest, ObjectRef]) -> ObjectSizes | None:
     manifest, ref = item
     context = delta_context(manifest)
     check_limit(f"{ref.key}: bytes", ref.bytes, object_limit(run.table), "object_limit")

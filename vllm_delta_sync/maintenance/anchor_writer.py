@@ -15,15 +15,15 @@ from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
 from vllm_delta_sync.run.checks import check_document_size
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import file_digest, scratch_folder
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.state import ModelState
 
 _Document = TypeVar("_Document", Anchor, MergedDelta)
 
 
 def make_anchor(
-    run: RunDocuments,
+    run: RunReader,
     version: int,
     base: str | Path | None = None,
     *,
@@ -74,7 +74,7 @@ def make_anchor(
     return stored
 
 
-def existing_anchor(run: RunDocuments, target: Manifest) -> Anchor | None:
+def existing_anchor(run: RunReader, target: Manifest) -> Anchor | None:
     """Return the anchor in the bucket if it is valid and of this version, else None."""
     found = read_if_valid(lambda: run.anchor(target.version))
     same = found is not None and (found.manifest, found.fingerprint) == (target.digest, target.fingerprint)
@@ -92,7 +92,7 @@ def read_if_valid(read: Callable[[], _Document]) -> _Document | None:
 
 
 def put_document(
-    run: RunDocuments, key: str, document: _Document, existing: Callable[[], _Document | None], replace: bool
+    run: RunReader, key: str, document: _Document, existing: Callable[[], _Document | None], replace: bool
 ) -> _Document:
     """Put an anchor or merged delta whose objects are stored; return the document in the bucket.
 
@@ -111,7 +111,7 @@ def put_document(
     return document
 
 
-def _put(run: RunDocuments, state: ModelState, shard: TensorTable, folder: Path) -> ObjectRef:
+def _put(run: RunReader, state: ModelState, shard: TensorTable, folder: Path) -> ObjectRef:
     path = folder / "shard"
     write_anchor(path, shard, ((spec.name, state.bits[run.table.index(spec.name)]) for spec in shard))
     digest = file_digest(path)

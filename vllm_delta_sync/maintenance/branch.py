@@ -11,6 +11,7 @@ from vllm_delta_sync.bucket import Bucket, open_beside
 from vllm_delta_sync.bucket.conditional_put import confirm_created, has_content
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import ChainError, ConflictError, DeltaSyncError, FingerprintError, UsageError
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
@@ -20,7 +21,6 @@ from vllm_delta_sync.format.manifest import (
     Base,
     Manifest,
     RunInfo,
-    timestamp,
     version_key,
 )
 from vllm_delta_sync.maintenance.gc.record import lasting_plan

@@ -13,9 +13,9 @@ from vllm_delta_sync.durable_files import sync_file
 from vllm_delta_sync.errors import DeltaSyncError, DigestError, FormatError, LimitError, NotFoundError, StoreError
 from vllm_delta_sync.format.safetensors_file import header_bytes, layout, shard_tables
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.model_files import fetch_run_file, write_file
 from vllm_delta_sync.run.roots import open_branch_source
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.checkpoint import (
     INDEX_NAME,
@@ -126,7 +126,7 @@ class WeightFiles:
 
 
 def model_files_of_run(
-    run: RunDocuments, base: str | Path | None, looked_in: list[str], notes: list[str]
+    run: RunReader, base: str | Path | None, looked_in: list[str], notes: list[str]
 ) -> dict[str, bytes]:
     """Return name → content of the model's small files: those that the run keeps, and missing ones from its base.
 
@@ -146,7 +146,7 @@ def model_files_of_run(
     return _of_base(run, base, looked_in, notes) | found if missing_files(found) else found
 
 
-def _of_base(run: RunDocuments, base: str | Path | None, looked_in: list[str], notes: list[str]) -> dict[str, bytes]:
+def _of_base(run: RunReader, base: str | Path | None, looked_in: list[str], notes: list[str]) -> dict[str, bytes]:
     """Return the small files of the given base, else of the recorded base; for a branch, those of its source run."""
     try:
         first = run.manifest(0)

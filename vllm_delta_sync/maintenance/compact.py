@@ -33,9 +33,9 @@ from vllm_delta_sync.maintenance.merge_writer import PlainObjects, RawCodecError
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights, Stop, StoppedError, never_stop
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner
-from vllm_delta_sync.run.service import ServicePolicy, newest_to_serve
+from vllm_delta_sync.run.run_reader import RunReader
+from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
 
 logger = guarded_logger(__name__)
 
@@ -51,7 +51,7 @@ VersionRange = tuple[int, int]
 _Item = TypeVar("_Item", int, VersionRange)
 
 # Per run, the state at the last ``maintain``: the newest version that ends a range, the newest k-th version, the tags.
-_maintained: WeakKeyDictionary[RunDocuments, tuple[int, int, tuple[tuple[str, float], ...]]] = WeakKeyDictionary()
+_maintained: WeakKeyDictionary[RunReader, tuple[int, int, tuple[tuple[str, float], ...]]] = WeakKeyDictionary()
 
 
 def due_ranges(first: int, last: int, breaks: list[int]) -> Iterator[VersionRange]:
@@ -70,7 +70,7 @@ def due_ranges(first: int, last: int, breaks: list[int]) -> Iterator[VersionRang
 
 
 def maintain(
-    run: RunDocuments,
+    run: RunReader,
     manifest: Manifest,
     base: str | Path | None = None,
     anchor_every: int | None = None,
@@ -139,7 +139,7 @@ def _try_to_make(failure: str, make: Callable[[], object]) -> bool:
     return True
 
 
-def _missing_ranges(run: RunDocuments, manifest: Manifest, aligned: int) -> list[VersionRange]:
+def _missing_ranges(run: RunReader, manifest: Manifest, aligned: int) -> list[VersionRange]:
     """List ranges to make: those that end at ``aligned``, shortest first, then other missing ones, newest first."""
     window = MERGE_WIDTH
     while aligned % window == 0:
@@ -173,7 +173,7 @@ def _breaks(manifest: Manifest) -> list[int]:
     return [item.version for item in manifest.breaks]
 
 
-def _due_anchor(run: RunDocuments, manifest: Manifest, kth: int) -> int | None:
+def _due_anchor(run: RunReader, manifest: Manifest, kth: int) -> int | None:
     """Return the version that is due an anchor now, or None.
 
     A quarantined version gets an anchor only as a milestone: a server that starts does not serve it, so the newest
@@ -199,7 +199,7 @@ def _due_anchor(run: RunDocuments, manifest: Manifest, kth: int) -> int | None:
     return version if version not in anchors and _replay_costs_more(run, manifest, anchors) else None
 
 
-def _newest_sound(run: RunDocuments, newest: Manifest, version: int) -> int:
+def _newest_sound(run: RunReader, newest: Manifest, version: int) -> int:
     """Return the newest version up to ``version`` that is not quarantined; 0 if there is none."""
     try:
         manifest = newest if version == newest.version else run.manifest(version)
@@ -209,7 +209,7 @@ def _newest_sound(run: RunDocuments, newest: Manifest, version: int) -> int:
     return newest_to_serve(run, manifest, ServicePolicy()) or 0
 
 
-def _milestone(run: RunDocuments, version: int, anchors: list[int]) -> int | None:
+def _milestone(run: RunReader, version: int, anchors: list[int]) -> int | None:
     """Return the newest version that has a milestone tag and no anchor."""
     wanted = []
     for name in (tag_of_key(item.key) for item in run.bucket.list(TAGS_PREFIX)):
@@ -224,7 +224,7 @@ def _milestone(run: RunDocuments, version: int, anchors: list[int]) -> int | Non
     return max(wanted, default=None)
 
 
-def _replay_costs_more(run: RunDocuments, manifest: Manifest, anchors: list[int]) -> bool:
+def _replay_costs_more(run: RunReader, manifest: Manifest, anchors: list[int]) -> bool:
     """Return whether a replay from the nearest anchor or version 0 reads more bytes than an anchor has."""
     planner = ReadPlanner(run)
     planner.add_manifests(manifest)
@@ -266,7 +266,7 @@ class CompactReport:
 
 
 def compact(
-    run: RunDocuments,
+    run: RunReader,
     base: str | Path | None = None,
     merged_deltas: bool = True,
     anchor: int | str | None = None,
@@ -344,7 +344,7 @@ def _make_or_skip(make: Callable[[], MergedDelta], pair: VersionRange, report: C
     report.bytes += merged.payload_bytes
 
 
-def _missing_mergeable(run: RunDocuments, head: Manifest, report: CompactReport) -> Iterator[VersionRange]:
+def _missing_mergeable(run: RunReader, head: Manifest, report: CompactReport) -> Iterator[VersionRange]:
     """Yield ranges that are due and missing, without those whose versions gc removed."""
     listed = _trusted_merged_deltas(run, run.merged_deltas())
     report.present = len(listed)
@@ -360,22 +360,22 @@ def _missing_mergeable(run: RunDocuments, head: Manifest, report: CompactReport)
 
 
 # Per run: the anchors and merged deltas whose signatures were valid.
-_trusted: WeakKeyDictionary[RunDocuments, set[object]] = WeakKeyDictionary()
+_trusted: WeakKeyDictionary[RunReader, set[object]] = WeakKeyDictionary()
 
 
 def _trusted_merged_deltas(
-    run: RunDocuments, listed: Iterable[VersionRange], most: int | None = None
+    run: RunReader, listed: Iterable[VersionRange], most: int | None = None
 ) -> set[VersionRange]:
     newest_first = sorted(listed, key=lambda pair: (-pair[1], pair))
     return _trusted_only(run, newest_first, lambda pair: run.merged_delta(*pair), most)
 
 
-def _trusted_anchors(run: RunDocuments, most: int) -> list[int]:
+def _trusted_anchors(run: RunReader, most: int) -> list[int]:
     return sorted(_trusted_only(run, run.anchors()[::-1], run.anchor, most))
 
 
 def _trusted_only(
-    run: RunDocuments, listed: Sequence[_Item], read: Callable[[_Item], object], most: int | None
+    run: RunReader, listed: Sequence[_Item], read: Callable[[_Item], object], most: int | None
 ) -> set[_Item]:
     """Return the listed documents with valid signatures; all if the run's keyring checks no signatures.
 

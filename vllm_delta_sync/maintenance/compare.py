@@ -13,10 +13,10 @@ from vllm_delta_sync.errors import TensorMismatchError
 from vllm_delta_sync.format.dtypes import DType, has_values, values_of
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import read_object, summarize_changes
 from vllm_delta_sync.run.read_plan import Step, find_steps
 from vllm_delta_sync.run.restore import Progress, restore
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.bits import Bits
 
 CHUNK_ELEMENTS = 1024 * 1024
@@ -75,7 +75,7 @@ def relative_norm(change: float, old: float) -> float | None:
     return change / old if 0 < old < math.inf and math.isfinite(change) else None
 
 
-def check_same_tensors(run: RunDocuments, other: RunDocuments) -> None:
+def check_same_tensors(run: RunReader, other: RunReader) -> None:
     """Raise TensorMismatchError, which names the first difference, unless two runs have the same tensors."""
     differing = {*run.table.specs} ^ {*other.table.specs}
     if differing:
@@ -88,9 +88,9 @@ def check_same_tensors(run: RunDocuments, other: RunDocuments) -> None:
 
 
 def compare(
-    run: RunDocuments,
+    run: RunReader,
     old: Manifest,
-    other: RunDocuments,
+    other: RunReader,
     new: Manifest,
     base: str | Path | None = None,
     progress: Progress | None = None,
@@ -152,7 +152,7 @@ def _values(element: DType, bits: Bits) -> npt.NDArray[np.float64]:
 
 
 def count_carried(
-    run: RunDocuments, first: int, last: int, progress: Progress | None = None
+    run: RunReader, first: int, last: int, progress: Progress | None = None
 ) -> tuple[dict[int, int], list[Step]]:
     """Count the elements that the deltas between two versions carry, without the weights.
 
@@ -165,7 +165,7 @@ def count_carried(
         counts as a whole. Then the deltas and merged deltas that were read.
 
     Raises:
-        ChainError: no deltas lead from one to the other. Otherwise as ``RunDocuments.changes``.
+        ChainError: no deltas lead from one to the other. Otherwise as ``RunReader.changes``.
     """
     steps = find_steps(run, min(first, last), max(first, last))
     counts: Counter[int] = Counter()

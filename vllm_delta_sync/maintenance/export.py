@@ -34,10 +34,10 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES, WEIGHTS_SUFFIX, WeightFiles, model_files_of_run
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.model_files import write_file
 from vllm_delta_sync.run.restore import Progress, restore
-from vllm_delta_sync.run.service import ServicePolicy, newest_to_serve
+from vllm_delta_sync.run.run_reader import RunReader
+from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
 from vllm_delta_sync.tensors.checkpoint import (
     CONFIG_NAME,
     EXPORT_NAME,
@@ -164,7 +164,7 @@ def export(
             kept = {name for name in written.files if is_model_file(name) and (target / name).is_file()}
         else:
             # The same run, read through a cache that outlives this process.
-            source = RunDocuments(run.bucket, run.keyring, ObjectCache(work / OBJECTS_NAME, _UNLIMITED))
+            source = RunReader(run.bucket, run.keyring, ObjectCache(work / OBJECTS_NAME, _UNLIMITED))
             restore(source, manifest, base, progress=progress, scratch=work, room=lambda _: weights.create(made))
             weights.finish(made)
             kept = set()
@@ -206,7 +206,7 @@ def choose_version(run: Run, version: Version) -> tuple[Manifest, list[str]]:
 # The folder
 
 
-def _refuse_base(run: RunDocuments, target: Path, base: str | Path | None) -> None:
+def _refuse_base(run: RunReader, target: Path, base: str | Path | None) -> None:
     """Raise UsageError if the folder is the checkpoint that version 0 refers to, which would be overwritten."""
     try:
         recorded = run.manifest(0).base

@@ -19,15 +19,15 @@ from vllm_delta_sync.codec.delta_reader import DeltaReader
 from vllm_delta_sync.codec.merge import RollingBase, merge
 from vllm_delta_sync.codec.merge_spool import DeltaSpool
 from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, FingerprintError, UnsupportedError, UsageError
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.codecs import BASE_CODECS, RelativeCodec
 from vllm_delta_sync.format.documents import MergedDelta, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.format.manifest import Manifest, ObjectRef, timestamp
+from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.maintenance.anchor_writer import put_document, read_if_valid
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.decode import open_objects
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import (
     declared_change,
     needs_base_bits,
@@ -36,6 +36,7 @@ from vllm_delta_sync.run.objects import (
 )
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 from vllm_delta_sync.run.restore import check_step
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.bits import BaseLookup, diff
 from vllm_delta_sync.tensors.changes import Full, Sparse
 from vllm_delta_sync.tensors.state import ModelState
@@ -52,7 +53,7 @@ class RawCodecError(UnsupportedError):
 
 
 def make_merged_delta(
-    run: RunDocuments,
+    run: RunReader,
     first: int,
     last: int,
     *,
@@ -100,7 +101,7 @@ def make_merged_delta(
     return _MergeBuilder(run, ends, avoid, object_bytes, stop, codec, weights, plain_objects).make(scratch, replace)
 
 
-def existing_merged_delta(run: RunDocuments, first: Manifest, last: Manifest) -> MergedDelta | None:
+def existing_merged_delta(run: RunReader, first: Manifest, last: Manifest) -> MergedDelta | None:
     """Return the merged delta in the bucket if it is valid and of these two versions, else None."""
     found = read_if_valid(lambda: run.merged_delta(first.version, last.version))
     same = found is not None and (found.first_manifest, found.last_manifest) == (first.digest, last.digest)
@@ -108,7 +109,7 @@ def existing_merged_delta(run: RunDocuments, first: Manifest, last: Manifest) ->
 
 
 def put_merged_delta(
-    run: RunDocuments,
+    run: RunReader,
     first: Manifest,
     last: Manifest,
     before: ModelState,
@@ -155,7 +156,7 @@ class _MergeBuilder:
         ends: manifests of the first and the last version. avoid: keys of documents not to use.
     """
 
-    run: RunDocuments
+    run: RunReader
     ends: tuple[Manifest, Manifest]
     avoid: set[str] = field(default_factory=set)
     object_bytes: int = OBJECT_BYTES

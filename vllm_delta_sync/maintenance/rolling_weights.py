@@ -5,9 +5,9 @@ from pathlib import Path
 
 from vllm_delta_sync.errors import DataError
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.read_plan import ReadPlanner
 from vllm_delta_sync.run.restore import apply_step, restore
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.state import ModelState
 
 OBJECT_BYTES = 1024**3
@@ -48,7 +48,7 @@ class RollingWeights:
 
     def __init__(
         self,
-        run: RunDocuments,
+        run: RunReader,
         base: str | Path | None = None,
         scratch: str | Path | None = None,
         stop: Stop = never_stop,

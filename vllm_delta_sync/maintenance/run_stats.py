@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.accounting import Progress, read_history
-from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.run_reader import RunReader
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class StatsSummary:
     bytes_per_hour: float | None
 
 
-def version_stats(run: RunDocuments, last: int | None = None, progress: Progress | None = None) -> list[VersionStats]:
+def version_stats(run: RunReader, last: int | None = None, progress: Progress | None = None) -> list[VersionStats]:
     """Return the newest ``last`` versions, all if None, oldest first; reads manifests only.
 
     Raises:
-        As ``RunDocuments.log``.
+        As ``RunReader.log``.
     """
     # One more, for the time since the version before the first.
     manifests = read_history(run, None if last is None else last + 1, progress)

@@ -9,10 +9,11 @@ import re
 
 from vllm_delta_sync.errors import ChainError, ConflictError, DataError, NotFoundError
 from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import Tag, tag_key
-from vllm_delta_sync.format.manifest import Manifest, timestamp
+from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.gc.record import lasting_plan
-from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.run_reader import RunReader
 
 _REBASE = re.compile(r"rebase-([0-9]{1,10})-[0-9]{1,10}")
 
@@ -29,7 +30,7 @@ def rebase_epoch(name: str) -> int | None:
 
 
 def set_tag(
-    run: RunDocuments,
+    run: RunReader,
     name: str,
     version: int | str | None = None,
     milestone: bool = False,
@@ -80,7 +81,7 @@ def set_tag(
     return tag
 
 
-def delete_tag(run: RunDocuments, name: str) -> None:
+def delete_tag(run: RunReader, name: str) -> None:
     """Delete a tag, even a damaged one; gc may then remove its version.
 
     Raises:
@@ -92,7 +93,7 @@ def delete_tag(run: RunDocuments, name: str) -> None:
     run.bucket.delete(key)
 
 
-def _check_unaltered(run: RunDocuments, manifest: Manifest) -> None:
+def _check_unaltered(run: RunReader, manifest: Manifest) -> None:
     """Compare a manifest's digest with what names it: without a signature, a changed digit of a time does not show."""
     try:
         following = run.manifest(manifest.version + 1)
@@ -115,7 +116,7 @@ def _check_unaltered(run: RunDocuments, manifest: Manifest) -> None:
         )
 
 
-def _stored(run: RunDocuments, key: str) -> bytes | None:
+def _stored(run: RunReader, key: str) -> bytes | None:
     """Return a tag's bytes; None if there is no tag, empty if it is too large to be one."""
     try:
         return run.bucket.get(key, max_bytes=limits.MAX_SIDE_BYTES)
@@ -125,7 +126,7 @@ def _stored(run: RunDocuments, key: str) -> bytes | None:
         return b""
 
 
-def _restore(run: RunDocuments, key: str, written: bytes, before: bytes | None) -> None:
+def _restore(run: RunReader, key: str, written: bytes, before: bytes | None) -> None:
     """Restore the previous tag, unless another writer has set it meanwhile."""
     if _stored(run, key) != written:
         return

@@ -15,9 +15,10 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
 )
 from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.base_document import Document
 from vllm_delta_sync.format.documents import Anchor, MergedDelta
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.format.manifest import Document, Manifest
+from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.safetensors_file import Buffer, aligned, read_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import Bits

@@ -11,13 +11,13 @@ from vllm_delta_sync.durable_files import write_atomically
 from vllm_delta_sync.errors import DataError, NotFoundError, StoreError
 from vllm_delta_sync.format.manifest import RUN_KEY, Manifest, RunFile
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.checkpoint import is_model_file
 
 logger = guarded_logger(__name__)
 
 
-def read_file(run: RunDocuments, name: str) -> bytes:
+def read_file(run: RunReader, name: str) -> bytes:
     """Return the bytes of one of the run's files, with size and SHA-256 checked.
 
     Raises:
@@ -31,7 +31,7 @@ def read_file(run: RunDocuments, name: str) -> bytes:
     return fetch_run_file(run, found)
 
 
-def fetch_run_file(run: RunDocuments, item: RunFile) -> bytes:
+def fetch_run_file(run: RunReader, item: RunFile) -> bytes:
     """Return the bytes of a file that run.json lists; raises as ``read_file``."""
     try:
         return fetch_object(run.bucket, item)
@@ -39,7 +39,7 @@ def fetch_run_file(run: RunDocuments, item: RunFile) -> bytes:
         raise type(error)(f"{error.message} (file {item.name!r} of the run)") from error
 
 
-def write_files(run: RunDocuments, folder: Path) -> list[str]:
+def write_files(run: RunReader, folder: Path) -> list[str]:
     """Write the run's files to a folder; a file that has the right content already is not touched.
 
     Only files that belong in a model folder are written (``checkpoint.is_model_file``), never code or weights.
@@ -75,7 +75,7 @@ def write_file(path: Path, data: bytes) -> None:
         raise StoreError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
 
 
-def read_sidecar(run: RunDocuments, manifest: Manifest, name: str) -> bytes:
+def read_sidecar(run: RunReader, manifest: Manifest, name: str) -> bytes:
     """Return the bytes of one sidecar of a version, with size and SHA-256 checked.
 
     Raises:

@@ -28,8 +28,8 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.process_folders import ProcessFolder, remove_abandoned
 from vllm_delta_sync.run.checks import object_limit
 from vllm_delta_sync.run.decode import open_objects
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.read_plan import Step
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Changes
 
@@ -43,7 +43,7 @@ def needs_base_bits(document: Manifest | MergedDelta) -> bool:
 
 
 def read_object(
-    run: RunDocuments, ref: ObjectRef, folder: Callable[[], Path] | None = None, map_all: bool = False
+    run: RunReader, ref: ObjectRef, folder: Callable[[], Path] | None = None, map_all: bool = False
 ) -> Buffer:
     """Return the bytes of an object, checked by size and SHA-256.
 
@@ -55,7 +55,7 @@ def read_object(
         map_all: map objects of any size, for callers that keep many of them open.
 
     Raises:
-        StoreError: the store failed, or there is no scratch space. Otherwise as ``RunDocuments.fetch``.
+        StoreError: the store failed, or there is no scratch space. Otherwise as ``RunReader.fetch``.
     """
     if map_all or ref.bytes > MAPPED_BYTES:
         limit = object_limit(run.table)

@@ -23,10 +23,10 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base, check_bits, check_tensor
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.read_plan import Plan
 from vllm_delta_sync.run.restore import execute_plan, load_root, root_tensors
 from vllm_delta_sync.run.roots import open_branch_source
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import Changes
@@ -43,7 +43,7 @@ TargetTensors = Mapping[str, torch.Tensor]
 
 
 def restore_boxes(
-    run: RunDocuments, manifest: Manifest, boxes: Boxes, base: str | Path | None = None, require_base: bool = False
+    run: RunReader, manifest: Manifest, boxes: Boxes, base: str | Path | None = None, require_base: bool = False
 ) -> dict[str, list[Bits]]:
     """Rebuild some boxes of a version; like ``restore``, takes another path around damaged or missing objects.
 
@@ -156,7 +156,7 @@ class PartialState:
         return self._pieces.get(tensor, ())
 
 
-def _load_root_boxes(run: RunDocuments, found: Plan, boxes: Boxes, base: str | Path | None) -> PartialState:
+def _load_root_boxes(run: RunReader, found: Plan, boxes: Boxes, base: str | Path | None) -> PartialState:
     """Load the boxes at a plan's root. Errors as ``load_root``."""
     wanted = {name: full for name, some in boxes.items() if (full := [box for box in some if box.numel])}
     table = run.table
@@ -215,7 +215,7 @@ def any_sharded(targets: TargetTensors) -> bool:
     return any(is_sharded(target) for target in targets.values())
 
 
-def fill_shards(run: RunDocuments, manifest: Manifest, targets: TargetTensors, base: str | Path | None) -> None:
+def fill_shards(run: RunReader, manifest: Manifest, targets: TargetTensors, base: str | Path | None) -> None:
     """Write a version's weights into the parts that this process holds. Errors as ``restore_boxes``."""
     pieces_by_name = {spec.name: _pieces(spec.name, targets[spec.name]) for spec in run.table if spec.name in targets}
     boxes = {name: [box for box, _ in pieces] for name, pieces in pieces_by_name.items()}

@@ -26,9 +26,9 @@ from vllm_delta_sync.format.documents import (
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key, version_of_key
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.graph import ROOT, Edge, Move, VersionGraph, contradicted
 from vllm_delta_sync.run.prefetch import read_ahead
+from vllm_delta_sync.run.run_reader import RunReader
 
 logger = guarded_logger(__name__)
 
@@ -52,7 +52,7 @@ class Step:
         backwards: whether it is reverted.
     """
 
-    run: RunDocuments
+    run: RunReader
     document: Manifest | MergedDelta
     backwards: bool = False
 
@@ -169,7 +169,7 @@ class Plan:
             run shows.
     """
 
-    run: RunDocuments
+    run: RunReader
     root: Root
     steps: list[Step]
 
@@ -186,7 +186,7 @@ class ReadPlanner:
         avoid: keys of documents that turned out to be bad; the caller may add more later.
     """
 
-    def __init__(self, run: RunDocuments, avoid: Collection[str] = ()) -> None:
+    def __init__(self, run: RunReader, avoid: Collection[str] = ()) -> None:
         self._run = run
         self._avoid = avoid
         self._graph = VersionGraph()
@@ -203,7 +203,7 @@ class ReadPlanner:
         self._documents.update({version_key(manifest.version): manifest for manifest in manifests})
 
     def manifest(self, version: int) -> Manifest:
-        """Return a version's manifest. Errors as ``RunDocuments.manifest``."""
+        """Return a version's manifest. Errors as ``RunReader.manifest``."""
         found = self._documents.get(version_key(version))
         if not isinstance(found, Manifest):
             found = self._documents[version_key(version)] = self._run.manifest(version)
@@ -532,11 +532,11 @@ def named_manifests(document: MergedDelta) -> list[tuple[int, str]]:
     return [(document.first, document.first_manifest), (document.last, document.last_manifest)]
 
 
-def find_steps(run: RunDocuments, start: int, target: int, avoid: Collection[str] = ()) -> list[Step]:
+def find_steps(run: RunReader, start: int, target: int, avoid: Collection[str] = ()) -> list[Step]:
     """Return the steps from one version of a run to another; see ``ReadPlanner.path``."""
     return ReadPlanner(run, avoid).path(start, target)
 
 
-def plan_read(run: RunDocuments, target: Manifest, avoid: Collection[str] = ()) -> Plan:
+def plan_read(run: RunReader, target: Manifest, avoid: Collection[str] = ()) -> Plan:
     """Return the cheapest plan to rebuild a version; see ``ReadPlanner.cheapest``."""
     return ReadPlanner(run, avoid).cheapest(target)

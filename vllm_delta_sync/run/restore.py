@@ -34,10 +34,10 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_bits, check_fingerprint, check_tensors, read_shard
 from vllm_delta_sync.run.decode import decode_objects
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import declared_change, open_step_objects, read_object, scratch_folder
 from vllm_delta_sync.run.read_plan import GapError, Plan, Root, Step, plan_read
 from vllm_delta_sync.run.roots import errors_of_base, locate_base, open_branch_source
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.bits import BaseLookup, BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
@@ -85,7 +85,7 @@ class Restored:
 
 
 def restore(
-    run: RunDocuments,
+    run: RunReader,
     target: Manifest,
     base: str | Path | None = None,
     in_memory: bool | None = None,
@@ -126,7 +126,7 @@ def restore(
 
 
 def execute_plan(
-    run: RunDocuments,
+    run: RunReader,
     target: Manifest,
     load: Callable[[Plan], _Weights],
     progress: Progress | None = None,
@@ -172,7 +172,7 @@ def execute_plan(
             )
 
 
-def _explain_failure(run: RunDocuments, target: Manifest, error: DeltaSyncError) -> DeltaSyncError:
+def _explain_failure(run: RunReader, target: Manifest, error: DeltaSyncError) -> DeltaSyncError:
     """Return the error for a version that cannot be rebuilt; it says if garbage collection removed the version."""
     if not isinstance(error, NotFoundError | GapError):
         return error
@@ -277,14 +277,14 @@ def step_changes(step: Step, old: BaseLookup | None = None) -> Changes:
 
     Raises:
         UnsupportedError: the codec is ``tiled``, and ``old`` is None or the step goes backwards.
-        NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``RunDocuments.changes``.
+        NotFoundError, DigestError, FormatError, TensorMismatchError, ChainError: see ``RunReader.changes``.
     """
     objects = [read_object(step.run, ref) for ref in step.objects]
     return decode_objects(step.document, step.run.table, objects, old, step.backwards)
 
 
 def load_root(
-    run: RunDocuments,
+    run: RunReader,
     root: Root,
     base: str | Path | None = None,
     in_memory: bool | None = None,
@@ -328,7 +328,7 @@ def _counted(tensors: Iterator[tuple[str, Bits]], filled: Callable[[int], None])
 
 @contextmanager
 def root_tensors(
-    run: RunDocuments, root: Root, base: str | Path | None, scratch: str | Path | None
+    run: RunReader, root: Root, base: str | Path | None, scratch: str | Path | None
 ) -> Iterator[Iterator[tuple[str, Bits]]]:
     """Yield the (name, bits) of a root's tensors, which ``root.document`` declares; not for a branch.
 
@@ -345,7 +345,7 @@ def root_tensors(
         yield ((spec.name, checkpoint.bits(spec.name)) for spec in run.table)
 
 
-def check_base_bits(run: RunDocuments, base: str | Path | None = None) -> None:
+def check_base_bits(run: RunReader, base: str | Path | None = None) -> None:
     """Check that the base holds version 0. Reads a checkpoint in full; of a branch's source run only the documents.
 
     Does nothing if the run's own objects hold version 0, or if its manifest is lost, so that nothing can be compared.
@@ -370,7 +370,7 @@ def check_base_bits(run: RunDocuments, base: str | Path | None = None) -> None:
                 check_bits(root.manifest, run.table.by_name(name), bits)
 
 
-def _shards(run: RunDocuments, document: Manifest | Anchor, scratch: str | Path | None) -> Iterator[tuple[str, Bits]]:
+def _shards(run: RunReader, document: Manifest | Anchor, scratch: str | Path | None) -> Iterator[tuple[str, Bits]]:
     """Yield (name, bits) of an anchor's tensors; holds one shard at a time."""
     seen: set[str] = set()
     for ref in document.objects:

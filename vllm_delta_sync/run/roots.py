@@ -10,7 +10,7 @@ from pathlib import Path
 from vllm_delta_sync.bucket import open_beside
 from vllm_delta_sync.errors import BaseUnavailableError, ChainError, DataError, NotFoundError
 from vllm_delta_sync.format.manifest import RUN_KEY, Manifest
-from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.checkpoint import names_model, resolve_base
 
 
@@ -61,8 +61,8 @@ def locate_base(root: Manifest, base: str | Path | None = None) -> Path:
 
 @contextmanager
 def open_branch_source(
-    run: RunDocuments, root: Manifest, base: str | Path | None
-) -> Iterator[tuple[RunDocuments, Manifest, str | Path | None]]:
+    run: RunReader, root: Manifest, base: str | Path | None
+) -> Iterator[tuple[RunReader, Manifest, str | Path | None]]:
     """Open the source run of a branch: the run, its manifest that the branch began at, and the base to rebuild it with.
 
     The run is closed at the end of the block.
@@ -88,7 +88,7 @@ def open_branch_source(
         yield source, source.manifest(version), base if source_url is None else None
 
 
-def _is_run(run: RunDocuments, base: str | Path) -> bool:
+def _is_run(run: RunReader, base: str | Path) -> bool:
     """Return whether a branch's base is a run, not a checkpoint. Raises StoreError, UsageError (not a URL)."""
     if names_model(base):
         return False

@@ -2,7 +2,8 @@
 
 from datetime import UTC, datetime, timedelta
 
-from vllm_delta_sync.format.manifest import Head, Manifest, timestamp
+from vllm_delta_sync.format.base_document import timestamp
+from vllm_delta_sync.format.manifest import Head, Manifest
 from vllm_delta_sync.trust.keyring import Keyring
 
 HEAD_SECONDS = 600

@@ -8,7 +8,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from vllm_delta_sync.errors import SettingsError, SignatureError
-from vllm_delta_sync.format.manifest import Document, RunInfo, Signature, signed_form
+from vllm_delta_sync.format.base_document import Document, Signature, signed_form
+from vllm_delta_sync.format.manifest import RunInfo
 from vllm_delta_sync.trust.keys import load_private, load_public, public_hex
 
 _Doc = TypeVar("_Doc", bound=Document)

@@ -33,9 +33,9 @@ from vllm_delta_sync.format.documents import (
     tag_of_key,
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, Head, Manifest, version_key
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.graph import contradicted
 from vllm_delta_sync.run.prefetch import read_ahead
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.verify.report import Finding
 
 MISSING_AT_MOST = 1000
@@ -46,7 +46,7 @@ Standalone = Anchor | MergedDelta | Tag | Claim | Retention
 _Found = TypeVar("_Found")
 
 
-def read_head(run: RunDocuments) -> Head:
+def read_head(run: RunReader) -> Head:
     """Read and check HEAD.json. Raises NotFoundError, or another DataError if it is damaged or not validly signed."""
     head = Head.from_bytes(run.bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES), HEAD_KEY)
     if head.run != run.info.run:
@@ -55,7 +55,7 @@ def read_head(run: RunDocuments) -> Head:
     return head
 
 
-def read_standalone(run: RunDocuments, key: str) -> Standalone | None:
+def read_standalone(run: RunReader, key: str) -> Standalone | None:
     """Read and check the anchor, merged delta, tag, claim or retention record under a key; None for another key."""
     if (version := anchor_of_key(key)) is not None:
         return run.anchor(version)
@@ -121,7 +121,7 @@ class DocumentAudit:
         NotFoundError: nothing is published yet. StoreError: the store failed.
     """
 
-    def __init__(self, run: RunDocuments, newest: int | None = None) -> None:
+    def __init__(self, run: RunReader, newest: int | None = None) -> None:
         self._run = run
         self._found: list[tuple[int, Finding]] = []
         # HEAD.json comes first: if a publisher is running, what is read later can only be newer.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format.documents import MergedDelta
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.prefetch import read_ahead
+from vllm_delta_sync.run.run_reader import RunReader
 
 MAX_BYTES = 256 * 1024**2
 """Most memory for objects that are read early; the audit reads the others when it checks them."""
@@ -37,7 +37,7 @@ class EarlyReads:
 
     def __init__(
         self,
-        run: RunDocuments,
+        run: RunReader,
         manifest: Callable[[int], Manifest | None],
         merged_from: Mapping[int, Sequence[int]],
         is_gone: Callable[[int], bool],
@@ -56,12 +56,12 @@ class EarlyReads:
             yield version, read.manifest
 
     def fetch(self, ref: ObjectRef) -> bytes:
-        """As ``RunDocuments.fetch``."""
+        """As ``RunReader.fetch``."""
         data = self._current.objects.get(ref.key)
         return self._run.fetch(ref) if data is None else data
 
     def merged_delta(self, first: int, last: int) -> MergedDelta:
-        """As ``RunDocuments.merged_delta``."""
+        """As ``RunReader.merged_delta``."""
         document = self._current.merged.get((first, last))
         return self._run.merged_delta(first, last) if document is None else document
 

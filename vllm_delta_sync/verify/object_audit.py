@@ -20,9 +20,9 @@ from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.run.checks import describe_document, read_shard
 from vllm_delta_sync.run.decode import decode_objects
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.model_files import fetch_run_file
 from vllm_delta_sync.run.objects import needs_base_bits, summarize_changes
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.changes import Changes
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.early_reads import EarlyReads
@@ -35,7 +35,7 @@ Listing = Manifest | MergedDelta | Anchor
 class ObjectAudit:
     """Reads the objects of one run, and counts them in a report."""
 
-    def __init__(self, run: RunDocuments, early: EarlyReads, report: VerifyReport) -> None:
+    def __init__(self, run: RunReader, early: EarlyReads, report: VerifyReport) -> None:
         self._run, self._early, self._report = run, early, report
 
     def read(
@@ -149,7 +149,7 @@ def wrong_tensor(what: str, tensor: str) -> FingerprintError:
     )
 
 
-def check_files(run: RunDocuments, report: VerifyReport, found: Findings) -> None:
+def check_files(run: RunReader, report: VerifyReport, found: Findings) -> None:
     """Read all files of a run, count them in the report, and add what is wrong."""
     for item in run.info.files:
         try:
@@ -161,9 +161,7 @@ def check_files(run: RunDocuments, report: VerifyReport, found: Findings) -> Non
         report.bytes += len(data)
 
 
-def check_sidecars(
-    run: RunDocuments, manifest: Manifest, report: VerifyReport, found: Findings, good: set[str]
-) -> None:
+def check_sidecars(run: RunReader, manifest: Manifest, report: VerifyReport, found: Findings, good: set[str]) -> None:
     """Read the sidecars of a version, count them in the report, and add what is wrong.
 
     Args:

@@ -11,11 +11,11 @@ from vllm_delta_sync.errors import BaseUnavailableError, DataError, NotFoundErro
 from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key, merged_delta_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.checks import describe_document
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.graph import ROOT, Edge, Move, VersionGraph
 from vllm_delta_sync.run.read_plan import GapError, Root, Step
 from vllm_delta_sync.run.restore import apply_step, load_root
 from vllm_delta_sync.run.roots import BaseMissingError
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.early_reads import EarlyReads
@@ -37,7 +37,7 @@ class ReplayAudit:
 
     def __init__(
         self,
-        run: RunDocuments,
+        run: RunReader,
         documents: DocumentAudit,
         base: str | Path | None,
         findings: Findings,

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from vllm_delta_sync.run.checks import check_base
-from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.trust.keyring import short
 from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.object_audit import check_files, check_sidecars
@@ -18,7 +18,7 @@ Progress = Callable[[VerifyReport], None]
 
 
 def verify_run(
-    run: RunDocuments,
+    run: RunReader,
     base: str | Path | None = None,
     progress: Progress | None = None,
     findings: bool = False,
@@ -52,7 +52,7 @@ def verify_run(
 
 
 def examine(
-    run: RunDocuments, base: str | Path | None, progress: Progress | None, found: Findings
+    run: RunReader, base: str | Path | None, progress: Progress | None, found: Findings
 ) -> tuple[VerifyReport, DocumentAudit]:
     """As ``verify_run``, and return the document audit as well."""
     check_base(base)
@@ -61,7 +61,7 @@ def examine(
 
 
 def _examine(
-    run: RunDocuments, base: str | Path | None, progress: Progress | None, found: Findings
+    run: RunReader, base: str | Path | None, progress: Progress | None, found: Findings
 ) -> tuple[VerifyReport, DocumentAudit]:
     documents = DocumentAudit(run)
     for finding in documents.findings:

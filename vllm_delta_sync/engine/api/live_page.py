@@ -9,7 +9,7 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.dashboard.background_reader import BackgroundReader
 from vllm_delta_sync.dashboard.overview import PAGE_SECONDS, ServerView, build_overview
 from vllm_delta_sync.dashboard.page import encode_overview
-from vllm_delta_sync.dashboard.run_reader import RunReader
+from vllm_delta_sync.dashboard.page_reader import PageReader
 from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.settings import Settings
@@ -25,7 +25,7 @@ class LivePage:
     """
 
     def __init__(self, settings: Settings) -> None:
-        reader = RunReader(
+        reader = PageReader(
             # Without the heat map: it reads objects, and this machine is there to generate. Without the URL: anyone
             # who reaches the port may read the page.
             lambda: open_run(settings.bucket, settings.keyring(), settings.store()),

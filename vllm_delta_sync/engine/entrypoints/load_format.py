@@ -28,8 +28,8 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
 )
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.run.documents import parse_target
-from vllm_delta_sync.run.service import ServicePolicy
+from vllm_delta_sync.run.run_reader import parse_target
+from vllm_delta_sync.run.service_policy import ServicePolicy
 from vllm_delta_sync.settings import HEAD, Settings, load_settings
 
 

@@ -14,8 +14,8 @@ from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.fleet.heartbeats import LEFT, write_heartbeat
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.limits import MAX_HEARTBEAT_PINS, MAX_HEARTBEAT_TEXT
-from vllm_delta_sync.format.manifest import timestamp
 from vllm_delta_sync.log_throttle import LogThrottle
 
 HEARTBEAT_SECONDS = 60

@@ -11,7 +11,7 @@ from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.engine.planning.update_planner import UpdatePlanner
 from vllm_delta_sync.errors import ChainError, DeltaSyncError
-from vllm_delta_sync.run.service import ServicePolicy
+from vllm_delta_sync.run.service_policy import ServicePolicy
 from vllm_delta_sync.settings import HEAD, Settings
 
 

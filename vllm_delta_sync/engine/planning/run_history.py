@@ -10,8 +10,8 @@ from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.errors import DeltaSyncError, ExpiredError, NotFoundError, StoreError
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.run.documents import parse_target
-from vllm_delta_sync.run.service import ServicePolicy, newest_to_serve
+from vllm_delta_sync.run.run_reader import parse_target
+from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
 from vllm_delta_sync.settings import HEAD
 from vllm_delta_sync.trust import Keyring
 

@@ -15,7 +15,8 @@ from vllm_delta_sync.errors import (
     ReplayError,
     StoreError,
 )
-from vllm_delta_sync.format.manifest import Head, Manifest, timestamp
+from vllm_delta_sync.format.base_document import timestamp
+from vllm_delta_sync.format.manifest import Head, Manifest
 from vllm_delta_sync.log_throttle import LogThrottle
 from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.trust import Keyring

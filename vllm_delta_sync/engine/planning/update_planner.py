@@ -17,7 +17,7 @@ from vllm_delta_sync.engine.planning.run_history import History
 from vllm_delta_sync.errors import ChainError, DataError, DeltaSyncError, NotFoundError
 from vllm_delta_sync.format.manifest import Manifest, version_key
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
-from vllm_delta_sync.run.service import ServicePolicy, may_be_served
+from vllm_delta_sync.run.service_policy import ServicePolicy, may_be_served
 
 STAGED_BYTES = 14
 """Memory of a patch per changed element of a 16-bit dtype: address, distance, half a hash. The changes of all ranks are

@@ -17,10 +17,10 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import ObjectRef
 from vllm_delta_sync.format.safetensors_file import Buffer
 from vllm_delta_sync.run.decode import open_objects
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.objects import declared_change, read_object
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.run.restore import check_step
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.bits import BaseLookup
 
 
@@ -98,6 +98,6 @@ def attribute_errors(step: int) -> Iterator[None]:
         raise
 
 
-def _check_run(run: RunDocuments, routes: RouteMap) -> None:
+def _check_run(run: RunReader, routes: RouteMap) -> None:
     if run.table.digest != routes.table.digest:
         raise ChainError(f"run {run.info.run} has other tensors than the run followed")

@@ -14,7 +14,7 @@ from vllm_delta_sync.errors import BaseUnavailableError, DataError, DeltaSyncErr
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.run.read_plan import ReadPlanner, Root
 from vllm_delta_sync.run.restore import restore
-from vllm_delta_sync.run.service import ServicePolicy, newest_to_serve
+from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
 from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
 from vllm_delta_sync.tensors.state import ModelState
 

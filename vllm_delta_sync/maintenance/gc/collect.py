@@ -23,6 +23,7 @@ from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.conditional_put import has_content
 from vllm_delta_sync.errors import ConflictError, NotFoundError
 from vllm_delta_sync.fleet.heartbeats import Heartbeats
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import (
     HEARTBEATS_PREFIX,
     RETENTION_KEY,
@@ -30,12 +31,12 @@ from vllm_delta_sync.format.documents import (
     anchor_of_key,
     merged_delta_of_key,
 )
-from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, SIDECARS_PREFIX, timestamp, version_key
+from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, SIDECARS_PREFIX, version_key
 from vllm_delta_sync.maintenance.gc.contents import RunContents, check_current, survey
 from vllm_delta_sync.maintenance.gc.lock import CollectionLock
 from vllm_delta_sync.maintenance.gc.policy import CollectionPlan, RetentionPolicy, plan_collection, reachable
 from vllm_delta_sync.maintenance.gc.record import ranges
-from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.run_reader import RunReader
 
 __all__ = ["CollectionReport", "RetentionPolicy", "collect"]
 
@@ -79,7 +80,7 @@ class CollectionReport:
 
 
 def collect(
-    run: RunDocuments,
+    run: RunReader,
     policy: RetentionPolicy | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -106,7 +107,7 @@ def collect(
 
 class _Collector:
     def __init__(
-        self, run: RunDocuments, policy: RetentionPolicy, progress: Progress | None, monotonic: Callable[[], float]
+        self, run: RunReader, policy: RetentionPolicy, progress: Progress | None, monotonic: Callable[[], float]
     ) -> None:
         self._run, self._policy, self._progress, self._monotonic = run, policy, progress, monotonic
         self._lock = CollectionLock(run, monotonic)

@@ -28,10 +28,10 @@ from vllm_delta_sync.format.manifest import (
     version_key,
     version_of_key,
 )
-from vllm_delta_sync.run.documents import RunDocuments
 from vllm_delta_sync.run.graph import ROOT, UNLIKELY, Edge, VersionGraph
 from vllm_delta_sync.run.prefetch import read_ahead
-from vllm_delta_sync.run.service import ServicePolicy, may_be_served
+from vllm_delta_sync.run.run_reader import RunReader
+from vllm_delta_sync.run.service_policy import ServicePolicy, may_be_served
 
 _OBJECT = re.compile(re.escape(OBJECTS_PREFIX) + r"[0-9a-f]{64}\.safetensors")
 _SIDECAR = re.compile(re.escape(SIDECARS_PREFIX) + r"[0-9a-f]{64}")
@@ -132,7 +132,7 @@ def graph_of(documents: Iterable[Listed], unsettled: Callable[[Listed], bool] = 
     )
 
 
-def survey(run: RunDocuments, known: RunContents | None = None, record: Retention | None = None) -> RunContents:
+def survey(run: RunReader, known: RunContents | None = None, record: Retention | None = None) -> RunContents:
     """Read each document of the run once, then list its objects.
 
     Documents come first: writers put objects before the document that lists them, so the later listing has them.
@@ -160,13 +160,13 @@ def survey(run: RunDocuments, known: RunContents | None = None, record: Retentio
     return found
 
 
-def check_current(run: RunDocuments) -> None:
+def check_current(run: RunReader) -> None:
     """Raise ConflictError if another run took the URL, NotFoundError if there is no run any more."""
     if not run.is_current():
         raise ConflictError(f"{run.bucket.url} no longer holds run {run.info.run} but another; open it again")
 
 
-def _recheck_listing(run: RunDocuments, found: RunContents, record: Retention | None) -> None:
+def _recheck_listing(run: RunReader, found: RunContents, record: Retention | None) -> None:
     """Check one by one the objects that are unexpectedly missing from the listing, or unexpectedly in it."""
 
     def stat(key: str) -> ObjectInfo | None:
@@ -186,7 +186,7 @@ def _recheck_listing(run: RunDocuments, found: RunContents, record: Retention | 
             found.objects[key] = info
 
 
-def _read_history(run: RunDocuments, known_documents: dict[ObjectInfo, Listed]) -> list[Listed]:
+def _read_history(run: RunReader, known_documents: dict[ObjectInfo, Listed]) -> list[Listed]:
     head = run.head().version
     listed = _versions(run)
     if max(listed, default=0) > head:
@@ -213,12 +213,12 @@ def _read_history(run: RunDocuments, known_documents: dict[ObjectInfo, Listed]) 
     return history
 
 
-def _versions(run: RunDocuments) -> dict[int, ObjectInfo]:
+def _versions(run: RunReader) -> dict[int, ObjectInfo]:
     listed = run.bucket.list(VERSIONS_PREFIX)
     return {number: item for item in listed if (number := version_of_key(item.key)) is not None}
 
 
-def _find_unlisted(run: RunDocuments, head: int, listed: dict[int, ObjectInfo]) -> int | None:
+def _find_unlisted(run: RunReader, head: int, listed: dict[int, ObjectInfo]) -> int | None:
     """Add manifests put during the listing, which it lacks; return the first missing version."""
     for version in range(head + 1):
         if version not in listed:
@@ -255,7 +255,7 @@ def _unreadable(key: str, error: DeltaSyncError) -> DeltaSyncError:
     )
 
 
-def _read_standalone(run: RunDocuments, found: RunContents, known_documents: dict[ObjectInfo, Listed]) -> None:
+def _read_standalone(run: RunReader, found: RunContents, known_documents: dict[ObjectInfo, Listed]) -> None:
     listed = [
         item
         for prefix in (ANCHORS_PREFIX, MERGED_PREFIX)
@@ -284,7 +284,7 @@ def _read_standalone(run: RunDocuments, found: RunContents, known_documents: dic
     found.notes += [f"{document.key} does not fit the history, and stays" for document in found.unrelated]
 
 
-def _of_standalone(run: RunDocuments, item: ObjectInfo, history: list[Listed]) -> tuple[Listed, bool]:
+def _of_standalone(run: RunReader, item: ObjectInfo, history: list[Listed]) -> tuple[Listed, bool]:
     """Return an anchor or a merged delta, and whether it belongs to this history."""
     version = anchor_of_key(item.key)
     if version is not None:
@@ -298,7 +298,7 @@ def _of_standalone(run: RunDocuments, item: ObjectInfo, history: list[Listed]) -
     return Listed(item, first, last, _refs(merged.objects), merged.reversible), fits
 
 
-def _tags(run: RunDocuments, notes: list[str]) -> dict[str, Tag]:
+def _tags(run: RunReader, notes: list[str]) -> dict[str, Tag]:
     found: dict[str, Tag] = {}
     names = [tag_of_key(item.key) for item in run.bucket.list(TAGS_PREFIX)]
     for name in names:

@@ -17,6 +17,7 @@ from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket.conditional_put import confirm_created, create_if_absent
 from vllm_delta_sync.errors import ConflictError, DataError, DeltaSyncError, LimitError
 from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import (
     COLLECTION_END,
     COLLECTIONS_CLOCK,
@@ -26,9 +27,8 @@ from vllm_delta_sync.format.documents import (
     collection_key,
     collection_of_key,
 )
-from vllm_delta_sync.format.manifest import timestamp
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.run_reader import RunReader
 
 logger = guarded_logger(__name__)
 
@@ -41,7 +41,7 @@ KEPT = 4
 class CollectionLock:
     """The exclusive right to remove things from a run. Args: monotonic: this machine's clock, in seconds."""
 
-    def __init__(self, run: RunDocuments, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, run: RunReader, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._run, self._monotonic = run, monotonic
         self._holder = secrets.token_hex(16)
         self._number: int | None = None

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.errors import DataError, NotFoundError
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import Retention
-from vllm_delta_sync.format.manifest import Manifest, ObjectRef, timestamp, version_of_key
-from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_of_key
 from vllm_delta_sync.run.read_plan import Plan, plan_read
+from vllm_delta_sync.run.run_reader import RunReader
 
 Ranges = list[list[int]]
 
@@ -31,12 +32,12 @@ def spelled(versions: Iterable[int], most: int = 8) -> str:
     return ", ".join(([f"… {len(found) - most} ranges"] if len(found) > most else []) + words)
 
 
-def empty_record(run: RunDocuments) -> Retention:
+def empty_record(run: RunReader) -> Retention:
     """Return the record of a run from which nothing was removed."""
     return Retention(run=run.info.run, gone=[], created_at=timestamp())
 
 
-def lasting_plan(run: RunDocuments, target: Manifest) -> Plan:
+def lasting_plan(run: RunReader, target: Manifest) -> Plan:
     """Return a plan to rebuild a version from objects that are all stored and that no collection is removing.
 
     Raises:
@@ -68,7 +69,7 @@ def _lost(target: Manifest, reason: str) -> NotFoundError:
     )
 
 
-def _stays(run: RunDocuments, record: Retention, key: str, objects: list[ObjectRef]) -> bool:
+def _stays(run: RunReader, record: Retention, key: str, objects: list[ObjectRef]) -> bool:
     version = version_of_key(key)
     if version is not None and record.is_gone(version):
         return False

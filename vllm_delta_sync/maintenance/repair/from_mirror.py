@@ -28,8 +28,8 @@ from vllm_delta_sync.format.manifest import (
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.process_folders import ProcessFolder
 from vllm_delta_sync.run.checks import check_follows, object_limit
-from vllm_delta_sync.run.documents import RunDocuments, read_info, read_table
 from vllm_delta_sync.run.objects import fetch_object_file
+from vllm_delta_sync.run.run_reader import RunReader, read_info, read_table
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.verify.document_audit import DocumentAudit, read_head, read_standalone
 from vllm_delta_sync.verify.report import Finding
@@ -42,7 +42,7 @@ class Mirror:
         run: the run to repair. bucket: the copy. audit: the documents of ``run``.
     """
 
-    def __init__(self, run: RunDocuments, bucket: Bucket, audit: DocumentAudit) -> None:
+    def __init__(self, run: RunReader, bucket: Bucket, audit: DocumentAudit) -> None:
         self._run, self._bucket, self._audit = run, bucket, audit
         # Reads documents of the mirror, and checks them as those of the run.
         self._copy = copy(run)

@@ -15,15 +15,16 @@ from vllm_delta_sync.bucket import Bucket, open_beside
 from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.bucket.middleware.dry_run import DryRunBucket
 from vllm_delta_sync.errors import ConflictError, DataError, SettingsError, UsageError
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import RETENTION_KEY, anchor_of_key, merged_delta_of_key
-from vllm_delta_sync.format.manifest import HEAD_KEY, timestamp, version_of_key
+from vllm_delta_sync.format.manifest import HEAD_KEY, version_of_key
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.gc.lock import CollectionLock
 from vllm_delta_sync.maintenance.gc.record import empty_record, ranges, spelled
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
 from vllm_delta_sync.maintenance.repair.from_mirror import Mirror, restore_identity
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
-from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import make_head
 from vllm_delta_sync.verify.document_audit import DocumentAudit, read_head
@@ -56,7 +57,7 @@ class RepairReport:
 
 
 def repair(
-    run: RunDocuments | Bucket,
+    run: RunReader | Bucket,
     mirror: Bucket | str | None = None,
     base: str | Path | None = None,
     dry_run: bool = False,
@@ -78,11 +79,11 @@ def repair(
         BaseUnavailableError: ``base`` is not the run's base; nothing was rebuilt.
         DeltaSyncError: run.json or tensors.json is damaged or has no valid signature, and no mirror has it.
     """
-    bucket = run.bucket if isinstance(run, RunDocuments) else run
+    bucket = run.bucket if isinstance(run, RunReader) else run
     # Bypass the mirror in front of the bucket, which would hide damage in the bucket or in the mirror to restore from.
     bucket = bucket.origin if isinstance(bucket, OpenedBucket) else bucket
     if keyring is None:
-        keyring = run.keyring if isinstance(run, RunDocuments) else Keyring()
+        keyring = run.keyring if isinstance(run, RunReader) else Keyring()
     with ExitStack() as stack:
         if isinstance(mirror, str):
             mirror = stack.enter_context(open_beside(bucket, mirror, mirrored=False))
@@ -96,7 +97,7 @@ def _repair(
     outcome = RepairReport()
     if mirror is not None:
         outcome.repaired += [f"{key}: from the mirror" for key in restore_identity(bucket, mirror, keyring)]
-    run = RunDocuments(bucket, keyring)
+    run = RunReader(bucket, keyring)
     unsigned: list[str] = []
     for _ in range(ROUNDS):
         report, audit = examine(run, base, progress, Findings(keep=True))
@@ -115,7 +116,7 @@ def _repair(
 
 
 def _round(
-    run: RunDocuments,
+    run: RunReader,
     mirror: Bucket | None,
     base: str | Path | None,
     report: VerifyReport,
@@ -156,7 +157,7 @@ def _round(
     return done
 
 
-def _write_again(run: RunDocuments, key: str, base: str | Path | None, report: VerifyReport) -> str | None:
+def _write_again(run: RunReader, key: str, base: str | Path | None, report: VerifyReport) -> str | None:
     """Write a document again from the versions that are there; None for one that only a mirror has.
 
     A delta whose version other documents lead to is recorded as gone, so that nothing looks for its objects.
@@ -180,7 +181,7 @@ def _write_again(run: RunDocuments, key: str, base: str | Path | None, report: V
     return f"{key}: rebuilt from the history"
 
 
-def _record_gone(run: RunDocuments, version: int) -> str:
+def _record_gone(run: RunReader, version: int) -> str:
     lock = CollectionLock(run)
     try:
         lock.acquire()
@@ -193,7 +194,7 @@ def _record_gone(run: RunDocuments, version: int) -> str:
     return f"{RETENTION_KEY}: says that the objects of version {version} are gone; other documents lead to it"
 
 
-def _repair_head(run: RunDocuments, report: VerifyReport) -> str | None:
+def _repair_head(run: RunReader, report: VerifyReport) -> str | None:
     """Point HEAD.json at the newest good manifest, unless a publisher has done so meanwhile."""
     if report.head < 0:
         return None

@@ -1,4 +1,4 @@
-"""``RunReader`` reads from a bucket what the page shows of a run; each document that does not change is read once."""
+"""``PageReader`` reads from a bucket what the page shows of a run; each document that does not change is read once."""
 
 import heapq
 from collections.abc import Callable, Iterator
@@ -79,7 +79,7 @@ class VersionRow:
         return bool(self.reasons)
 
 
-class RunReader:
+class PageReader:
     """Reads one run again and again, in one thread at a time.
 
     Args:

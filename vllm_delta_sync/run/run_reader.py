@@ -1,4 +1,4 @@
-"""``RunDocuments`` reads and checks a run's documents: run.json, manifests, the head, tags, anchors, merged deltas."""
+"""``RunReader`` reads and checks a run's documents: run.json, manifests, the head, tags, anchors, merged deltas."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +25,7 @@ from vllm_delta_sync.errors import (
     UsageError,
 )
 from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.base_document import timestamp
 from vllm_delta_sync.format.documents import (
     ANCHORS_PREFIX,
     CLAIMS_PREFIX,
@@ -56,7 +57,6 @@ from vllm_delta_sync.format.manifest import (
     Manifest,
     ObjectRef,
     RunInfo,
-    timestamp,
     version_key,
     version_of_key,
 )
@@ -70,7 +70,7 @@ from vllm_delta_sync.run.checks import (
     object_limit,
 )
 from vllm_delta_sync.run.decode import decode_objects
-from vllm_delta_sync.run.head import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, newest_good_before
+from vllm_delta_sync.run.newest_good import MAX_BAD_DOCUMENTS, MAX_BAD_IN_A_ROW, newest_good_before
 from vllm_delta_sync.run.prefetch import MAX_EXPECTED, Prefetcher, read_ahead
 from vllm_delta_sync.run.version_names import NAMES, match_name
 from vllm_delta_sync.tensors.bits import BaseLookup
@@ -81,11 +81,11 @@ _Standalone = TypeVar("_Standalone", Anchor, Claim, MergedDelta, Heartbeat, Rete
 
 
 def parse_target(target: str) -> int | str:
-    """Return a setting ``target`` (a number, ``tag:NAME`` or ``head``) as ``RunDocuments.resolve`` takes it."""
+    """Return a setting ``target`` (a number, ``tag:NAME`` or ``head``) as ``RunReader.resolve`` takes it."""
     return int(target) if target.isdecimal() else target
 
 
-class RunDocuments:
+class RunReader:
     """Reads the documents of one run in a bucket, and never writes.
 
     If the keyring has trusted keys, each document that decides about weights must be signed by one of them; otherwise

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm_delta_sync.errors import DataError
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.run.documents import RunDocuments
+from vllm_delta_sync.run.run_reader import RunReader
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def may_be_served(manifest: Manifest, policy: ServicePolicy) -> bool:
     return (policy.quarantined or manifest.quarantine is None) and (not policy.exact or manifest.held_back is None)
 
 
-def newest_to_serve(run: RunDocuments, head: Manifest, policy: ServicePolicy) -> int | None:
+def newest_to_serve(run: RunReader, head: Manifest, policy: ServicePolicy) -> int | None:
     """Return the newest version up to ``head`` that servers serve by themselves; None if there is none.
 
     Each manifest names the newest version before it that is not quarantined, and the newest exact one. So mostly no
