@@ -27,6 +27,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key, version_of_key
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.graph import ROOT, Edge, Move, VersionGraph, contradicted
+from vllm_delta_sync.run.newest_good import MAX_BAD_IN_A_ROW
 from vllm_delta_sync.run.prefetch import read_ahead
 from vllm_delta_sync.run.run_reader import RunReader
 
@@ -196,7 +197,7 @@ class ReadPlanner:
         self._absent: dict[str, str | DataError] = {}
         self._top: Manifest | None = None
         self._listed: set[str] = set()
-        self._reached_head = False
+        self._covers_all = False
 
     def add_manifests(self, *manifests: Manifest) -> None:
         """Add manifests that were read already, so that they are not read again."""
@@ -215,9 +216,9 @@ class ReadPlanner:
         Raises:
             GapError: there is no path; the message names the obstacle. StoreError: the store failed.
         """
-        self._cover(max(start, target))
         if (steps := self._single_step(start, target)) is not None:
             return steps
+        self._cover(max(start, target))
         moves = self._usable((start, target), lambda: self._graph.way(start, target))
         if moves is None:
             raise self._gap(start, target)
@@ -313,16 +314,15 @@ class ReadPlanner:
                 self._graph.put(edge)
 
     def _cover_newer(self) -> bool:
-        """Put the versions up to the head into the graph, since one may lead back; whether there are any more."""
-        if self._reached_head:
-            return False
-        self._reached_head = True
-        before = -1 if self._top is None else self._top.version
-        with suppress(DataError):
-            head, _ = self._run.reachable_head()
-            self.add_manifests(head)
-            self._cover(head.version)
-        return self._top is not None and self._top.version > before
+        """Put newer versions into the graph, since one may lead back; return whether there are any."""
+        covered = -1 if self._top is None else self._top.version
+        newer = [] if self._covers_all else [version for version in self._run.versions() if version > covered]
+        self._covers_all = True
+        for version in reversed(newer[-MAX_BAD_IN_A_ROW:]):
+            with suppress(DataError):
+                self._cover(version)
+                return True
+        return False
 
     def _list(self, anchors: bool = False) -> None:
         """Put the merged deltas into the graph, and take out the deltas that retention has removed.
@@ -392,22 +392,23 @@ class ReadPlanner:
 
     def _settle(self, edge: Edge, document: Manifest | MergedDelta | Anchor | DataError) -> None:
         """Give an edge the cost and the directions that its document declares; without a document it is absent."""
-        key, at_root = edge.key, edge.low == ROOT
+        key, low = edge.key, edge.low
         self._settled.add(key)
         if isinstance(document, DataError):
             if version_of_key(key) is None and not isinstance(document, NotFoundError):
                 logger.warning("%s cannot be used: %s", key, document)
             self._drop(key, document)
-        elif isinstance(document, Manifest) and (document.kind == "delta") == at_root:
-            self._drop(key, f"is of kind {document.kind!r}")
-        else:
-            self._documents[key] = document
-            # Only its source run shows what a branch takes: at most the whole model.
-            is_branch = isinstance(document, Manifest) and at_root and Root(document).is_branch
-            cost = self._run.table.full_bytes if is_branch else document.payload_bytes
-            reversible = not at_root and not isinstance(document, Anchor) and document.reversible
-            self._graph.put(Edge(key, edge.low, edge.high, cost, reversible))
-            self._graph.guess = max(self._graph.guess, 0 if at_root else cost)
+            return
+        if isinstance(document, Manifest):
+            # Not what the newest manifest says of it, which nothing may confirm.
+            low = ROOT if document.base_version is None else document.base_version
+        self._documents[key] = document
+        # Only its source run shows what a branch takes: at most the whole model.
+        is_branch = isinstance(document, Manifest) and low == ROOT and Root(document).is_branch
+        cost = self._run.table.full_bytes if is_branch else document.payload_bytes
+        reversible = low != ROOT and not isinstance(document, Anchor) and document.reversible
+        self._graph.put(Edge(key, low, edge.high, cost, reversible))
+        self._graph.guess = max(self._graph.guess, 0 if low == ROOT else cost)
 
     def _drop_contradicted(self, trusted: dict[int, str], keys: list[str]) -> None:
         """Take out what other documents contradict: manifests by the ones after them, the others by the manifests."""
@@ -440,10 +441,10 @@ class ReadPlanner:
         """Return the step between two versions of which one builds on the other, without listing the bucket."""
         if start == target:
             return []
-        upper = self._documents.get(version_key(max(start, target)))
         lower = self._documents.get(version_key(min(start, target)))
-        if not isinstance(upper, Manifest) or not isinstance(lower, Manifest) or upper.kind != "delta":
+        if abs(start - target) > 1 or not isinstance(lower, Manifest):
             return None
+        upper = self.manifest(max(start, target))
         fits = upper.base_version == lower.version == upper.version - 1 and upper.parent == lower.digest
         fits &= upper.epoch >= lower.epoch and (target > start or upper.reversible)
         if not fits or version_key(upper.version) in {*self._avoid, *self._absent}:

@@ -6,7 +6,7 @@ versions before the bad one are still taken, and then the planner raises.
 
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import islice
 from typing import NoReturn
 
 from vllm_delta_sync.client import Run
@@ -162,9 +162,6 @@ class UpdatePlanner:
         self._planner(position.run).add_manifests(position.manifest)
         if self._history.is_followed_run(position):
             steps = self._own.path(position.version, target)
-            self._check_epochs(
-                [position.manifest, *(step.document for step in steps if isinstance(step.document, Manifest))]
-            )
             return [(step, step.end) for step in steps]
         wanted = [RunVersion(self._run, target), *self._history.origins()]
         segments = connect_runs(ancestry(position.run, position.version), wanted)
@@ -181,15 +178,6 @@ class UpdatePlanner:
         if segment.run.info.run == self._run.info.run:
             return [(step, step.end) for step in steps]
         return [(step, None) for step in steps]
-
-    def _check_epochs(self, manifests: list[Manifest]) -> None:
-        ordered = sorted(manifests, key=lambda manifest: manifest.version)
-        for before, after in pairwise(ordered):
-            if after.epoch < before.epoch:
-                raise ChainError(
-                    f"version {after.version} was written in epoch {after.epoch}, version {before.version} before it "
-                    f"in epoch {before.epoch}: another publisher had already taken over the run"
-                )
 
     def _plan_prefix(self, position: WeightPosition, path: StepPath, memory_bytes: int) -> UpdatePlan | None:
         """Plan as many steps of a path as fit, ending beyond the served version; return None if a document was marked
