@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.bucket.factory import parse_store_url
+from vllm_delta_sync.urls import parse_store_url
 
 Transfer = Callable[[str, str, Path], Callable[[], object]]
 

@@ -15,7 +15,6 @@ from tests.support.hub_buckets import URL, opened
 from tests.support.hub_store import Hub
 from tests.support.running import eventually
 from vllm_delta_sync.bucket import StoreOptions, transfer_observers
-from vllm_delta_sync.bucket.factory import parse_store_url
 from vllm_delta_sync.bucket.hub.bucket import HubBucket
 from vllm_delta_sync.bucket.hub.s3_gateway import ENDPOINT, KEY_ID, SECRET
 from vllm_delta_sync.errors import (
@@ -27,6 +26,7 @@ from vllm_delta_sync.errors import (
     UnavailableError,
     UsageError,
 )
+from vllm_delta_sync.urls import parse_store_url
 
 
 @pytest.fixture

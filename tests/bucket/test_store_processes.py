@@ -18,7 +18,7 @@ USE = """
 import os, sys
 from pathlib import Path
 from vllm_delta_sync.bucket.hub.bucket import HubBucket
-from vllm_delta_sync.bucket.factory import parse_store_url
+from vllm_delta_sync.urls import parse_store_url
 from vllm_delta_sync.settings import StoreOptions
 bucket, folder = HubBucket(parse_store_url("hf://buckets/team/weights/run"), StoreOptions()), Path(sys.argv[1])
 def use(name):

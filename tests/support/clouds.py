@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.answers import closed_port
-from vllm_delta_sync.bucket.factory import parse_store_url
 from vllm_delta_sync.bucket.obstore_bucket import ObjectStoreBucket
 from vllm_delta_sync.settings import StoreOptions
+from vllm_delta_sync.urls import parse_store_url
 
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}

@@ -8,8 +8,8 @@ import pytest
 from tests.support import stores
 from tests.support.hub_store import Hub
 from vllm_delta_sync.bucket import StoreOptions
-from vllm_delta_sync.bucket.factory import parse_store_url
 from vllm_delta_sync.bucket.hub.bucket import HubBucket
+from vllm_delta_sync.urls import parse_store_url
 
 ID = "team/weights"
 URL = f"hf://buckets/{ID}/run"

@@ -6,9 +6,14 @@ from typing import TYPE_CHECKING
 from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.settings import MAX_CONNECTIONS, StoreOptions, client_settings
-from vllm_delta_sync.urls import OBJECT_STORES, check_no_credentials, local_path, scheme_of, unknown_scheme
-from vllm_delta_sync.urls import StoreLocation as StoreLocation
-from vllm_delta_sync.urls import parse_store_url as parse_store_url
+from vllm_delta_sync.urls import (
+    OBJECT_STORES,
+    check_no_credentials,
+    local_path,
+    parse_store_url,
+    scheme_of,
+    unknown_scheme,
+)
 
 if TYPE_CHECKING:
     from vllm_delta_sync.bucket.middleware.usage import Metrics

@@ -25,7 +25,6 @@ from vllm_delta_sync.bucket.base import (
     replacing,
     size_of_source,
 )
-from vllm_delta_sync.bucket.factory import StoreLocation
 from vllm_delta_sync.bucket.obstore_clients import (
     CREATE_BYTES,
     MOST_PARTS,
@@ -40,6 +39,7 @@ from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import AccessError, LimitError, NotFoundError, StoreError, UnavailableError, UsageError
 from vllm_delta_sync.redaction import public_url, redact
 from vllm_delta_sync.settings import StoreOptions
+from vllm_delta_sync.urls import StoreLocation
 
 PIECE_BYTES = 1024 * 1024
 """Minimum size of each piece of a transfer but the last. Bandwidth limits apply once per piece."""

@@ -10,10 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from vllm_delta_sync.bucket.factory import StoreLocation
 from vllm_delta_sync.bucket.obstore_errors import CLIENT_ERRORS, Cause
 from vllm_delta_sync.errors import StoreError, UsageError
 from vllm_delta_sync.settings import StoreOptions
+from vllm_delta_sync.urls import StoreLocation
 
 PART_BYTES = 8 * 1024 * 1024
 """Size of an upload's parts, unless there would be more than MOST_PARTS."""

@@ -19,7 +19,6 @@ from vllm_delta_sync.bucket.base import (
     replacing,
     size_of_source,
 )
-from vllm_delta_sync.bucket.factory import StoreLocation
 from vllm_delta_sync.bucket.hub.api import HubApi, HubContent, HubFile
 from vllm_delta_sync.bucket.hub.errors import HubLocation, RefusedError, translate_hub_error
 from vllm_delta_sync.bucket.hub.s3_gateway import MAX_BYTES, open_gateway
@@ -27,6 +26,7 @@ from vllm_delta_sync.bucket.hub.xet import Transfers
 from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import NotFoundError, UnavailableError, UsageError
 from vllm_delta_sync.settings import StoreOptions
+from vllm_delta_sync.urls import StoreLocation
 
 _BLOCK_BYTES = 1 << 20
 _CHECK_FIRST_BYTES = 1 << 23
