@@ -1,6 +1,7 @@
 """``delta-sync completion``: prints a script for a shell, which asks ``delta-sync completion words`` at each TAB."""
 
 import argparse
+from typing import Any
 
 from vllm_delta_sync.cli.command import Report, command, option
 
@@ -34,19 +35,21 @@ def completion(options: argparse.Namespace) -> Report:
       delta-sync completion fish > ~/.config/fish/completions/delta-sync.fish
     """
     if options.shell == "words":
-        words = _completions(options.line)
+        words = _completions(options.line, options.parser)
         return Report({"words": words}, lambda data: print(*data["words"], sep="\n"))
     return Report(
         {"shell": options.shell, "script": SCRIPTS[options.shell]}, lambda data: print(data["script"], end="")
     )
 
 
-def _completions(line: str) -> list[str]:
-    """Return what may stand in place of the last word; nothing where a value is free text or the name of a file."""
-    from vllm_delta_sync.cli.main import build_parser
+def _completions(line: str, parser: Any) -> list[str]:
+    """Return what may stand in place of the last word; nothing where a value is free text or the name of a file.
 
+    Args:
+        parser: the ``Parser`` of the whole command line.
+    """
     *before, current = line.split(" ")[1:] or [""]
-    parser, previous = build_parser(), ""
+    previous = ""
     valued = {flag for child in parser.commands.values() for action in child._actions if action.nargs != 0
               for flag in action.option_strings}  # fmt: skip
     for word in before:

@@ -130,7 +130,9 @@ def build_parser() -> Parser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line. The result's ``closing`` is an ExitStack that is closed after the command.
+    """Parse a command line.
+
+    The result's ``closing`` is an ExitStack that is closed after the command, and ``parser`` is the whole parser.
 
     Raises:
         UsageError: the command line is not valid.
@@ -139,7 +141,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if arguments and arguments[0] == "serve":
         ours, rest = split_serve(arguments[1:])
         arguments = ["serve", *ours]
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    options.parser = parser
     options.command, options.rest, options.closing = options.spec.name, rest, ExitStack()
     return options
 
