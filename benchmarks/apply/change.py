@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import apply_distances, diff
+from vllm_delta_sync.tensors.bits import apply_distances
 from vllm_delta_sync.tensors.changes import Changes, Sparse
+from vllm_delta_sync.tensors.segments import diff
 
 ELEMENT = DTYPES["BF16"]
 FARTHEST = 7

@@ -20,8 +20,9 @@ from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Break, Head, Manifest, ObjectRef, RunInfo
 from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseTensor, Bits, diff
+from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
+from vllm_delta_sync.tensors.segments import diff
 from vllm_delta_sync.tensors.state import ModelState
 from vllm_delta_sync.trust import Keyring
 

@@ -32,8 +32,9 @@ from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.format.dtypes import DTYPES as ELEMENTS
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.merge_writer import make_merged_delta
-from vllm_delta_sync.tensors.bits import Bits, diff
+from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
+from vllm_delta_sync.tensors.segments import diff
 
 
 def test_manifest_says_what_readers_need(bucket: Hooked, trainer: Trainer) -> None:

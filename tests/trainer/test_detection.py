@@ -20,7 +20,7 @@ from trainer_side.diff.reader import boxes, host_bits, nan_pattern
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors import bits as wire_bits
-from vllm_delta_sync.tensors import diff_kernels
+from vllm_delta_sync.tensors import diff_kernels, segments
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
 from vllm_delta_sync.tensors.segments import CHUNKS, ROOM
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
@@ -233,7 +233,7 @@ def test_small_tensors_are_compared_in_one_call(dtype: str, share: float) -> Non
         small = [SmallTensor.of(*each) for each in zip(specs, buffers, lives, strict=True)]
         changes = detector.collect_each([tensor for tensor in small if tensor is not None], logs)
         for spec, old, new, buffer, log, change in zip(specs, olds, news, buffers, logs, changes, strict=True):
-            wanted = wire_bits.diff(spec.name, element, old.copy(), new)
+            wanted = segments.diff(spec.name, element, old.copy(), new)
             assert Difference.of(log, change) == Difference(wanted[0].tolist(), wanted[1].tolist(), wanted[2])
             assert np.array_equal(buffer.bits, new)
             log.revert(buffer)

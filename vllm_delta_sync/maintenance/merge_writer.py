@@ -37,8 +37,9 @@ from vllm_delta_sync.run.objects import (
 from vllm_delta_sync.run.read_plan import ReadPlanner, Step
 from vllm_delta_sync.run.restore import check_step
 from vllm_delta_sync.run.run_reader import RunReader
-from vllm_delta_sync.tensors.bits import BaseLookup, diff
+from vllm_delta_sync.tensors.bits import BaseLookup
 from vllm_delta_sync.tensors.changes import Full, Sparse
+from vllm_delta_sync.tensors.segments import diff
 from vllm_delta_sync.tensors.state import ModelState
 
 logger = guarded_logger(__name__)

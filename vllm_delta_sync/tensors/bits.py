@@ -1,4 +1,4 @@
-"""Bit patterns of flat tensors: ``diff`` finds changes, ``apply_distances`` applies them in place.
+"""Bit patterns of flat tensors: ``apply_distances`` applies changes in place; ``segments.diff`` finds them.
 
 All arrays are flat and C-contiguous; ``bits`` have the unsigned dtype of their element type (DType.uint).
 The ULP distance of two patterns is their difference, modulo 2^width, in a monotone order of all patterns
@@ -13,9 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_delta_sync.errors import TensorMismatchError
 from vllm_delta_sync.format.dtypes import DType
-from vllm_delta_sync.format.fingerprint import Fingerprint, tensor_seed
 
 Bits = npt.NDArray[np.unsignedinteger]
 Positions = npt.NDArray[np.int64]
@@ -29,40 +27,6 @@ def order_masks(dtype: DType) -> tuple[np.uint64, np.uint64]:
     """Return (sign, mask) for the kernels: the sign bit (0 for integer types) and all bits of the width."""
     width = 8 * dtype.itemsize
     return np.uint64(1 << (width - 1) if dtype.is_float else 0), np.uint64((1 << width) - 1)
-
-
-def diff(name: str, dtype: DType, old: Bits, new: Bits) -> tuple[Positions, Bits, Fingerprint]:
-    """Find the changed elements and update ``old`` to ``new``.
-
-    Args:
-        name: tensor name, for the fingerprint.
-        old: (numel,) baseline, updated in place.
-        new: (numel,) current bits.
-
-    Returns:
-        positions (n,) int64 ascending, ULP distances (n,), fingerprint change.
-
-    Raises:
-        TensorMismatchError: the arrays differ in size, or do not have the dtype's width.
-    """
-    if old.shape != new.shape or old.dtype != dtype.uint or new.dtype != dtype.uint:
-        raise TensorMismatchError(
-            f"tensor {name!r}: {new.size} elements of {new.dtype} against {old.size} of {old.dtype}; "
-            f"{dtype.uint} expected"
-        )
-    from vllm_delta_sync.tensors import diff_kernels
-    from vllm_delta_sync.tensors.segments import Segment, SegmentArrays, joined
-
-    masks, seed = order_masks(dtype), np.uint64(tensor_seed(name))
-    segments, change, done = [], Fingerprint(), 0
-    while done < old.size:
-        arrays = SegmentArrays.empty(dtype)
-        arrays.state[2] = done
-        segments.append(Segment.open(arrays))
-        low, high = diff_kernels.collect(old, new, 0, *masks, seed, *arrays.as_arguments())
-        change += Fingerprint(int(low), int(high))
-        done = int(arrays.state[2])
-    return *joined(segments, dtype), change
 
 
 def apply_distances(dtype: DType, bits: Bits, positions: Positions, distances: Bits) -> None:
