@@ -20,10 +20,11 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from vllm_delta_sync.codec.tiles import decode_kernels, prefix_code
+from vllm_delta_sync.codec.tiles import alphabets, decode_kernels
+from vllm_delta_sync.codec.tiles.alphabets import CLASSES, LONGEST, TABLES
 from vllm_delta_sync.codec.tiles.classes import key_limits, magnitude_mask
 from vllm_delta_sync.codec.tiles.grid import Grid
-from vllm_delta_sync.codec.tiles.prefix_code import CLASSES, LONGEST, TABLES, Decoding
+from vllm_delta_sync.codec.tiles.prefix_code import Decoding
 from vllm_delta_sync.codec.tiles.rectangles import CutTileError
 from vllm_delta_sync.engine.model.commit_triton import WIDTHS
 from vllm_delta_sync.errors import UnsupportedError
@@ -58,10 +59,10 @@ COLUMNS = tl.constexpr(10)  # of the tensor
 ROOM = tl.constexpr(11)  # where its changes begin in ``ranks`` and ``steps``
 WORDS = tl.constexpr(12)  # words of one class before its own in ``masks`` and ``before``
 
-_OTHERS = tl.constexpr(prefix_code.OTHERS)
-_PLAIN_TABLE = tl.constexpr(prefix_code.PLAIN)
+_OTHERS = tl.constexpr(alphabets.OTHERS)
+_PLAIN_TABLE = tl.constexpr(alphabets.PLAIN)
 _CLASSES = tl.constexpr(CLASSES)
-_KINDS = tl.constexpr(prefix_code.KINDS)
+_KINDS = tl.constexpr(alphabets.KINDS)
 _ENTRIES = tl.constexpr(1 << LONGEST)
 _BLOCK_ENTRIES = tl.constexpr(TABLES * 2 << LONGEST)
 _SHORT = tl.constexpr(decode_kernels.SHORT)
