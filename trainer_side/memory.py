@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.change_log import SAMPLE_ELEMENTS
-from trainer_side.diff.device import TORCH_ELEMENTS, WINDOW_ELEMENTS
+from trainer_side.diff.device import WINDOW_ELEMENTS
+from trainer_side.diff.differences import TORCH_ELEMENTS
 from trainer_side.diff.memory_limits import MemoryLimits, MemoryUse
 from trainer_side.diff.pending_delta import SAMPLE_PIECES
 from trainer_side.options import PublisherOptions

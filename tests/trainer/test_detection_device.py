@@ -16,7 +16,7 @@ from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, expe
 from trainer_side import Gate, Publisher
 from trainer_side.diff import baseline as baselines
 from trainer_side.diff import device as detection_device
-from trainer_side.diff import engine
+from trainer_side.diff import differences, engine
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, DeviceBuffer, HostBuffer, move_buffer
 from trainer_side.diff.change_log import ChangeLog, ChangeSpool
@@ -52,7 +52,7 @@ def test_device_finds_what_the_host_finds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(detection_device, "WINDOW_ELEMENTS", 1000)
-    monkeypatch.setattr(detection_device, "TORCH_ELEMENTS", 700)
+    monkeypatch.setattr(differences, "TORCH_ELEMENTS", 700)
     for live in (torch.randn(70, 90).to(given), torch.randn(70, 90).to(given).t(), torch.randn(()).to(given)):
         new = served(live, dtype)
         old = disturbed(new, share)
@@ -149,6 +149,7 @@ def test_a_baseline_on_a_device(gate: Gate | None, bucket: Hooked, monkeypatch: 
 WATCHED = {
     "diff/engine.py",
     "diff/device.py",
+    "diff/differences.py",
     "diff/buffers.py",
     "diff/reader.py",
     "diff/change_log.py",

@@ -13,7 +13,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from trainer_side.diff.device import Differences
+from trainer_side.diff.differences import Differences
 from vllm_delta_sync.format.fingerprint import tensor_seed
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.format.triton_hash import high_lane, low_lane, premix
@@ -130,7 +130,7 @@ def nan_pattern(device: torch.device) -> int:
 
 
 def extract_triton(spec: TensorSpec, start: int, box: torch.Tensor, window: torch.Tensor) -> Iterator[Differences]:
-    """Do ``device.extract_torch``, in one pass over box and window; where much changed, in several stretches."""
+    """Do ``differences.extract_torch``, in one pass over box and window; where much changed, in several stretches."""
     box = box.contiguous().view(-1)
     rounds = box.dtype == torch.float32 and spec.dtype == "BF16"
     if box.dtype != TORCH_DTYPES[spec.dtype] and not rounds:
