@@ -23,7 +23,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trainer_side.checkpoint_layouts import FileState, FoundCheckpoint, find_checkpoints, locate, step_of
-from trainer_side.model.sources import CheckpointTensor, LiveTensors, check_name
+from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, check_name
 from trainer_side.options import PublisherOptions
 from trainer_side.publisher import Publisher
 from trainer_side.takeover import check_expected_run

@@ -18,8 +18,8 @@ from trainer_side.diff.version_changes import VersionChanges
 from trainer_side.encode.budget_selection import check_dtypes
 from trainer_side.encode.encoder import BaseCopies
 from trainer_side.encode.update_gate import nonfinite_by_tensor
+from trainer_side.model.live_tensors import LiveTensors
 from trainer_side.model.quantized import quantized, to_quantize
-from trainer_side.model.sources import LiveTensors
 from trainer_side.options import PublisherOptions
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run

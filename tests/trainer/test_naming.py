@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.architectures import TRANSFORMERS, Plain, adamw, qwen3, qwen3_moe, same_bits, saved, train
 from trainer_side.model.conversion_trace import Replay, View, trace
-from trainer_side.model.sources import LiveTensors, live_tensors
+from trainer_side.model.live_tensors import LiveTensors
+from trainer_side.model.sources import live_tensors
 from vllm_delta_sync.errors import ModelError, UsageError
 
 

@@ -16,9 +16,10 @@ from tests.support.publishing import Tensors, assert_holds
 from tests.support.quantizing import SCHEMES, digest, edit_recipe, fill_evenly, library_tensors, save_quantized
 from tests.support.tiny import make_model, make_model_like, make_tokenizer, train_steps
 from trainer_side import Publisher
+from trainer_side.model.live_tensors import LiveTensors
 from trainer_side.model.module import ModuleTensors
 from trainer_side.model.quantized import QuantizedTensors, quantized
-from trainer_side.model.sources import IterableTensors, LiveTensors
+from trainer_side.model.sources import IterableTensors
 from trainer_side.model.streamed import StreamedWeights
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import GateError, ModelError

@@ -10,7 +10,8 @@ import torch
 from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, DeviceBuffer, HostBuffer, HostSlab, move_buffer
 from trainer_side.diff.memory_limits import MemoryUse
 from trainer_side.diff.reader import host_bits
-from trainer_side.model.sources import LiveTensors, check_fits, own_spec, target_names
+from trainer_side.model.live_tensors import LiveTensors
+from trainer_side.model.sources import check_fits, own_spec, target_names
 from vllm_delta_sync.errors import FingerprintError, ModelError, TensorMismatchError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorTable

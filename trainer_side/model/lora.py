@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_side.model.sources import check_readable
+from trainer_side.model.live_tensors import check_readable
 from vllm_delta_sync.errors import ModelError
 
 _REMEDY = (

@@ -13,9 +13,16 @@ import torch
 from torch import nn
 
 from trainer_side.model.conversion_trace import Route, View, trace
+from trainer_side.model.live_tensors import (
+    CheckpointTensor,
+    LiveTensors,
+    changed,
+    check_name,
+    check_readable,
+    storage_key,
+)
 from trainer_side.model.lora import LoraLayers, has_adapters
 from trainer_side.model.selection import Selection
-from trainer_side.model.sources import CheckpointTensor, LiveTensors, changed, check_name, check_readable, storage_key
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.torch_sharding import is_sharded, layout, local_boxes, whole_shape

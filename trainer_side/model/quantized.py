@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from trainer_side.model.sources import CheckpointTensor, LiveTensors, NamedTensors
+from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, NamedTensors
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.canonical_json import load_json
 from vllm_delta_sync.format.table import TensorSpec
