@@ -10,9 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.device import SimulatedDevice, staged_on_device
 from tests.support.world import World
 from vllm_delta_sync.engine.commit import apply as commits
-from vllm_delta_sync.engine.model import accelerator, device_patch
-from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch
-from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
+from vllm_delta_sync.engine.model import accelerator, device_batch, device_patch
+from vllm_delta_sync.engine.model.patch import StagedPatch
+from vllm_delta_sync.engine.model.patch_parts import SparsePatch
+from vllm_delta_sync.engine.model.route import Destination
+from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import BusyError, DeltaSyncError, MemoryLimitError
@@ -94,7 +96,7 @@ def test_a_packed_batch_is_laid_out_as_kernels_read_it() -> None:
             end, part = int(packed.ends[segment]), batch.parts[segment]
             begin = end - part.size
             assert begin <= first < end
-            stop = min(first + device_patch.BLOCK, end)
+            stop = min(first + device_batch.BLOCK, end)
             seen[first:stop] += 1
             chosen = slice(part.start + first - begin, part.start + stop - begin)
             assert np.array_equal(packed.positions[first:stop].numpy(), part.patch.positions[chosen])

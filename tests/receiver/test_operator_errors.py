@@ -27,7 +27,7 @@ from vllm_delta_sync.bucket import obstore_clients
 from vllm_delta_sync.engine.follow import service as service_module
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
-from vllm_delta_sync.engine.worker import rank_worker
+from vllm_delta_sync.engine.worker import worker_extension
 from vllm_delta_sync.errors import SettingsError
 from vllm_delta_sync.settings import load_settings
 
@@ -210,9 +210,9 @@ def test_run_of_another_model_is_refused_once_and_another_run_in_its_place_heals
 
 def test_worker_without_a_controller_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     contacted = threading.Event()
-    monkeypatch.setattr(rank_worker, "contacted", contacted)
-    monkeypatch.setattr(rank_worker, "CONTACT_SECONDS", POLL)
-    rank_worker.watch_for_controller()
+    monkeypatch.setattr(worker_extension, "contacted", contacted)
+    monkeypatch.setattr(worker_extension, "CONTACT_SECONDS", POLL)
+    worker_extension.watch_for_controller()
     wait_until(lambda: len(warned(caplog)) >= 2)
     contacted.set()
     (line,) = set(warned(caplog))

@@ -338,7 +338,7 @@ def finished_models(draw: st.DrawFn) -> tuple[list[tuple[Layer, str]], str, str,
 def staged(routes: RouteMap, old: Version, new: Version) -> StagedPatch:
     patch = route_changes(1, changes_between(old.table, old.bits, new.bits), routes, old.fingerprints)
     if routes.reload_units is not None:
-        routes.reload_units.add_outputs_to(patch, routes)
+        patch.dense += routes.reload_units.outputs_after(patch.sparse, patch.dense)
     return patch
 
 
@@ -382,7 +382,7 @@ def test_models_worked_on_after_loading_are_followed_exactly_or_refused(
     assert now == right, next(name for name in right if now.get(name) != right[name])
     event("exact" if routes.reload_units is None else "exact, loaded again")
     if routes.reload_units is not None:
-        assert routes.reload_units.up_to_date(routes.reload_units.tensors, routes) == set(routes.reload_units.tensors)
+        assert routes.reload_units.up_to_date(routes.reload_units.tensors) == set(routes.reload_units.tensors)
     apply_patch(patch, routes, reverse=True)
     assert model.everything() == held
     assert [found[:1] for found in routes.fingerprint_routes(range(len(table)))] == gathered

@@ -8,8 +8,8 @@ import torch
 from tests.support.modules import ModulePort, named
 from tests.support.world import World
 from vllm_delta_sync.engine.model import device_patch, host_patch
-from vllm_delta_sync.engine.model.device_patch import PackedBatch, Part
-from vllm_delta_sync.engine.model.route_map import Destination
+from vllm_delta_sync.engine.model.device_batch import PackedBatch, Part
+from vllm_delta_sync.engine.model.route import Destination
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import EngineError

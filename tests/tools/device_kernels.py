@@ -22,7 +22,7 @@ from trainer_side.diff import triton as diff
 from vllm_delta_sync.engine.model import commit_triton as commit
 from vllm_delta_sync.engine.model import decode_triton as decode
 from vllm_delta_sync.engine.model import fingerprint_triton as fingerprint
-from vllm_delta_sync.engine.model.device_patch import BLOCK
+from vllm_delta_sync.engine.model.device_batch import BLOCK
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
 
 

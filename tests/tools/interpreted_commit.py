@@ -9,15 +9,17 @@ import torch
 
 from tests.support.device import staged_on_device
 from vllm_delta_sync.engine.commit.apply import apply_patch
-from vllm_delta_sync.engine.model import accelerator, commit_triton, device_patch
-from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch
-from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
+from vllm_delta_sync.engine.model import accelerator, commit_triton, device_batch, device_patch
+from vllm_delta_sync.engine.model.patch import StagedPatch
+from vllm_delta_sync.engine.model.patch_parts import SparsePatch
+from vllm_delta_sync.engine.model.route import Destination
+from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.format.dtypes import DTYPES, DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES
 
-SIZES = (1, device_patch.BLOCK - 1, device_patch.BLOCK, device_patch.BLOCK + 1, 2 * device_patch.BLOCK + 7)
+SIZES = (1, device_batch.BLOCK - 1, device_batch.BLOCK, device_batch.BLOCK + 1, 2 * device_batch.BLOCK + 7)
 
 
 def edge_patterns(element: DType) -> np.ndarray:

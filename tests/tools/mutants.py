@@ -100,6 +100,7 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "receiver/test_commit.py",
         "receiver/test_commit_faults.py",
     ),
+    "vllm_delta_sync/engine/model/device_batch.py": ("receiver/test_device_commit.py", "receiver/test_commit.py"),
     "vllm_delta_sync/engine/model/device_patch.py": (
         "receiver/test_device_commit.py",
         "receiver/test_commit.py",

@@ -12,7 +12,7 @@ from vllm_delta_sync.engine.names import WORKER_EXTENSION
 
 if TYPE_CHECKING:
     from vllm_delta_sync.engine.api.embedded import AsyncSync, OfflineSync, attach, attach_async
-    from vllm_delta_sync.engine.worker.rank_worker import WorkerExtension
+    from vllm_delta_sync.engine.worker.worker_extension import WorkerExtension
 
 __all__ = ["WORKER_EXTENSION", "AsyncSync", "OfflineSync", "WorkerExtension", "attach", "attach_async"]
 
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> object:
         # decide how the CPU keeps its weights.
         from vllm_delta_sync.engine.compat import cpu_experts, features, load_hook, patches
         from vllm_delta_sync.engine.core import executors
-        from vllm_delta_sync.engine.worker.rank_worker import WorkerExtension, watch_for_controller
+        from vllm_delta_sync.engine.worker.worker_extension import WorkerExtension, watch_for_controller
 
         features.check_front_end(os.environ)
         executors.install()

@@ -10,7 +10,7 @@ import torch
 import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from vllm_delta_sync.engine.model.device_patch import BLOCK, Batch, PackedBatch
+from vllm_delta_sync.engine.model.device_batch import BLOCK, Batch, PackedBatch
 from vllm_delta_sync.format.triton_hash import high_lane, low_lane
 
 WIDTHS = {

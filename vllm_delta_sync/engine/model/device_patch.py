@@ -9,154 +9,29 @@ What a kernel does: a negative pattern x of a float stands in the monotone order
 complement equals smallest − x − 1; distances are added there, modulo 2^width. The hash is that of docs/FORMAT.md.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_delta_sync.engine.model.accelerator import Accelerator, Slab, Workspace
-from vllm_delta_sync.engine.model.patch import Addresses, SparsePatch, StagedPatch
-from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
+from vllm_delta_sync.engine.model.accelerator import Accelerator, Workspace
+from vllm_delta_sync.engine.model.device_batch import Batch, PackedBatch, Part, cut_batches
+from vllm_delta_sync.engine.model.patch_parts import Addresses, SparsePatch
+from vllm_delta_sync.engine.model.route import Destination
+from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.undo_writes import undo_writes
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.tensors.torch_hash import write_lanes
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
-BLOCK = 1024
-"""Elements per block of a kernel's grid."""
 TORCH_ELEMENTS = 1 << 20
 """Elements per step without Triton: bounds the scratch memory."""
 TORCH_SCRATCH = 8
 """Arrays of 8 bytes per element that such a step needs."""
-ALIGNMENT = 16
-PART_BYTES = 8 + 4 + 4 + 8
-"""Bytes in a packed batch per part of a patch: address, end, row, and one block that is not full."""
-PACKED_ARRAYS = 8
-
-
-@dataclass(frozen=True)
-class PackedBatch:
-    """A batch as kernels read it: views of one stretch of memory, on the host or on the device.
-
-    Attributes:
-        relative: whether ``data`` are distances.
-        is_float: whether the monotone order mirrors negative patterns.
-        premix: (n,) int64: position half of each element's hash.
-        bases: (s,) int64: address of each segment's destination.
-        ends: (s,) int32: index of the element after each segment's last.
-        rows: (s,) int32: row of ``sums`` that each segment adds to.
-        firsts: (b,) int32: index of the first element of each block.
-        segments: (b,) int32: segment of each block.
-        positions: (n,) int32 or int64 indices into the destination.
-        data: (n,) signed integers of the element's width: distances, or the bits to exchange.
-    """
-
-    relative: bool
-    is_float: bool
-    premix: torch.Tensor
-    bases: torch.Tensor
-    ends: torch.Tensor
-    rows: torch.Tensor
-    firsts: torch.Tensor
-    segments: torch.Tensor
-    positions: torch.Tensor
-    data: torch.Tensor
-
-
-@dataclass
-class Part:
-    """Elements ``start`` … ``stop`` − 1 of a patch; ``row`` of the sums is that of the patch's group."""
-
-    patch: SparsePatch
-    destination: Destination
-    row: int
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass
-class Batch:
-    """What one launch writes: parts of patches with one element type, all relative or none, no element twice.
-
-    Attributes:
-        uploaded: has the packed batch on the device; None if it is in host memory only.
-    """
-
-    parts: list[Part]
-    uploaded: Slab | None = None
-
-    @cached_property
-    def elements(self) -> int:
-        return sum(part.size for part in self.parts)
-
-    @cached_property
-    def blocks(self) -> int:
-        return sum(-(-part.size // BLOCK) for part in self.parts)
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Size of the packed batch."""
-        return sum(-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in self._layout)
-
-    @property
-    def _layout(self) -> list[tuple[int, torch.dtype]]:
-        first, parts = self.parts[0].patch, len(self.parts)
-        index = torch.int32 if first.positions.itemsize == 4 else torch.int64
-        return [
-            (self.elements, torch.int64),
-            (parts, torch.int64),
-            (parts, torch.int32),
-            (parts, torch.int32),
-            (self.blocks, torch.int32),
-            (self.blocks, torch.int32),
-            (self.elements, index),
-            (self.elements, SIGNED[first.element.itemsize]),
-        ]
-
-    def views(self, memory: torch.Tensor) -> PackedBatch:
-        """Return the packed batch in (≥ nbytes,) uint8 memory."""
-        arrays, at = [], 0
-        for count, dtype in self._layout:
-            arrays.append(memory[at : at + count * dtype.itemsize].view(dtype))
-            at += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        first = self.parts[0].patch
-        return PackedBatch(first.relative, first.element.is_float, *arrays)
-
-    def pack(self, memory: torch.Tensor) -> None:
-        """Write the packed batch into (≥ nbytes,) uint8 memory of the host."""
-        packed = self.views(memory)
-        premix, positions, data = (tensor.numpy() for tensor in (packed.premix, packed.positions, packed.data))
-        firsts, segments = packed.firsts.numpy(), packed.segments.numpy()
-        bases, ends, rows = packed.bases.numpy(), packed.ends.numpy(), packed.rows.numpy()
-        at = block = 0
-        for number, part in enumerate(self.parts):
-            patch, stretch, end = part.patch, slice(part.start, part.stop), at + part.size
-            premix[at:end] = patch.premix[stretch].view(np.int64)
-            positions[at:end] = patch.positions[stretch]
-            data[at:end] = patch.data[stretch].view(data.dtype)
-            bases[number] = part.destination.flat.data_ptr()
-            ends[number], rows[number] = end, part.row
-            blocks = -(-part.size // BLOCK)
-            firsts[block : block + blocks] = np.arange(at, end, BLOCK)
-            segments[block : block + blocks] = number
-            at, block = end, block + blocks
-
-    def unpack_data(self, memory: torch.Tensor) -> None:
-        """Copy the packed ``data`` in host memory to the patches, after an exchange."""
-        data, at = memory.numpy(), 0
-        for part in self.parts:
-            part.patch.data[part.start : part.stop] = data[at : at + part.size].view(part.patch.data.dtype)
-            at += part.size
 
 
 class DevicePatch:
@@ -170,7 +45,7 @@ class DevicePatch:
     def __init__(self, patches: list[SparsePatch], routes: RouteMap, workspace: Workspace) -> None:
         self._workspace, self._memory = workspace, routes.memory
         self._groups = sorted({patch.group for patch in patches})
-        self.batches = list(_batches(patches, routes, self._groups, workspace.nbytes))
+        self.batches = list(cut_batches(patches, routes, self._groups, workspace.nbytes))
         sums = 16 * len(self._groups)
         self._sums = workspace.accelerator.allocate(sums).view(torch.int64).view(-1, 2)
         self._sums_on_host = workspace.accelerator.allocate_pinned(sums).view(torch.int64).view(-1, 2)
@@ -248,8 +123,8 @@ class DevicePatch:
                 batch.unpack_data(on_host)
 
 
-def stage_on_device(patch: StagedPatch, routes: RouteMap) -> None:
-    """Prepare the commit of a patch on the device of its weights; does nothing where all weights are in host memory.
+def stage_on_device(sparse: list[SparsePatch], routes: RouteMap) -> DevicePatch | None:
+    """Prepare the commit of patches on the device of their weights; None where all weights are in host memory.
 
     Raises:
         torch.OutOfMemoryError: the device has not even memory for the smallest workspace. BusyError: the engine is
@@ -257,41 +132,17 @@ def stage_on_device(patch: StagedPatch, routes: RouteMap) -> None:
     """
     accelerator = routes.memory.accelerator
     if accelerator is None:
-        return
-    patches = [sparse for sparse in patch.sparse if is_on_device(routes.destinations[sparse.destination], routes)]
-    patch.on_device = DevicePatch(patches, routes, accelerator.workspace)
-    patch.on_device.upload()
-    accelerator.workspace.record_version(sum(batch.uploaded is not None for batch in patch.on_device.batches))
+        return None
+    patches = [patch for patch in sparse if is_on_device(routes.destinations[patch.destination], routes)]
+    on_device = DevicePatch(patches, routes, accelerator.workspace)
+    on_device.upload()
+    accelerator.workspace.record_version(sum(batch.uploaded is not None for batch in on_device.batches))
+    return on_device
 
 
 def is_on_device(destination: Destination, routes: RouteMap) -> bool:
     """Return whether a destination lies on the accelerator; if not, it is in host memory."""
     return routes.memory.accelerator is not None and destination.flat.device == routes.memory.accelerator.device
-
-
-def _batches(patches: list[SparsePatch], routes: RouteMap, groups: list[int], most: int) -> Iterator[Batch]:
-    """Cut patches into batches of at most ``most`` bytes, in their order."""
-    parts: list[Part] = []
-    kind: tuple[Any, ...] = ()
-    room = 0
-    for patch in patches:
-        row, destination = groups.index(patch.group), routes.destinations[patch.destination]
-        # Per block of elements, and 4 bytes each for the block's first element and segment.
-        block_bytes = BLOCK * (8 + patch.positions.itemsize + patch.data.itemsize) + 8
-        start = 0
-        while start < patch.positions.size:
-            count = min(patch.positions.size - start, (room - PART_BYTES) * BLOCK // block_bytes)
-            if parts and (count <= 0 or kind != (patch.element, patch.relative, patch.positions.dtype)):
-                yield Batch(parts)
-                parts = []
-            if not parts:
-                kind, room = (patch.element, patch.relative, patch.positions.dtype), most - PACKED_ARRAYS * ALIGNMENT
-                count = min(patch.positions.size - start, (room - PART_BYTES) * BLOCK // block_bytes)
-            parts.append(Part(patch, destination, row, start, start + count))
-            room -= PART_BYTES + -(-count * block_bytes // BLOCK)
-            start += count
-    if parts:
-        yield Batch(parts)
 
 
 def _triton(accelerator: Accelerator) -> ModuleType | None:

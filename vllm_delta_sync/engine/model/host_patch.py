@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from vllm_delta_sync.engine.model.device_patch import is_on_device
-from vllm_delta_sync.engine.model.patch import SparsePatch, StagedPatch
-from vllm_delta_sync.engine.model.route_map import Destination, RouteMap
+from vllm_delta_sync.engine.model.patch_parts import SparsePatch
+from vllm_delta_sync.engine.model.route import Destination
+from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.tensors.bits import order_masks
 
@@ -49,17 +50,18 @@ class HostBatch:
         return {group: Fingerprint(int(low), int(high)) for group, (low, high) in totals}
 
 
-def stage_on_host(patch: StagedPatch, routes: RouteMap) -> None:
-    """Prepare the commit of what a patch writes in host memory, in the order of its patches."""
+def stage_on_host(sparse: list[SparsePatch], routes: RouteMap) -> list[HostBatch]:
+    """Prepare the commit of those patches that write in host memory, in their order."""
     in_memory = [
-        (sparse, routes.destinations[sparse.destination])
-        for sparse in patch.sparse
-        if not is_on_device(routes.destinations[sparse.destination], routes)
+        (patch, routes.destinations[patch.destination])
+        for patch in sparse
+        if not is_on_device(routes.destinations[patch.destination], routes)
     ]
-    patch.on_host = []
+    batches: list[HostBatch] = []
     for _, found in groupby(in_memory, lambda pair: _kind(pair[0])):
         patches, destinations = zip(*found, strict=True)
-        patch.on_host.append(HostBatch(list(patches), list(destinations)))
+        batches.append(HostBatch(list(patches), list(destinations)))
+    return batches
 
 
 def _kind(patch: SparsePatch) -> tuple[Any, ...]:

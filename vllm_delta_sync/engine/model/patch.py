@@ -8,77 +8,25 @@ with the patch.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from vllm_delta_sync.engine.model.regions import Indices, Region
-from vllm_delta_sync.engine.model.route_map import Route, RouteMap
+from vllm_delta_sync.engine.model.device_patch import DevicePatch
+from vllm_delta_sync.engine.model.host_patch import HostBatch
+from vllm_delta_sync.engine.model.patch_parts import DensePatch, SparsePatch
+from vllm_delta_sync.engine.model.regions import Region
+from vllm_delta_sync.engine.model.route import Route, region_view
+from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.errors import FingerprintError
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor, tensor_seed
-from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.changes import Full, Sparse
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
-if TYPE_CHECKING:
-    from vllm_delta_sync.engine.model.device_patch import DevicePatch
-    from vllm_delta_sync.engine.model.host_patch import HostBatch
-
-Words = npt.NDArray[np.uint64]
-Addresses = npt.NDArray[np.int32] | Indices
-
 NARROW_ELEMENTS = 1 << 31
 """Destinations below this size use int32 addresses: half the memory, and half of what a commit reads."""
-
-
-@dataclass
-class SparsePatch:
-    """Changed elements of one destination, ascending by address, all held by the same ranks.
-
-    Several patches may lead to one destination; they have no element in common.
-
-    Attributes:
-        destination: position in RouteMap.destinations.
-        group: the group of ranks that hold copies of these elements.
-        positions: (n,) int32 or int64 indices into the destination's flat view.
-        data: (n,) unsigned: ULP distances if ``relative``, else the bits to exchange.
-        premix: (n,) uint64: index half of each element's hash (docs/FORMAT.md), so that a commit hashes bits only.
-
-    All three arrays are C-contiguous.
-    """
-
-    destination: int
-    group: int
-    element: DType
-    relative: bool
-    positions: Addresses
-    data: Bits
-    premix: Words
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory, in bytes."""
-        return self.positions.nbytes + self.data.nbytes + self.premix.nbytes
-
-    @property
-    def first(self) -> int:
-        """The lowest address."""
-        return int(self.positions[0])
-
-
-@dataclass
-class DensePatch:
-    """One tensor in full: per route, the bits to exchange, shaped like the route's region, in host memory."""
-
-    exchanges: list[tuple[Route, torch.Tensor]]
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory, in bytes."""
-        return sum(buffer.nbytes for _, buffer in self.exchanges)
 
 
 @dataclass
@@ -101,8 +49,8 @@ class StagedPatch:
     fingerprints: list[Fingerprint] = field(repr=False)
     applied: bool = False
     measured: dict[int, Fingerprint] = field(default_factory=dict)
-    on_host: "list[HostBatch] | None" = field(default=None, repr=False)
-    on_device: "DevicePatch | None" = field(default=None, repr=False)
+    on_host: list[HostBatch] | None = field(default=None, repr=False)
+    on_device: DevicePatch | None = field(default=None, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -260,11 +208,6 @@ def _fill(group: Sparse, parts: list[_Part], index: type[np.integer[Any]]) -> It
             yield SparsePatch(
                 destination, holders, group.element, group.relative, addresses[mine], data[mine], premix[mine]
             )
-
-
-def region_view(flat: torch.Tensor, region: Region) -> torch.Tensor:
-    """Return the elements of a region of a flat (numel,) tensor, in the region's shape."""
-    return flat.as_strided(region.sizes, region.strides, region.offset)
 
 
 def compile_routing(elements: Iterable[DType]) -> None:

@@ -26,9 +26,9 @@ from vllm_delta_sync.engine.model.model_replica import (
     walk_numbers,
     walk_tensors,
 )
-from vllm_delta_sync.engine.model.patch import DensePatch, SparsePatch, StagedPatch, region_view
+from vllm_delta_sync.engine.model.patch_parts import DensePatch, SparsePatch
 from vllm_delta_sync.engine.model.regions import Region, coalesce
-from vllm_delta_sync.engine.model.route_map import Destination, Route, RouteMap
+from vllm_delta_sync.engine.model.route import Destination, Route, region_view
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorTable
@@ -113,8 +113,8 @@ class LoaderReplay:
         targets: frozenset[TensorPath],
         memory: WeightMemory,
     ) -> None:
-        self.model, self.record, self._memory = model, record, memory
-        self._skeleton, self._table, self._targets = skeleton, table, targets
+        self.model, self.record, self.memory = model, record, memory
+        self._skeleton, self.table, self._targets = skeleton, table, targets
         self.numbers = {(path, name): value for path, name, value in walk_numbers(model)}
         self.live = live_tensors(model, record)
         self.owners = find_owners(model)
@@ -143,7 +143,7 @@ class LoaderReplay:
     def _load(self, scopes: list[ReloadScope], bits: dict[int, Bits]) -> Iterator[tuple[ReloadScope, "ReplayedLoad"]]:
         meta_leaf = MetaLeaf(self._skeleton)
         # One lock for the whole batch: vLLM's weight loaders change process-wide state, such as how tensors are copied.
-        with self._memory.reading():
+        with self.memory.reading():
             replica = self._load_replica(_merge_scopes(scopes), bits, meta_leaf)
         found = [ReplayedLoad({}, {}) for _ in scopes]
         index = _ScopeIndex(scopes, self._targets)
@@ -162,8 +162,8 @@ class LoaderReplay:
     @torch.inference_mode(False)
     def _load_replica(self, scope: ReloadScope, bits: dict[int, Bits], meta_leaf: MetaLeaf) -> Any:
         """Load a scope into a replica and run the step after loading on it. ``meta_leaf``: that of the skeleton."""
-        weights = ((self._table[i].name, tensor_from_bits(bits[i].copy(), self._table[i])) for i in scope.tensors)
-        name = self._table[scope.tensors[0]].name
+        weights = ((self.table[i].name, tensor_from_bits(bits[i].copy(), self.table[i])) for i in scope.tensors)
+        name = self.table[scope.tensors[0]].name
         replica = replicate(self._skeleton, self._leaf(scope, meta_leaf))
         try:
             with torch.no_grad(), _LiveMemoryGuard(self.model):
@@ -316,20 +316,25 @@ class ReloadUnit:
 
 @dataclass
 class ReloadUnits:
-    """All units of one rank's routes."""
+    """All units of one rank's routes.
+
+    Attributes:
+        destinations: those of the routes, to which ``build`` adds.
+    """
 
     replay: LoaderReplay
+    destinations: list[Destination]
     units: list[ReloadUnit]
 
     @classmethod
     def build(
         cls,
-        routes: RouteMap,
         replay: LoaderReplay,
+        destinations: list[Destination],
         scopes: Sequence[ReloadScope],
         load_time_bits: LoadTimeReader,
     ) -> "ReloadUnits":
-        """Make a unit of each scope, with routes to its host copies, and prove it.
+        """Make a unit of each scope, with destinations for its host copies, and prove it.
 
         Raises:
             ModelError: reloading does not give the model's weights. DeltaSyncError: see ``load_time_bits``.
@@ -338,23 +343,18 @@ class ReloadUnits:
             bits = load_time_bits(sorted(tensor for scope in scopes for tensor in scope.tensors))
         except ModelError as error:
             raise ModelError(f"{error.message}. It is not patched by address: {scopes[0].reason}") from error
-        found = cls(replay, [])
+        found = cls(replay, destinations, [])
         for scope in scopes:
             unit = ReloadUnit(scope, {}, [], {})
             for tensor in scope.tensors:
-                spec = routes.table[tensor]
+                spec = replay.table[tensor]
                 flat = torch.from_numpy(bits[tensor].view(f"<i{spec.element.itemsize}"))
-                unit.inputs[tensor] = len(routes.destinations)
+                unit.inputs[tensor] = len(destinations)
                 host_copy = flat.view(SIGNED[spec.element.itemsize])
-                routes.destinations.append(
-                    Destination(f"host copy of {spec.name}", TORCH_DTYPES[spec.dtype], host_copy)
-                )
-                whole = Region(0, (spec.numel,), (1,)) if spec.numel != 1 else Region(0, (), ())
-                routes.routes[tensor] = [Route(unit.inputs[tensor], whole, whole)] if spec.numel else []
-                routes.loaded[tensor], routes.groups[tensor] = bool(spec.numel), [0] * len(routes.routes[tensor])
+                destinations.append(Destination(f"host copy of {spec.name}", TORCH_DTYPES[spec.dtype], host_copy))
             found.units.append(unit)
         for unit, (_, replayed) in zip(found.units, replay.load(scopes, bits), strict=True):
-            unit.outputs = _find_outputs(unit, replay, routes, replayed.tensors)
+            unit.outputs = _find_outputs(unit, replay, destinations, replayed.tensors)
             live = replay.numbers
             unit.numbers = {
                 at: value for at, value in replayed.numbers.items() if at in live and _same_number(live[at], value)
@@ -366,79 +366,83 @@ class ReloadUnits:
         """Ids of the tensors that are reloaded."""
         return sorted(tensor for unit in self.units for tensor in unit.inputs)
 
-    def add_outputs_to(self, patch: StagedPatch, routes: RouteMap, everything: bool = False) -> None:
-        """Reload the units whose inputs a patch changes, and add the results to the patch.
+    def outputs_after(
+        self, sparse: list[SparsePatch], dense: list[DensePatch], everything: bool = False
+    ) -> list[DensePatch]:
+        """Reload the units whose inputs these patches change; return patches with the results.
 
         Args:
-            everything: also check unchanged units, and add what the model holds differently.
+            everything: also check unchanged units, and return what the model holds differently.
 
         Raises:
             ModelError: a reloaded tensor or number no longer fits the model, or a changed tensor leads nowhere.
         """
         bits: dict[int, Bits] = {}
         affected: list[ReloadUnit] = []
-        changes = _by_destination(patch)
+        changes = _by_destination(sparse, dense)
         for unit in self.units:
-            after = {tensor: _bits_after(changes[number], number, routes) for tensor, number in unit.inputs.items()}
+            after = {
+                tensor: _bits_after(changes[number], self.destinations[number])
+                for tensor, number in unit.inputs.items()
+            }
             changed = any(value is not None for value in after.values())
             if changed and not unit.outputs and not unit.numbers:
                 # A scale that is 1.0, for example, may be kept as a number that was 1.0 before loading too.
                 raise ModelError(
-                    f"tensor {routes.table[unit.scope.tensors[0]].name!r} is loaded into memory that the model has "
-                    "dropped since, and what the model keeps of it is not known: it cannot be exchanged while the "
+                    f"tensor {self.replay.table[unit.scope.tensors[0]].name!r} is loaded into memory that the model "
+                    "has dropped since, and what the model keeps of it is not known: it cannot be exchanged while the "
                     "model runs; start the server again"
                 )
             if everything or changed:
                 affected.append(unit)
                 for tensor, value in after.items():
-                    bits[tensor] = routes.destinations[unit.inputs[tensor]].bits if value is None else value
-        found = self._exchanges_of(affected, bits, routes)
-        patch.dense += [DensePatch(exchanges) for exchanges in found if exchanges]
+                    bits[tensor] = self.destinations[unit.inputs[tensor]].bits if value is None else value
+        return [DensePatch(exchanges) for exchanges in self._exchanges_of(affected, bits) if exchanges]
 
-    def up_to_date(self, tensors: Iterable[int], routes: RouteMap) -> set[int]:
+    def up_to_date(self, tensors: Iterable[int]) -> set[int]:
         """Return the given tensors whose units match the model: reloading gives what it holds."""
         wanted = set(tensors)
         affected = [unit for unit in self.units if wanted & set(unit.inputs)]
-        bits = {tensor: routes.destinations[number].bits for unit in affected for tensor, number in unit.inputs.items()}
+        bits = {tensor: self.destinations[number].bits for unit in affected for tensor, number in unit.inputs.items()}
         matching: set[int] = set()
-        for unit, exchanges in zip(affected, self._exchanges_of(affected, bits, routes), strict=True):
+        for unit, exchanges in zip(affected, self._exchanges_of(affected, bits), strict=True):
             if not exchanges:
                 matching |= wanted & set(unit.inputs)
         return matching
 
     def _exchanges_of(
-        self, units: list[ReloadUnit], bits: dict[int, Bits], routes: RouteMap
+        self, units: list[ReloadUnit], bits: dict[int, Bits]
     ) -> Iterator[list[tuple[Route, torch.Tensor]]]:
         """Yield, per unit, where the model differs from what these bits give, and what to put there."""
         loaded = self.replay.load([unit.scope for unit in units], bits)
         for unit, (_, found) in zip(units, loaded, strict=True):
-            yield _unit_exchanges(unit, found, routes)
+            yield _unit_exchanges(unit, found, self.destinations, self.replay.memory)
 
-    def is_live(self, tensor: int, routes: RouteMap) -> bool:
+    def is_live(self, tensor: int) -> bool:
         """Return whether the model still computes with a tensor's memory."""
         unit = next((unit for unit in self.units if tensor in unit.inputs), None)
-        return unit is None or all(routes.destinations[output.route.destination].is_live for output in unit.outputs)
+        return unit is None or all(self.destinations[output.route.destination].is_live for output in unit.outputs)
 
 
 Change = SparsePatch | tuple[Route, torch.Tensor]
 
 
-def _by_destination(patch: StagedPatch) -> dict[int, list[Change]]:
-    """Return destination → what a patch does to it, in order."""
+def _by_destination(sparse: list[SparsePatch], dense: list[DensePatch]) -> dict[int, list[Change]]:
+    """Return destination → what patches do to it, in order."""
     found: dict[int, list[Change]] = defaultdict(list)
-    for sparse in patch.sparse:
-        found[sparse.destination].append(sparse)
-    for dense in patch.dense:
-        for route, buffer in dense.exchanges:
+    for patch in sparse:
+        found[patch.destination].append(patch)
+    for whole in dense:
+        for route, buffer in whole.exchanges:
             found[route.destination].append((route, buffer))
     return found
 
 
-def _bits_after(changes: list[Change], number: int, routes: RouteMap) -> Bits | None:
+def _bits_after(changes: list[Change], host_copy: Destination) -> Bits | None:
     """Return the bits that a host copy will have; None if they do not change."""
     if not changes:
         return None
-    bits = routes.destinations[number].bits.copy()
+    bits = host_copy.bits.copy()
     for change in changes:
         if not isinstance(change, SparsePatch):
             signed = torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(SIGNED[bits.itemsize])
@@ -455,7 +459,7 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _output_exchange(
-    output: Output, found: dict[TensorPath, torch.Tensor], routes: RouteMap
+    output: Output, found: dict[TensorPath, torch.Tensor], destination: Destination, memory: WeightMemory
 ) -> tuple[Route, torch.Tensor] | None:
     """Return a route and what to exchange through it, in host memory; None if the model holds that already."""
     reloaded = [
@@ -467,8 +471,8 @@ def _output_exchange(
         first = dotted_path(next(iter(output.tensor_paths)))
         raise ModelError(f"reloading {first} gave another result than at start-up; start the server again")
     route, shaped = output.route, reloaded[0]
-    live = region_view(routes.destinations[route.destination].flat, route.target)
-    with routes.memory.reading():
+    live = region_view(destination.flat, route.target)
+    with memory.reading():
         if torch.equal(shaped, live):
             return None
     return route, shaped.to("cpu", copy=True).contiguous()
@@ -478,7 +482,9 @@ def _same_number(first: float, second: float) -> bool:
     return first == second or (first != first and second != second)
 
 
-def _unit_exchanges(unit: ReloadUnit, found: ReplayedLoad, routes: RouteMap) -> list[tuple[Route, torch.Tensor]]:
+def _unit_exchanges(
+    unit: ReloadUnit, found: ReplayedLoad, destinations: list[Destination], memory: WeightMemory
+) -> list[tuple[Route, torch.Tensor]]:
     """Yield where the model differs from the reloaded tensors, and what to put there."""
     for at, value in unit.numbers.items():
         if at not in found.numbers or not _same_number(found.numbers[at], value):
@@ -486,15 +492,18 @@ def _unit_exchanges(unit: ReloadUnit, found: ReplayedLoad, routes: RouteMap) -> 
                 f"{dotted_path(at)} is {value}, a number that is computed from weights and would become "
                 f"{found.numbers.get(at)}: it cannot be exchanged while the model runs; start the server again"
             )
-    pairs = (_output_exchange(output, found.tensors, routes) for output in unit.outputs)
+    pairs = (
+        _output_exchange(output, found.tensors, destinations[output.route.destination], memory)
+        for output in unit.outputs
+    )
     return [pair for pair in pairs if pair is not None]
 
 
 def _find_outputs(
-    unit: ReloadUnit, replay: LoaderReplay, routes: RouteMap, found: dict[TensorPath, torch.Tensor]
+    unit: ReloadUnit, replay: LoaderReplay, destinations: list[Destination], found: dict[TensorPath, torch.Tensor]
 ) -> list[Output]:
     """Find the reloaded tensors in the model and compare them bit for bit."""
-    first = routes.table[unit.scope.tensors[0]].name
+    first = replay.table[unit.scope.tensors[0]].name
     outputs: dict[tuple[int, Region], Output] = {}
     numbers: dict[int, int] = {}
     for where, reloaded in found.items():
@@ -502,7 +511,7 @@ def _find_outputs(
         if live is None or not is_plain(live) or not reloaded.numel():
             # The model has dropped it, or filled it later, as caches are.
             continue
-        with routes.memory.reading():
+        with replay.memory.reading():
             reason = _describe_difference(reloaded, live)
         if reason is not None:
             raise ModelError(
@@ -515,8 +524,8 @@ def _find_outputs(
             outputs[storage, target].tensor_paths[where] = source
             continue
         if storage not in numbers:
-            numbers[storage] = len(routes.destinations)
-            routes.destinations.append(destination_of(dotted_path(where), live, replay.owners.get(storage, [])))
+            numbers[storage] = len(destinations)
+            destinations.append(destination_of(dotted_path(where), live, replay.owners.get(storage, [])))
         outputs[storage, target] = Output({where: source}, Route(numbers[storage], source, target))
     return list(outputs.values())
 

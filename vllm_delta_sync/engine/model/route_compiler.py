@@ -26,7 +26,8 @@ from vllm_delta_sync.engine.model.reload_units import (
     find_owners,
     live_tensors,
 )
-from vllm_delta_sync.engine.model.route_map import Destination, Route, RouteMap
+from vllm_delta_sync.engine.model.route import Destination, Route
+from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.tied_tensors import TieRule, fill_untied_heads, find_duplicates
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
@@ -108,7 +109,7 @@ def trace_routes(
     if scopes and load_time_bits is not None:
         tensor_paths = frozenset(_split_name(name) for target in trace.targets for name in target.names)
         replay = LoaderReplay(model, skeleton, table, record, tensor_paths, memory)
-        routes.reload_units = ReloadUnits.build(routes, replay, scopes, load_time_bits)
+        routes.add_reload_units(ReloadUnits.build(replay, routes.destinations, scopes, load_time_bits))
     if tie_rule is not None:
         routes.add_duplicates(duplicates, tie_rule.remedy)
     return routes

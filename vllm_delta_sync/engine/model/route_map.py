@@ -6,69 +6,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm_delta_sync.engine.model.regions import Region, split_regions
+from vllm_delta_sync.engine.model.reload_units import ReloadUnits
+from vllm_delta_sync.engine.model.route import Destination, Route, host_bits
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError, TiedTensorError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.bits import Bits
 
 if TYPE_CHECKING:
     from vllm_delta_sync.engine.model.fingerprint_triton import DeviceSums
-    from vllm_delta_sync.engine.model.reload_units import ReloadUnits
 
 READ_ELEMENTS = 1 << 22
 """Elements read at a time beside generation: bounds host memory, and how long ``/sleep`` waits."""
-
-
-@dataclass
-class Destination:
-    """One storage that holds weights: its name for messages, the whole storage as a flat signed-integer tensor, and the
-    (module, attribute) pairs that refer to it."""
-
-    name: str
-    dtype: torch.dtype
-    flat: torch.Tensor
-    owners: list[tuple[torch.nn.Module, str]] = field(default_factory=list)
-
-    @property
-    def is_live(self) -> bool:
-        """Whether every module attribute that had this storage when routes were traced still has it."""
-        storage = self.flat.untyped_storage()._cdata
-        found = (getattr(module, attribute, None) for module, attribute in self.owners)
-        return all(isinstance(t, torch.Tensor) and t.untyped_storage()._cdata == storage for t in found)
-
-    @property
-    def bits(self) -> Bits:
-        """(numel,) unsigned view for compiled loops; CPU only, shares memory."""
-        return _bits(self.flat)
-
-    @property
-    def address(self) -> int:
-        """Of the first element."""
-        return self.flat.data_ptr()
-
-
-@dataclass(frozen=True)
-class Route:
-    """The ``source`` indices of a checkpoint tensor lie, in order, at the ``target`` indices of a destination."""
-
-    destination: int
-    source: Region
-    target: Region
-
-    @cached_property
-    def dimensions(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(d,) sizes, source strides and target strides, by descending source stride."""
-        rows = sorted(
-            zip(self.source.sizes, self.source.strides, self.target.strides, strict=True), key=lambda row: -row[1]
-        )
-        sizes, strides, targets = np.array(rows, np.int64).reshape(-1, 3).T.copy()
-        return sizes, strides, targets
 
 
 @dataclass
@@ -98,7 +50,7 @@ class RouteMap:
     loaded: list[bool] = field(default_factory=list)
     duplicates: dict[int, int] = field(default_factory=dict)
     tie_remedy: str = ""
-    reload_units: "ReloadUnits | None" = None
+    reload_units: ReloadUnits | None = None
     memory: WeightMemory = field(default_factory=WeightMemory)
 
     def __post_init__(self) -> None:
@@ -115,6 +67,16 @@ class RouteMap:
     def routes_to_write(self, tensor: int) -> list[Route]:
         """Return the routes by which a tensor is patched."""
         return [] if tensor in self.duplicates else self.routes[tensor]
+
+    def add_reload_units(self, units: ReloadUnits) -> None:
+        """Let the tensors that units reload lead to their host copies, which are among the destinations."""
+        self.reload_units = units
+        for unit in units.units:
+            for tensor, number in unit.inputs.items():
+                numel = self.table[tensor].numel
+                whole = Region(0, (numel,), (1,)) if numel != 1 else Region(0, (), ())
+                self.routes[tensor] = [Route(number, whole, whole)] if numel else []
+                self.loaded[tensor], self.groups[tensor] = bool(numel), [0] * len(self.routes[tensor])
 
     def add_duplicates(self, duplicates: dict[int, int], remedy: str) -> None:
         """Let duplicates be read where their owners lie: hashed under their own names, they show whether they equal."""
@@ -143,7 +105,7 @@ class RouteMap:
     def is_live(self, tensor: int) -> bool:
         """Return whether the model still computes with a tensor's destinations."""
         own = all(self.destinations[route.destination].is_live for route in self.routes[tensor])
-        return own and (self.reload_units is None or self.reload_units.is_live(tensor, self))
+        return own and (self.reload_units is None or self.reload_units.is_live(tensor))
 
     def check_live(self) -> None:
         """Raise ModelError if a parameter was replaced by another tensor since routes were traced."""
@@ -159,7 +121,7 @@ class RouteMap:
     def measure(self, tensors: Sequence[int]) -> dict[int, list[Fingerprint]]:
         """Return tensor → fingerprints per route; zeros for a tensor whose reload unit does not match the model."""
         derived = set() if self.reload_units is None else set(tensors) & set(self.reload_units.tensors)
-        stale = derived if self.reload_units is None else derived - self.reload_units.up_to_date(derived, self)
+        stale = derived if self.reload_units is None else derived - self.reload_units.up_to_date(derived)
         found = dict(zip(tensors, self.fingerprint_routes(tensors), strict=True))
         # No element has fingerprint zero, so that zeros never match.
         return found | {tensor: [Fingerprint()] * len(found[tensor]) for tensor in stale}
@@ -207,7 +169,7 @@ def _device_sums(slots: int, device: torch.device) -> "DeviceSums | None":
 def fingerprint_in_place(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
     """Fingerprint a tensor's ``source`` elements, at ``target`` of (numel,) signed integers in host memory."""
     live_layout = (target.offset, target.strides)
-    return fingerprint_strided(name, _bits(flat), source.sizes, live_layout, (source.offset, source.strides))
+    return fingerprint_strided(name, host_bits(flat), source.sizes, live_layout, (source.offset, source.strides))
 
 
 def fingerprint_via_copy(name: str, flat: torch.Tensor, source: Region, target: Region) -> Fingerprint:
@@ -215,9 +177,4 @@ def fingerprint_via_copy(name: str, flat: torch.Tensor, source: Region, target: 
     copied = flat.as_strided(target.sizes, target.strides, target.offset).contiguous().cpu().reshape(-1)
     strides = [math.prod(source.sizes[dim + 1 :]) for dim in range(len(source.sizes))]
     index = (source.offset, source.strides)
-    return fingerprint_strided(name, _bits(copied), source.sizes, (0, strides), index)
-
-
-def _bits(flat: torch.Tensor) -> Bits:
-    signed: np.ndarray = flat.numpy()
-    return signed.view(f"<u{flat.element_size()}")
+    return fingerprint_strided(name, host_bits(copied), source.sizes, (0, strides), index)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.codec.merge import apply_row
-from vllm_delta_sync.engine.model.patch import region_view
+from vllm_delta_sync.engine.model.route import region_view
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.tensors.bits import BaseLookup, Bits, Positions
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse

@@ -9,9 +9,11 @@ import torch
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec.delta_reader import DeltaReader
 from vllm_delta_sync.codec.merge import RollingBase, merge
-from vllm_delta_sync.engine.model.patch import DensePatch, PatchBuilder, StagedPatch, region_view
+from vllm_delta_sync.engine.model.patch import PatchBuilder, StagedPatch
+from vllm_delta_sync.engine.model.patch_parts import DensePatch
 from vllm_delta_sync.engine.model.regions import split_regions
-from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, Route, RouteMap
+from vllm_delta_sync.engine.model.route import Route, region_view
+from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.duplicate_check import DuplicateCheck
 from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
@@ -67,7 +69,7 @@ def stage_update(
         timer.tick("decode")
     _check_total(target, patch)
     if routes.reload_units is not None:
-        routes.reload_units.add_outputs_to(patch, routes, everything=not plan.steps)
+        patch.dense += routes.reload_units.outputs_after(patch.sparse, patch.dense, everything=not plan.steps)
     timer.tick("route")
     return patch
 

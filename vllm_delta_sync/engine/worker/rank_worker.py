@@ -1,8 +1,8 @@
-"""``WorkerExtension`` receives the controller's calls in a worker process; ``RankWorker`` does what they ask.
+"""``RankWorker`` does what the controller asks of one rank.
 
-A ``RankWorker`` identifies one rank's weights, stages versions beside generation, commits and reverts. Long operations
-run in one background thread that is started and polled, because a long remote call would block the engine; all other
-calls are short and run on the caller's thread. ``commit`` and ``revert`` need a paused engine.
+It identifies the rank's weights, stages versions beside generation, commits and reverts. Long operations run in one
+background thread that is started and polled, because a long remote call would block the engine; all other calls are
+short and run on the caller's thread. ``commit`` and ``revert`` need a paused engine.
 
 vLLM imports this module before it initializes its worker, which must not find numba loaded, so the modules used here
 import their compiled loops late.
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run
@@ -22,11 +22,8 @@ from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit import apply
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
-from vllm_delta_sync.engine.compat import patches, write_hooks
-from vllm_delta_sync.engine.compat.tied_head import TiedHead
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model import device_patch, host_patch
-from vllm_delta_sync.engine.model.load_record import load_record_of
 from vllm_delta_sync.engine.model.loader_trace import LoadableModel
 from vllm_delta_sync.engine.model.patch import NARROW_ELEMENTS, StagedPatch, compile_routing
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
@@ -51,84 +48,6 @@ from vllm_delta_sync.format import fingerprint
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
-
-if TYPE_CHECKING:
-    from vllm_delta_sync.engine.worker.adapter_worker import AdapterWorker
-
-CONTACT_SECONDS = 300.0
-"""How long a worker waits for its controller before each warning that none has called."""
-contacted = threading.Event()
-
-
-class WorkerExtension:
-    """Mixed into vLLM's worker by ``--worker-extension-cls``; receives the controller's calls.
-
-    vLLM refuses attribute names that the worker has, so all names begin with ``delta_sync_`` and all state is in one
-    object.
-    """
-
-    delta_sync_memory: "WeightMemory | None" = None
-    delta_sync_receiver: "RankWorker | None" = None
-    delta_sync_adapters: "dict[str, AdapterWorker] | None" = None
-
-    def delta_sync_call(self, request: bytes, number: int) -> dict[str, Any]:
-        """Return the call's number, and this rank's encoded answer to an encoded request."""
-        contacted.set()
-        return {
-            "call": number,
-            "answer": protocol.serve(request, lambda decoded: self._delta_sync_rank(decoded.adapter).answer(decoded)),
-        }
-
-    def _delta_sync_rank(self, adapter: protocol.Adapter | None) -> "RankWorker":
-        if adapter is not None:
-            return self._delta_sync_adapter(adapter)
-        if self.delta_sync_receiver is None:
-            model = self.get_model()  # type: ignore[attr-defined]
-            config = self.model_config  # type: ignore[attr-defined]
-            self.delta_sync_receiver = RankWorker(
-                model,
-                self.rank,  # type: ignore[attr-defined]
-                config.model,
-                self._delta_sync_memory(),
-                TiedHead(config),
-            )
-            record = load_record_of(model)
-            if record is not None and record.changed:
-                patches.keep_current_config(self.vllm_config)  # type: ignore[attr-defined]
-        return self.delta_sync_receiver
-
-    def _delta_sync_adapter(self, adapter: protocol.Adapter) -> "RankWorker":
-        from vllm_delta_sync.engine.worker.adapter_worker import AdapterWorker
-
-        if self.delta_sync_adapters is None:
-            self.delta_sync_adapters = {}
-        known = self.delta_sync_adapters.get(adapter.name)
-        if known is None:
-            known = AdapterWorker(self, adapter, self.rank, self._delta_sync_memory())  # type: ignore[attr-defined]
-            self.delta_sync_adapters[adapter.name] = known
-        known.adapter = adapter
-        return known
-
-    def _delta_sync_memory(self) -> WeightMemory:
-        """Return the guard of this worker's memory, which everything followed here shares."""
-        if self.delta_sync_memory is None:
-            model = self.get_model()  # type: ignore[attr-defined]
-            self.delta_sync_memory = WeightMemory.for_model(model)
-            write_hooks.watch_writes(self, model, self.delta_sync_memory)
-        return self.delta_sync_memory
-
-
-def watch_for_controller() -> None:
-    """Log a warning every CONTACT_SECONDS until a controller has called."""
-
-    def watch() -> None:
-        while not contacted.wait(CONTACT_SECONDS):
-            logger.warning(
-                "vllm-delta-sync: the worker extension is loaded but no controller has contacted it. Name delta_sync "
-                "in VLLM_PLUGINS and set DELTA_SYNC_BUCKET (delta-sync serve does both), or call attach(llm, bucket)."
-            )
-
-    threading.Thread(target=watch, name="delta-sync-contact", daemon=True).start()
 
 
 class Background:
@@ -354,8 +273,8 @@ class RankWorker:
         rescanned = self._rescan(routes, request.rescan)
         timer.tick("rescan")
         # Last: what came before may need the device's memory for a moment.
-        host_patch.stage_on_host(patch, routes)
-        device_patch.stage_on_device(patch, routes)
+        patch.on_host = host_patch.stage_on_host(patch.sparse, routes)
+        patch.on_device = device_patch.stage_on_device(patch.sparse, routes)
         timer.tick("route")
         self._staged, self._staged_stamp = patch, stamp
         return _staged_answer(patch, timer.ms, rescanned)
@@ -376,8 +295,8 @@ class RankWorker:
         rebuilt = UpdatePlan(target, rebuild=True)
         stamp = self._weights_stamp()
         patch = stage_update(rebuilt, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
-        host_patch.stage_on_host(patch, routes)
-        device_patch.stage_on_device(patch, routes)
+        patch.on_host = host_patch.stage_on_host(patch.sparse, routes)
+        patch.on_device = device_patch.stage_on_device(patch.sparse, routes)
         self._staged, self._staged_stamp = patch, stamp
         return _staged_answer(patch, timer.ms, self._rescan(routes, []))
 

@@ -1,0 +1,68 @@
+"""``Route`` leads from elements of a checkpoint tensor to elements of a ``Destination``, which holds weights."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_delta_sync.engine.model.regions import Region
+from vllm_delta_sync.tensors.bits import Bits
+
+
+@dataclass
+class Destination:
+    """One storage that holds weights: its name for messages, the whole storage as a flat signed-integer tensor, and the
+    (module, attribute) pairs that refer to it."""
+
+    name: str
+    dtype: torch.dtype
+    flat: torch.Tensor
+    owners: list[tuple[torch.nn.Module, str]] = field(default_factory=list)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether every module attribute that had this storage when routes were traced still has it."""
+        storage = self.flat.untyped_storage()._cdata
+        found = (getattr(module, attribute, None) for module, attribute in self.owners)
+        return all(isinstance(t, torch.Tensor) and t.untyped_storage()._cdata == storage for t in found)
+
+    @property
+    def bits(self) -> Bits:
+        """(numel,) unsigned view for compiled loops; CPU only, shares memory."""
+        return host_bits(self.flat)
+
+    @property
+    def address(self) -> int:
+        """Of the first element."""
+        return self.flat.data_ptr()
+
+
+@dataclass(frozen=True)
+class Route:
+    """The ``source`` indices of a checkpoint tensor lie, in order, at the ``target`` indices of a destination."""
+
+    destination: int
+    source: Region
+    target: Region
+
+    @cached_property
+    def dimensions(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(d,) sizes, source strides and target strides, by descending source stride."""
+        rows = sorted(
+            zip(self.source.sizes, self.source.strides, self.target.strides, strict=True), key=lambda row: -row[1]
+        )
+        sizes, strides, targets = np.array(rows, np.int64).reshape(-1, 3).T.copy()
+        return sizes, strides, targets
+
+
+def region_view(flat: torch.Tensor, region: Region) -> torch.Tensor:
+    """Return the elements of a region of a flat (numel,) tensor, in the region's shape."""
+    return flat.as_strided(region.sizes, region.strides, region.offset)
+
+
+def host_bits(flat: torch.Tensor) -> Bits:
+    """Return (numel,) signed integers in host memory as an unsigned view."""
+    signed: np.ndarray = flat.numpy()
+    return signed.view(f"<u{flat.element_size()}")
