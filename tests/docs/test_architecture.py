@@ -1,8 +1,11 @@
-"""docs/architecture.md lists every package, and pictures are drawn from the tables of pages."""
+"""docs/architecture.md lists every package, pictures are drawn from pages' tables, and no imports form a circle."""
 
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+import grimp
 
 ROOT = Path(__file__).parents[2]
 WITHIN = {
@@ -28,3 +31,10 @@ def test_every_package_is_listed() -> None:
 def test_the_pictures_are_up_to_date() -> None:
     command = [sys.executable, str(ROOT / "docs" / "draw_architecture.py"), "--check"]
     assert subprocess.run(command, check=False).returncode == 0, "run: python docs/draw_architecture.py"
+
+
+def test_no_imports_form_a_circle() -> None:
+    # Imports inside functions and under TYPE_CHECKING count too.
+    graph = grimp.build_graph("vllm_delta_sync", "trainer_side", cache_dir=None)
+    # Raises CycleError, which names the modules of a circle.
+    TopologicalSorter({name: graph.find_modules_directly_imported_by(name) for name in graph.modules}).prepare()
