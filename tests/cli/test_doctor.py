@@ -161,9 +161,9 @@ def test_signed_runs(tmp_path: Path) -> None:
     run = shutil.copytree(SIGNED, tmp_path / "run")
     found = look(run)["run"]
     assert (found.verdict, found.figures["signed"], found.figures["signatures_checked"]) == ("ok", True, False)
-    key = open_run(str(run)).info.signature
-    assert key is not None
-    assert look(run, keyring=Keyring([key.key]))["run"].figures["signatures_checked"] is True
+    keys = [entry.signature.key for entry in open_run(str(run)).log() if entry.signature is not None]
+    assert look(run, keyring=Keyring(keys))["run"].figures["signatures_checked"] is True
+    assert error_of(look(run, keyring=Keyring(keys[:1]))["run"])[0] == "signature"
     assert error_of(look(run, keyring=Keyring(["ab" * 32]))["run"])[0] == "signature"
     head = Head.from_bytes((run / "HEAD.json").read_bytes())
     ended = Head(**{**head.model_dump(exclude={"signature"}), "expires_at": "2026-01-02T03:14:07Z"})

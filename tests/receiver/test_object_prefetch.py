@@ -31,9 +31,9 @@ class Counted(LocalBucket):
         super().__init__(folder)
         self.reads: Counter[str] = Counter()
 
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
+    def get_range(self, key: str, start: int, length: int) -> bytes:
         self.reads[key] += 1
-        return super().get(key, max_bytes=max_bytes)
+        return super().get_range(key, start, length)
 
 
 class Store:

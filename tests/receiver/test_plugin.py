@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.snapshot import differences
+from vllm_delta_sync.engine import WorkerExtension
 from vllm_delta_sync.engine.entrypoints.plugin import AfterImport
 from vllm_delta_sync.engine.names import WORKER_EXTENSION, is_our_extension
 
@@ -160,11 +161,15 @@ def test_a_module_that_lacks_a_name_is_imported_all_the_same() -> None:
     finder.change(SimpleNamespace(__name__="vllm.somewhere"))  # type: ignore[arg-type]
 
 
+class Derived(WorkerExtension):
+    """As users write who need methods of their own in workers."""
+
+
 @pytest.mark.parametrize(
     ("name", "ours"),
     [
         (WORKER_EXTENSION, True),
-        ("tests.e2e.exchanging.WorkerExtension", True),
+        (f"{__name__}.Derived", True),
         ("vllm.v1.worker.cpu_worker.CPUWorker", False),
         ("os.path", False),
         ("vllm_delta_sync.engine.Nothing", False),
