@@ -119,7 +119,7 @@ def test_the_scan_sees() -> None:
 def test_what_is_sent_to_ranks_is_plain() -> None:
     """The one method that ranks are asked for is a name, and it takes bytes and a number."""
     from vllm_delta_sync.engine.core import engine_core
-    from vllm_delta_sync.engine.worker import rank_worker as worker
+    from vllm_delta_sync.engine.worker import worker_extension as worker
 
     assert isinstance(engine_core.RANK_METHOD, str)
     extension = next(
