@@ -539,7 +539,8 @@ def test_maintenance_looks_into_the_bucket_now_and_then(tmp_path: Path) -> None:
     maintain(run, written.writer.manifests[3])
     assert calls == [side.TAGS_PREFIX]
     maintain(run, written.publish(share=0.001))
-    assert calls.count(side.MERGED_PREFIX + "000000000") == calls.count(side.ANCHORS_PREFIX) == 1
+    # Once to see what is due, and once for each of the two ways that are planned.
+    assert (calls.count(side.MERGED_PREFIX + "000000000"), calls.count(side.ANCHORS_PREFIX)) == (3, 1)
     maintain(run, written.publish(share=0.001))
     calls.clear()
     for _ in range(2):

@@ -15,6 +15,7 @@ from tests.support.written import Written, assert_bits
 from vllm_delta_sync.errors import DeltaSyncError, FormatError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
+from vllm_delta_sync.run.graph import ROOT, Edge, VersionGraph
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH, GapError, ReadPlanner, Step, find_steps, plan_read
 from vllm_delta_sync.run.restore import apply_step
 
@@ -242,6 +243,34 @@ def test_what_retention_says_is_gone_is_not_planned_once_an_anchor_was_bad(tree:
     tree.bucket.put(side.anchor_key(6), b"{}")
     with pytest.raises(FormatError, match="anchor"):
         plan_read(tree.run, tree.run.head())
+
+
+def test_the_next_version_needs_no_listing_and_a_few_need_a_narrow_one(
+    tree: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grow(tree, 27)
+    tree.merged_deltas()
+    run, listed = tree.run, list[str]()
+    list_all = run.bucket.list
+
+    def noted(prefix: str = "") -> Any:
+        listed.append(prefix)
+        return list_all(prefix)
+
+    monkeypatch.setattr(run.bucket, "list", noted)
+    planner = ReadPlanner(run)
+    planner.add_manifests(run.manifest(20), run.manifest(21))
+    assert spans(planner.path(20, 21)) == [(20, 21)]
+    assert listed == []
+    assert spans(planner.path(20, 25)) == [(20, 24), (24, 25)]
+    assert listed == [side.MERGED_PREFIX + "000000002"]
+
+
+def test_a_last_resort_is_used_where_there_is_no_other_way_even_back() -> None:
+    graph = VersionGraph([Edge("a", ROOT, 2, 10), Edge("b", 1, 2, 10, True), Edge("c", ROOT, 1, 1, last_resort=True)])
+    assert [move.edge.key for move in graph.way(ROOT, 1) or []] == ["a", "b"]
+    graph.drop("a")
+    assert [move.edge.key for move in graph.way(ROOT, 1) or []] == ["c"]
 
 
 @given(st.data())

@@ -90,13 +90,25 @@ def test_a_version_that_other_documents_lead_to_needs_its_own_objects_no_more(lo
     whole.flip(whole.object_of(lost))
     before = contents(whole)
     report = repair(whole.run)
-    gone = f"{side.RETENTION_KEY}: says that the objects of version {lost} are gone; other documents lead to it"
+    gone = f"{side.RETENTION_KEY}: says that the objects of versions {lost} are gone; other documents lead there"
     assert (report.repaired, report.lost, report.unreadable) == ([gone], [], [])
     assert {key for key, data in contents(whole).items() if before.get(key) != data} - {side.RETENTION_KEY} == {
         key for key in whole.bucket.held if key.startswith("collections/")
     }
     assert_whole(whole)
     assert repair(whole.run).repaired == []
+
+
+def test_a_repair_keeps_what_a_collection_recorded(whole: Whole) -> None:
+    whole.retire((2, 2))
+    before = whole.run.retention()
+    whole.bucket.delete(whole.object_of(8))
+    assert [line.split(":")[0] for line in repair(whole.run).repaired] == [side.RETENTION_KEY]
+    after = whole.run.retention()
+    assert before is not None
+    assert after is not None
+    assert (after.gone, after.head, after.kept) == ([[2, 2], [8, 8]], before.head, before.kept)
+    assert_whole(whole)
 
 
 def test_two_lost_objects_leave_what_is_between_them_lost(whole: Whole) -> None:

@@ -45,7 +45,7 @@ class FleetRun:
         self.bucket.now += seconds
 
     def fleet(self, skew: float = 0.0) -> Fleet:
-        """As seen by somebody whose clock is wrong by ``skew``."""
+        """As seen on a machine whose clock is wrong by ``skew``."""
         return Fleet(self.run, lambda: self.bucket.now + skew, lambda: self.bucket.now, self.passes)
 
     def heartbeat(self, name: str, served: int | None, **more: Any) -> None:

@@ -13,9 +13,6 @@ from typing import Protocol
 ROOT = -1
 """The node where anchors and references start: they need no other version."""
 
-UNLIKELY = 1 << 60
-"""Added to the cost of an edge that a way should use only where there is no other."""
-
 
 @dataclass(frozen=True, slots=True)
 class Edge:
@@ -25,6 +22,7 @@ class Edge:
         key: of the document. low: the version that it builds on, ``ROOT`` if none. high: the version that it leads to.
         cost: bytes to read; None while the document is unread.
         reversible: whether it also leads back.
+        last_resort: whether a way uses it only where there is no other.
     """
 
     key: str
@@ -32,6 +30,7 @@ class Edge:
     high: int
     cost: int | None = 0
     reversible: bool = False
+    last_resort: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +39,6 @@ class Move:
 
     edge: Edge
     backwards: bool = False
-
-    @property
-    def start(self) -> int:
-        return self.edge.high if self.backwards else self.edge.low
 
     @property
     def end(self) -> int:
@@ -120,7 +115,7 @@ class VersionGraph:
                 yield edge.low, Move(edge, backwards=True)
 
     def _cheapest(self, moves: Callable[[int], Iterable[tuple[int, Move]]], begin: int, goal: int | None) -> "Ways":
-        """Run Dijkstra's algorithm: as few reverted documents as possible, then by cost; keys break ties.
+        """Run Dijkstra's algorithm: as few last resorts as possible, then reverts, then cost; keys break ties.
 
         The way to a node depends on the edges of that way only: two collections find the same ways, even while one
         removes edges that are on no kept way.
@@ -129,9 +124,9 @@ class VersionGraph:
         done: set[int] = set()
         # The count of moves makes each of them cost something, so that all candidates for a node are known when it is
         # popped.
-        pending: list[tuple[int, int, int, int, str, int, Move | None]] = [(0, 0, 0, begin, "", begin, None)]
+        pending: list[tuple[int, int, int, int, int, str, int, Move | None]] = [(0, 0, 0, 0, begin, "", begin, None)]
         while pending:
-            reverted, cost, count, node, _, origin, taken = heapq.heappop(pending)
+            resorts, reverts, cost, count, node, _, origin, taken = heapq.heappop(pending)
             if node in done:
                 continue
             done.add(node)
@@ -141,9 +136,10 @@ class VersionGraph:
                 break
             for other, move in moves(node):
                 if other not in done:
-                    size = self.guess if move.edge.cost is None else move.edge.cost
-                    entry = (reverted + move.backwards, cost + size, count + 1, other, move.edge.key, node, move)
-                    heapq.heappush(pending, entry)
+                    edge = move.edge
+                    size = cost + (self.guess if edge.cost is None else edge.cost)
+                    so_far = (resorts + edge.last_resort, reverts + move.backwards, size, count + 1)
+                    heapq.heappush(pending, (*so_far, other, edge.key, node, move))
         return Ways(begin, last)
 
 

@@ -12,12 +12,8 @@ from dataclasses import dataclass
 
 from vllm_delta_sync.errors import ChainError, DataError, NotFoundError
 from vllm_delta_sync.format.documents import (
-    ANCHORS_PREFIX,
-    MERGED_PREFIX,
-    RETENTION_KEY,
     Anchor,
     MergedDelta,
-    Retention,
     anchor_key,
     anchor_of_key,
     merged_delta_key,
@@ -37,7 +33,7 @@ MERGE_WIDTH = 4
 """How many of the next shorter merged deltas one merged delta spans. Smaller ones mean more bytes for a writer, which
 writes each change once per level; larger ones more steps and bytes for a reader. Over 100 versions of SmolLM2-135M at
 learning rate 1e-6 (``benchmarks.catchup``), 2, 4 and 8 write 3.0, 1.3 and 0.7 times the bytes of the deltas, and a
-reader reads 4, 6 and 13 objects, 9.6, 11.3 and 13.8 MB, on average. Readers find no merged deltas of another width."""
+reader reads 4, 6 and 13 objects, 9.6, 11.3 and 13.8 MB, on average."""
 
 
 class GapError(ChainError):
@@ -108,13 +104,6 @@ class Step:
     def high_digest(self) -> str:
         """Digest of the manifest of ``high``."""
         return self.document.last_manifest if isinstance(self.document, MergedDelta) else self.document.digest
-
-    @property
-    def low_digest(self) -> str | None:
-        """Digest of the manifest of ``low``; None if the document does not contain it."""
-        if isinstance(self.document, MergedDelta):
-            return self.document.first_manifest
-        return self.document.parent if self.document.base_version == self.document.version - 1 else None
 
     @property
     def high_fingerprint(self) -> Fingerprint:
@@ -196,8 +185,9 @@ class ReadPlanner:
         self._settled: set[str] = set()
         self._absent: dict[str, str | DataError] = {}
         self._top: Manifest | None = None
+        # Prefixes of the versions with which the merged deltas that were listed begin.
         self._listed: set[str] = set()
-        self._covers_all = False
+        self._has_retention = self._has_anchors = self._is_wide = False
 
     def add_manifests(self, *manifests: Manifest) -> None:
         """Add manifests that were read already, so that they are not read again."""
@@ -219,6 +209,7 @@ class ReadPlanner:
         if (steps := self._single_step(start, target)) is not None:
             return steps
         self._cover(max(start, target))
+        self._list(start, target)
         moves = self._usable((start, target), lambda: self._graph.way(start, target))
         if moves is None:
             raise self._gap(start, target)
@@ -232,6 +223,7 @@ class ReadPlanner:
             StoreError: the store failed. DataError: the manifest of ``target`` cannot be read.
         """
         self._cover(max(start, target))
+        self._list(start, target)
         return self._steps(self._usable((start,), lambda: self._towards(start, target)) or [])
 
     def newest_before(self, target: Manifest) -> Manifest | None:
@@ -243,7 +235,7 @@ class ReadPlanner:
         self.add_manifests(target)
         limit = target.version - 1
         self._cover(target.version)
-        self._list(anchors=True)
+        self._list(ROOT, target.version)
         while moves := self._usable((target.version,), lambda: self._towards(ROOT, limit)):  # noqa: B023
             limit = moves[-1].end
             with suppress(DataError):
@@ -263,7 +255,7 @@ class ReadPlanner:
         """
         self.add_manifests(target)
         self._cover(target.version)
-        self._list(anchors=True)
+        self._list(ROOT, target.version)
         moves = self._usable((target.version,), lambda: self._graph.way(ROOT, target.version))
         if moves is None:
             raise self._no_root(target.version)
@@ -273,7 +265,7 @@ class ReadPlanner:
         """Return the documents up to ``target`` that a read may begin with: (key, version), the newest first."""
         self.add_manifests(target)
         self._cover(target.version)
-        self._list(anchors=True)
+        self._list(ROOT, target.version)
         found = [edge for edge in self._graph if edge.low == ROOT and edge.high <= target.version]
         return sorted(((edge.key, edge.high) for edge in found), key=lambda root: (root[1], root[0]), reverse=True)
 
@@ -284,6 +276,7 @@ class ReadPlanner:
             GapError: the root is absent, or no steps lead from it to the target.
         """
         self._cover(target)
+        self._list(ROOT, target)
 
         def onward() -> list[Move] | None:
             edge = self._graph.get(root)
@@ -307,46 +300,67 @@ class ReadPlanner:
         breaks = {item.version: item.base_version for item in self._top.breaks}
         for number in range(first, version + 1):
             base = breaks.get(number, number - 1 if number else None)
-            edge = (
-                Edge(version_key(number), ROOT, number) if base is None else _unread(version_key(number), base, number)
-            )
-            if edge.key not in self._absent:
-                self._graph.put(edge)
+            key = version_key(number)
+            if key not in self._absent:
+                self._graph.put(Edge(key, ROOT, number) if base is None else _unread(key, base, number))
 
-    def _cover_newer(self) -> bool:
-        """Put newer versions into the graph, since one may lead back; return whether there are any."""
+    def _widen(self) -> bool:
+        """Put all merged deltas and newer versions into the graph, since one may lead back.
+
+        Returns:
+            whether that was not done before.
+        """
+        if self._is_wide:
+            return False
+        self._is_wide = True
+        self._listed.add("")
+        self._put_merged("")
         covered = -1 if self._top is None else self._top.version
-        newer = [] if self._covers_all else [version for version in self._run.versions() if version > covered]
-        self._covers_all = True
+        newer = [version for version in self._run.versions() if version > covered]
         for version in reversed(newer[-MAX_BAD_IN_A_ROW:]):
             with suppress(DataError):
                 self._cover(version)
-                return True
-        return False
+                break
+        return True
 
-    def _list(self, anchors: bool = False) -> None:
-        """Put the merged deltas into the graph, and take out the deltas that retention has removed.
+    def _list(self, first: int, last: int) -> None:
+        """Put the documents between two nodes into the graph, and take out the deltas that retention has removed.
 
-        Args:
-            anchors: whether the anchors are put into it too; only a way from a root needs them.
+        Of a long run only the merged deltas are listed whose keys begin like those of both versions; ``_widen`` lists
+        the others. Only a way from ``ROOT`` needs anchors.
         """
-        run = self._run
-        listings: dict[str, Callable[[], list[Edge] | Retention | None]] = {
-            MERGED_PREFIX: lambda: [_unread(merged_delta_key(*ends), *ends) for ends in run.merged_deltas()],
-            RETENTION_KEY: run.retention,
-        }
-        if anchors:
-            full_bytes = run.table.full_bytes
-            listings[ANCHORS_PREFIX] = lambda: [Edge(anchor_key(at), ROOT, at, full_bytes) for at in run.anchors()]
-        missing = [prefix for prefix in listings if prefix not in self._listed]
-        self._listed.update(missing)
-        for found in read_ahead(lambda prefix: listings[prefix](), missing):
-            if isinstance(found, Retention):
-                for version in (at for first, last in found.gone for at in range(first, last + 1)):
-                    self._drop(version_key(version), "is no longer kept")
-            else:
-                for edge in found or ():
-                    self._graph.put(edge)
+        from_root = first == ROOT
+        low, high = f"{min(first, last):010d}", f"{max(first, last):010d}"
+        same = 0 if from_root else next((place for place in range(10) if low[place] != high[place]), 10)
+        prefix = low[:same]
+        reads: list[Callable[[], None]] = []
+        if not any(prefix.startswith(listed) for listed in self._listed):
+            self._listed.add(prefix)
+            reads.append(lambda: self._put_merged(prefix))
+        if not self._has_retention:
+            self._has_retention = True
+            reads.append(self._drop_collected)
+        if from_root and not self._has_anchors:
+            self._has_anchors = True
+            reads.append(self._put_anchors)
+        for _ in read_ahead(lambda read: read(), reads):
+            pass
+
+    def _put_merged(self, prefix: str) -> None:
+        for ends in self._run.merged_deltas(prefix):
+            key = merged_delta_key(*ends)
+            if key not in self._absent and key not in self._settled:
+                self._graph.put(_unread(key, *ends))
+
+    def _put_anchors(self) -> None:
+        for version in self._run.anchors():
+            self._graph.put(Edge(anchor_key(version), ROOT, version, self._run.table.full_bytes))
+
+    def _drop_collected(self) -> None:
+        record = self._run.retention()
+        for first, last in [] if record is None else record.gone:
+            for version in range(first, last + 1):
+                self._drop(version_key(version), "is no longer kept")
 
     def _drop(self, key: str, why: str | DataError) -> None:
         self._absent.setdefault(key, why)
@@ -358,14 +372,13 @@ class ReadPlanner:
         Args:
             ends: versions whose manifest, if it was read already, is right.
         """
-        self._list()
         manifests = [self._documents.get(version_key(version)) for version in ends]
         trusted = {item.version: item.digest for item in manifests if isinstance(item, Manifest)}
         while True:
             for key in self._avoid:
                 self._drop(key, "is damaged or missing")
             moves = find()
-            if moves is None and self._cover_newer():
+            if moves is None and self._widen():
                 continue
             if moves is None:
                 return None
@@ -419,9 +432,9 @@ class ReadPlanner:
             for version, why in wrong.items():
                 self._drop(version_key(version), why)
             named: dict[int, set[str]] = {}
-            for key in keys:
-                document = self._documents.get(key)
-                for version, digest in named_manifests(document) if isinstance(document, MergedDelta) else ():
+            merged = [(key, item) for key in keys if isinstance(item := self._documents.get(key), MergedDelta)]
+            for key, item in merged:
+                for version, digest in ((item.first, item.first_manifest), (item.last, item.last_manifest)):
                     named.setdefault(version, set()).add(digest)
                     if known.get(version, digest) != digest:
                         self._drop(key, ChainError(f"{key} names another manifest of version {version}"))
@@ -526,11 +539,6 @@ class ReadPlanner:
 def _unread(key: str, low: int, high: int) -> Edge:
     """Return an edge whose document is not read yet: it may lead in both directions, at any cost."""
     return Edge(key, low, high, None, True)
-
-
-def named_manifests(document: MergedDelta) -> list[tuple[int, str]]:
-    """Return the versions that a merged delta names, each with the digest of its manifest."""
-    return [(document.first, document.first_manifest), (document.last, document.last_manifest)]
 
 
 def find_steps(run: RunReader, start: int, target: int, avoid: Collection[str] = ()) -> list[Step]:

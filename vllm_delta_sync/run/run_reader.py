@@ -478,9 +478,13 @@ class RunReader:
         self.keyring.check(merged, key)
         return merged
 
-    def merged_deltas(self) -> list[tuple[int, int]]:
-        """List the first and last version of every merged delta, ascending; one listing."""
-        listed = self.bucket.list(MERGED_PREFIX)
+    def merged_deltas(self, prefix: str = "") -> list[tuple[int, int]]:
+        """List the first and last version of every merged delta, ascending; one listing.
+
+        Args:
+            prefix: only those whose first version, in ten digits, begins with it.
+        """
+        listed = self.bucket.list(MERGED_PREFIX + prefix)
         return [pair for item in listed if (pair := merged_delta_of_key(item.key)) is not None]
 
     def retention(self) -> Retention | None:

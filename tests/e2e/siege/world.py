@@ -93,7 +93,7 @@ class Siege:
     Attributes:
         run: the bucket's directory. run_id: the run's id. publishers, subscribers: ports of the broker.
         server: vLLM. up: proxy from trainer to broker. down: from broker to server. canaries: the secrets.
-        keyring: the honest key, as somebody has it who may sign. second: another key that the server trusts.
+        keyring: the honest key, with its private half. second: another key that the server trusts.
         trusted: files of the keys that the server trusts. seen: of the attack under way.
     """
 

@@ -71,7 +71,7 @@ class Rest:
         return Response(status_code=204)
 
     async def tree(self, request: Request) -> Response:
-        """One page of all files below a prefix; nobody here asks for folders."""
+        """One page of all files below a prefix; its clients never ask for folders."""
         bucket, limit = self.bucket(request), self._access.options.page
         after = request.query_params.get("cursor", "")
         found = self._store.files(bucket, request.path_params.get("prefix", ""), after, limit + 1)

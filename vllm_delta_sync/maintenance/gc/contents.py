@@ -28,7 +28,7 @@ from vllm_delta_sync.format.manifest import (
     version_key,
     version_of_key,
 )
-from vllm_delta_sync.run.graph import ROOT, UNLIKELY, Edge, VersionGraph
+from vllm_delta_sync.run.graph import ROOT, Edge, VersionGraph
 from vllm_delta_sync.run.prefetch import read_ahead
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.run.service_policy import ServicePolicy, may_be_served
@@ -125,8 +125,9 @@ def graph_of(documents: Iterable[Listed], unsettled: Callable[[Listed], bool] = 
             item.key,
             item.start,
             item.end,
-            item.bytes + (UNLIKELY if unsettled(item) else 0),
+            item.bytes,
             item.reversible and item.start != ROOT,
+            unsettled(item),
         )
         for item in documents
     )

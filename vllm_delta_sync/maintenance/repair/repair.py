@@ -16,7 +16,7 @@ from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.bucket.middleware.dry_run import DryRunBucket
 from vllm_delta_sync.errors import ConflictError, DataError, SettingsError, UsageError
 from vllm_delta_sync.format.base_document import timestamp
-from vllm_delta_sync.format.documents import RETENTION_KEY, anchor_of_key, merged_delta_of_key
+from vllm_delta_sync.format.documents import RETENTION_KEY, Retention, anchor_of_key, merged_delta_of_key
 from vllm_delta_sync.format.manifest import HEAD_KEY, version_of_key
 from vllm_delta_sync.maintenance.anchor_writer import make_anchor
 from vllm_delta_sync.maintenance.gc.lock import CollectionLock
@@ -145,7 +145,13 @@ def _round(
     wanted = [finding.document or finding.key for finding in report.findings]
     if report.pointed is None or report.pointed < report.head:
         wanted.append(HEAD_KEY)
-    for key in dict.fromkeys(wanted):
+    wanted = list(dict.fromkeys(wanted))
+    lost = [number for key in wanted if (number := version_of_key(key)) is not None]
+    gone = [number for number in lost if number not in report.unreadable and number <= report.head]
+    if gone:
+        with suppress(ConflictError):  # a collection is running; the next call does it
+            done.append(_record_gone(run, gone))
+    for key in wanted:
         try:
             line = _write_again(run, key, base, report)
         except SettingsError as error:
@@ -160,13 +166,9 @@ def _round(
 def _write_again(run: RunReader, key: str, base: str | Path | None, report: VerifyReport) -> str | None:
     """Write a document again from the versions that are there; None for one that only a mirror has.
 
-    A delta whose version other documents lead to is recorded as gone, so that nothing looks for its objects.
-
     Raises:
         SettingsError: the run is signed, and there is no key to sign with. DataError, UsageError: it cannot be rebuilt.
     """
-    if (version := version_of_key(key)) is not None:
-        return _record_gone(run, version) if version not in report.unreadable and version <= report.head else None
     if key == HEAD_KEY:
         run.keyring.check_can_sign(run.info)
         return _repair_head(run, report)
@@ -181,17 +183,31 @@ def _write_again(run: RunReader, key: str, base: str | Path | None, report: Veri
     return f"{key}: rebuilt from the history"
 
 
-def _record_gone(run: RunReader, version: int) -> str:
+def _record_gone(run: RunReader, versions: list[int]) -> str:
+    """Record that the own objects of versions are gone, to which other documents lead, so that nothing looks for them.
+
+    Raises:
+        ConflictError: a collection is running. StoreError: the store failed.
+    """
     lock = CollectionLock(run)
     try:
         lock.acquire()
         record = run.retention() or empty_record(run)
         gone = [number for first, last in record.gone for number in range(first, last + 1)]
-        changed = record.model_copy(update={"gone": ranges([*gone, version]), "created_at": timestamp(), "_raw": None})
-        run.bucket.put(RETENTION_KEY, changed.to_bytes())
+        written = Retention(
+            run=record.run,
+            gone=ranges([*gone, *versions]),
+            going=record.going,
+            head=record.head,
+            kept=record.kept,
+            created_at=timestamp(),
+        )
+        run.bucket.put(RETENTION_KEY, written.to_bytes())
     finally:
         lock.release()
-    return f"{RETENTION_KEY}: says that the objects of version {version} are gone; other documents lead to it"
+    return (
+        f"{RETENTION_KEY}: says that the objects of versions {spelled(versions)} are gone; other documents lead there"
+    )
 
 
 def _repair_head(run: RunReader, report: VerifyReport) -> str | None:
