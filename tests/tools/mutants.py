@@ -326,14 +326,22 @@ def measured(sample: Sequence[Mutant], suites: Mapping[str, Sequence[str]], work
                 limits[module] = limit
                 bar.update()
             outcomes = []
-            for outcome in pool.map(attempt, sample):
-                outcomes.append(outcome)
-                bar.update()
+            try:
+                for outcome in pool.map(attempt, sample):
+                    outcomes.append(outcome)
+                    bar.update()
+                    where = f"{outcome.mutant.module}:{outcome.mutant.line}"
+                    bar.write(f"{outcome.verdict} in {outcome.seconds:.0f} s: {where}", sys.stderr)
+            except KeyboardInterrupt:
+                # What was tried in an hour is reported; what was not is not counted.
+                pool.shutdown(wait=False, cancel_futures=True)
             return outcomes
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
     """How many were noticed, by module, and those that were not."""
+    if not outcomes:
+        return "no mutant was tried\n"
     lines = ["| module | mutants | noticed |", "|---|---|---|"]
     for module in CORE:
         own = [outcome for outcome in outcomes if outcome.mutant.module == module]
