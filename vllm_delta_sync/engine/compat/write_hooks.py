@@ -2,7 +2,7 @@
 
 A commit hashes only what it changes, so it would not notice a weight that was changed elsewhere. Therefore every such
 call makes each receiver of the worker, also those of LoRA adapters, rescan all weights before the next version. Code
-that writes into parameters directly is found by the scrubbing rescan (setting ``rescan_bytes``) and by ``verify``.
+that writes into parameters directly is found by the rescan beside each staging (``rescan_bytes``) and by ``verify``.
 """
 
 from collections.abc import Callable
