@@ -255,6 +255,19 @@ def test_all_problems_are_listed_and_what_they_make_unreadable(whole: Whole) -> 
     assert not report.replayed
 
 
+@pytest.mark.parametrize("beside", ["anchor", "merged delta"])
+def test_a_lost_object_of_a_document_beside_the_chain_is_raised(whole: Whole, beside: str) -> None:
+    document = whole.run.anchor(14) if beside == "anchor" else whole.run.merged_delta(12, 16)
+    own = [
+        ref.key
+        for ref in document.objects
+        if ref.key not in {o.key for v in range(17) for o in whole.run.manifest(v).objects}
+    ]
+    whole.bucket.delete(own[0])
+    assert isinstance(first(whole), NotFoundError)
+    assert [finding.key for finding in all_of(whole).findings] == [own[0]]
+
+
 def test_versions_whose_objects_are_gone_are_no_error(whole: Whole) -> None:
     whole.retire((1, 3), (7, 7))
     report = verify_run(whole.run)

@@ -75,12 +75,17 @@ class ReplayAudit:
             self._check_step(manifest)
         elif manifest is not None:
             self._check_whole(manifest)
-        with suppress(NotFoundError):  # removed by a collection since it was listed
-            if manifest is not None and version in self._documents.anchors:
-                self._report.anchors += self._check_whole(self._run.anchor(version))
-        for last in self._starts.get(version, ()):
+        # Only the document may be missing: a collection may have removed it since it was listed.
+        if manifest is not None and version in self._documents.anchors:
+            anchor = None
             with suppress(NotFoundError):
-                self._report.merged_deltas += self._check_step(self._early.merged_delta(version, last))
+                anchor = self._run.anchor(version)
+            self._report.anchors += anchor is not None and self._check_whole(anchor)
+        for last in self._starts.get(version, ()):
+            merged = None
+            with suppress(NotFoundError):
+                merged = self._early.merged_delta(version, last)
+            self._report.merged_deltas += merged is not None and self._check_step(merged)
 
     def finish(self) -> None:
         """Add the versions that nothing leads to, and that retention did not give up, to the report.
