@@ -432,13 +432,15 @@ def test_what_cannot_be_read_stops_a_collection_or_spares_orphans(tmp_path: Path
     assert report.objects
 
 
-def test_documents_of_another_run_or_that_do_not_fit_are_not_believed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["last_manifest", "first_fingerprint"])
+def test_documents_of_another_run_or_that_do_not_fit_are_not_believed(tmp_path: Path, field: str) -> None:
     grown = long_run(tmp_path, 12)
     manifest = grown.manifests[4]
     tag = Tag(run="0" * 32, name="foreign", version=4, manifest=manifest.digest, created_at=manifest.created_at)
     grown.bucket.put(side.tag_key("foreign"), tag.to_bytes())
     merged_delta = grown.run_.merged_delta(0, 4)
-    other = MergedDelta.model_validate({**merged_delta.model_dump(), "last_manifest": "0" * 64})
+    wrong = "0" * len(getattr(merged_delta, field))
+    other = MergedDelta.model_validate({**merged_delta.model_dump(), field: wrong})
     grown.bucket.put(side.merged_delta_key(0, 4), other.to_bytes())
     grown.memory.clock += 2 * HOUR
     report = collect(grown.run_, FEW)
@@ -446,7 +448,7 @@ def test_documents_of_another_run_or_that_do_not_fit_are_not_believed(tmp_path: 
     assert any("tag ignored" in note for note in report.notes)
     assert any(note.startswith("merged/0000000000-0000000004.json does not fit") for note in report.notes)
     assert {ref.key for ref in other.objects} <= objects(grown.memory)
-    assert grown.run_.merged_delta(0, 4).last_manifest == "0" * 64
+    assert getattr(grown.run_.merged_delta(0, 4), field) == wrong
     assert grown.equals(12)
 
 

@@ -5,7 +5,7 @@ any of them.
 """
 
 import re
-from typing import Annotated, Self
+from typing import Annotated, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -316,3 +316,28 @@ class Retention(DatedDocument):
     def gave_up(self, version: int) -> bool:
         """Return whether a garbage collection removed the version on purpose."""
         return self.head is not None and version <= self.head and not any(a <= version <= b for a, b in self.kept)
+
+
+Standalone = Anchor | MergedDelta | Tag | Claim | Retention
+"""A document beside the chain of manifests."""
+
+
+class NamedVersion(NamedTuple):
+    """A version that a document names: with its manifest's digest, and the model's fingerprint if that is named."""
+
+    version: int
+    digest: str
+    fingerprint: str | None
+
+
+def named_versions(document: Standalone) -> list[NamedVersion]:
+    """Return the versions that a document names; a retention record only lists numbers, so it names none."""
+    if isinstance(document, Retention):
+        return []
+    if isinstance(document, MergedDelta):
+        return [
+            NamedVersion(document.first, document.first_manifest, document.first_fingerprint),
+            NamedVersion(document.last, document.last_manifest, document.last_fingerprint),
+        ]
+    fingerprint = document.fingerprint if isinstance(document, Anchor) else None
+    return [NamedVersion(document.version, document.manifest, fingerprint)]

@@ -15,6 +15,7 @@ from vllm_delta_sync.format.safetensors_file import shard_tables, write_anchor
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
 from vllm_delta_sync.run.checks import check_document_size
+from vllm_delta_sync.run.graph import contradiction
 from vllm_delta_sync.run.objects import file_digest, scratch_folder
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.state import ModelState
@@ -77,8 +78,13 @@ def make_anchor(
 def existing_anchor(run: RunReader, target: Manifest) -> Anchor | None:
     """Return the anchor in the bucket if it is valid and of this version, else None."""
     found = read_if_valid(lambda: run.anchor(target.version))
-    same = found is not None and (found.manifest, found.fingerprint) == (target.digest, target.fingerprint)
-    return found if same else None
+    return None if found is None or contradicts_manifests(found, target) else found
+
+
+def contradicts_manifests(document: Anchor | MergedDelta, *manifests: Manifest) -> bool:
+    """Return whether a document was made for other versions of these numbers; see ``run.graph.contradiction``."""
+    digests = {manifest.version: manifest.digest for manifest in manifests}
+    return contradiction(document, digests, {manifest.version: manifest for manifest in manifests}) is not None
 
 
 def read_if_valid(read: Callable[[], _Document]) -> _Document | None:

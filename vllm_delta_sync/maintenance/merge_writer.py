@@ -24,7 +24,7 @@ from vllm_delta_sync.format.codecs import BASE_CODECS, RelativeCodec
 from vllm_delta_sync.format.documents import MergedDelta, merged_delta_key
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
-from vllm_delta_sync.maintenance.anchor_writer import put_document, read_if_valid
+from vllm_delta_sync.maintenance.anchor_writer import contradicts_manifests, put_document, read_if_valid
 from vllm_delta_sync.maintenance.rolling_weights import OBJECT_BYTES, RollingWeights, Stop, check_stop, never_stop
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.decode import open_objects
@@ -105,8 +105,7 @@ def make_merged_delta(
 def existing_merged_delta(run: RunReader, first: Manifest, last: Manifest) -> MergedDelta | None:
     """Return the merged delta in the bucket if it is valid and of these two versions, else None."""
     found = read_if_valid(lambda: run.merged_delta(first.version, last.version))
-    same = found is not None and (found.first_manifest, found.last_manifest) == (first.digest, last.digest)
-    return found if same else None
+    return None if found is None or contradicts_manifests(found, first, last) else found
 
 
 def put_merged_delta(

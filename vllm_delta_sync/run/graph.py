@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from vllm_delta_sync.errors import ChainError, DataError, FingerprintError
+from vllm_delta_sync.format.documents import Standalone, named_versions
+
 ROOT = -1
 """The node where anchors and references start: they need no other version."""
 
@@ -209,3 +212,29 @@ def contradicted(manifests: Iterable[Linked], trusted: Mapping[int, str]) -> tup
         elif parent is not None and known.setdefault(version - 1, parent) != parent:
             wrong[version] = f"names parent {parent}, which is {known[version - 1]}: the history was rewritten"
     return known, wrong
+
+
+class Fingerprinted(Protocol):
+    """A manifest, or a note of one."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+def contradiction(
+    document: Standalone, known: Mapping[int, str], manifests: Mapping[int, Fingerprinted]
+) -> DataError | None:
+    """Return what contradicts a document beside the chain; None if nothing does.
+
+    Args:
+        known: version → digest of its manifest, as ``contradicted`` returns it. manifests: version → its manifest.
+    """
+    for version, digest, fingerprint in named_versions(document):
+        if (right := known.get(version, digest)) != digest:
+            return ChainError(f"it names manifest {digest} as version {version}, which has digest {right}")
+        manifest = manifests.get(version)
+        if manifest is not None and fingerprint not in (None, manifest.fingerprint):
+            return FingerprintError(
+                f"it gives version {version} fingerprint {fingerprint}, its manifest says {manifest.fingerprint}"
+            )
+    return None

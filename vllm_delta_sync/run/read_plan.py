@@ -18,11 +18,12 @@ from vllm_delta_sync.format.documents import (
     anchor_of_key,
     merged_delta_key,
     merged_delta_of_key,
+    named_versions,
 )
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef, version_key, version_of_key
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.graph import ROOT, Edge, Move, VersionGraph, contradicted
+from vllm_delta_sync.run.graph import ROOT, Edge, Move, VersionGraph, contradicted, contradiction
 from vllm_delta_sync.run.newest_good import MAX_BAD_IN_A_ROW
 from vllm_delta_sync.run.prefetch import read_ahead
 from vllm_delta_sync.run.run_reader import RunReader
@@ -397,9 +398,7 @@ class ReadPlanner:
             if merged_delta_of_key(key) is not None:
                 return self._run.merged_delta(edge.low, edge.high)
             anchor, manifest = self._run.anchor(edge.high), self.manifest(edge.high)
-            if (anchor.manifest, anchor.fingerprint) != (manifest.digest, manifest.fingerprint):
-                raise ChainError(f"{key} was made from another manifest of that version, {anchor.manifest}")
-            return anchor
+            return contradiction(anchor, {edge.high: manifest.digest}, {edge.high: manifest}) or anchor
         except DataError as error:
             return error
 
@@ -431,13 +430,14 @@ class ReadPlanner:
             known, wrong = contradicted(manifests, trusted)
             for version, why in wrong.items():
                 self._drop(version_key(version), why)
+            right = {manifest.version: manifest for manifest in manifests if manifest.version not in wrong}
             named: dict[int, set[str]] = {}
             merged = [(key, item) for key in keys if isinstance(item := self._documents.get(key), MergedDelta)]
             for key, item in merged:
-                for version, digest in ((item.first, item.first_manifest), (item.last, item.last_manifest)):
+                for version, digest, _ in named_versions(item):
                     named.setdefault(version, set()).add(digest)
-                    if known.get(version, digest) != digest:
-                        self._drop(key, ChainError(f"{key} names another manifest of version {version}"))
+                if (error := contradiction(item, known, right)) is not None:
+                    self._drop(key, error)
             # Of two that disagree, the manifest of that version, or the one after it, tells which is right.
             doubtful = [at for at, digests in named.items() if len(digests) > 1 and at not in known and at not in tried]
             if not doubtful:

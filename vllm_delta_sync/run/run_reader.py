@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
+from copy import copy
 from datetime import UTC, datetime
 from hashlib import sha256
 from itertools import chain
@@ -100,16 +101,26 @@ class RunReader:
     """
 
     def __init__(self, bucket: Bucket, keyring: Keyring | None = None, cache: ObjectCache | None = None) -> None:
-        self.bucket = bucket
         self.cache = cache
         self.keyring = Keyring() if keyring is None else keyring
-        self.pointer: Head | None = None
-        self._prefetcher = Prefetcher(bucket)
         self.info = read_info(bucket)
         self.keyring.check(self.info, RUN_KEY)
-        self.ancestors = Ancestors(lambda version: self.raw_manifest(version, limits.MAX_JSON_BYTES))
         self.table = read_table(bucket, self.info)
         self.document_limit = document_limit(self.table)
+        self._read_from(bucket)
+
+    def in_bucket(self, bucket: Bucket) -> Self:
+        """Return a reader of a copy of this run, whose documents are checked as those of this one."""
+        other = copy(self)
+        other.cache = None
+        other._read_from(bucket)
+        return other
+
+    def _read_from(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.pointer: Head | None = None
+        self._prefetcher = Prefetcher(bucket)
+        self.ancestors = Ancestors(lambda version: self.raw_manifest(version, limits.MAX_JSON_BYTES))
 
     def prefetching(self, known: int | None, expected: int | None = None) -> AbstractContextManager[None]:
         """Begin to fetch what ``is_current`` and ``reachable_head`` will read first within the block.
@@ -224,7 +235,9 @@ class RunReader:
         end = limits.MAX_VERSION + 1
         self.pointer = None
         try:
-            head = self._pointer()
+            with suppress(NotFoundError):
+                self.pointer = self.read_head()
+            head = self.pointer
             if head is not None:
                 end = head.version
             manifest = self._pointed_at(head)
@@ -270,16 +283,16 @@ class RunReader:
             digest = sha256(data).hexdigest()
         return newest, bad
 
-    def _pointer(self) -> Head | None:
-        try:
-            data = self._prefetcher.get(HEAD_KEY, limits.MAX_HEAD_BYTES)
-        except NotFoundError:
-            return None
-        head = Head.from_bytes(data, HEAD_KEY)
+    def read_head(self) -> Head:
+        """Return HEAD.json.
+
+        Raises:
+            NotFoundError: it is missing. DataError: it is damaged, of another run, or not validly signed.
+        """
+        head = Head.from_bytes(self._prefetcher.get(HEAD_KEY, limits.MAX_HEAD_BYTES), HEAD_KEY)
         if head.run != self.info.run:
             raise ChainError(f"{HEAD_KEY} points into run {head.run}, this is {self.info.run}")
         self.keyring.check(head, HEAD_KEY)
-        self.pointer = head
         return head
 
     def _pointed_at(self, head: Head | None) -> Manifest:

@@ -11,7 +11,6 @@ from vllm_delta_sync.errors import (
     ChainError,
     DataError,
     DeltaSyncError,
-    FingerprintError,
     NotFoundError,
 )
 from vllm_delta_sync.format import limits
@@ -25,15 +24,17 @@ from vllm_delta_sync.format.documents import (
     Claim,
     MergedDelta,
     Retention,
+    Standalone,
     Tag,
     anchor_of_key,
     claim_key,
     claim_of_key,
     merged_delta_of_key,
+    named_versions,
     tag_of_key,
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, Head, Manifest, version_key
-from vllm_delta_sync.run.graph import contradicted
+from vllm_delta_sync.run.graph import contradicted, contradiction
 from vllm_delta_sync.run.prefetch import read_ahead
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.verify.report import Finding
@@ -42,17 +43,7 @@ MISSING_AT_MOST = 1000
 """Maximum number of missing manifests. A HEAD.json that names a version further beyond the newest, or a manifest
 further beyond the others, is itself treated as damaged."""
 
-Standalone = Anchor | MergedDelta | Tag | Claim | Retention
 _Found = TypeVar("_Found")
-
-
-def read_head(run: RunReader) -> Head:
-    """Read and check HEAD.json. Raises NotFoundError, or another DataError if it is damaged or not validly signed."""
-    head = Head.from_bytes(run.bucket.get(HEAD_KEY, max_bytes=limits.MAX_HEAD_BYTES), HEAD_KEY)
-    if head.run != run.info.run:
-        raise ChainError(f"{HEAD_KEY} points into run {head.run}, this is {run.info.run}")
-    run.keyring.check(head, HEAD_KEY)
-    return head
 
 
 def read_standalone(run: RunReader, key: str) -> Standalone | None:
@@ -74,21 +65,6 @@ def read_standalone(run: RunReader, key: str) -> Standalone | None:
             raise ChainError(f"{key} belongs to run {record.run}, this is {run.info.run}")
         return record
     return None
-
-
-def named_versions(document: Standalone) -> list[tuple[int, str, str | None]]:
-    """Return the versions that a document names: each with its manifest's digest, and its fingerprint if that is named.
-
-    A retention record only lists numbers, so it names none.
-    """
-    if isinstance(document, Retention):
-        return []
-    if isinstance(document, MergedDelta):
-        return [
-            (document.first, document.first_manifest, document.first_fingerprint),
-            (document.last, document.last_manifest, document.last_fingerprint),
-        ]
-    return [(document.version, document.manifest, document.fingerprint if isinstance(document, Anchor) else None)]
 
 
 class Note(NamedTuple):
@@ -152,24 +128,17 @@ class DocumentAudit:
 
     def contradiction(self, document: Standalone) -> DeltaSyncError | None:
         """Return what contradicts a document beside the chain; None if nothing does."""
-        for version, digest, fingerprint in named_versions(document):
-            manifest = self.manifests.get(version)
-            if version > self.top:
-                return NotFoundError(f"it names version {version}, which does not exist")
-            if (right := self.known.get(version, digest)) != digest:
-                return ChainError(f"it names manifest {digest} as version {version}, which has digest {right}")
-            if manifest is not None and fingerprint not in (None, manifest.fingerprint):
-                return FingerprintError(
-                    f"it gives version {version} fingerprint {fingerprint}, its manifest says {manifest.fingerprint}"
-                )
-        return None
+        for named in named_versions(document):
+            if named.version > self.top:
+                return NotFoundError(f"it names version {named.version}, which does not exist")
+        return contradiction(document, self.known, self.manifests)
 
     def _add(self, rank: int, key: str, error: DeltaSyncError, version: int | None = None) -> None:
         self._found.append((rank, Finding(key, error, version)))
 
     def _read_head(self) -> Head | None:
         try:
-            return read_head(self._run)
+            return self._run.read_head()
         except NotFoundError:
             return None
         except DataError as error:
@@ -241,7 +210,7 @@ class DocumentAudit:
         if isinstance(document, Claim):
             self.claims[document.epoch] = document
         if error is not None:
-            version = max((number for number, _, _ in named_versions(document)), default=None)
+            version = max((named.version for named in named_versions(document)), default=None)
             self._add(_LAST, key, type(error)(f"{key}: {error.message}"), version)
         elif isinstance(document, Anchor):
             self.anchors.add(document.version)

@@ -12,10 +12,13 @@ from vllm_delta_sync.format.documents import (
     ANCHORS_PREFIX,
     MERGED_PREFIX,
     TAGS_PREFIX,
+    Anchor,
+    MergedDelta,
     Retention,
     Tag,
     anchor_of_key,
     merged_delta_of_key,
+    named_versions,
     tag_key,
     tag_of_key,
 )
@@ -28,7 +31,7 @@ from vllm_delta_sync.format.manifest import (
     version_key,
     version_of_key,
 )
-from vllm_delta_sync.run.graph import ROOT, Edge, VersionGraph
+from vllm_delta_sync.run.graph import ROOT, Edge, VersionGraph, contradicted, contradiction
 from vllm_delta_sync.run.prefetch import read_ahead
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.run.service_policy import ServicePolicy, may_be_served
@@ -44,8 +47,8 @@ class Listed:
     Attributes:
         info: of the document. start, end: versions that it leads from (``ROOT`` if none) and to.
         refs: (key, bytes) of its objects. reversible: whether it can be reverted.
-        digest, parent, sidecars (keys): of a manifest. sound, exact: whether servers accept it by default, and with
-            ``require_exact``.
+        digest, parent, epoch, fingerprint, sidecars (keys): of a manifest. sound, exact: whether servers accept it by
+            default, and with ``require_exact``.
     """
 
     info: ObjectInfo
@@ -55,6 +58,8 @@ class Listed:
     reversible: bool = False
     digest: str = ""
     parent: str | None = None
+    epoch: int = 0
+    fingerprint: str = ""
     sound: bool = True
     exact: bool = True
     sidecars: tuple[str, ...] = ()
@@ -62,6 +67,10 @@ class Listed:
     @property
     def key(self) -> str:
         return self.info.key
+
+    @property
+    def version(self) -> int:
+        return self.end
 
     @property
     def bytes(self) -> int:
@@ -206,11 +215,10 @@ def _read_history(run: RunReader, known_documents: dict[ObjectInfo, Listed]) -> 
         except DataError as error:
             raise _unreadable(info.key, error) from error
 
-    history: list[Listed] = []
-    for document in read_ahead(document_of, range(head + 1)):
-        if history and document.parent != history[-1].digest:
-            raise ChainError(f"{document.key} does not name the manifest before it: the history was rewritten")
-        history.append(document)
+    history = list(read_ahead(document_of, range(head + 1)))
+    _, wrong = contradicted(history, {})
+    if wrong:
+        raise ChainError(f"{version_key(min(wrong))} {wrong[min(wrong)]}")
     return history
 
 
@@ -239,6 +247,8 @@ def _of_manifest(manifest: Manifest, info: ObjectInfo) -> Listed:
         reversible=manifest.reversible,
         digest=manifest.digest,
         parent=manifest.parent,
+        epoch=manifest.epoch,
+        fingerprint=manifest.fingerprint,
         sound=may_be_served(manifest, ServicePolicy()),
         exact=may_be_served(manifest, ServicePolicy(exact=True)),
         sidecars=tuple(item.key for item in manifest.sidecars),
@@ -288,15 +298,17 @@ def _read_standalone(run: RunReader, found: RunContents, known_documents: dict[O
 def _of_standalone(run: RunReader, item: ObjectInfo, history: list[Listed]) -> tuple[Listed, bool]:
     """Return an anchor or a merged delta, and whether it belongs to this history."""
     version = anchor_of_key(item.key)
+    document: Anchor | MergedDelta
     if version is not None:
-        anchor = run.anchor(version)
-        fits = version < len(history) and anchor.manifest == history[version].digest
-        return Listed(item, ROOT, version, _refs(anchor.objects)), fits
-    first, last = merged_delta_of_key(item.key) or (0, 0)
-    merged = run.merged_delta(first, last)
-    ends = ((first, merged.first_manifest), (last, merged.last_manifest))
-    fits = last < len(history) and all(history[number].digest == digest for number, digest in ends)
-    return Listed(item, first, last, _refs(merged.objects), merged.reversible), fits
+        document = run.anchor(version)
+        listed = Listed(item, ROOT, version, _refs(document.objects))
+    else:
+        first, last = merged_delta_of_key(item.key) or (0, 0)
+        document = run.merged_delta(first, last)
+        listed = Listed(item, first, last, _refs(document.objects), document.reversible)
+    named = {at: history[at] for at, _, _ in named_versions(document) if at < len(history)}
+    fits = listed.end in named and contradiction(document, {at: named[at].digest for at in named}, named) is None
+    return listed, fits
 
 
 def _tags(run: RunReader, notes: list[str]) -> dict[str, Tag]:

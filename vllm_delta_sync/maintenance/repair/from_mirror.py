@@ -4,12 +4,11 @@ With trusted keys, documents without a valid signature are not restored.
 """
 
 from collections.abc import Callable
-from copy import copy
 from functools import partial
 
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.verified import fetch_object
-from vllm_delta_sync.errors import ChainError, ConflictError, DataError, NotFoundError, UsageError
+from vllm_delta_sync.errors import ConflictError, DataError, NotFoundError, UsageError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.documents import RETENTION_KEY, Claim, anchor_key, merged_delta_key
 from vllm_delta_sync.format.manifest import (
@@ -31,7 +30,7 @@ from vllm_delta_sync.run.checks import check_follows, object_limit
 from vllm_delta_sync.run.objects import fetch_object_file
 from vllm_delta_sync.run.run_reader import RunReader, read_info, read_table
 from vllm_delta_sync.trust import Keyring
-from vllm_delta_sync.verify.document_audit import DocumentAudit, read_head, read_standalone
+from vllm_delta_sync.verify.document_audit import DocumentAudit, read_standalone
 from vllm_delta_sync.verify.report import Finding
 
 
@@ -44,9 +43,7 @@ class Mirror:
 
     def __init__(self, run: RunReader, bucket: Bucket, audit: DocumentAudit) -> None:
         self._run, self._bucket, self._audit = run, bucket, audit
-        # Reads documents of the mirror, and checks them as those of the run.
-        self._copy = copy(run)
-        self._copy.bucket = bucket
+        self._copy = run.in_bucket(bucket)
 
     def restore_head(self) -> str | None:
         """Restore a missing HEAD.json, which the audit does not report. See ``restore``.
@@ -117,7 +114,7 @@ class Mirror:
 
         If the mirror has the same manifest, what contradicts it here is restored instead.
         """
-        manifest, known = self._read_manifest(version), self._audit.known
+        manifest, known = self._copy.manifest(version), self._audit.known
         if manifest.to_bytes() == self._stored(version_key(version)):
             return self._first([lambda: self._after(version), self._head])
         if known.get(version) == manifest.digest:
@@ -129,7 +126,7 @@ class Mirror:
     def _after(self, version: int) -> str | None:
         """Restore the manifest that follows one that is here, if the mirror has another than this bucket."""
         manifest = self._run.manifest(version)
-        following = self._read_manifest(manifest.version + 1)
+        following = self._copy.manifest(manifest.version + 1)
         check_follows(manifest, following)
         return (
             None
@@ -142,17 +139,9 @@ class Mirror:
         self._run.bucket.put(key, manifest.to_bytes())
         return key
 
-    def _read_manifest(self, version: int) -> Manifest:
-        key = version_key(version)
-        manifest = Manifest.from_bytes(self._bucket.get(key, max_bytes=limits.MAX_JSON_BYTES), key)
-        if (manifest.run, manifest.version) != (self._run.info.run, version):
-            raise ChainError(f"{key} of the mirror belongs to run {manifest.run} version {manifest.version}")
-        self._run.keyring.check(manifest, key)
-        return manifest
-
     def _head(self) -> str | None:
         """Restore HEAD.json, unless the mirror's is older than what is here; if it is newer, first what it names."""
-        newest, head = max(self._audit.manifests, default=-1), read_head(self._copy)
+        newest, head = max(self._audit.manifests, default=-1), self._copy.read_head()
         if newest >= 0 and head.version > newest and (key := self._after(newest)) is not None:
             return key
         if head.version < newest or head.to_bytes() == self._stored(HEAD_KEY):

@@ -27,7 +27,7 @@ from vllm_delta_sync.maintenance.rolling_weights import RollingWeights
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.head import make_head
-from vllm_delta_sync.verify.document_audit import DocumentAudit, read_head
+from vllm_delta_sync.verify.document_audit import DocumentAudit
 from vllm_delta_sync.verify.report import Findings, VerifyReport
 from vllm_delta_sync.verify.verify import Progress, examine
 
@@ -216,7 +216,7 @@ def _repair_head(run: RunReader, report: VerifyReport) -> str | None:
         return None
     head = make_head(run.manifest(report.head), run.keyring)
     with suppress(DataError):  # missing, damaged, or without a valid signature
-        there = read_head(run)
+        there = run.read_head()
         if (there.version, there.manifest) == (head.version, head.manifest):
             return None
     run.bucket.put(HEAD_KEY, head.to_bytes())
