@@ -11,9 +11,7 @@ SAME_ON_PURPOSE = {
     "__init__",
     "__main__",
     "base",  # of buckets, and of what wraps them
-    "documents",  # the format of documents, and reading those of a run
     "errors",  # of the product, and of the Hub's clients
-    "head",  # a signed HEAD.json, and finding the newest version
     "limits",  # of the format, and of requests to a store
 }
 """Names of modules that stand in several packages of one tree. Commands in ``cli`` are named as what they call."""
