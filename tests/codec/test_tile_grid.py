@@ -47,6 +47,16 @@ def test_the_grid_is_that_of_the_specification(shape: tuple[int, ...]) -> None:
     assert (grid.tiles, tiles_of(grid)) == (grid.bands * grid.across, reference.tiles_of(shape))
 
 
+def test_the_grids_of_models_are_those_of_the_specification() -> None:
+    """Each list of ranks is the one that is taken for one of these."""
+    experts = [(8, 1536, 2048), (128, 768, 2048), (16, 200, 320), (4, 96, 640), (3, 300, 300), (2, 450, 126)]
+    others = [(576,), (49_152,), (151_936,), (3 * 2**20,), (5120, 5120), (1280, 1280), (640, 640)]
+    lower = [(rows, columns) for rows in (96, 192, 288, 320, 384, 450, 512, 600) for columns in (64, 126, 320, 576)]
+    for shape in [*VOCABULARIES, *MATRICES, *SMALL_MATRICES, *experts, *others, *lower]:
+        grid = grid_of(shape)
+        assert (grid.row_edges.tolist(), grid.column_edges.tolist()) == reference.grid(shape), shape
+
+
 @given(shape=SHAPES)
 @example((8192, 28_672))
 @example((24_576, 1536))
