@@ -168,12 +168,6 @@ class TensorMismatchError(DataError):
     kind = "tensor"
 
 
-class TiedTensorError(DataError):
-    """A version has different values for two tensors that this engine keeps in one place; it was not served."""
-
-    kind = "tied"
-
-
 class ModelError(DeltaSyncError):
     """A model cannot be published or patched exactly; the message names the tensor and the reason."""
 

@@ -40,7 +40,7 @@ def test_each_error_has_exactly_one_of_the_bases_that_handlers_tell_apart() -> N
 def test_what_counts_as_bad_data_and_what_as_a_failing_store() -> None:
     assert kinds_below(DataError) == {
         "not_found", "format", "limit", "digest", "unsupported", "chain", "fork", "replay", "signature", "expired",
-        "fingerprint", "tensor", "tied", "base",
+        "fingerprint", "tensor", "base",
     }  # fmt: skip
     assert kinds_below(StoreError) == {"store", "access", "unavailable", "deadline"}
 

@@ -215,7 +215,7 @@ def test_parts_that_are_not_the_whole_are_refused(held: list[list[Region]], reas
 
 def test_region_as_plain_data() -> None:
     regions = [[WHOLE, columns(2, 5)], [Region(7, (), ())], []]
-    identified = Identified(regions, [], None, [], [], {}, {})
+    identified = Identified(regions, [], None, [], [], {})
     request = Outcome.of(Identify("memory://run"))
     (answer,) = unwrap(decode_answers(request, [encode_answer(identified)]))
     assert answer == identified

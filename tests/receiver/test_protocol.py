@@ -51,9 +51,7 @@ CLAIM = ClaimedVersion("run", "memory://run", 3, [Fingerprint(1, 2), LARGEST])
 PLAN = PlainPlan(b"target", [PlainStep(b"step", True, False, ("memory://other", "digest"))], None, False)
 SCANNED = Scanned({4: [LARGEST], 0: []}, {4: LARGEST, 0: Fingerprint()}, ["norm"])
 STAGED = Staged(5, LARGEST, 10, 3, {"fetch": 0.5}, {"process": "host:1", "kinds": {"get": [1, 2.5, None]}}, SCANNED)
-IDENTIFIED = Identified(
-    [[Region(7, (2, 3), (12, 1))], []], [[LARGEST], []], CLAIM, ["a"], ["b"], {1: 0}, {"trace": 1.0}
-)
+IDENTIFIED = Identified([[Region(7, (2, 3), (12, 1))], []], [[LARGEST], []], CLAIM, ["a"], ["b"], {"trace": 1.0})
 STATE = RankState(None, True, False, [3, None], 10, "wake_up", 2, True)
 MESSAGES: list[tuple[RankRequest[Any], RankAnswer]] = [
     (Describe(), STATE),

@@ -40,7 +40,6 @@ REMEDIES = {
     "signature": TRUST,
     "store": WAIT_FOR_STORE,
     "tensor": "Publish the tensors that the server loads: the same names, shapes and dtypes.",
-    "tied": "Start vLLM with --load-format delta_sync, or as the message says. The served version stays.",
     "transfer": "Correct the call as the message says. The served version stays.",
     "unavailable": WAIT_FOR_STORE,
     "unreachable": "An operator has to act first, as the message says.",

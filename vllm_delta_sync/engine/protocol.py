@@ -150,7 +150,6 @@ class Identified(RankAnswer, frozen=True):
         measured: per tensor id, per route: its fingerprint.
         claimed: the version that the weights should be; None if unknown.
         unloaded, derived: names of tensors that the loader leaves out, and that reload units compute weights from.
-        duplicates: see ``RouteMap``.
     """
 
     regions: list[list[Region]]
@@ -158,7 +157,6 @@ class Identified(RankAnswer, frozen=True):
     claimed: ClaimedVersion | None
     unloaded: list[str]
     derived: list[str]
-    duplicates: dict[int, int]
     ms: dict[str, float]
 
 

@@ -67,16 +67,6 @@ class TiedHead:
     def __init__(self, model_config: Any) -> None:
         self._model_config = model_config
 
-    @property
-    def remedy(self) -> str:
-        """See ``TieRule``."""
-        if _unties(self._model_config):
-            return "vLLM ties both although the checkpoint that it loaded has both; publish both with equal values"
-        return (
-            "start vLLM with --load-format delta_sync, or from a checkpoint that contains both: then the head gets "
-            "memory of its own"
-        )
-
     def unties(self, table: TensorTable) -> bool | None:
         """See ``TieRule``."""
         return has_own_head(table) if is_tied_by_config(self._model_config) else None
@@ -90,20 +80,19 @@ class TiedHead:
                 module._parameters[name] = first[id(tensor)]
                 _set_all_tied(replica, True)
 
-    def untie(self, replica: Any) -> dict[str, str]:
+    def untie(self, replica: Any) -> bool:
         """See ``TieRule``."""
         first: dict[int, str] = {}
-        found: dict[str, str] = {}
+        found = False
         for path, module, name, parameter in _embedding_parameters(replica):
             own = dotted_path((path, name))
-            tied_to = first.setdefault(id(parameter), own)
-            if tied_to != own:
+            if first.setdefault(id(parameter), own) != own:
                 storage = torch.UntypedStorage(parameter.untyped_storage().nbytes(), device="meta")
                 separate: Any = view_in_storage(parameter, storage)
                 separate.__class__ = parameter.__class__
                 separate.__dict__.update(parameter.__dict__)
                 module._parameters[name] = separate
-                found[own] = tied_to
+                found = True
         if found:
             _set_all_tied(replica, False)
         return found

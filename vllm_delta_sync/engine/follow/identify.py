@@ -128,12 +128,6 @@ class WeightIdentifier:
         unloaded = [spec.name for i, spec in enumerate(table) if ownership and not ownership.is_loaded(i)]
         if unloaded:
             logger.info("tensors that this model does not load: %s", ", ".join(unloaded))
-        for tensor, owner in sorted({pair for answer in held.answers for pair in answer.duplicates.items()}):
-            logger.info(
-                "tensor %r is not loaded: this model has %r in its place, and serves versions in which both are equal",
-                table[tensor].name,
-                table[owner].name,
-            )
         derived = {name for answer in held.answers for name in answer.derived}
         if derived:
             size = sum(spec.numel * spec.element.itemsize for spec in table if spec.name in derived)

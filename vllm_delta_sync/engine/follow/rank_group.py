@@ -27,21 +27,19 @@ class GatheredWeights:
     Attributes:
         fingerprints: per tensor id; None where no rank loads the tensor.
         conflicting: tensor ids of which ranks hold copies that differ.
-        duplicates: ids of tensors that are hashed where their owners lie; see ``RouteMap``.
         claimed: the version that all ranks claim to hold, or None.
         answers: per rank, for status.
     """
 
     fingerprints: list[Fingerprint | None]
     conflicting: set[int]
-    duplicates: set[int]
     claimed: ClaimedVersion | None
     answers: list[Identified]
 
     def mismatches(self, expected: list[Fingerprint]) -> list[int]:
         """Return ids of tensors with other fingerprints than expected.
 
-        Tensors that no rank loads count as equal: a fresh load leaves them out too. Others are duplicates.
+        Tensors that no rank loads count as equal: a fresh load leaves them out too.
         """
         return [
             tensor
@@ -86,7 +84,6 @@ class RankGroup:
         self._port = port
         self._seconds = stage_seconds
         self.ownership: Ownership | None = None
-        self._duplicates: set[int] = set()
         self._declared = Fingerprint()
 
     def gather(self, table: TensorTable, request: protocol.Identify) -> GatheredWeights:
@@ -96,7 +93,6 @@ class RankGroup:
             ModelError: a tensor cannot be routed, or is held in part.
         """
         self.ownership, held = _combine_ranks(table, self.run_operation(request))
-        self._duplicates = held.duplicates
         return held
 
     def set_baseline(
@@ -108,8 +104,7 @@ class RankGroup:
             position: the version of another run that they are instead; ranks claim it in the next ``gather``.
         """
         ownership = self._known_ownership()
-        # A rank of another pipeline stage knows nothing of a duplicate, and all must declare the same changes.
-        loaded = [ownership.is_loaded(i) and i not in self._duplicates for i in range(len(fingerprints))]
+        loaded = [ownership.is_loaded(i) for i in range(len(fingerprints))]
         claimed = None
         if position is not None:
             run = position.run
@@ -228,5 +223,4 @@ def _combine_ranks(table: TensorTable, answers: list[Identified]) -> tuple[Owner
         found.append(value if ownership.is_loaded(tensor) else None)
     claimed = answers[0].claimed
     common = claimed if all(answer.claimed == claimed for answer in answers) else None
-    duplicates = {tensor for answer in answers for tensor in answer.duplicates}
-    return ownership, GatheredWeights(found, conflicting, duplicates, common, answers)
+    return ownership, GatheredWeights(found, conflicting, common, answers)

@@ -26,14 +26,11 @@ from vllm_delta_sync.errors import (
     FormatError,
     MemoryLimitError,
     ModelError,
-    TiedTensorError,
     WeightsLostError,
 )
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.settings import Settings
 
-MAX_UNSERVABLE = 8
-"""Number of versions that are staged in vain before the updater waits for the next poll."""
 MAX_REPAIRS = 3
 """Number of repairs with a wrong result after which the updater gives up."""
 
@@ -173,23 +170,14 @@ class WeightUpdater:
         if not self._confirmed:
             # If the next pause expired, the watchdog would revert this commit too, which is served.
             raise EngineError(f"version {self._served_version} is served, but could not be confirmed on every rank yet")
-        unservable = self._planner.feedback.unservable
-        known = len(unservable)
         while True:
             plan = self._planner.plan_towards(position, target, self._settings.stage_bytes)
-            if plan.target.digest in unservable:
-                raise unservable[plan.target.digest]
             try:
                 staged, elements = self._stage(plan, position)
                 break
             except ModelError as error:
                 self.invalidate(error)
                 raise
-            except TiedTensorError as error:
-                # Other versions may be servable: the next plan ends at an earlier one.
-                unservable[plan.target.digest] = error
-                if len(unservable) - known >= MAX_UNSERVABLE:
-                    raise
             except (BusyError, WeightsLostError):
                 raise
             except DeltaSyncError as error:

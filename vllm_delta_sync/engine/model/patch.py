@@ -95,7 +95,7 @@ class PatchBuilder:
             return
         _check_full(piece, self._routes, self._after, self._declared)
         self._full.add(piece.id)
-        if self._routes.routes_to_write(piece.id):
+        if self._routes.routes[piece.id]:
             self._dense.append(_route_dense(piece, self._routes))
 
     def finish(self) -> StagedPatch:
@@ -152,8 +152,6 @@ def _route_sparse(group: Sparse, routes: RouteMap) -> Iterator[SparsePatch]:
     cursor = 0
     for tensor, positions, _ in group.tensors():
         start, cursor = cursor, cursor + positions.size
-        if tensor in routes.duplicates:
-            continue
         spec = routes.table[tensor]
         seed = tensor_seed(spec.name)
         for route, holders in zip(routes.routes[tensor], routes.groups[tensor], strict=True):

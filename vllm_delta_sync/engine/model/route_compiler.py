@@ -28,7 +28,7 @@ from vllm_delta_sync.engine.model.reload_units import (
 )
 from vllm_delta_sync.engine.model.route import Destination, Route
 from vllm_delta_sync.engine.model.route_map import RouteMap
-from vllm_delta_sync.engine.model.tied_tensors import TieRule, fill_untied_heads, find_duplicates
+from vllm_delta_sync.engine.model.tied_tensors import TieRule, check_left_out, fill_untied_heads
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorTable
@@ -53,7 +53,7 @@ def trace_routes(
     Raises:
         ModelError: a tensor is computed and ``load_time_bits`` is None, or reloading does not give what the model
             holds; a parameter is covered in part, or the loader fails; a fresh load would use a tensor that this model
-            leaves out, and no other tensor stands for it. The message names the tensor and the reason.
+            leaves out. The message names the tensor and the reason.
         DeltaSyncError: what ``load_time_bits`` raises.
     """
     memory = WeightMemory.for_model(model) if memory is None else memory
@@ -94,10 +94,9 @@ def trace_routes(
             f"this model loads none of the {len(table)} tensors of the run, such as {table[0].name!r}: the run is of "
             "another model; check the setting bucket, or start vLLM from the checkpoint that the run refers to"
         )
-    duplicates: dict[int, int] = {}
     if tie_rule is not None:
         skeleton = fill_untied_heads(trace, tie_rule, skeleton)
-        duplicates = find_duplicates(trace, tie_rule, make_replica)
+        check_left_out(trace, tie_rule, make_replica)
     compiler = _Compiler(model, trace, record, memory)
     scopes = compiler.scopes()
     if scopes and load_time_bits is None:
@@ -110,8 +109,6 @@ def trace_routes(
         tensor_paths = frozenset(_split_name(name) for target in trace.targets for name in target.names)
         replay = LoaderReplay(model, skeleton, table, record, tensor_paths, memory)
         routes.add_reload_units(ReloadUnits.build(replay, routes.destinations, scopes, load_time_bits))
-    if tie_rule is not None:
-        routes.add_duplicates(duplicates, tie_rule.remedy)
     return routes
 
 

@@ -12,7 +12,7 @@ from vllm_delta_sync.engine.model.regions import Region, split_regions
 from vllm_delta_sync.engine.model.reload_units import ReloadUnits
 from vllm_delta_sync.engine.model.route import Destination, Route, host_bits
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
-from vllm_delta_sync.errors import ModelError, TiedTensorError
+from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided
 from vllm_delta_sync.format.table import TensorTable
 
@@ -30,14 +30,10 @@ class RouteMap:
 
     Attributes:
         destinations: storages, referred to by position.
-        routes: per tensor id; empty for tensors that this rank does not load. Those of a duplicate are its owner's, and
-            only for reading.
+        routes: per tensor id; empty for tensors that this rank does not load.
         groups: per tensor id, per route: the group of ranks that hold copies of what the route loads. All 0 until
             ``RankWorker.set_version`` sets what ``shard_ownership.py`` found.
         loaded: per tensor id: whether any rank writes it; until ``set_version``, whether this rank does.
-        duplicates: tensor that is left out because it is tied (an output head) → the tensor in its place, its owner.
-            A version is held only if both have the same bits; see ``tied_tensors.py``.
-        tie_remedy: what to do if they have not.
         reload_units: units of the tensors that the model computes with, whose routes lead to host copies; None if there
             are none.
         memory: guards the destinations.
@@ -48,8 +44,6 @@ class RouteMap:
     routes: list[list[Route]]
     groups: list[list[int]] = field(default_factory=list)
     loaded: list[bool] = field(default_factory=list)
-    duplicates: dict[int, int] = field(default_factory=dict)
-    tie_remedy: str = ""
     reload_units: ReloadUnits | None = None
     memory: WeightMemory = field(default_factory=WeightMemory)
 
@@ -62,11 +56,7 @@ class RouteMap:
     @property
     def unloaded(self) -> list[str]:
         """Names of the run's tensors that the model's loader does not load."""
-        return [spec.name for i, spec in enumerate(self.table) if spec.numel and not self.routes_to_write(i)]
-
-    def routes_to_write(self, tensor: int) -> list[Route]:
-        """Return the routes by which a tensor is patched."""
-        return [] if tensor in self.duplicates else self.routes[tensor]
+        return [spec.name for i, spec in enumerate(self.table) if spec.numel and not self.routes[i]]
 
     def add_reload_units(self, units: ReloadUnits) -> None:
         """Let the tensors that units reload lead to their host copies, which are among the destinations."""
@@ -77,20 +67,6 @@ class RouteMap:
                 whole = Region(0, (numel,), (1,)) if numel != 1 else Region(0, (), ())
                 self.routes[tensor] = [Route(number, whole, whole)] if numel else []
                 self.loaded[tensor], self.groups[tensor] = bool(numel), [0] * len(self.routes[tensor])
-
-    def add_duplicates(self, duplicates: dict[int, int], remedy: str) -> None:
-        """Let duplicates be read where their owners lie: hashed under their own names, they show whether they equal."""
-        self.duplicates, self.tie_remedy = duplicates, remedy
-        for tensor, owner in duplicates.items():
-            self.routes[tensor], self.groups[tensor] = list(self.routes[owner]), list(self.groups[owner])
-
-    def tie_error(self, version: int, tensor: int) -> TiedTensorError:
-        """Return the error for a version in which a duplicate differs from its owner."""
-        return TiedTensorError(
-            f"version {version} has other values for tensor {self.table[tensor].name!r} than for "
-            f"{self.table[self.duplicates[tensor]].name!r}, and this server computes with the latter in place of both; "
-            f"the served version stays; {self.tie_remedy}"
-        )
 
     @cached_property
     def _used_destinations(self) -> list[int]:

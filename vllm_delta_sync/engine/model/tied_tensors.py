@@ -1,9 +1,9 @@
-"""``find_duplicates`` finds tensors of a run that are left out only because this model ties them to others.
+"""``check_left_out`` and ``fill_untied_heads``: an output head is what a fresh load of the run would make of it.
 
 Which tensors a fresh load uses can depend on their names: where config.json ties the output head to the embedding, vLLM
 gives the head memory of its own if the checkpoint contains one. A model that was loaded from a checkpoint without a
-head leaves out the run's head, and a fresh load of the same version would use it. Such a tensor is a *duplicate* of its
-owner, which fills the memory of both. A version is served only if both have the same bits.
+head has no memory for the run's head, so it is refused. A model with a head of its own follows a run without one: the
+embedding fills both.
 
 ``TieRule`` is the engine's rule; this module proves by traces of the loader what follows from it.
 """
@@ -22,10 +22,6 @@ from vllm_delta_sync.format.table import TensorTable
 class TieRule(Protocol):
     """When an engine ties the output head of a model to the embedding, and how to make a replica one or the other."""
 
-    @property
-    def remedy(self) -> str:
-        """What to do if the head of a version differs from the embedding, and this model ties both."""
-
     def unties(self, table: TensorTable) -> bool | None:
         """Return whether a fresh load gives the head memory of its own because of these tensors; None if it does not
         depend on them."""
@@ -33,59 +29,34 @@ class TieRule(Protocol):
     def match(self, replica: Any, live: dict[TensorPath, Any]) -> None:
         """Tie in a replica what is tied in the live model, which may have been tied after loading."""
 
-    def untie(self, replica: Any) -> dict[str, str]:
-        """Give tied heads of a replica memory of their own; returns name of each → name of what it was tied to."""
+    def untie(self, replica: Any) -> bool:
+        """Give tied heads of a replica memory of their own; returns whether there were any."""
 
     def untied_heads(self, replica: Any) -> dict[str, str | None]:
         """Return the name of each head with memory of its own → that of the embedding that a tied model has in its
         place; None if this rank has no such embedding."""
 
 
-def find_duplicates(trace: Trace, rule: TieRule, replica: Callable[[], Any]) -> dict[int, int]:
-    """Return tensor that the traced model leaves out and a fresh load would use → the tensor loaded in its place.
+def check_left_out(trace: Trace, rule: TieRule, replica: Callable[[], Any]) -> None:
+    """Refuse a model that ties its head, and so leaves out a tensor of the run that a fresh load would use.
 
     Args:
         replica: makes a replica like the one that was traced.
 
     Raises:
-        ModelError: no single tensor is loaded in its place, in the same way; or the loader of an untied model fails.
+        ModelError: the model leaves one out; or the loader of an untied model fails.
     """
     left_out = {tensor for tensor, spec in enumerate(trace.table) if spec.numel} - trace.loaded
     if not left_out or not rule.unties(trace.table):
-        return {}
+        return
     separate = replica()
-    owners = rule.untie(separate)
-    if not owners:
-        return {}
-    untied = trace_loader(separate, trace.table)
-    found: dict[int, int] = {}
-    for tensor in sorted(left_out & untied.loaded):
-        places = [place for place, target in enumerate(untied.targets) if tensor in untied.tensors_in(place)]
-        tied_to = {owners.get(untied.targets[place].names[0]) for place in places}
-        candidates = {
-            owner
-            for place, target in enumerate(trace.targets)
-            if tied_to & set(target.names)
-            for owner in trace.tensors_in(place)
-        }
-        owner = candidates.pop() if len(candidates) == 1 and len(tied_to) == 1 and None not in tied_to else None
-        if owner is None or not _loads_alike(untied, tensor, trace, owner):
-            raise ModelError(
-                f"tensor {trace.table[tensor].name!r} is left out by this model and used by a fresh load of the run, "
-                f"and no tensor of the same dtype and shape is loaded in its place; {rule.remedy}"
-            )
-        found[tensor] = owner
-    return found
-
-
-def _loads_alike(untied: Trace, tensor: int, trace: Trace, owner: int) -> bool:
-    """Return whether equal bits in two tensors make equal weights in the place of the first."""
-    first, second = untied.table[tensor], trace.table[owner]
-    copies = [
-        {(copy.source, copy.target_region) for copy in found.copies if copy.tensor == id_}
-        for found, id_ in ((untied, tensor), (trace, owner))
-    ]
-    return (first.dtype, first.shape) == (second.dtype, second.shape) and copies[0] == copies[1]
+    missed = left_out & trace_loader(separate, trace.table).loaded if rule.untie(separate) else set()
+    if missed:
+        raise ModelError(
+            f"tensor {trace.table[min(missed)].name!r} is left out by this model, which has tied its output head, and "
+            "a fresh load of the run would use it; start vLLM with --load-format delta_sync, or from a checkpoint that "
+            "has the head and the embedding; or publish without the head (exclude=)"
+        )
 
 
 def fill_untied_heads(trace: Trace, rule: TieRule, skeleton: Any) -> Any:

@@ -10,7 +10,6 @@ from vllm_delta_sync.errors import (
     FingerprintError,
     MemoryLimitError,
     StoreError,
-    TiedTensorError,
     UnsupportedError,
 )
 from vllm_delta_sync.log_throttle import ONCE, LogThrottle
@@ -27,7 +26,6 @@ class PlanFeedback:
         bad: documents that turned out to be bad since the last poll, and why.
         avoid: the same keys by run id. The sets stay the same objects until the next poll.
         max_steps: maximum number of steps in one commit.
-        unservable: digest of each version that this engine cannot hold → why. No other path changes that.
     """
 
     def __init__(self) -> None:
@@ -35,7 +33,6 @@ class PlanFeedback:
         self._max_steps_until = -1
         self.bad: dict[Key, DeltaSyncError] = {}
         self.avoid: dict[str, set[str]] = {}
-        self.unservable: dict[str, TiedTensorError] = {}
         # Digest and message per document whose commit was reverted: trying again would only pause again.
         self._rejected: dict[Key, tuple[str, str]] = {}
         self._undecodable: set[Key] = set()
@@ -44,7 +41,6 @@ class PlanFeedback:
     def reset(self) -> None:
         """Forget everything: another run is followed."""
         self.refresh()
-        self.unservable.clear()
         self._rejected.clear()
         self._undecodable.clear()
         self._log.forget(UnsupportedError.kind)

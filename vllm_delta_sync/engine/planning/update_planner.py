@@ -222,8 +222,6 @@ class UpdatePlanner:
 
     def _may_serve(self, manifest: Manifest) -> bool:
         """Return whether a commit may end at a version, which then generates."""
-        if manifest.digest in self.feedback.unservable:
-            return False
         return may_be_served(manifest, replace(self._policy, requested=self.requested_version))
 
     # Snapshots and rebuilds instead of steps
@@ -311,9 +309,6 @@ class UpdatePlanner:
 
     def _raise_cause(self, position: WeightPosition | None, target: int, error: DeltaSyncError) -> NoReturn:
         """Raise the error of the target or of the next version, which says more than that there is no path."""
-        unservable = self.feedback.unservable
-        if unservable and (digest := self._own.manifest(target).digest) in unservable:
-            raise unservable[digest]
         if position is None or not self._history.is_followed_run(position):
             raise next(iter(self.feedback.bad.values()), error)
         steps = self._own.path_towards(position.version, target)

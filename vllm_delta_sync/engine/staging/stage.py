@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import numpy as np
 import torch
 
 from vllm_delta_sync.client import Run
@@ -15,7 +14,6 @@ from vllm_delta_sync.engine.model.regions import split_regions
 from vllm_delta_sync.engine.model.route import Route, region_view
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
-from vllm_delta_sync.engine.staging.duplicate_check import DuplicateCheck
 from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
 from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, attribute_errors, open_steps
 from vllm_delta_sync.engine.staging.reconstruct import restore_version
@@ -49,8 +47,7 @@ def stage_update(
 
     Raises:
         ChainError: the target is of another run. FingerprintError: the current weights are not those it was made
-        against. TiedTensorError: a duplicate would differ from its owner. Also what ``open_steps``, ``build_patch``,
-        ``stage_anchor`` and ``stage_rebuilt`` raise.
+        against. Also what ``open_steps``, ``build_patch``, ``stage_anchor`` and ``stage_rebuilt`` raise.
     """
     target = plan.target
     if target.run != run.info.run:
@@ -90,21 +87,18 @@ def build_patch(
         base: the ``old`` of all objects; starts from what this rank holds before the first step.
 
     Raises:
-        TiedTensorError: a duplicate would differ from its owner. DeltaSyncError: as ``merge`` and ``PatchBuilder``.
+        DeltaSyncError: as ``merge`` and ``PatchBuilder``.
     """
     declared: dict[int, Fingerprint] = {}
     for reader in (reader for readers in steps for reader in readers):
         for tensor, change in reader.fingerprints.items():
             declared[tensor] = declared.get(tensor, Fingerprint()) + change
-    builder, duplicates = PatchBuilder(version, routes, fingerprints, declared), DuplicateCheck(routes)
+    builder = PatchBuilder(version, routes, fingerprints, declared)
     for piece in merge(steps, routes.table, base, attribute_errors):
         timer.tick("decode")
         builder.add(piece)
-        duplicates.add(piece)
         timer.tick("route")
     timer.tick("decode")
-    # Between two batches it has the bits before the first step again.
-    duplicates.finish(version, base)
     return builder.finish()
 
 
@@ -122,11 +116,9 @@ def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], Buffe
 
     Raises:
         FormatError: a tensor is missing or carried twice. FingerprintError: a tensor is not as declared.
-        TiedTensorError: a duplicate differs from its owner. NotFoundError, DigestError, TensorMismatchError: an object
-        is missing or damaged.
+        NotFoundError, DigestError, TensorMismatchError: an object is missing or damaged.
     """
     found: dict[int, Fingerprint] = {}
-    owners: dict[int, Fingerprint] = {}
     dense: list[DensePatch] = []
     declared = document.tensor_fingerprints or {}
     for ref in document.objects:
@@ -141,16 +133,9 @@ def stage_anchor(document: Manifest | Anchor, fetch: Callable[[ObjectRef], Buffe
                     f"says {declared.get(name)}"
                 )
             dense += _dense_patches(tensor, bits, routes)
-            # Both need not be in one shard: the owner is hashed under the duplicate's name instead.
-            for duplicate, owner in routes.duplicates.items():
-                if owner == tensor:
-                    owners[duplicate] = fingerprint_tensor(routes.table[duplicate].name, bits)
     absent = next((spec.name for tensor, spec in enumerate(routes.table) if tensor not in found), None)
     if absent is not None:
         raise FormatError(f"anchor of version {document.version} lacks tensor {absent!r}")
-    for duplicate, fingerprint in owners.items():
-        if found[duplicate] != fingerprint:
-            raise routes.tie_error(document.version, duplicate)
     fingerprints = [found[tensor] for tensor in range(len(routes.table))]
     return StagedPatch(document.version, [], Fingerprint(), dense, fingerprints)
 
@@ -162,21 +147,16 @@ def stage_rebuilt(run: Run, target: Manifest, folder: str, routes: RouteMap) -> 
         folder: model folder that vLLM was started with; see ``restore_version``.
 
     Raises:
-        TiedTensorError: a duplicate differs from its owner. DeltaSyncError: as ``restore_version``.
+        DeltaSyncError: as ``restore_version``.
     """
     state = restore_version(run, target, folder)
-    for duplicate, owner in routes.duplicates.items():
-        if not np.array_equal(state.bits[duplicate], state.bits[owner]):
-            raise routes.tie_error(target.version, duplicate)
     dense = [patch for tensor, bits in enumerate(state.bits) for patch in _dense_patches(tensor, bits, routes)]
     return StagedPatch(target.version, [], Fingerprint(), dense, state.fingerprints)
 
 
 def _dense_patches(tensor: int, bits: Bits, routes: RouteMap) -> Iterable[DensePatch]:
     parts = [
-        part
-        for route in routes.routes_to_write(tensor)
-        if (part := _exchange_if_different(bits, route, routes)) is not None
+        part for route in routes.routes[tensor] if (part := _exchange_if_different(bits, route, routes)) is not None
     ]
     return [DensePatch(parts)] if parts else []
 

@@ -230,7 +230,6 @@ class RankWorker:
             measured=measured,
             claimed=claimed,
             unloaded=routes.unloaded,
-            duplicates=routes.duplicates,
             derived=[run.table[tensor].name for tensor in reloaded],
             ms={"trace": 1e3 * (traced - began), "scan": 1e3 * (time.perf_counter() - traced)},
         )
