@@ -5,7 +5,6 @@
 
 import re
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -319,13 +318,19 @@ def test_connectors_are_followed_or_refused_by_name(found: Any, refused: dict[st
             check_caches(found, setting)
 
 
+REFUSED_CONNECTORS = {
+    # Keys of their own, without a version, and no reset.
+    "DecodeBenchConnector", "ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCacheConnectorV1",
+    "LMCacheMPConnector",
+    # Its reset empties a store that other servers fill again, with blocks of the version that they still have.
+    "MooncakeStoreConnector",
+    # Between servers for prefill and decode, which may have different versions.
+    "MooncakeConnector", "MoRIIOConnector", "NixlConnector", "NixlPullConnector", "NixlPushConnector",
+    # Not looked into.
+    "ExampleHiddenStatesConnector", "HiSparseConnector",
+}  # fmt: skip
+
+
 def test_every_connector_of_vllm_is_known() -> None:
-    known = {*caches.CONNECTORS, *caches.REFUSED_CONNECTORS, caches.MULTI}
+    known = {*caches.CONNECTORS, *REFUSED_CONNECTORS, caches.MULTI}
     assert set(KVConnectorFactory._registry) == known, "look up what its keys cover, and whether it can drop all"
-
-
-def test_the_page_on_pauses_lists_all_caches() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "pause.md").read_text()
-    table = page.partition("<!-- caches -->")[2].partition("<!-- end -->")[0].strip().splitlines()[2:]
-    rows = [(rule.name, rule.holds, rule.reset, rule.salt, rule.keep) for rule in caches.CACHES]
-    assert [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table] == rows

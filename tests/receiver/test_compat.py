@@ -18,7 +18,7 @@ import torch
 from packaging.version import Version
 from safetensors.torch import save_file
 
-from vllm_delta_sync.engine.compat import cpu_experts, features, needed, patches, tied_head, write_hooks
+from vllm_delta_sync.engine.compat import features, needed, patches, tied_head, write_hooks
 from vllm_delta_sync.engine.entrypoints import endpoint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 
@@ -203,7 +203,9 @@ compat/tied_head.py | HEADS
 compat/cpu_experts.py | CPU
     vllm.platforms: current_platform.is_cpu
     vllm.model_executor.layers.fused_moe.oracle.unquantized: backend_to_kernel_cls; UnquantizedMoeBackend.CPU
-    vllm.model_executor.layers.fused_moe.experts.cpu_moe: CPUUnquantizedExperts.apply(APPLY_PARAMETERS) only;
+    vllm.model_executor.layers.fused_moe.experts.cpu_moe: CPUUnquantizedExperts.apply(self, output,
+        hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map, a1q_scale, a2_scale,
+        workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input) only;
         CPUUnquantizedExperts.process_weights_after_loading(layer)
 worker/rank_worker.py | CALLS
     vllm.v1.worker.gpu_worker: Worker.get_model
@@ -286,7 +288,7 @@ def touches_of(table: str) -> Iterator[Touch]:
             continue
         named, names = line.strip().split(": ", 1)
         modules = MODEL_RUNNERS if named == "MODEL_RUNNERS" else [named]
-        for entry in names.replace("APPLY_PARAMETERS", ", ".join(cpu_experts.APPLY_PARAMETERS)).split("; "):
+        for entry in names.split("; "):
             found = re.fullmatch(r"([\w.]+)(?:\((.*)\))?( only)?(?: since ([\d.]+))?", entry)
             assert found is not None, entry
             owner, _, last = found[1].rpartition(".")
@@ -318,6 +320,15 @@ def test_vllm_has_what_we_touch(touch: Touch) -> None:
 
 def test_vllm_has_what_an_engine_is_refused_without() -> None:
     assert not needed.missing_names(), CORE
+
+
+def test_all_experts_of_the_cpu_compute_by_the_methods_that_are_replaced() -> None:
+    unquantized = importlib.import_module("vllm.model_executor.layers.fused_moe.oracle.unquantized")
+    base = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe").CPUUnquantizedExperts
+    for experts in unquantized.backend_to_kernel_cls(unquantized.UnquantizedMoeBackend.CPU):
+        for name in ("apply", "process_weights_after_loading"):
+            assert name in vars(base)
+            assert getattr(experts, name) is getattr(base, name)
 
 
 def test_plugins_are_found_where_we_register_them() -> None:

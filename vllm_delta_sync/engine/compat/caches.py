@@ -1,8 +1,8 @@
 """``WeightCaches``: what an engine keeps that was computed from weights, and what a commit does to it.
 
-``CACHES`` is the whole list; docs/pause.md has it as a table. Whatever is on it has the version in its key, is dropped
-at a commit, or is refused when the engine starts (``check_caches``). Servers and ``LLM`` objects go through the same
-object, which lives in the engine core's process: only there are a commit and the next lookup in one order.
+docs/pause.md has the whole list as a table. Whatever is on it has the version in its key, is dropped at a commit, or is
+refused when the engine starts (``check_caches``). Servers and ``LLM`` objects use the same object, which lives in the
+engine core's process: only there are a commit and the next lookup in one order.
 
 With ``prefix_cache: salt``, vLLM's hash of each block of keys and values covers the run, the version, the number of the
 commit and the client's own ``cache_salt``, so that nothing is dropped and nothing old is found:
@@ -15,7 +15,6 @@ commit and the client's own ``cache_salt``, so that nothing is dropped and nothi
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from vllm_delta_sync.engine.compat.patches import NO_VERSION, SERIAL, relabel, split_label, version_label, wrap_method
@@ -23,55 +22,6 @@ from vllm_delta_sync.errors import EngineError
 
 RESET, SALT, KEEP = "reset", "salt", "keep"
 """Values of the setting ``prefix_cache``."""
-
-
-@dataclass(frozen=True)
-class CacheRule:
-    """What becomes of one kind of cache; the last three say it for each value of ``prefix_cache``."""
-
-    name: str
-    holds: str
-    reset: str
-    salt: str
-    keep: str
-
-
-_REFUSED = ("refused at the start",) * 3
-CACHES = (
-    CacheRule(
-        "prefix cache",
-        "keys and values of tokens, those of a draft model included",
-        "dropped; running requests compute theirs again",
-        "keyed by version; running requests continue with theirs, which no other request finds",
-        "kept",
-    ),
-    CacheRule(
-        "routed experts (`enable_return_routed_experts`)",
-        "the experts that each cached token was sent to, by block of the prefix cache",
-        "dropped with the prefix cache",
-        "keyed as the prefix cache",
-        "kept",
-    ),
-    CacheRule(
-        "KV connector",
-        "blocks of the prefix cache, in other memory, on disk or on other machines",
-        "dropped, by connectors that can drop all; others are refused at the start",
-        "keyed as the prefix cache, by connectors that use its keys; others are refused at the start",
-        "kept, by connectors of either kind; others are refused at the start",
-    ),
-    CacheRule("encoder cache", "what the model makes of images, audio and video", *("dropped",) * 3),
-    CacheRule(
-        "encoder-cache connector", "the same, in other memory or on other machines, without a version", *_REFUSED
-    ),
-    CacheRule("processor cache", "images, audio and video as they are given to the model", *("not touched",) * 3),
-    CacheRule(
-        "weights of an engine that sleeps at level 1",
-        "a copy of the weights",
-        *("no commit while the engine sleeps; compared with the version when it wakes up",) * 3,
-    ),
-)
-"""Everything inside an engine that may outlive the weights that it was computed from."""
-
 BY_HASH, RESETTABLE = "by hash", "resettable"
 CONNECTORS: dict[str, frozenset[str]] = {
     # Also "by hash" with every spec; "resettable" only with the one that keeps all in this engine's memory.
@@ -79,28 +29,8 @@ CONNECTORS: dict[str, frozenset[str]] = {
     # By vLLM's hash too, but not tested with salted hashes, because it needs a GPU.
     "SimpleCPUOffloadConnector": frozenset((RESETTABLE,)),
 }
-"""KV connectors of vLLM that can be followed: what keeps blocks of older weights from coming back through them."""
-REFUSED_CONNECTORS = {
-    # Keys of their own, without a version, and no reset.
-    "DecodeBenchConnector",
-    "ExampleConnector",
-    "FlexKVConnectorV1",
-    "HF3FSKVConnector",
-    "LMCacheConnectorV1",
-    "LMCacheMPConnector",
-    # Its reset empties a store that other servers fill again, with blocks of the version that they still have.
-    "MooncakeStoreConnector",
-    # Between servers for prefill and decode, which may have different versions.
-    "MooncakeConnector",
-    "MoRIIOConnector",
-    "NixlConnector",
-    "NixlPullConnector",
-    "NixlPushConnector",
-    # Not looked into.
-    "ExampleHiddenStatesConnector",
-    "HiSparseConnector",
-}
-"""The others of vLLM. They are refused, as are those not known here, until a test shows that they can be followed."""
+"""KV connectors of vLLM that can be followed: what keeps blocks of older weights from coming back through them. All
+others are refused, until a test shows that they can be followed."""
 MULTI = "MultiConnector"
 IN_MEMORY_SPEC = "CPUOffloadingSpec"
 """The kind of OffloadingConnector whose blocks are all in this engine's memory, and vLLM's default."""

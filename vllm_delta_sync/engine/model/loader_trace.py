@@ -8,7 +8,6 @@ recorded with the checkpoint tensors it used; ``route_compiler.py`` decides how 
 Works on any torch module with a ``load_weights(iterable of (name, tensor))`` method; does not depend on vLLM.
 """
 
-import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -215,26 +214,6 @@ class _LoadRecorder(TorchDispatchMode):
             return
         self.trace.computed.append(Computed(target, self._sources_of(source), reason))
 
-    def describe_shapes(self, error: Exception) -> str:
-        """Return the shape of the tensor that a loader failed at, and of where it was to go; empty if unknown.
-
-        Loaders assert that shapes fit, mostly without a message.
-        """
-        wanted = next((spec.shape for spec in self.trace.table if spec.name == self.current), None)
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        for frame in reversed(frames):
-            for value in frame.f_locals.values():
-                target = self._targets.get(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None
-                if target is None:
-                    continue
-                shape = list(value.shape)
-                # Rows of vLLM's embeddings are padded and cut; what the loader compares is the whole vocabulary.
-                rows = getattr(frame.f_locals.get("self"), "org_vocab_size", None)
-                if rows is not None:
-                    shape[getattr(value, "output_dim", 0)] = rows
-                return f"its shape is {wanted} in the run, and {tuple(shape)} in {self.trace.targets[target].names[0]}"
-        return ""
-
     def record_kept(self, replica: Any) -> None:
         """Record tensors that the loader left on the model outside its targets."""
         for path, name, tensor in walk_tensors(replica):
@@ -286,10 +265,11 @@ def trace_loader(replica: LoadableModel, table: TensorTable) -> Trace:
             if "meta" in str(error)
             else "if the run is of another model, check the setting bucket, or start vLLM from the run's checkpoint"
         )
-        said = str(error) or recorder.describe_shapes(error)
+        # Loaders assert that shapes fit, mostly without a message.
+        shape = next((f"; it is {list(spec.shape)} in the run" for spec in table if spec.name == recorder.current), "")
         raise ModelError(
             f"tensor {recorder.current!r} cannot be routed: the model's loader raised {type(error).__name__}"
-            f"{said and ': '}{said}; {fix}"
+            f"{': ' if str(error) else ''}{error}{shape}; {fix}"
         ) from error
     recorder.record_kept(replica)
     return recorder.trace
