@@ -31,8 +31,7 @@ from vllm_delta_sync.engine.commit.undo_log import UndoEntry
 from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
-from vllm_delta_sync.engine.staging.read_steps import PhaseTimer
-from vllm_delta_sync.engine.staging.stage import build_patch
+from vllm_delta_sync.engine.staging.stage import PhaseTimer, build_patch
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import DTYPES

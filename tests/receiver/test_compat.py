@@ -18,7 +18,7 @@ import torch
 from packaging.version import Version
 from safetensors.torch import save_file
 
-from vllm_delta_sync.engine.compat import features, needed, patches, tied_head, write_hooks
+from vllm_delta_sync.engine.compat import features, patches, tied_head, write_hooks
 from vllm_delta_sync.engine.entrypoints import endpoint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 
@@ -319,7 +319,7 @@ def test_vllm_has_what_we_touch(touch: Touch) -> None:
 
 
 def test_vllm_has_what_an_engine_is_refused_without() -> None:
-    assert not needed.missing_names(), CORE
+    assert not features.missing_names(), CORE
 
 
 def test_all_experts_of_the_cpu_compute_by_the_methods_that_are_replaced() -> None:

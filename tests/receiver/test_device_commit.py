@@ -12,8 +12,7 @@ from tests.support.world import World
 from vllm_delta_sync.engine.commit import apply as commits
 from vllm_delta_sync.engine.model import accelerator, device_batch, device_patch
 from vllm_delta_sync.engine.model.patch import StagedPatch
-from vllm_delta_sync.engine.model.patch_parts import SparsePatch
-from vllm_delta_sync.engine.model.route import Destination
+from vllm_delta_sync.engine.model.route import Destination, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker

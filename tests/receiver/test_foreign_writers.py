@@ -23,8 +23,7 @@ from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
 from vllm_delta_sync.engine.compat import write_hooks
 from vllm_delta_sync.engine.model import route_map as engine_routes
 from vllm_delta_sync.engine.model.device_patch import DevicePatch
-from vllm_delta_sync.engine.model.patch_parts import SparsePatch
-from vllm_delta_sync.engine.model.route import Destination
+from vllm_delta_sync.engine.model.route import Destination, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.protocol import Adapter, Identify, Outcome, Poll, Progress, RankFailure, Scan

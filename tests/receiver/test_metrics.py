@@ -21,7 +21,7 @@ from vllm_delta_sync.bucket.verified import hashing_seconds, time_hashing
 from vllm_delta_sync.engine.observe import log_lines, metrics
 from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.engine.observe.status import StatusBoard
-from vllm_delta_sync.engine.staging.read_steps import PhaseTimer
+from vllm_delta_sync.engine.staging.stage import PhaseTimer
 from vllm_delta_sync.errors import NotFoundError, error_kinds
 
 ROOT = Path(__file__).parents[2]

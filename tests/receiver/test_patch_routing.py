@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from tests.receiver.test_ownership import all_indices, injective_regions
 from vllm_delta_sync.engine.model import patch as patching
 from vllm_delta_sync.engine.model.patch import PatchBuilder
-from vllm_delta_sync.engine.model.patch_parts import SparsePatch
 from vllm_delta_sync.engine.model.regions import Region
-from vllm_delta_sync.engine.model.route import Destination, Route
+from vllm_delta_sync.engine.model.route import Destination, Route, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
 from vllm_delta_sync.format.table import TensorSpec, TensorTable

@@ -28,9 +28,9 @@ from vllm_delta_sync.engine.model.regions import coalesce
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.protocol import Outcome, Poll, Progress, Staged
 from vllm_delta_sync.engine.staging import live_base
-from vllm_delta_sync.engine.staging import read_steps as reading
+from vllm_delta_sync.engine.staging import stage as reading
 from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
-from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, open_steps
+from vllm_delta_sync.engine.staging.stage import PhaseTimer, open_steps
 from vllm_delta_sync.errors import (
     DeltaSyncError,
     EngineError,

@@ -3,10 +3,8 @@
 import torch
 
 from vllm_delta_sync.engine.model.accelerator import Accelerator
-from vllm_delta_sync.engine.model.device_patch import stage_on_device
 from vllm_delta_sync.engine.model.patch import StagedPatch
-from vllm_delta_sync.engine.model.patch_parts import SparsePatch
-from vllm_delta_sync.engine.model.route import Destination
+from vllm_delta_sync.engine.model.route import Destination, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.format.fingerprint import Fingerprint
@@ -58,7 +56,7 @@ def staged_on_device(
     """Patches staged on a simulated device, uploaded or not, and routes to the weights there."""
     routes = RouteMap(TensorTable([]), destinations, [], memory=WeightMemory(device or SimulatedDevice()))
     staged = StagedPatch(1, patches, Fingerprint(), [], [])
-    staged.on_device = stage_on_device(staged.sparse, routes)
+    staged.prepare(routes)
     if not uploaded and staged.on_device is not None:
         staged.on_device.release()
     return staged, routes

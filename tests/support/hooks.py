@@ -7,7 +7,7 @@ import torch
 
 from tests.support.modules import ModulePort, named
 from tests.support.world import World
-from vllm_delta_sync.engine.model import device_patch, host_patch
+from vllm_delta_sync.engine.model import device_patch, patch
 from vllm_delta_sync.engine.model.device_batch import PackedBatch, Part
 from vllm_delta_sync.engine.model.route import Destination
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest
@@ -111,8 +111,8 @@ def _watched_piece(
 # patch is a batch of its own, so that something can happen between two.
 _commit_piece = device_patch._commit_piece
 device_patch._commit_piece = _watched_piece
-_kind = host_patch._kind
-host_patch._kind = lambda patch: (*_kind(patch), patch.destination, patch.group)
+_kind = patch._kind
+patch._kind = lambda patch: (*_kind(patch), patch.destination, patch.group)
 
 
 def watch_commits(rank: RankWorker, parameter: str, on_take: Callable[[], None]) -> None:

@@ -11,8 +11,7 @@ from tests.support.device import staged_on_device
 from vllm_delta_sync.engine.commit.apply import apply_patch
 from vllm_delta_sync.engine.model import accelerator, commit_triton, device_batch, device_patch
 from vllm_delta_sync.engine.model.patch import StagedPatch
-from vllm_delta_sync.engine.model.patch_parts import SparsePatch
-from vllm_delta_sync.engine.model.route import Destination
+from vllm_delta_sync.engine.model.route import Destination, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.format.dtypes import DTYPES, DType
 from vllm_delta_sync.format.fingerprint import Fingerprint

@@ -11,11 +11,9 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.engine.model.device_batch import Batch
-from vllm_delta_sync.engine.model.device_patch import is_on_device, stage_on_device
-from vllm_delta_sync.engine.model.host_patch import HostBatch, stage_on_host
-from vllm_delta_sync.engine.model.patch import StagedPatch
-from vllm_delta_sync.engine.model.patch_parts import DensePatch
-from vllm_delta_sync.engine.model.route import region_view
+from vllm_delta_sync.engine.model.device_patch import is_on_device
+from vllm_delta_sync.engine.model.patch import HostBatch, StagedPatch
+from vllm_delta_sync.engine.model.route import DensePatch, region_view
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.undo_writes import undo_writes
 from vllm_delta_sync.format.dtypes import DType
@@ -47,13 +45,11 @@ def apply_patch(patch: StagedPatch, routes: RouteMap, reverse: bool = False) -> 
     measured: GroupChanges = {}
     done: list[Step] = []
     with routes.memory.committing():
-        # A rank has done both while staging; no other caller may skip weights.
+        # A rank has done this while staging; no other caller may skip weights.
         if patch.on_host is None:
-            patch.on_host = stage_on_host(patch.sparse, routes)
-        if patch.on_device is None:
-            patch.on_device = stage_on_device(patch.sparse, routes)
+            patch.prepare(routes)
         on_device = patch.on_device
-        steps: list[Step] = [*patch.on_host, *([] if on_device is None else on_device.batches), *patch.dense]
+        steps: list[Step] = [*(patch.on_host or ()), *([] if on_device is None else on_device.batches), *patch.dense]
         try:
             if on_device is not None:
                 on_device.clear_sums()

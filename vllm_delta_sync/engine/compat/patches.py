@@ -29,8 +29,8 @@ Other places that use vLLM's internals have their own files; where they replace 
 ``api/admission.py``                   the paths of the API server's routes
 ``worker/rank_worker.py``              attributes of the worker that the extension reads
 ``core/ports.py``                      utility calls of a server's engine cores, and its processes; those of an ``LLM``
-``compat/needed.py``                   names without which an engine is refused
-``compat/features.py``                 fields of the configuration that are refused, or say how ranks hold weights
+``compat/features.py``                 names without which an engine is refused; fields of the configuration that are
+                                       refused, or say how ranks hold weights
 =====================================  ===============================================================================
 
 ``tests/receiver/test_compat.py`` looks up each of these names in the installed vLLM and reports what moved.

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.engine.model.accelerator import Slab
-from vllm_delta_sync.engine.model.patch_parts import SparsePatch
-from vllm_delta_sync.engine.model.route import Destination
+from vllm_delta_sync.engine.model.route import Destination, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.tensors.torch_views import SIGNED
 

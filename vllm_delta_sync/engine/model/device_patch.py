@@ -19,8 +19,7 @@ import torch
 
 from vllm_delta_sync.engine.model.accelerator import Accelerator, Workspace
 from vllm_delta_sync.engine.model.device_batch import Batch, PackedBatch, Part, cut_batches
-from vllm_delta_sync.engine.model.patch_parts import Addresses, SparsePatch
-from vllm_delta_sync.engine.model.route import Destination
+from vllm_delta_sync.engine.model.route import Addresses, Destination, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.undo_writes import undo_writes
 from vllm_delta_sync.format.dtypes import DType

@@ -7,26 +7,80 @@ with the patch.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_delta_sync.engine.model.device_patch import DevicePatch
-from vllm_delta_sync.engine.model.host_patch import HostBatch
-from vllm_delta_sync.engine.model.patch_parts import DensePatch, SparsePatch
+from vllm_delta_sync.engine.model.device_patch import DevicePatch, is_on_device, stage_on_device
 from vllm_delta_sync.engine.model.regions import Region
-from vllm_delta_sync.engine.model.route import Route, region_view
+from vllm_delta_sync.engine.model.route import DensePatch, Destination, Route, SparsePatch, region_view
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.errors import FingerprintError
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor, tensor_seed
+from vllm_delta_sync.tensors.bits import order_masks
 from vllm_delta_sync.tensors.changes import Full, Sparse
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 NARROW_ELEMENTS = 1 << 31
 """Destinations below this size use int32 addresses: half the memory, and half of what a commit reads."""
+
+
+class HostBatch:
+    """Patches of one element type and one type of index, all relative or none: what one compiled loop applies in host
+    memory.
+
+    The loop takes the addresses of all arrays, so that a commit makes one call, whatever the number of destinations.
+    The addresses of the patch are read beside generation, those of the weights in the pause. The batch refers to the
+    memory of the patches' arrays, which must stay where they are.
+    """
+
+    def __init__(self, patches: list[SparsePatch], destinations: list[Destination]) -> None:
+        first = patches[0]
+        self._patches = patches  # keeps alive what the addresses lead to
+        self._destinations = destinations
+        self._relative = first.relative
+        self._types = np.empty(0, first.positions.dtype), np.empty(0, first.data.dtype)
+        self._masks = order_masks(first.element)
+        self._counts = np.array([patch.positions.size for patch in patches], np.int64)
+        self._pointers = np.zeros((len(patches), 4), np.int64)
+        for row, patch in zip(self._pointers, patches, strict=True):
+            row[1:] = [array.ctypes.data for array in (patch.positions, patch.data, patch.premix)]
+        self._sums = np.zeros((len(patches), 2), np.uint64)
+        groups = np.array([patch.group for patch in patches])
+        self._rows = {group: np.flatnonzero(groups == group) for group in sorted(set(groups.tolist()))}
+
+    def apply(self, reverse: bool) -> dict[int, Fingerprint]:
+        """Apply all patches, or take them back: all or none. Returns the change of fingerprint per group of ranks."""
+        from vllm_delta_sync.format import kernels
+
+        self._pointers[:, 0] = [destination.address for destination in self._destinations]
+        kernels.commit_each(
+            self._pointers, self._counts, *self._types, *self._masks, self._relative, reverse, self._sums
+        )
+        totals = ((group, self._sums[rows].sum(axis=0)) for group, rows in self._rows.items())
+        return {group: Fingerprint(int(low), int(high)) for group, (low, high) in totals}
+
+
+def stage_on_host(sparse: list[SparsePatch], routes: RouteMap) -> list[HostBatch]:
+    """Prepare the commit of those patches that write in host memory, in their order."""
+    in_memory = [
+        (patch, routes.destinations[patch.destination])
+        for patch in sparse
+        if not is_on_device(routes.destinations[patch.destination], routes)
+    ]
+    batches: list[HostBatch] = []
+    for _, found in groupby(in_memory, lambda pair: _kind(pair[0])):
+        patches, destinations = zip(*found, strict=True)
+        batches.append(HostBatch(list(patches), list(destinations)))
+    return batches
+
+
+def _kind(patch: SparsePatch) -> tuple[Any, ...]:
+    """What the patches of a batch have in common."""
+    return patch.element, patch.relative, patch.positions.dtype
 
 
 @dataclass
@@ -38,8 +92,8 @@ class StagedPatch:
         fingerprints: per tensor id of the run: its fingerprint after the commit, whether or not this rank loads it.
         applied: whether the weights contain the patch.
         measured: per group of ranks, the change of fingerprint that the last commit measured.
-        on_host: what of ``sparse`` is applied in host memory; None until ``stage_on_host`` has run.
-        on_device: what of ``sparse`` is applied on an accelerator; None until ``stage_on_device`` has run.
+        on_host: what of ``sparse`` is applied in host memory; None until ``prepare`` has run.
+        on_device: what of ``sparse`` is applied on an accelerator; None if nothing is.
     """
 
     version: int
@@ -51,6 +105,11 @@ class StagedPatch:
     measured: dict[int, Fingerprint] = field(default_factory=dict)
     on_host: list[HostBatch] | None = field(default=None, repr=False)
     on_device: DevicePatch | None = field(default=None, repr=False)
+
+    def prepare(self, routes: RouteMap) -> None:
+        """Prepare the commit, so that nothing is left for the pause; errors as ``stage_on_device``."""
+        self.on_host = stage_on_host(self.sparse, routes)
+        self.on_device = stage_on_device(self.sparse, routes)
 
     @property
     def nbytes(self) -> int:

@@ -26,9 +26,8 @@ from vllm_delta_sync.engine.model.model_replica import (
     walk_numbers,
     walk_tensors,
 )
-from vllm_delta_sync.engine.model.patch_parts import DensePatch, SparsePatch
 from vllm_delta_sync.engine.model.regions import Region, coalesce
-from vllm_delta_sync.engine.model.route import Destination, Route, region_view
+from vllm_delta_sync.engine.model.route import DensePatch, Destination, Route, SparsePatch, region_view
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorTable

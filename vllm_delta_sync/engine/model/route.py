@@ -1,4 +1,7 @@
-"""``Route`` leads from elements of a checkpoint tensor to elements of a ``Destination``, which holds weights."""
+"""``Route`` leads from elements of a checkpoint tensor to elements of a ``Destination``, which holds weights.
+
+``SparsePatch`` and ``DensePatch`` are what is written there: a ``StagedPatch`` consists of them.
+"""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -7,8 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_delta_sync.engine.model.regions import Region
+from vllm_delta_sync.engine.model.regions import Indices, Region
+from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.tensors.bits import Bits
+
+Words = npt.NDArray[np.uint64]
+Addresses = npt.NDArray[np.int32] | Indices
 
 
 @dataclass
@@ -55,6 +62,53 @@ class Route:
         )
         sizes, strides, targets = np.array(rows, np.int64).reshape(-1, 3).T.copy()
         return sizes, strides, targets
+
+
+@dataclass
+class SparsePatch:
+    """Changed elements of one destination, ascending by address, all held by the same ranks.
+
+    Several patches may lead to one destination; they have no element in common.
+
+    Attributes:
+        destination: position in RouteMap.destinations.
+        group: the group of ranks that hold copies of these elements.
+        positions: (n,) int32 or int64 indices into the destination's flat view.
+        data: (n,) unsigned: ULP distances if ``relative``, else the bits to exchange.
+        premix: (n,) uint64: index half of each element's hash (docs/FORMAT.md), so that a commit hashes bits only.
+
+    All three arrays are C-contiguous.
+    """
+
+    destination: int
+    group: int
+    element: DType
+    relative: bool
+    positions: Addresses
+    data: Bits
+    premix: Words
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory, in bytes."""
+        return self.positions.nbytes + self.data.nbytes + self.premix.nbytes
+
+    @property
+    def first(self) -> int:
+        """The lowest address."""
+        return int(self.positions[0])
+
+
+@dataclass
+class DensePatch:
+    """One tensor in full: per route, the bits to exchange, shaped like the route's region, in host memory."""
+
+    exchanges: list[tuple[Route, torch.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory, in bytes."""
+        return sum(buffer.nbytes for _, buffer in self.exchanges)
 
 
 def region_view(flat: torch.Tensor, region: Region) -> torch.Tensor:

@@ -19,7 +19,7 @@ from vllm_delta_sync.engine.observe.log_lines import ordered
 from vllm_delta_sync.engine.observe.readiness import Answer, readiness
 from vllm_delta_sync.engine.observe.states import STATES, State, check_transition
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
-from vllm_delta_sync.engine.staging.read_steps import store_usage
+from vllm_delta_sync.engine.staging.stage import store_usage
 from vllm_delta_sync.errors import DeltaSyncError, EngineError
 from vllm_delta_sync.format.manifest import Manifest
 

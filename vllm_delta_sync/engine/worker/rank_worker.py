@@ -23,7 +23,7 @@ from vllm_delta_sync.engine.commit import apply
 from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.engine.model import device_patch, host_patch
+from vllm_delta_sync.engine.model import device_patch
 from vllm_delta_sync.engine.model.loader_trace import LoadableModel
 from vllm_delta_sync.engine.model.patch import NARROW_ELEMENTS, StagedPatch, compile_routing
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
@@ -33,9 +33,8 @@ from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.live_base import cut_tensors
 from vllm_delta_sync.engine.staging.loaded_bits import LoadTimeBits
-from vllm_delta_sync.engine.staging.read_steps import PhaseTimer, store_usage
 from vllm_delta_sync.engine.staging.run_cache import RunCache
-from vllm_delta_sync.engine.staging.stage import stage_update
+from vllm_delta_sync.engine.staging.stage import PhaseTimer, stage_update, store_usage
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
@@ -272,8 +271,7 @@ class RankWorker:
         rescanned = self._rescan(routes, request.rescan)
         timer.tick("rescan")
         # Last: what came before may need the device's memory for a moment.
-        patch.on_host = host_patch.stage_on_host(patch.sparse, routes)
-        patch.on_device = device_patch.stage_on_device(patch.sparse, routes)
+        patch.prepare(routes)
         timer.tick("route")
         self._staged, self._staged_stamp = patch, stamp
         return _staged_answer(patch, timer.ms, rescanned)
@@ -294,8 +292,7 @@ class RankWorker:
         rebuilt = UpdatePlan(target, rebuild=True)
         stamp = self._weights_stamp()
         patch = stage_update(rebuilt, run, routes, self.fingerprints, self.folder, timer, self._weights_stamp)
-        patch.on_host = host_patch.stage_on_host(patch.sparse, routes)
-        patch.on_device = device_patch.stage_on_device(patch.sparse, routes)
+        patch.prepare(routes)
         self._staged, self._staged_stamp = patch, stamp
         return _staged_answer(patch, timer.ms, self._rescan(routes, []))
 
