@@ -266,8 +266,6 @@ core/ports.py | OFFLINE
 compat/features.py | REFUSALS
     vllm.config: ParallelConfig.data_parallel_size; ParallelConfig.enable_eplb; ParallelConfig.enable_elastic_ep;
         ParallelConfig.local_engines_only; ParallelConfig.distributed_executor_backend
-    vllm.distributed.device_communicators.base_device_communicator: DeviceCommunicatorBase.all_gatherv
-    vllm.distributed.device_communicators.cpu_communicator: CpuCommunicator.all_gatherv
 compat/features.py | a commit mixes two versions in an answer of a pooling model
     vllm.config: ModelConfig.runner_type
 compat/features.py | REFUSALS

@@ -536,27 +536,6 @@ def every_tensor(model: nn.Module) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("process", [as_loaded, transposed, made_even])
-def test_fp8_with_block_scales_is_followed_in_its_own_bits(tmp_path: Path, process: Process) -> None:
-    tensors = quantized(0)
-    (tmp_path / "base").mkdir()
-    save_file(tensors, tmp_path / "base" / "model.safetensors")
-    model = made_of(tensors, process)
-    port = ModulePort(model)
-    port.ranks[0].folder = str(tmp_path / "base")
-    receiver = Receiver(port, Settings(bucket=str(tmp_path / "run")))
-    with Publisher(lambda: list(tensors.items()), bucket=str(tmp_path / "run"), base=tmp_path / "base") as publisher:
-        for version in range(1, 4):
-            step(tensors, version)
-            publisher.publish(step=version, wait=True)
-            publisher.flush()
-            before = every_tensor(model)
-            receiver.advance()
-            assert receiver.served_version == version
-            assert every_tensor(model) == every_tensor(made_of(tensors, process)) != before
-            assert receiver.verify()["verdict"]
-
-
 def in_fp8(live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What transformers writes of weights with ``quant_method: fp8``."""
     config = FineGrainedFP8Config(weight_block_size=(BLOCK, BLOCK))
@@ -564,16 +543,22 @@ def in_fp8(live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("by_publisher", [False, True], ids=["published in fp8", "quantized by the publisher"])
 @pytest.mark.parametrize("process", [as_loaded, transposed, made_even])
-def test_weights_that_the_publisher_quantizes_to_fp8_are_followed(tmp_path: Path, process: Process) -> None:
+def test_fp8_with_block_scales_is_followed_in_its_own_bits(
+    tmp_path: Path, process: Process, by_publisher: bool
+) -> None:
     generator = torch.Generator().manual_seed(2)
-    live = {f"{part}.weight": torch.randn(ROWS, COLUMNS, generator=generator).bfloat16() for part in PARTS}
+    live = quantized(0)
+    if by_publisher:
+        live = {f"{part}.weight": torch.randn(ROWS, COLUMNS, generator=generator).bfloat16() for part in PARTS}
+    served = in_fp8 if by_publisher else dict
     base = tmp_path / "base"
     base.mkdir()
-    save_file(in_fp8(live), base / "model.safetensors")
+    save_file(served(live), base / "model.safetensors")
     recipe = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
-    (base / "config.json").write_text(json.dumps({"quantization_config": recipe}))
-    model = made_of(in_fp8(live), process)
+    (base / "config.json").write_text(json.dumps({"quantization_config": recipe} if by_publisher else {}))
+    model = made_of(served(live), process)
     port = ModulePort(model)
     port.ranks[0].folder = str(base)
     receiver = Receiver(port, Settings(bucket=str(tmp_path / "run")))
@@ -584,7 +569,9 @@ def test_weights_that_the_publisher_quantizes_to_fp8_are_followed(tmp_path: Path
             publisher.flush()
             before = every_tensor(model)
             receiver.advance()
-            assert every_tensor(model) == every_tensor(made_of(in_fp8(live), process)) != before
+            assert receiver.served_version == version
+            assert every_tensor(model) == every_tensor(made_of(served(live), process)) != before
+            assert receiver.verify()["verdict"]
     receiver.rollback(1)
     assert receiver.verify()["verdict"]
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.device import SimulatedDevice, staged_on_device
 from tests.support.world import World
 from vllm_delta_sync.engine.commit import apply as commits
-from vllm_delta_sync.engine.model import accelerator, device_batch, device_patch
+from vllm_delta_sync.engine.model import accelerator, device_patch
 from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.model.route import Destination, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
@@ -78,29 +78,6 @@ def test_any_batches_are_the_commit_in_host_memory(
             assert np.array_equal(patch.data, other_patch.data)
         staged.on_device.release()
     assert not torch.equal(weights[0].flat, before[0])
-
-
-def test_a_packed_batch_is_laid_out_as_kernels_read_it() -> None:
-    """Each block of a kernel's grid finds its elements, and the part of a patch that they belong to."""
-    random = np.random.default_rng(2)
-    there, patches = destinations(3, 3_000, random), random_patches(3, 3_000, random)
-    staged, _ = staged_on_device(patches, there)
-    assert staged.on_device is not None
-    for batch in staged.on_device.batches:
-        memory = torch.zeros(batch.nbytes, dtype=torch.uint8)
-        batch.pack(memory)
-        packed = batch.views(memory)
-        seen = torch.zeros(batch.elements, dtype=torch.int64)
-        for first, segment in zip(packed.firsts.tolist(), packed.segments.tolist(), strict=True):
-            end, part = int(packed.ends[segment]), batch.parts[segment]
-            begin = end - part.size
-            assert begin <= first < end
-            stop = min(first + device_batch.BLOCK, end)
-            seen[first:stop] += 1
-            chosen = slice(part.start + first - begin, part.start + stop - begin)
-            assert np.array_equal(packed.positions[first:stop].numpy(), part.patch.positions[chosen])
-            assert int(packed.bases[segment]) == part.destination.flat.data_ptr()
-        assert bool((seen == 1).all())
 
 
 class NoNewMemory(TorchDispatchMode):
@@ -261,22 +238,6 @@ def test_a_large_version_gives_its_memory_back(tmp_path: Any, monkeypatch: pytes
         world.train_and_follow(step)
         assert space.slabs == held[-1]
     assert usual <= min(held) <= max(held) <= usual + 2
-
-
-def test_memory_that_is_needed_again_and_again_is_kept() -> None:
-    """Two large versions in a row are usual; sizes that vary by less than half cause no allocations."""
-    space = SimulatedDevice(free=100 * accelerator.WORKSPACE_BYTES).workspace
-    held = []
-    for wanted in (4, 4, 20, 20, 4, 3, 12, 11, 4, 4, 4, 4, 0):
-        slabs = [space.take_slab() for _ in range(wanted)]
-        assert None not in slabs
-        space.record_version(wanted)
-        slabs.clear()
-        space.free_idle_slabs(keeps_usual=True)
-        held.append(space.slabs)
-    assert held == [4, 4, 4, 20, 20, 20, 20, 20, 20, 20, 4, 4, 4]
-    space.free_idle_slabs()
-    assert (space.slabs, space.accelerator.free_bytes()) == (0, 99 * accelerator.WORKSPACE_BYTES)
 
 
 def test_the_workspace_takes_what_memory_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from tests.support.modules import FusedModel, checkpoint_tensors
-from vllm_delta_sync.engine.model import route_map as engine_routes
 from vllm_delta_sync.engine.model.model_replica import READABLE_ELEMENTS, MetaLeaf, replicate
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
-from vllm_delta_sync.engine.model.route_map import fingerprint_via_copy
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -64,23 +62,6 @@ def _column_slices(model: Toy, name: str, tensor: torch.Tensor) -> None:
 def test_column_slices_are_routed() -> None:
     routes = trace_routes(Toy(_column_slices), table((4, 2), (4, 2), (4, 2)))
     assert [len(each) for each in routes.routes] == [1, 1, 1]
-
-
-@pytest.mark.parametrize("limit", [1, 3, 5, 1000])
-def test_copies_of_weights_are_hashed_as_the_weights(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """As weights on a device are, some elements at a time."""
-    monkeypatch.setattr(engine_routes, "READ_ELEMENTS", limit)
-    for model, shapes in ((Toy(_column_slices), [(4, 2)] * 3), (Toy(_transposed), [(6, 4)])):
-        routes = trace_routes(model, table(*shapes))
-        found = routes.fingerprint_routes(range(len(routes.table)))
-        for spec, of_tensor, of_routes in zip(routes.table, routes.routes, found, strict=True):
-            for route, held in zip(of_tensor, of_routes, strict=True):
-                flat = routes.destinations[route.destination].flat
-                assert fingerprint_via_copy(spec.name, flat, route.source, route.target) == held
-
-
-def _transposed(model: Toy, name: str, tensor: torch.Tensor) -> None:
-    model.weight.data.copy_(tensor.t())
 
 
 def copied(model: Toy, name: str, tensor: torch.Tensor) -> object:

@@ -15,7 +15,6 @@ from vllm_delta_sync.engine.model.regions import Region, coalesce, find_overlap,
 from vllm_delta_sync.engine.model.route import Route
 from vllm_delta_sync.engine.model.route_map import RouteMap, fingerprint_in_place, fingerprint_via_copy
 from vllm_delta_sync.engine.model.shard_ownership import prove_ownership
-from vllm_delta_sync.engine.protocol import Identified, Identify, Outcome, decode_answers, encode_answer, unwrap
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -211,11 +210,3 @@ def test_parts_that_are_not_the_whole_are_refused(held: list[list[Region]], reas
     with pytest.raises(ModelError, match=reason) as caught:
         prove_ownership(TABLE, [[regions, []] for regions in held])
     assert "'a'" in caught.value.message
-
-
-def test_region_as_plain_data() -> None:
-    regions = [[WHOLE, columns(2, 5)], [Region(7, (), ())], []]
-    identified = Identified(regions, [], None, [], [], {})
-    request = Outcome.of(Identify("memory://run"))
-    (answer,) = unwrap(decode_answers(request, [encode_answer(identified)]))
-    assert answer == identified

@@ -20,7 +20,6 @@ from tests.support.samples import changes_between, random_bits
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.codec.merge import RollingBase
 from vllm_delta_sync.codec.tiles import grid
 from vllm_delta_sync.codec.tiles.grid import extent
 from vllm_delta_sync.codec.tiles.rectangles import MOST_RECTANGLES, TensorView, covered_rectangles
@@ -44,7 +43,6 @@ from vllm_delta_sync.run.objects import read_object
 from vllm_delta_sync.run.read_plan import Step
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits, Positions
 from vllm_delta_sync.tensors.changes import Changes
-from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 
 
 def trained(bits: list[Bits], random: np.random.Generator) -> list[Bits]:
@@ -368,33 +366,6 @@ def test_what_can_neither_be_decoded_nor_rebuilt_is_said_and_served_stays(odd: S
 # What a rank's model holds of each checkpoint tensor, copied out in checkpoint order
 
 
-EXPERTS = TensorTable([TensorSpec("experts.down", "BF16", (6, 8, 80)), TensorSpec("experts.gate", "F16", (6, 80, 64))])
-
-
-class Experts(nn.Module):
-    """Some experts of two stacks, of which one is cut inside each expert and one is held transposed."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.mine = slice(3 * rank, 3 * rank + 3)
-        self.down = nn.Parameter(torch.zeros(6, 4, 80, dtype=torch.bfloat16), requires_grad=False)
-        self.gate = nn.Parameter(torch.zeros(3, 64, 80, dtype=torch.float16), requires_grad=False)
-        self.rows = slice(4 * rank, 4 * rank + 4)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in weights:
-            if name == "experts.down":
-                self.down.data.copy_(tensor[:, self.rows])
-            else:
-                self.gate.data.copy_(tensor[self.mine].transpose(1, 2))
-
-
-def held_by(model: Any, table: TensorTable, bits: list[Bits]) -> list[BaseTensor]:
-    model.load_weights((spec.name, tensor_from_bits(bits[i].copy(), spec)) for i, spec in enumerate(table))
-    ask = LiveBaseReader(trace_routes(model, table), lambda: 0)
-    return [ask(tensor) for tensor in range(len(table))]
-
-
 def covered(spec: TensorSpec, held: BaseTensor) -> np.ndarray:
     """(rows, columns) how often each element is named."""
     count = np.zeros(extent(spec.shape), np.int64)
@@ -404,23 +375,6 @@ def covered(spec: TensorSpec, held: BaseTensor) -> np.ndarray:
         assert 0 <= left < right <= count.shape[1]
         count[first:last, left:right] += 1
     return count
-
-
-def expect_held(spec: TensorSpec, held: BaseTensor, bits: Bits) -> np.ndarray:
-    count = covered(spec, held)
-    assert count.max(initial=0) <= 1
-    inside = count.reshape(-1) == 1
-    assert np.array_equal(held.bits[inside], bits[inside])
-    return count
-
-
-def test_experts_are_held_by_slices_of_the_stack_and_inside_each() -> None:
-    bits = random_bits(EXPERTS, np.random.default_rng(1))
-    found = [held_by(Experts(rank), EXPERTS, bits) for rank in range(2)]
-    for tensor, spec in enumerate(EXPERTS):
-        assert np.all(sum(expect_held(spec, held[tensor], bits[tensor]) for held in found) == 1)
-    assert found[1][0].rectangles == tuple((8 * expert + 4, 8 * expert + 8, 0, 80) for expert in range(6))
-    assert found[1][1].rectangles == ((240, 480, 0, 64),)
 
 
 @given(st.data())
@@ -459,35 +413,6 @@ def test_what_is_scattered_is_refused_by_name() -> None:
         covered_rectangles(spec, [every_second])
     other = TensorView(1, every_second.sizes, every_second.strides)
     assert covered_rectangles(spec, [every_second, other]) is None
-
-
-def test_steps_before_are_laid_over_a_copy() -> None:
-    random = np.random.default_rng(4)
-    states = [random_bits(TABLE, random) for _ in range(5)]
-    first = [bits.copy() for bits in states[0]]
-    full = TABLE.index("q.weight")
-    parts = [
-        changes_between(TABLE, states[0], states[1]),
-        changes_between(TABLE, states[1], states[2], full=[full]),
-        changes_between(TABLE, states[2], states[3], "raw"),
-        changes_between(TABLE, states[3], states[4]),
-    ]
-    held = BaseTensor(states[0][0].copy(), ((0, 1, 0, 1),))
-    after = RollingBase(lambda tensor: held if tensor == 0 else BaseTensor(states[0][tensor]))
-    wanted = np.ones(len(TABLE), bool)
-    for number, part in enumerate(parts):
-        for group in part.sparse:
-            after.apply(group, wanted)
-        for whole in part.full:
-            after.replace(whole)
-        if number % 2:
-            # Read in between, as the objects of each version do, or not.
-            assert np.array_equal(after(full).bits, states[number + 1][full])
-    for tensor, spec in enumerate(TABLE):
-        assert np.array_equal(after(tensor).bits, states[4][tensor]), spec.name
-    assert after(0).rectangles == held.rectangles
-    assert np.array_equal(parts[1].full[0].bits, states[2][full])
-    assert all(np.array_equal(bits, before) for bits, before in zip(states[0], first, strict=True))
 
 
 def test_weights_that_move_while_they_are_copied_are_not_handed_on() -> None:

@@ -37,14 +37,6 @@ class UndoEntry:
         return {group: Fingerprint() - value for group, value in self.measured.items()}
 
 
-@dataclass
-class UndoPath:
-    """Commits to take back, newest first, or to apply again, oldest first."""
-
-    steps: list[UndoEntry]
-    reverse: bool
-
-
 class UndoLog:
     """Commits that can be taken back, and commits that were taken back and can be applied again.
 
@@ -73,17 +65,18 @@ class UndoLog:
         self.nbytes += entry.nbytes
         self.writes += 1
 
-    def path(self, version: int | None, current: int | None) -> UndoPath:
-        """Return the commits that lead from ``current`` to ``version``.
+    def path(self, version: int | None, current: int | None) -> tuple[list[UndoEntry], bool]:
+        """Return the commits that lead from ``current`` to ``version``: those to take back, newest first, and True; or
+        those to apply again, oldest first, and False.
 
         Raises:
             EngineError: the log does not reach that version.
         """
         redo_versions = [entry.patch.version for entry in reversed(self._undone)]
         if version in redo_versions:
-            return UndoPath(list(reversed(self._undone))[: redo_versions.index(version) + 1], reverse=False)
+            return list(reversed(self._undone))[: redo_versions.index(version) + 1], False
         if version in self.versions:
-            return UndoPath(list(reversed(self._applied))[: self.versions.index(version) + 1], reverse=True)
+            return list(reversed(self._applied))[: self.versions.index(version) + 1], True
         known = ", ".join(str(known) for known in self.versions if known is not None)
         raise EngineError(
             f"version {version} is not in this rank's undo log, which holds {known or 'none'}; version {current} is "

@@ -12,7 +12,6 @@ graph capture cannot follow loops over data.
 """
 
 import inspect
-import threading
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ _SCHEMA = (
     "plain_experts(Tensor(a!) out, Tensor x, Tensor w13, Tensor w2, Tensor? bias13, Tensor? bias2, "
     "Tensor weights, Tensor ids, Tensor? expert_map, str activation, bool weighted) -> ()"
 )
-_mkldnn_lock = threading.Lock()
 _library: "torch.library.Library | None" = None
 
 
@@ -191,20 +189,7 @@ def _multiply(
     groups: list[tuple[int, int, int]],
 ) -> None:
     """Do ``out[start:stop] = rows[start:stop] @ matrices[expert].T + bias[expert]`` per group."""
-    single = [group for group in groups if group[2] - group[1] == 1]
-    several = [group for group in groups if group[2] - group[1] > 1]
-    if single:
-        # oneDNN's product of one row with a plain bfloat16 matrix is half as fast as torch's own, which is bound by
-        # memory; torch has no other way to choose.
-        with _mkldnn_lock:
-            enabled = torch._C._get_mkldnn_enabled()
-            torch._C._set_mkldnn_enabled(False)
-            try:
-                for expert, start, stop in single:
-                    torch.mm(rows[start:stop], matrices[expert].t(), out=out[start:stop])
-            finally:
-                torch._C._set_mkldnn_enabled(enabled)
-    for expert, start, stop in several:
+    for expert, start, stop in groups:
         torch.mm(rows[start:stop], matrices[expert].t(), out=out[start:stop])
     if bias is not None:
         for expert, start, stop in groups:

@@ -211,28 +211,6 @@ def check_layout(vllm_config: Any, *, offline: bool = False) -> None:
             "balancing (leave out --data-parallel-external-lb, --data-parallel-hybrid-lb, --data-parallel-rank and "
             "--data-parallel-start-rank)"
         )
-    if cannot_exchange_tokens():
-        raise EngineError(
-            f"--data-parallel-size is {engines} for a mixture of experts on the CPU: vLLM's engines exchange tokens in "
-            "every forward pass, and its CPU communicator has no all_gatherv for that, so it would end at the first "
-            "request; use 1, and --tensor-parallel-size with --enable-expert-parallel"
-        )
-
-
-def cannot_exchange_tokens() -> bool:
-    """Return whether vLLM, on the CPU, cannot pass tokens between data parallel engines. Imports vLLM.
-
-    Cause: its CPU communicator claims to dispatch to experts on other ranks, and lacks the gathering for it.
-    Symptom: NotImplementedError in the first forward pass. Remove when: it has that.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return False
-    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-
-    return bool(CpuCommunicator.all_gatherv is DeviceCommunicatorBase.all_gatherv)
 
 
 def fit_pause_mode(settings: Settings, vllm_config: Any) -> Settings:

@@ -171,11 +171,11 @@ class Workspace:
         self.accelerator.synchronize_stream()
 
     def exchange(self, live: torch.Tensor, staged: torch.Tensor) -> None:
-        """Exchange the contents of weights on the device and of a contiguous buffer of the same shape and dtype.
+        """Exchange the contents of weights on the device and of a contiguous host buffer of the same shape and dtype.
 
         Args:
             live: any strides; at most half of ``nbytes``.
-            staged: in host memory or on the device.
+            staged: in host memory.
 
         Raises:
             RuntimeError: the device failed; both are as before. WeightsLostError: it failed again.
@@ -184,21 +184,16 @@ class Workspace:
         with self.lock:
             old, new = (_like(live, memory) for memory in (self.on_device[:half], self.on_device[half:]))
             old_on_host, new_on_host = (_like(live, memory) for memory in (self.on_host[:half], self.on_host[half:]))
-            on_host = staged.device != live.device or staged.device.type == "cpu"
-            if on_host:
-                new_on_host.copy_(staged)
-                new.copy_(new_on_host, non_blocking=True)
-            else:
-                new.copy_(staged)
+            new_on_host.copy_(staged)
+            new.copy_(new_on_host, non_blocking=True)
             old.copy_(live)
-            if on_host:
-                old_on_host.copy_(old, non_blocking=True)
+            old_on_host.copy_(old, non_blocking=True)
             # A device reports errors only when it is waited for; until here neither side has changed.
             self.accelerator.synchronize_stream()
             try:
                 live.copy_(new)
                 self.accelerator.synchronize_stream()
-                staged.copy_(old_on_host if on_host else old)
+                staged.copy_(old_on_host)
             except BaseException as error:  # including interrupts: the old bits must not be lost
                 undo_writes([partial(live.copy_, old), self.accelerator.synchronize], "a part of a tensor", error)
                 raise

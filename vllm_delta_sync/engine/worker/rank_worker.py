@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,7 @@ from vllm_delta_sync.engine.model.tied_tensors import TieRule
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.live_base import cut_tensors
-from vllm_delta_sync.engine.staging.loaded_bits import LoadTimeBits
-from vllm_delta_sync.engine.staging.run_cache import RunCache
+from vllm_delta_sync.engine.staging.loaded_bits import RunCache, load_time_bits
 from vllm_delta_sync.engine.staging.stage import PhaseTimer, stage_update, store_usage
 from vllm_delta_sync.errors import (
     BusyError,
@@ -199,8 +199,8 @@ class RankWorker:
         compiling = threading.Thread(target=_compile_loops, args=(elements,), name="delta-sync-compile", daemon=True)
         compiling.start()
         claimed = self._claimed_version()
-        load_time_bits = LoadTimeBits(self.model, self.folder, run, runs, self.routes)
-        routes = trace_routes(self.model, run.table, load_time_bits, self.memory, self.tie_rule)
+        bits = partial(load_time_bits, self.model, self.folder, run, runs, self.routes)
+        routes = trace_routes(self.model, run.table, bits, self.memory, self.tie_rule)
         # Tracing calls the model's loader, which counts as an external write. Reset here; later ones count.
         self.external_writer = None
         traced = time.perf_counter()
@@ -335,16 +335,16 @@ class RankWorker:
         self.memory.check_awake()
         if version == self.version:
             return protocol.Done()
-        path = self._undo_log.path(version, self.version)
+        steps, reverse = self._undo_log.path(version, self.version)
         applied: list[UndoEntry] = []
         with postpone_interrupts():
-            for step in path.steps:
-                matched = self._apply_logged(step, routes, path.reverse)
+            for step in steps:
+                matched = self._apply_logged(step, routes, reverse)
                 applied.append(step)
                 if not matched:
                     try:
                         for entry in reversed(applied):
-                            self._apply_logged(entry, routes, not path.reverse)
+                            self._apply_logged(entry, routes, not reverse)
                     except BaseException:  # after any failure here the weights are no version
                         self.intact = False
                         raise
