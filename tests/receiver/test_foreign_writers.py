@@ -9,28 +9,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from tests.support.device import SimulatedDevice, staged_on_device
+from tests.support.device import SimulatedDevice
 from tests.support.hooks import hooked, nothing
 from tests.support.modules import FusedModel, ModulePort
 from tests.support.services import WAIT
 from tests.support.world import World
-from vllm_delta_sync.engine.commit import apply as commits
-from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
+from vllm_delta_sync.engine.commit.undo_log import UndoLog
 from vllm_delta_sync.engine.compat import write_hooks
 from vllm_delta_sync.engine.model import route_map as engine_routes
 from vllm_delta_sync.engine.model.device_patch import DevicePatch
-from vllm_delta_sync.engine.model.route import Destination, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.protocol import Adapter, Identify, Outcome, Poll, Progress, RankFailure, Scan
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.engine.worker.worker_extension import WorkerExtension
 from vllm_delta_sync.errors import BusyError, FingerprintError
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint
 
 
@@ -302,29 +298,6 @@ def test_weights_that_were_made_in_inference_mode_are_patched(tmp_path: Path) ->
             parameter.data = parameter.data.clone()
     world.receiver.advance()
     world.train_and_follow(1)
-
-
-@pytest.mark.parametrize("relative", [True, False])
-def test_a_patch_stays_on_the_device_until_its_commit_is_confirmed(relative: bool) -> None:
-    random = np.random.default_rng(0)
-    bits = random.integers(0, 1 << 16, 64, dtype=np.uint64).astype(np.uint16)
-    positions = np.sort(random.choice(64, 20, replace=False)).astype(np.int32)
-    data = random.integers(0, 1 << 16, 20, dtype=np.uint64).astype(np.uint16)
-    premix = random.integers(0, 2**64, 20, dtype=np.uint64)
-    sparse = SparsePatch(0, 0, DTYPES["BF16"], relative, positions, data, premix)
-    destination = Destination("weight", torch.bfloat16, torch.from_numpy(bits.copy().view(np.int16)))
-    staged, routes = staged_on_device([sparse], [destination])
-    change = commits.apply_patch(staged, routes)[0]
-    log = UndoLog()
-    log.push(UndoEntry(staged, {0: change}, [Fingerprint()], 0))
-    assert not np.array_equal(destination.bits, bits)
-    # A revert within the same pause takes what is on the device, and copies nothing to it.
-    sparse.positions, sparse.premix = np.full(20, -1, np.int32), np.zeros(20, np.uint64)
-    assert commits.apply_patch(staged, routes, reverse=True) == {0: Fingerprint() - change}
-    assert np.array_equal(destination.bits, bits)
-    log.confirm()
-    assert staged.on_device is not None
-    assert [batch.uploaded for batch in staged.on_device.batches] == [None]
 
 
 def test_what_is_committed_is_confirmed_once_all_ranks_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
