@@ -20,7 +20,6 @@ from tests.support.adapters import adapted, randomize, save_adapter
 from tests.support.tiny import make_model, save_checkpoint
 from trainer_side.integrations.peft import adapter_publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.maintenance.branch import branch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("lora")]
 
@@ -219,17 +218,6 @@ def test_a_server_follows_two_adapters_beside_its_base(tmp_path: Path) -> None:
                 adapter.wait_served(server)
                 assert ask(server, adapter.name)[0] == adapter.fresh(server)
                 assert adapter.order(server, "verify")["verdict"]
-
-        # A related adapter, by deltas.
-        math.publisher.close()
-        sibling = str(tmp_path / "run-math-branch")
-        branch(open_run(math.url), None, sibling).close()
-        math.publisher = adapter_publisher(math.model, sibling)
-        math.version = 0
-        math.publish()
-        moved = math.order(server, "target", {"target": "head", "bucket": sibling})
-        assert (moved["served"]["version"], moved["recent"][-1]["versions"]) == (1, 1)
-        assert ask(server, "math")[0] == math.fresh(server)
 
         answer = server.get("/delta_sync/status", params={"adapter": "none"})
         assert (answer.status_code, "which has math, code" in answer.text) == (404, True)

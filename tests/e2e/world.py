@@ -125,12 +125,10 @@ class Follower:
         return server
 
     def reset(self) -> None:
-        """It runs, serves the head of its own run, and is free to follow."""
+        """It runs, serves the head, and is free to follow."""
         self.world.faults.disarm()
         if self.server.process.poll() is not None:
             self.start()
-        elif self.server.status()["run"] not in (None, self.world.publisher.run):
-            self.server.post("/delta_sync/target", {"target": "head", "bucket": self.world.url})
         self.server.post("/resume")
         self.server.post("/delta_sync/target", {"target": "head"})
         self.server.post("/delta_sync/release")

@@ -32,7 +32,6 @@ class Life:
         self.chain = chain
         self.settings = {"bucket": chain.url, "state_dir": chain.root / "state", "poll_seconds": 0.02, **settings}
         self.services: list[ReceiverService] = []
-        self.runs = {chain.run: chain}
 
     def start(self, loaded: int = 0, **settings: Any) -> ReceiverService:
         """Args: loaded: what ``--load-format delta_sync`` found; 0: the checkpoint."""
@@ -59,8 +58,7 @@ class Life:
         (service,) = self.services
         wait_until(lambda: service.receiver.served_version == version)
         assert service.request("verify").result(WAIT)["verdict"]
-        chain = self.runs[str(service.receiver.served_run)]
-        for rank, right in zip(self.port.ranks, models_of(chain.bits[version]), strict=True):
+        for rank, right in zip(self.port.ranks, models_of(self.chain.bits[version]), strict=True):
             for mine, other in zip(rank.model.parameters(), right.parameters(), strict=True):  # type: ignore[attr-defined]
                 assert mine.equal(other)
 
@@ -117,13 +115,13 @@ def test_target_outlives_a_restart(life: Life, loaded: int) -> None:
     service = life.start()
     life.serves(7)
     for named, version in (("4", 4), ("tag:best", 3)):
-        service.request("target", (named, None)).result(WAIT)
+        service.request("target", named).result(WAIT)
         service = life.start(loaded)
         life.serves(version)
         assert (service.receiver.status()["target"], max(life.labels())) == (named, version)
     set_tag(open_run(life.chain.url), "best", 6)
     life.serves(6)
-    service.request("target", ("head", None)).result(WAIT)
+    service.request("target", "head").result(WAIT)
     assert life.file is None
 
 
@@ -142,7 +140,7 @@ def test_setting_that_was_changed_wins(life: Life, caplog: pytest.LogCaptureFixt
 def test_answer_comes_after_the_order_is_kept(life: Life) -> None:
     service = life.start()
     life.serves(7)
-    for action, argument in (("rollback", 5), ("target", ("3", None)), ("hold", None)):
+    for action, argument in (("rollback", 5), ("target", "3"), ("hold", None)):
         future = service.request(action, argument)
         future.result(WAIT)
         kept = json.loads(life.file.read_bytes()) if life.file else {}
@@ -256,24 +254,20 @@ def test_random_orders_and_restarts(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     chain = Chain(tmp_path)
     chain.grow(6)
-    other = chain.branch("other", 3, seed=1)
-    other.grow(4)
     life = Life(chain, undo_bytes=chance.choice([0, 10**9]), stage_bytes=chance.choice([100_000, 10**9]))
-    life.runs[other.run] = other
     service = life.start()
-    at, version, holding, head = chain, 6, False, True
+    version, holding, head = 6, False, True
     life.serves(6)
     try:
         for _ in range(14):
-            newest = len(at.manifests) - 1
-            asked = chance.choice(["target", "head", "switch", "rollback", "hold", "release", "grow", "restart"])
+            newest = len(chain.manifests) - 1
+            asked = chance.choice(["target", "head", "rollback", "hold", "release", "grow", "restart"])
             if asked == "target":
                 version, holding, head = chance.randint(0, newest), False, False
-                service.request("target", (str(version), None)).result(WAIT)
-            elif asked in ("head", "switch"):
-                at = at if asked == "head" else other if at is chain else chain
-                version, holding, head = len(at.manifests) - 1, False, True
-                service.request("target", ("head", at.url)).result(WAIT)
+                service.request("target", str(version)).result(WAIT)
+            elif asked == "head":
+                version, holding, head = newest, False, True
+                service.request("target", "head").result(WAIT)
             elif asked == "rollback":
                 version, holding = chance.randint(0, version), True
                 service.request("rollback", version).result(WAIT)
@@ -286,13 +280,12 @@ def test_random_orders_and_restarts(tmp_path: Path, seed: int) -> None:
                 holding = False
                 service.request("release").result(WAIT)
             elif asked == "grow":
-                at.grow(chance.randint(1, 3))
+                chain.grow(chance.randint(1, 3))
             else:
                 service = life.start(chance.choice([0, len(chain.manifests) - 1]))
             if head and not holding:
-                version = len(at.manifests) - 1
+                version = len(chain.manifests) - 1
             life.serves(version)
-            assert service.receiver.served_run == at.run
             assert service.receiver.status()["holding"] == holding
     finally:
         life.end()

@@ -9,13 +9,13 @@ import pytest
 
 from docs.draw_architecture import SOURCE, rows
 from tests.support.chains import Chain, Server
-from tests.support.hooks import HookedPort, failing, hooked
+from tests.support.hooks import failing, hooked
 from tests.support.world import World
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.observe import states
 from vllm_delta_sync.engine.observe.states import ACTING, RESTING, STATES, TRANSITIONS, State
 from vllm_delta_sync.engine.observe.status import StatusBoard
-from vllm_delta_sync.errors import ChainError, DeltaSyncError, EngineError, FingerprintError, WeightsLostError
+from vllm_delta_sync.errors import ChainError, DeltaSyncError, FingerprintError, WeightsLostError
 
 Change = tuple[str, str]
 
@@ -116,16 +116,8 @@ def other_runs(folder: Path, seen: Seen) -> None:
     chain.grow(4)
     other = chain.branch("other", 2, seed=1)
     other.grow(1)
-    server = Server(chain, chain.bits[0], port=HookedPort)
-    receiver = seen.watch(server.receiver)
+    receiver = seen.watch(Server(chain, chain.bits[0]).receiver)
     receiver.advance()
-    server.port.before = failing("start", 3)
-    with pytest.raises(EngineError):
-        receiver.target("head", other.url)
-    server.port.before = failing("commit", 3)
-    with pytest.raises(EngineError):
-        receiver.target("head", other.url)
-    server.port.before = lambda method, arguments: None
     shutil.rmtree(chain.folder)
     shutil.copytree(other.folder, chain.folder)
     with suppress(DeltaSyncError):

@@ -1,19 +1,16 @@
-"""What to serve: the head, a version, a tag, another run, by the settings or while a server runs."""
+"""What to serve: the head, a version, a tag, by the settings or while a server runs."""
 
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.support.chains import TABLE, Chain, Server
+from tests.support.chains import Chain, Server
 from tests.support.hooks import HookedPort, failing
 from tests.support.services import serving, wait_until
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.engine.follow.standing_orders import sibling_url
 from vllm_delta_sync.errors import (
     BusyError,
     ChainError,
@@ -21,7 +18,6 @@ from vllm_delta_sync.errors import (
     EngineError,
     NotFoundError,
     SettingsError,
-    UsageError,
 )
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
@@ -179,11 +175,7 @@ def long(tmp_path: Path) -> Chain:
     return chain
 
 
-# Changed while a server runs: forward, back, to a tag, to another run of the same base
-
-
-def served(server: Server) -> tuple[str | None, int | None]:
-    return server.receiver.served_run, server.receiver.served_version
+# Changed while a server runs: forward, back, to a tag
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -270,74 +262,6 @@ def test_back_is_rebuilt_where_steps_cannot_be_taken(long: Chain, why: str) -> N
     server.serves(4)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_two_branches_in_turn(long: Chain, ranks: int) -> None:
-    """What an A/B test needs: old answers under the old run's name until the commit, new ones under the new name."""
-    other = long.branch("other", 4, seed=1)
-    other.grow(3)
-    server = Server(long, long.bits[0], ranks)
-    server.receiver.advance()
-    seen: list[tuple[Any, ...]] = []
-    server.receiver.board.watch(lambda: seen.append((server.receiver.run_id, *served(server))))
-    for target, there, version in (("head", other, 3), ("7", long, 7), ("1", other, 1), ("head", long, 8)):
-        pauses = server.commits
-        before = (server.chain.run, *served(server))
-        server.chain = there
-        seen.clear()
-        server.receiver.target(target, there.url)
-        assert server.commits == pauses + 1
-        assert set(seen) == {before, (there.run, there.run, version)}
-        server.serves(version)
-        status = server.receiver.status()
-        assert (status["run"], status["target"], status["state"], status["undo"]) == (there.run, target, "idle", [])
-        assert status["last_error"] is None
-    server.receiver.target("head", other.url)
-    other.grow(2)
-    server.chain = other
-    server.reaches(5, commits=1)
-    assert server.receiver.status()["undo"] == [3]
-    server.receiver.rollback(2)
-    server.serves(2)
-
-
-def test_two_runs_of_one_checkpoint(tmp_path: Path) -> None:
-    one, other = Chain(tmp_path, "run", 0, base=True), Chain(tmp_path, "other", 1, base=True)
-    one.grow(3)
-    other.grow(4)
-    server = Server(one, one.bits[0])
-    server.receiver.advance()
-    server.receiver.target("head", other.url)
-    server.chain = other
-    server.serves(4)
-    assert served(server) == (other.run, 4)
-
-
-def strange(root: Path) -> Chain:
-    """A run that begins with other weights."""
-    other = Chain(root, "strange", 5)
-    other.inside([bits ^ np.uint16(1) for bits in other.fresh()])
-    other.grow(1)
-    return other
-
-
-@pytest.mark.parametrize("why", ["no run", "other weights", "no version", "no such tag"])
-def test_run_that_cannot_be_followed_is_refused_and_the_old_one_stays(long: Chain, why: str) -> None:
-    server = Server(long, long.bits[0])
-    server.receiver.advance(6)
-    url, named = f"{long.root}/strange", "head"
-    if why == "other weights":
-        strange(long.root)
-    elif why != "no run":
-        url = long.branch("other", 2, seed=1).url
-        named = "3" if why == "no version" else "tag:x"
-    log = list(server.port.log)
-    with pytest.raises(ChainError if why == "other weights" else NotFoundError):
-        server.receiver.target(named, url)
-    assert server.port.log == log
-    assert (served(server), server.receiver.run_id) == ((long.run, 6), long.run)
-    server.reaches(8, commits=1)
-
-
 @pytest.mark.parametrize("named", ["head", "6"])
 def test_the_target_in_force_that_fails_is_no_success(long: Chain, named: str) -> None:
     server = Server(long, long.bits[0], port=HookedPort, target=named)
@@ -358,96 +282,3 @@ def test_the_target_in_force_that_fails_is_no_success(long: Chain, named: str) -
     (long.folder / "gone").rename(long.folder / "versions")
     server.receiver.target(named)
     server.serves(8 if named == "head" else 6)
-
-
-@pytest.mark.parametrize(("at", "times"), [("start", 1), ("start", 3), ("set_version", 1), ("commit", 3)])
-def test_failure_on_the_way_to_another_run_leaves_the_old_one(long: Chain, at: str, times: int) -> None:
-    other = long.branch("other", 4, seed=1)
-    other.grow(3)
-    server = Server(long, long.bits[0], port=HookedPort)
-    port = server.port
-    server.receiver.advance(6)
-    port.before = failing(at, times)
-    with pytest.raises(EngineError):
-        server.receiver.target("head", other.url)
-    assert (served(server), server.receiver.run_id) == ((long.run, 6), long.run)
-    assert server.receiver.status()["last_error"]["kind"] == "engine"
-    server.holds(long.bits[6])
-    port.before = lambda method, arguments: None
-    server.reaches(8, commits=1)
-    server.receiver.target("head", other.url)
-    server.chain = other
-    server.serves(3)
-
-
-def test_engine_that_is_lost_on_the_way_to_another_run_is_ended(long: Chain) -> None:
-    other = long.branch("other", 4, seed=1)
-    other.grow(1)
-    server = Server(long, long.bits[0], port=HookedPort)
-    server.receiver.advance(6)
-    server.port.before = failing("resume", 9)
-    server.receiver.target("head", other.url)
-    assert server.receiver.status()["last_error"]["kind"] == "weights_lost"
-    assert (server.receiver.status()["state"], len(server.port.ended)) == ("lost", 1)
-
-
-def test_damaged_branch_is_left_for_the_old_run(long: Chain) -> None:
-    other = long.branch("other", 4, seed=1)
-    other.grow(1)
-    other.lose(1)
-    server = Server(long, long.bits[0])
-    server.receiver.advance(6)
-    with pytest.raises(DeltaSyncError):
-        server.receiver.target("1", other.url)
-    assert served(server) == (long.run, 6)
-    server.serves(6)
-    server.reaches(8, commits=1)
-
-
-@pytest.mark.parametrize(
-    ("configured", "asked", "found"),
-    [
-        ("/data/runs/a", "/data/runs/b", "/data/runs/b"),
-        ("/data/runs/a/", "file:///data/runs/b", "/data/runs/b"),
-        ("file:///data/runs/a", "/data/runs/b", "file:///data/runs/b"),
-        ("s3://bucket/team/a", "s3://bucket/team/b/", "s3://bucket/team/b"),
-        ("s3://bucket/a", "s3://bucket/a", "s3://bucket/a"),
-        ("hf://buckets/me/runs/a", "hf://buckets/me/runs/b.2", "hf://buckets/me/runs/b.2"),
-        ("/data/runs/a", "/data/b", None),
-        ("/data/runs/a", "/data/runs/..", None),
-        ("/data/runs/a", "/data/runs/.hidden", None),
-        ("/data/runs/a", "file://host/data/runs/b", None),
-        ("/data/runs/a", "file:///data/runs/%2e%2e", None),
-        ("s3://bucket/team/a", "s3://other/team/b", None),
-        ("s3://bucket/team/a", "gs://bucket/team/b", None),
-        ("s3://bucket/team/a", "s3://user@bucket/team/b", None),
-        ("s3://bucket/team/a", "s3://bucket/team/b?x", None),
-        ("s3://bucket/team/a", "s3://bucket/team//b", None),
-        ("s3://bucket", "s3://other", None),
-        ("memory://a", "memory://b", None),
-    ],
-)
-def test_only_a_run_beside_the_configured_one_can_be_named(configured: str, asked: str, found: str | None) -> None:
-    if found is not None:
-        assert sibling_url(configured, asked) == found
-        return
-    with pytest.raises(UsageError, match="beside"):
-        sibling_url(configured, asked)
-
-
-def test_other_tensors_are_refused(tmp_path: Path, long: Chain) -> None:
-    from tests.support.samples import RunWriter
-    from vllm_delta_sync.bucket import open_bucket
-    from vllm_delta_sync.format.safetensors_file import write_anchor
-    from vllm_delta_sync.format.table import TensorTable
-
-    table = TensorTable(list(TABLE)[:-1])
-    writer = RunWriter(open_bucket(tmp_path / "small"), table, run=f"{9:032x}")
-    bits = long.bits[0][:-1]
-    write_anchor(tmp_path / "a", table, ((spec.name, bits[tensor]) for tensor, spec in enumerate(table)))
-    writer.anchor(bits, (tmp_path / "a").read_bytes())
-    server = Server(long, long.bits[0])
-    server.receiver.advance()
-    with pytest.raises(ChainError, match="has other tensors"):
-        server.receiver.target("head", str(tmp_path / "small"))
-    server.serves(8)

@@ -4,7 +4,6 @@ import json
 import logging
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,6 @@ from tests.support.trusted import Trusted
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.planning import trusted_head as module
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
-from vllm_delta_sync.engine.protocol import BackgroundRequest, RankRequest
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest
 from vllm_delta_sync.errors import ExpiredError, ForkError, ReplayError, SettingsError
 from vllm_delta_sync.format import manifest as keys
@@ -149,27 +147,6 @@ def test_new_versions_are_refused_where_the_setting_says_so(tmp_path: Path, gone
     world.receiver.release()
     expire(world, ago(-600))
     world.serves(4)
-
-
-def test_run_with_an_expired_head_is_refused_before_weights_are_identified(tmp_path: Path) -> None:
-    world = Trusted(tmp_path, expired_head="refuse")
-    world.serves(3)
-    other = world.chain.branch("other", 3, seed=5)
-    other.grow(1)
-    other.expires_at = ago(61)
-    other.head(1)
-    operations: list[str] = []
-    call = world.server.port.call
-
-    def counted(request: RankRequest[Any]) -> Any:
-        operations.extend([request.operation] if isinstance(request, BackgroundRequest) else [])
-        return call(request)
-
-    world.server.port.call = counted
-    with pytest.raises(ExpiredError):
-        world.receiver.target("head", other.url)
-    assert (operations, world.receiver.status()["last_error"]["kind"]) == ([], "expired")
-    world.serves(3)
 
 
 @pytest.mark.parametrize("setting", ["warn", "refuse"])

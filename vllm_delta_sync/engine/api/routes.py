@@ -55,15 +55,6 @@ class TargetRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     target: Annotated[str, Field(pattern=TARGET, description="What to follow: head, a version's number, or tag:NAME.")]
-    bucket: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            max_length=4096,
-            description="URL of a run beside the configured one: the same with another last part. None: the run "
-            "followed now.",
-        ),
-    ] = None
 
 
 def service_of(request: Request) -> ReceiverService:
@@ -156,10 +147,10 @@ async def release(request: Request) -> dict[str, Any]:
 
 @router.post("/target")
 async def target(request: Request, body: TargetRequest) -> dict[str, Any]:
-    """Follow another target from now on, newer or older, or another run; ends a hold. Answers with the status reached.
+    """Follow another target from now on, newer or older; ends a hold. Answers with the status reached.
 
     The target outlives a restart. If it cannot be served, the old target and the served version stay."""
-    return await _ask(request, "target", (body.target, body.bucket))
+    return await _ask(request, "target", body.target)
 
 
 @router.post("/verify")

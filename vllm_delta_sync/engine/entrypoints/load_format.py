@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.engine.compat import tied_head
-from vllm_delta_sync.engine.follow.standing_orders import apply_order, peek_order
+from vllm_delta_sync.engine.follow.standing_orders import peek_order
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.names import LOAD_FORMAT
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
@@ -86,12 +86,9 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             SettingsError: no bucket is set. NotFoundError: there is no run.
         """
         settings = load_settings()
-        return self._open(settings, settings.bucket)
-
-    def _open(self, settings: Settings, url: str) -> Run:
         folder = settings.cache_folder()
         cache = None if folder is None else ObjectCache(folder, settings.cache_bytes)
-        return open_run(url, settings.keyring(), settings.store(), cache)
+        return open_run(settings.bucket, settings.keyring(), settings.store(), cache)
 
     def download_model(self, model_config: Any) -> None:
         """Do nothing: objects are read when needed."""
@@ -120,8 +117,8 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             EngineError, ChainError: ranks cannot agree on a version.
         """
         began = time.perf_counter()
-        run, choose_version = self._agree_on_version()
-        held, state = rebuild(run, choose_version, model_config.model, _policy(load_settings()))
+        run, chosen = self.run, self._agree_on_version()
+        held, state = rebuild(run, chosen, model_config.model, _policy(load_settings()))
         if from_rank_0(held.version) != held.version:
             raise EngineError(f"this rank could rebuild version {held.version}, rank 0 another one; restart the server")
         fingerprints = tuple(value.hex() for value in state.fingerprints)
@@ -133,50 +130,48 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         gc.collect()
         logger.info("loaded version %d of run %s in %.2f s", held.version, held.run, time.perf_counter() - began)
 
-    def _agree_on_version(self) -> tuple[Run, Manifest]:
-        """Return the run and the version that rank 0 chose for all ranks, because the head may move meanwhile."""
+    def _agree_on_version(self) -> Manifest:
+        """Return the version that rank 0 chose for all ranks, because the head may move meanwhile."""
         if get_world_group().rank_in_group != 0:
-            choose_version = from_rank_0(None)
-            if choose_version is None:
+            chosen = from_rank_0(None)
+            if chosen is None:
                 raise EngineError("rank 0 found no version to load; its error says why")
-            url, version, digest = choose_version
-            run = self.run if url == self.run.bucket.url else self._open(load_settings(), url)
-            manifest = run.manifest(version)
+            version, digest = chosen
+            manifest = self.run.manifest(version)
             if manifest.digest != digest:
                 raise ChainError(f"version {version} is {manifest.digest} here and {digest} on rank 0")
-            return run, manifest
+            return manifest
         try:
-            run, manifest = self.choose_version()
+            manifest = self.choose_version()
         except DeltaSyncError:
             from_rank_0(None)
             raise
-        from_rank_0((run.bucket.url, manifest.version, manifest.digest))
-        return run, manifest
+        from_rank_0((manifest.version, manifest.digest))
+        return manifest
 
-    def choose_version(self) -> tuple[Run, Manifest]:
+    def choose_version(self) -> Manifest:
         """Return the version to serve: the one that a standing order holds, the target, or else the newest.
 
         Raises:
             DeltaSyncError: as ``open_run`` and ``newest_good_manifest``.
         """
-        settings = load_settings()
+        settings, run = load_settings(), self.run
         order = peek_order(settings)
-        settings = settings if order is None else apply_order(settings, order)
-        run = self.run if order is None or order.bucket is None else self._open(settings, settings.bucket)
+        target = order.target if order is not None and order.target is not None else settings.target
         trusted_head = TrustedHead(settings, run.keyring, writes=False)
         head = newest_good_manifest(run, _policy(settings), trusted_head)
         holds = order is not None and order.holding and order.run == run.info.run
         version = order.version if order is not None and holds else None
-        if version is None and settings.target == HEAD:
-            return run, head
+        if version is None and target == HEAD:
+            return head
         try:
             # Not the newest for the time being: the loaded version generates as soon as the server answers.
-            manifest = run.resolve(parse_target(settings.target) if version is None else version)
+            manifest = run.resolve(parse_target(target) if version is None else version)
             run.check_descends(head, manifest)
         except DataError as error:
             logger.warning("starting with version %d of run %s: %s", head.version, run.info.run, error)
-            return run, head
-        return run, manifest
+            return head
+        return manifest
 
     def _check_all_set(self, model: Any, names: set[str]) -> None:
         try:

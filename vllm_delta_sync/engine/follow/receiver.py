@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from vllm_delta_sync.engine.commit.transaction import EnginePort, LabelKeepingPort
+from vllm_delta_sync.engine.follow.identify import WeightIdentifier
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
-from vllm_delta_sync.engine.follow.run_session import RunSession
-from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore, apply_order, sibling_url
-from vllm_delta_sync.engine.follow.updater import WeightUpdater, mismatch_error
+from vllm_delta_sync.engine.follow.standing_orders import StandingOrder, StandingOrderStore
+from vllm_delta_sync.engine.follow.updater import RescanCursor, WeightUpdater, mismatch_error
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.engine.observe.states import ACTING, STATES
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.commit_plan import WeightPosition
 from vllm_delta_sync.engine.planning.run_history import History
+from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
 from vllm_delta_sync.engine.planning.update_planner import UpdatePlanner
 from vllm_delta_sync.errors import (
     BusyError,
@@ -32,6 +33,7 @@ from vllm_delta_sync.errors import (
     WeightsLostError,
 )
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.run.service_policy import ServicePolicy
 from vllm_delta_sync.settings import HEAD, Settings
 
 STAGE_SECONDS = 1800.0
@@ -48,6 +50,10 @@ class Receiver:
         SettingsError: a file of ``trusted_keys`` cannot be read, or ``state_dir`` cannot be written.
 
     Attributes:
+        settings: with the target in force.
+        history, planner: of the run followed.
+        target_unavailable: whether the target named no version that can be served when last resolved, which is no
+            failure.
         goal_version: the version that the running update leads to; None when idle.
         announced_version: the version that a notice named, prefetched by the next poll; None if no notice came.
     """
@@ -63,41 +69,30 @@ class Receiver:
         self._configured = settings
         self._orders = orders
         order = None if orders is None else orders.load()
-        chosen = settings if order is None else apply_order(settings, order)
-        self.board = StatusBoard(settings.policy, chosen.target, settings.max_lag)
+        target = order.target if order is not None and order.target is not None else settings.target
+        self.settings = settings.model_copy(update={"target": target})
+        self.board = StatusBoard(settings.policy, target, settings.max_lag)
         self.board.trust = lambda: self.history.trusted_head.document()
         self.board.set(receiver=settings.receiver_id, holding=order is not None and order.holding)
         self.goal_version: int | None = None
         self.announced_version: int | None = None
-        self._ranks = RankGroup(self.port, stage_seconds)
-        self._session = RunSession(self.port, chosen, self.board, self._ranks)
+        self.target_unavailable = False
+        keyring = settings.keyring()
+        policy = ServicePolicy.of_settings(settings.quarantined, settings.require_exact)
+        trusted_head = TrustedHead(settings, keyring)
+        self.history = History(settings.bucket, keyring, trusted_head, settings.store(), policy)
+        self.planner = UpdatePlanner(self.history, policy)
+        ranks = RankGroup(self.port, stage_seconds)
+        self._updater = WeightUpdater(self.port, settings, self.board, self.history, self.planner, ranks)
+        self._identifier = WeightIdentifier(settings, self.board, self.history, ranks, self._updater.invalidate)
         # The standing order whose version is not served yet; set only after a restart.
         self._pending_order = order if order is not None and order.version is not None else None
-        # Whether the ranks were last bound to another run than the one followed.
-        self._bound_to_other_run = False
         # The run that the weights were compared with and do not match. Comparing again would hash the whole model.
         self._unmatched_run: str | None = None
+        # The newest quarantined version that was logged as skipped.
+        self._last_skipped = -1
 
     # What is followed and served
-
-    @property
-    def settings(self) -> Settings:
-        """The settings with the bucket and the target in force."""
-        return self._session.settings
-
-    @property
-    def history(self) -> History:
-        """The history of the run followed."""
-        return self._session.history
-
-    @property
-    def planner(self) -> UpdatePlanner:
-        """The planner of the run followed."""
-        return self._session.planner
-
-    @property
-    def _updater(self) -> WeightUpdater:
-        return self._session.updater
 
     @property
     def served_version(self) -> int | None:
@@ -127,11 +122,6 @@ class Receiver:
         return self._pending_order is not None
 
     @property
-    def target_unavailable(self) -> bool:
-        """Whether the setting ``target`` names no version that can be served now, which is no failure."""
-        return self._session.target_unavailable
-
-    @property
     def can_repair(self) -> bool:
         """Whether weights were changed from outside and can be restored."""
         return self._updater.repair_target is not None
@@ -159,7 +149,7 @@ class Receiver:
         stopped_by = self._poll()
         self._restore_served()
         if version is not None:
-            self._session.check_requested(version, self.served_version)
+            self._check_requested(version, self.served_version)
         elif self._pending_order is not None:
             self._resume_pending_order(until)
             return
@@ -170,7 +160,7 @@ class Receiver:
         with self._reporting_errors():
             self.goal_version = self._newest_allowed() if version is None else version
             position = self._ensure_position()
-            target = self._session.resolve_followed_target() if version is None else version
+            target = self._resolve_followed_target() if version is None else version
             # A hold that came before any version was served keeps the first version that is.
             stays = self.board.holding and version is None
             self.goal_version = target
@@ -200,7 +190,7 @@ class Receiver:
                 if self.served_version is not None:
                     self._updater.check_external_writes()
                 elif self._unmatched_run != self.run_id:
-                    self._unmatched_run = None if self._identify(self._session) else self.run_id
+                    self._unmatched_run = None if self._identify() else self.run_id
                 if stopped_by is not None:
                     raise stopped_by
         except BusyError:
@@ -269,7 +259,7 @@ class Receiver:
         self._poll()
         self._restore_served()
         served = self.served_version
-        self._session.check_requested(version, None)
+        self._check_requested(version, None)
         if served is not None and version > served:
             raise ChainError(
                 f'version {version} is newer than the served version {served}; POST /delta_sync/sync {{"version": '
@@ -279,28 +269,21 @@ class Receiver:
             self._move_to(self._ensure_position(), version)
         self._mark_healthy()
 
-    def target(self, named: str, bucket: str | None = None) -> None:
+    def target(self, named: str) -> None:
         """Follow another target from now on, newer or older; ends a hold.
 
         Args:
             named: head, a version, or tag:NAME.
-            bucket: URL of a run beside the configured one; None means the run followed.
 
         Raises:
-            UsageError: the bucket is not beside the configured one. NotFoundError: there is no such run, version or
-                tag. ChainError: the run has other tensors or another base. DeltaSyncError: what failed. The old target
-                stays in force unless a commit towards the new one was made; then the new target stays, and the status
-                shows the error.
+            NotFoundError: there is no such version or tag. DeltaSyncError: what failed. The old target stays in force
+                unless a commit towards the new one was made; then the new target stays, and the status shows the error.
         """
-        url = self.settings.bucket if bucket is None else sibling_url(self._configured.bucket, bucket)
-        chosen = self._configured.model_copy(update={"target": named, "bucket": url})
+        chosen = self._configured.model_copy(update={"target": named})
         before, served = self.settings, self.board.served
         self._require_usable()
         try:
-            if url != self.settings.bucket:
-                self._switch_run(chosen)
-            else:
-                self._retarget(chosen)
+            self._retarget(chosen)
         except DeltaSyncError:
             moved = self.settings != before or self.board.served is not served
             if not moved or self.settings != chosen or self.board.served is None:
@@ -309,7 +292,6 @@ class Receiver:
         self.release()
 
     def _retarget(self, chosen: Settings) -> None:
-        """Follow another target of the same run."""
         self._poll()
         self._restore_served()
         target = self.history.resolve_target(chosen.target)
@@ -319,72 +301,15 @@ class Receiver:
         with self._reporting_errors():
             self.goal_version = target
             position = self._ensure_position()
-            self._session.settings = chosen
+            self.settings = chosen
             try:
                 self._move_to(position, target)
             except BaseException:
                 # The head stays the target, because it can be reached later. A version that cannot be served does not.
                 if chosen.target != HEAD and (self.board.served is served or self.board.served is None):
-                    self._session.settings = before
+                    self.settings = before
                 raise
         self._mark_healthy()
-
-    def _switch_run(self, chosen: Settings) -> None:
-        """Follow another run. The served version stays, under its own run's id, until the new run's first commit."""
-        current, served = self._session, self.board.served
-        other = RunSession(self.port, chosen, self.board, self._ranks)
-        other.open()
-        other.history.poll()
-        target = other.history.resolve_target(chosen.target)
-        if served is None:
-            self._start_with(other)
-            return
-        other.check_related(current, served.version)
-        run = other.history.run.info.run
-        with self._reporting_errors():
-            other.history.check_fresh()
-            self._updater.check_external_writes()
-            # From here an error costs another identification of all weights.
-            self._bound_to_other_run = True
-            self.goal_version = target
-            try:
-                position = self._identify(other)
-                while self.board.served is not None and self.board.served.run != run:
-                    other.planner.requested_version = target
-                    other.updater.commit_next(position, target)
-            except BaseException as error:
-                if self.board.served is None or self.board.served.run != run:
-                    self._abort_switch(other, error)
-                else:
-                    # The new run's version is served, but generation may not resume.
-                    self._session, self._bound_to_other_run = other, False
-                raise
-            self._session, self._bound_to_other_run = other, False
-            logger.info("now following run %s instead of run %s", run, served.run)
-            self._move_to(self._served_position(), target)
-        self._mark_healthy()
-
-    def _abort_switch(self, other: RunSession, error: BaseException) -> None:
-        if other.updater.repair_target is not None:
-            self._updater.repair_target = other.updater.repair_target
-        if isinstance(error, WeightsLostError):
-            return
-        try:
-            self._reverify_served()
-        except DeltaSyncError as second:
-            # The next action verifies first.
-            logger.warning("could not verify the served weights again yet: %s", second.message)
-
-    def _start_with(self, other: RunSession) -> None:
-        """Switch runs before any version is served: there is nothing to keep meanwhile."""
-        self._session = other
-        # A refusal concerned the run before.
-        self.board.enter(
-            "waiting_for_run", run=other.history.run.info.run, head=None, goal=None, undo=[], invalidated=False
-        )
-        self.board.set(holding=False, target=other.settings.target)
-        self._pending_order = None
-        self.advance()
 
     def verify(self) -> Answer:
         """Rescan every rank's weights: ``verdict`` is True only if they are the served version's, bit for bit.
@@ -423,13 +348,32 @@ class Receiver:
             stopped_by = self.history.poll(self.board.served)
         self.planner.refresh()
         self.board.set(head=self.history.head, goal=self.history.goal, polled_at=time.monotonic())
-        self._session.log_skipped()
+        self._log_skipped()
         return stopped_by
+
+    def _log_skipped(self) -> None:
+        """Log the quarantined versions up to the head in one line, each version once."""
+        head, goal = self.history.head, self.board.goal
+        if head is None or head.quarantine is None or head.version <= self._last_skipped:
+            return
+        if goal == head.version or self.settings.target != HEAD:
+            return
+        first = max(self._last_skipped, -1 if goal is None else goal) + 1
+        self._last_skipped = head.version
+        logger.warning(
+            "version%s %s quarantined and skipped: %s",
+            f" {first}" if first == head.version else f"s {first} to {head.version}",
+            "is" if first == head.version else "are",
+            head.quarantine.summary(),
+        )
 
     def _open_run(self) -> None:
         before = self.run_id
-        self._session.open()
-        run = self.history.run
+        run = self.history.open()
+        self.planner.reset()
+        self._updater.rescan_cursor = RescanCursor([spec.nbytes for spec in run.table], self.settings.rescan_bytes)
+        self._updater.repair_target = None
+        self._last_skipped = -1
         if before is not None:
             logger.warning("run %s was replaced by run %s in the same place", before, run.info.run)
         known = self.board.served is not None
@@ -446,27 +390,51 @@ class Receiver:
         if self.served_version is not None or self.settings.target == HEAD:
             return None
         try:
-            return self._session.resolve_followed_target()
+            return self._resolve_followed_target()
         except DataError:
             # Raised again by ``advance``, once the weights are identified.
             return None
 
+    def _check_requested(self, version: int, served: int | None) -> None:
+        """Raise if a request names an invalid version; the status does not record this as the last error."""
+        unpublished = self.history.unpublished(version)
+        if unpublished is not None:
+            raise unpublished
+        if served is not None and version < served:
+            raise ChainError(f"version {version} precedes the served version {served}; use rollback")
+
+    def _resolve_followed_target(self) -> int:
+        """Return the version that the target in force names now.
+
+        Raises:
+            NotFoundError: it is not published yet. ChainError: it is older than the served version.
+        """
+        served, target = self.served_version, self.settings.target
+        self.board.set(ahead_of_target=False)
+        self.target_unavailable = self.history.head is not None
+        version = self.history.resolve_target(target, served)
+        if served is not None and version < served:
+            self.board.set(ahead_of_target=True)
+            raise ChainError(
+                f"the target ({target}) is version {version}, and version {served} is served; a server does not "
+                f'roll back by itself: POST /delta_sync/rollback {{"version": {version}}}, or POST it as target'
+            )
+        self.target_unavailable = False
+        return version
+
     # Identifying and moving
 
     def _require_usable(self) -> None:
-        """Raise if nothing can be done with this engine now; finish what an earlier failure left behind."""
+        """Raise if nothing can be done with this engine now; set a label that could not be set before."""
         if self.board.state == "lost":
             raise WeightsLostError(STATES["lost"])
         self.port.set_pending_label()
-        if self._bound_to_other_run:
-            with self._reporting_errors():
-                self._reverify_served()
 
     def _ensure_position(self) -> WeightPosition | None:
         """Return what the ranks hold: identified if unknown, otherwise checked for external writes."""
         served = self._served_position()
         if served is None:
-            return self._identify(self._session)
+            return self._identify()
         self._updater.check_external_writes()
         return served
 
@@ -474,7 +442,7 @@ class Receiver:
         served = self.board.served
         return None if served is None else WeightPosition(self.history.run, served)
 
-    def _identify(self, session: RunSession) -> WeightPosition | None:
+    def _identify(self) -> WeightPosition | None:
         """Find out what the engine holds; None means weights that an anchor may replace."""
         newest, order = self.goal_version, self._pending_order
 
@@ -484,28 +452,11 @@ class Receiver:
                 return position.version == order.version
             return newest is None or position.version <= newest
 
-        position = session.identifier.identify(may_serve)
-        if position is not None and session.history.is_followed_run(position) and may_serve(position):
+        position = self._identifier.identify(may_serve)
+        if position is not None and self.history.is_followed_run(position) and may_serve(position):
             self.port.label(position.version, position.run.info.run)
-            session.updater.mark_served(position.manifest)
+            self.board.set(served=position.manifest, invalidated=False, error=None)
         return position
-
-    def _reverify_served(self) -> None:
-        """Have the ranks identify the served version again, after they were bound to another run."""
-        served = self.board.served
-        position = self._session.identifier.identify(lambda position: True)
-        self._bound_to_other_run = False
-        if served is None:
-            return
-        same = position is not None and position.manifest.digest == served.digest
-        if position is None or not same or not self.history.is_followed_run(position):
-            changed = FingerprintError(
-                f"served weights are not version {served.version}: they were changed from outside"
-            )
-            self._updater.invalidate(changed)
-            raise changed
-        self.port.label(served.version, served.run)
-        self._updater.mark_served(served)
 
     def _move_to(self, position: WeightPosition | None, target: int, until: Callable[[], bool] = lambda: False) -> None:
         """Go to a version that was requested explicitly, forward or back."""
@@ -575,16 +526,15 @@ class Receiver:
         """Store the target and the hold in force, so that they survive a restart."""
         if self._orders is None:
             return
-        configured, chosen, order = self._configured, self.settings, self._pending_order
+        configured, target, order = self._configured.target, self.settings.target, self._pending_order
         held = (self.board.served or self._updater.repair_target) if self.board.holding else None
         run, version = (None, None) if held is None else (held.run, held.version)
         if order is not None and self.board.holding:
             run, version = order.run, order.version
         self._orders.save(
             StandingOrder(
-                setting=configured.target,
-                target=None if chosen.target == configured.target else chosen.target,
-                bucket=None if chosen.bucket == configured.bucket else chosen.bucket,
+                setting=configured,
+                target=None if target == configured else target,
                 holding=self.board.holding,
                 run=run,
                 version=version,

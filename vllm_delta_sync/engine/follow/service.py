@@ -112,8 +112,8 @@ class ReceiverService:
         """Queue an action.
 
         Args:
-            action: ``sync`` (argument: version or None), ``rollback`` (a version), ``target`` (what to follow, and the
-                URL of a run or None), ``hold``, ``release`` or ``verify``.
+            action: ``sync`` (argument: version or None), ``rollback`` (a version), ``target`` (what to follow),
+                ``hold``, ``release`` or ``verify``.
 
         Returns:
             a future of the status reached (of the verdict for ``verify``), or of the error.
@@ -286,8 +286,7 @@ class ReceiverService:
         elif action == "sync":
             receiver.advance(argument)
         elif action == "target":
-            named, bucket = argument
-            receiver.target(named, bucket)
+            receiver.target(argument)
         elif action == "hold":
             receiver.hold()
         else:

@@ -5,22 +5,20 @@ means that there was an order. The server then holds the version it starts with 
 order may have been meant to avoid the newest version.
 """
 
-import re
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_delta_sync.bucket import open_bucket, scheme_of, store_of
+from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.durable_files import StateFile
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.errors import DeltaSyncError, SettingsError, UsageError
+from vllm_delta_sync.errors import DeltaSyncError, SettingsError
 from vllm_delta_sync.format.limits import MAX_VERSION
 from vllm_delta_sync.settings import TARGET, Settings
 
 MAX_ORDER_BYTES = 16 * 1024
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class StandingOrder(BaseModel):
@@ -28,7 +26,8 @@ class StandingOrder(BaseModel):
 
     Attributes:
         setting: the setting ``target`` when the order was given; if it has changed since, the order is dropped.
-        target, bucket: chosen at run time; None means as configured. The bucket lies beside the configured one.
+        target: chosen at run time; None means as configured.
+        bucket: None; releases before 0.3 could name another run.
         holding: whether new versions are ignored. run, version: what is held; None if no version was served yet.
     """
 
@@ -36,7 +35,7 @@ class StandingOrder(BaseModel):
     format: Literal[1] = 1
     setting: str
     target: Annotated[str, Field(pattern=TARGET)] | None = None
-    bucket: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    bucket: None = None
     holding: bool = False
     run: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = None
     version: Annotated[int, Field(ge=0, le=MAX_VERSION)] | None = None
@@ -44,11 +43,10 @@ class StandingOrder(BaseModel):
     @property
     def is_empty(self) -> bool:
         """Whether the order changes nothing."""
-        return self.target is None and self.bucket is None and not self.holding
+        return self.target is None and not self.holding
 
     def __str__(self) -> str:
         parts = [] if self.target is None else [f"target {self.target}"]
-        parts += [] if self.bucket is None else ["another run"]
         if self.holding:
             parts.append("hold" if self.version is None else f"hold at version {self.version}")
         return ", ".join(parts) or "none"
@@ -131,14 +129,10 @@ class StandingOrderStore:
 
         Raises:
             SettingsError: there is no usable folder. OSError, ValueError: the file cannot be read, or has no order.
-            UsageError: the order's run is not beside the configured one.
         """
         if self._file is None:
             raise SettingsError(self._problem)
-        order = StandingOrder.model_validate_json(self._file.read())
-        if order.bucket is not None:
-            sibling_url(self._settings.bucket, order.bucket)
-        return order
+        return StandingOrder.model_validate_json(self._file.read())
 
     def _acquire(self, file: StateFile) -> bool:
         """Lock the file for this server; False if another server of this user has it."""
@@ -159,45 +153,6 @@ def peek_order(settings: Settings) -> StandingOrder | None:
     except (OSError, ValueError, DeltaSyncError):
         return None
     return order if order.setting == settings.target else None
-
-
-def apply_order(settings: Settings, order: StandingOrder) -> Settings:
-    """Return the settings with the order's target and bucket."""
-    overrides = {"target": order.target, "bucket": order.bucket}
-    return settings.model_copy(update={name: value for name, value in overrides.items() if value is not None})
-
-
-def sibling_url(configured: str, asked: str) -> str:
-    """Return the requested URL, if it is a run beside the configured one.
-
-    Raises:
-        UsageError: it is not in the same store under the same prefix.
-    """
-    parent, own = _split_url(configured)
-    beside, name = _split_url(asked)
-    if beside != parent or _NAME.fullmatch(name) is None or not own:
-        raise UsageError(
-            "field 'bucket' names no run beside the configured one; give the configured URL with another last part, of "
-            "letters, digits, '.', '_' and '-'"
-        )
-    if name == own:
-        return configured
-    root = configured.rstrip("/")
-    found = root[: len(root) - len(root.rpartition("/")[2])] + name
-    if store_of(found) != store_of(configured):
-        raise UsageError(f"the configured run is the whole of {store_of(configured)!r}: no run lies beside it")
-    return found
-
-
-def _split_url(url: str) -> tuple[str, str]:
-    """Return a URL's parent and last part. Nothing is decoded, so that an encoded spelling cannot pass the check."""
-    text = url.rstrip("/")
-    if scheme_of(text) == "file":
-        text = text.removeprefix("file://")
-        if not text.startswith("/") and not url.lower().startswith("file:"):
-            text = f"{Path.cwd()}/{text}"
-    parent, _, name = text.rpartition("/")
-    return parent, name
 
 
 def _first_line(error: ValueError | DeltaSyncError) -> str:

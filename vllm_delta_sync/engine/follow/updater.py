@@ -67,9 +67,9 @@ class WeightUpdater:
 
     @property
     def _served_version(self) -> int | None:
-        """The version served; None if the weights are no version, or another run's."""
+        """The version served; None if the weights are no version of the run."""
         served = self._board.served
-        return served.version if served is not None and served.run == self._history.run.info.run else None
+        return None if served is None else served.version
 
     def verify(self, served: Manifest) -> Answer:
         """Hash all weights and compare them with a version, per tensor and in total."""
@@ -238,7 +238,7 @@ class WeightUpdater:
         except FingerprintMismatchError as error:
             self._diagnose_mismatch(plan, position, error)
             return None
-        if served is not None and served.run == target.run:
+        if served is not None:
             self._history.undo_manifests[served.version] = served
         return timings | self._resume(transaction, target)
 
@@ -271,21 +271,14 @@ class WeightUpdater:
         try:
             timings = transaction.resume()
         except WeightsLostError:
-            self.mark_served(target)
+            self._mark_served(target)
             raise
-        self.mark_served(target)
+        self._mark_served(target)
         return timings
 
-    def mark_served(self, target: Manifest) -> None:
-        """Record that a version is served from now on, of this run or of another one."""
-        head = self._history.head
-        if head is None or self._board.run == target.run:
-            # An earlier error is resolved by this version.
-            self._board.set(served=target, invalidated=False, error=None)
-            return
-        # In one call, so that no status mixes two runs.
-        goal = self._history.goal
-        self._board.set(run=target.run, served=target, head=head, goal=goal, invalidated=False, error=None)
+    def _mark_served(self, target: Manifest) -> None:
+        # An earlier error is resolved by this version.
+        self._board.set(served=target, invalidated=False, error=None)
 
     def _confirm(self) -> None:
         """Confirm the last commit, after generation has resumed: until then its undo data may be needed.
