@@ -7,7 +7,6 @@ import asyncio
 import json
 import re
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,58 +48,15 @@ VERSIONED_PATHS = (
     "/v1/realtime",
     "/invocations",
 )
-"""vLLM's routes that compute answers from the weights. They read both headers, and name the version in the answer."""
+"""vLLM's routes that compute answers from the weights. They read both headers, and name the version in the answer. On
+any other route that is a POST or a WebSocket, a request with one of the headers is refused: a later vLLM, or another
+plugin, may have one that computes answers too."""
 SESSION_PATHS = ("/v1/realtime",)
 """Those that are WebSockets: a session outlives commits, so it cannot ask for exactly one version."""
-OTHER_PATHS = (
-    "/tokenize",
-    "/detokenize",
-    "/v1/messages/count_tokens",
-    "/v1/completions/render",
-    "/v1/chat/completions/render",
-    "/v1/messages/render",
-    "/v1/responses/render",
-    "/cohere/v2/chat/render",
-    "/v1/completions/derender",
-    "/v1/chat/completions/derender",
-    "/v1/responses/{response_id}/cancel",
-    "/inference/v1/abort_requests",
-    "/abort_requests",
-    "/v1/load_lora_adapter",
-    "/v1/unload_lora_adapter",
-    "/adapters",
-    "/ping",
-    "/start_profile",
-    "/stop_profile",
-    "/reset_prefix_cache",
-    "/reset_mm_cache",
-    "/reset_encoder_cache",
-    "/collective_rpc",
-    "/sleep",
-    "/wake_up",
-    "/release_kv_cache_memory",
-    "/pause",
-    "/resume",
-    "/init_weight_transfer_engine",
-    "/shutdown_weight_transfer_engine",
-    "/start_weight_update",
-    "/start_draft_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-    "/update_weight_version",
-    "/weight_checker",
-    "/scale_elastic_ep",
-    "/is_scaling_elastic_ep",
-    "/fault_tolerance/apply",
-)
-"""All other routes of vLLM's that are a POST or a WebSocket. They ignore the headers. On a route in neither list, which
-a later vLLM or another plugin may have, a request with one of them is refused."""
 OWN_PREFIX = "/delta_sync/"
 
 MAX_WAITING = 1024
 """Maximum number of waiting requests: all rollouts of a step come at once."""
-MAX_KEPT_BYTES = 64 * 1024
-"""Maximum bytes read of a waiting request's body, in order to notice a disconnect."""
 HEADS = ("http.response.start", "websocket.accept", "websocket.http.response.start")
 """Messages that carry the headers of an answer."""
 POLICY_VIOLATION, MAX_REASON = 1008, 120
@@ -144,23 +100,19 @@ class Admission:
         if path not in VERSIONED_PATHS and not (wish and _may_compute(scope, path)):
             await self._app(scope, receive, send)
             return
-        buffer = RequestBuffer(receive)
         try:
             served, exact = service.receiver.served_version, None
             if wish:
-                served, exact = await self._admit(path, wish, buffer)
+                served, exact = await self._admit(path, wish)
         except DeltaSyncError as error:
-            refusing = _with_version_header(send, service.receiver.served_version)
-            await buffer.refuse(scope, refusing, error)
+            await _refuse(scope, receive, _with_version_header(send, service.receiver.served_version), error)
             return
         if exact is None:
-            await self._app(scope, buffer.receive, _with_version_header(send, served))
+            await self._app(scope, receive, _with_version_header(send, served))
         else:
-            await self._answer_exactly(exact, scope, buffer.receive, send)
+            await self._answer_exactly(exact, scope, receive, send)
 
-    async def _admit(
-        self, path: str, wish: dict[str, list[bytes]], buffer: "RequestBuffer"
-    ) -> tuple[int, ExactRequest | None]:
+    async def _admit(self, path: str, wish: dict[str, list[bytes]]) -> tuple[int, ExactRequest | None]:
         """Return the version served when a request is admitted, and the request if it asks for exactly that one.
 
         Raises:
@@ -180,7 +132,7 @@ class Admission:
                 found = self._waiters.newest_served(minimum)
                 if found is None:
                     with self._waiting_slot():
-                        found = await self._wait(minimum, buffer)
+                        found = await self._wait(minimum)
                 served = found
             exact = None
             if version is not None and tracker is not None:
@@ -237,23 +189,16 @@ class Admission:
         if exact.error is not None:
             metrics.count_interrupted()
 
-    async def _wait(self, version: int, buffer: "RequestBuffer") -> int:
+    async def _wait(self, version: int) -> int:
         timeout: float = self._state.delta_sync_min_version_seconds
-        waiter = asyncio.ensure_future(self._waiters.wait_for(version))
-        disconnect = asyncio.ensure_future(buffer.disconnect())
         try:
-            await asyncio.wait({waiter, disconnect}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if waiter.done():
-                return waiter.result()
-        finally:
-            waiter.cancel()
-            disconnect.cancel()
-        if disconnect.done() and not disconnect.cancelled():
-            raise LateError("the client disconnected while its request waited for a version")
-        served = self._state.delta_sync.receiver.served_version
-        raise LateError(
-            f"version {version} is wanted, and {served} is served after min_version_seconds ({timeout:g} s); retry"
-        )
+            async with asyncio.timeout(timeout):
+                return await self._waiters.wait_for(version)
+        except TimeoutError:
+            served = self._state.delta_sync.receiver.served_version
+            raise LateError(
+                f"version {version} is wanted, and {served} is served after min_version_seconds ({timeout:g} s); retry"
+            ) from None
 
     @contextmanager
     def _waiting_slot(self) -> Iterator[None]:
@@ -266,51 +211,16 @@ class Admission:
             self._waiting -= 1
 
 
-class RequestBuffer:
-    """Buffers what a client sends while its request waits, for the application."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._kept: deque[Message] = deque()
-        self._coming: asyncio.Future[Message] | None = None
-
-    async def disconnect(self) -> None:
-        """Return once the client has disconnected. Of a large body only the beginning is read; a disconnect is not
-        noticed after that, because the unread rest stops the client from sending."""
-        taken = 0
-        while taken < MAX_KEPT_BYTES:
-            if self._coming is None:
-                self._coming = asyncio.ensure_future(self._receive())
-            # Shielded: a cancelled receive would lose its message.
-            message = await asyncio.shield(self._coming)
-            self._coming = None
-            self._kept.append(message)
-            if message["type"].endswith(".disconnect"):
-                return
-            taken += len(message.get("body", b""))
-        await asyncio.Event().wait()
-
-    async def receive(self) -> Message:
-        """Return the application's ``receive``: buffered messages first."""
-        if self._kept:
-            return self._kept.popleft()
-        if self._coming is not None:
-            coming, self._coming = self._coming, None
-            return await coming
-        return await self._receive()
-
-    async def refuse(self, scope: Scope, send: Send, error: DeltaSyncError) -> None:
-        """Answer with an error a request that does not reach the application; for a WebSocket, its handshake."""
-        if scope["type"] == "websocket":
-            message = await self.receive()
-            if message["type"] != "websocket.connect":
-                return  # the client has disconnected
-            if "websocket.http.response" not in scope.get("extensions", {}):
-                await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": error.message[:MAX_REASON]})
-                return
-        if self._coming is not None:
-            self._coming.cancel()
-        await answer_error(error)(scope, self._receive, send)
+async def _refuse(scope: Scope, receive: Receive, send: Send, error: DeltaSyncError) -> None:
+    """Answer with an error a request that does not reach the application; for a WebSocket, its handshake."""
+    if scope["type"] == "websocket":
+        message = await receive()
+        if message["type"] != "websocket.connect":
+            return  # the client has disconnected
+        if "websocket.http.response" not in scope.get("extensions", {}):
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": error.message[:MAX_REASON]})
+            return
+    await answer_error(error)(scope, receive, send)
 
 
 def _is(key: bytes, name: str) -> bool:
@@ -327,9 +237,9 @@ def _route_of(scope: Scope) -> str | None:
 
 
 def _may_compute(scope: Scope, path: str) -> bool:
-    """Return whether a route might compute an answer from the weights, because it is in no list."""
+    """Return whether a route that is not in the list might compute an answer from the weights."""
     reads = scope["type"] == "http" and scope["method"] != "POST"
-    return not reads and path not in OTHER_PATHS and not path.startswith(OWN_PREFIX)
+    return not reads and not path.startswith(OWN_PREFIX)
 
 
 def _check_wish(path: str, minimum: int | None, version: int | None, tracker: ExactRequests | None) -> None:
@@ -337,8 +247,8 @@ def _check_wish(path: str, minimum: int | None, version: int | None, tracker: Ex
     if path not in VERSIONED_PATHS:
         given = MIN_VERSION_HEADER if version is None else VERSION_HEADER
         raise UsageError(
-            f"{given} is not supported on {path}, a route that this release does not know; leave it out, or use "
-            "/v1/completions or /v1/chat/completions"
+            f"{given} is not supported on {path}: it computes no answers, or this release does not know it; leave the "
+            "header out, or use /v1/completions or /v1/chat/completions"
         )
     if version is None:
         return
