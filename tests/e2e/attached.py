@@ -246,9 +246,7 @@ def preemptions() -> float:
 
 
 async def doors(trial: Trial) -> dict[str, Any]:
-    """``attach_async``, and vLLM's native calls on the engine, with both policies."""
-    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-
+    """``attach_async``, with both policies."""
     from vllm_delta_sync.engine import attach
 
     engine = trial.engine
@@ -258,41 +256,22 @@ async def doors(trial: Trial) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001  compared by its text
         seen["attach"] = f"{type(error).__name__}: {error}"
 
-    def update(info: dict[str, Any]) -> Awaitable[None]:
-        done: Awaitable[None] = engine.update_weights(WeightTransferUpdateRequest(update_info=info))
-        return done
-
     sync = await trial.attach(policy="manual", poll_seconds="0.05")
     seen["twice"] = await refused(trial.attach(policy="manual", poll_seconds="0.05"))
     version = trial.publish()
     await until(lambda: (sync.status()["head"] or {}).get("version") == version)
     seen["manual"] = sync.status()
-    await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"bucket": trial.url}))
-    seen["other bucket"] = await refused(
-        engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"bucket": "/elsewhere"}))
-    )
-    await engine.start_weight_update()
-    seen["draft"] = await refused(engine.start_draft_weight_update())
-    seen["unpublished"] = await refused(update({"version": version + 5}))
-    seen["unknown"] = await refused(update({"names": ["a"]}))
-    seen["after refusals"] = sync.status()
-    await update({"version": version, "timeout_s": 60})
-    await engine.finish_weight_update(str(version))
-    seen["native"] = [sync.status(), await engine.get_weight_version()]
-    seen["label"] = [
-        await refused(engine.finish_weight_update("mine")),
-        await refused(engine.update_weight_version("9")),
-    ]
-    # A pause of the caller's own, of each kind, around an update of the newest.
+    # A pause of the caller's own, of each kind, around an update.
     seen["paused"] = []
     for mode in ("keep", "wait", "abort"):
         await engine.pause_generation(mode=mode)
         version = trial.publish()
-        await update({})
+        await sync.to()
         held = await engine.is_paused()
         await engine.resume_generation()
         answer = await trial.ask(random_tokens(version), SHORT)
         seen["paused"].append([held, version, sync.status()["served"]["version"], answer["spans"]])
+    seen["label"] = await engine.get_weight_version()
     waiting = asyncio.create_task(refused(sync.to(version + 9)))
     seen["to"] = await waiting
     await sync.close()

@@ -1,13 +1,11 @@
 """All ways to say that a server, or an engine in one's own process, is to move: vLLM's own calls, ours, and both."""
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e import warm
 from tests.e2e.attached import LEFT_OPEN
 from tests.e2e.servers import Load, Server, complaints, eventually
 from tests.e2e.world import World
@@ -151,6 +149,10 @@ def test_async_engine_is_followed_in_the_callers_process(attached: dict[str, Any
     assert "start_weight_update reached a worker" in seen["unattached"]
     assert "await attach_async(engine" in seen["attach"]
     assert "attached already" in seen["twice"]
+    for held, asked, served, spans in seen["paused"]:
+        assert (held, served) == (True, asked)
+        assert spans == [[str(asked), 0, 8]]
+    assert seen["label"] == str(served)
     manual = seen["manual"]
     assert (manual["served"]["version"], manual["head"]["version"], manual["lag"]) == (0, 1, 1)
     assert (manual["commits"], manual["state"], manual["policy"]) == (0, "idle", "manual")
@@ -161,40 +163,6 @@ def test_async_engine_is_followed_in_the_callers_process(attached: dict[str, Any
     assert (seen["forward"], seen["held"], seen["verify"]["verdict"]) == (5, "held", True)
     assert "version 13 is not published; the head is 4" in seen["to"]
     assert "call attach_async again" in seen["closed"]
-
-
-def test_async_engine_takes_native_calls(attached: dict[str, Any]) -> None:
-    seen = attached["doors"]
-    for name, words in {
-        "other bucket": "TransferError: init_info.bucket is '/elsewhere'",
-        "draft": "TransferError: backend delta_bucket updates the served model only",
-        "unpublished": "NotFoundError: version 6 is not published",
-        "unknown": "TransferError: update_info.names",
-    }.items():
-        assert seen[name].startswith(words)
-    assert seen["after refusals"]["served"]["version"] == 0
-    status, label = seen["native"]
-    assert (status["served"]["version"], status["commits"], label) == (1, 1, "1")
-    assert [text.split(",")[0] for text in seen["label"]] == [
-        "TransferError: weight_version is 'mine'",
-        "TransferError: weight_version is '9'",
-    ]
-    for held, asked, served, spans in seen["paused"]:
-        assert (held, served) == (True, asked)
-        assert spans == [[str(asked), 0, 8]]
-
-
-@pytest.mark.slow
-def test_offline_engine_takes_native_calls(tmp_path: Path) -> None:
-    done = warm.run("tests.e2e.native_offline", str(tmp_path), seconds=400)
-    assert done.status == 0, done.said[-4000:]
-    seen = json.loads((tmp_path / "seen.json").read_text())
-    assert "start_weight_update reached a worker" in seen["unattached"]
-    assert [step["version"] for step in seen["steps"]] == [1, 2]
-    assert [step["label"] for step in seen["steps"]] == ["1", "2"]
-    assert all(step["verdict"] for step in seen["steps"])
-    assert "version 9 is not published" in seen["unpublished"]
-    assert "weight_version is 'mine'" in seen["label"]
 
 
 @pytest.mark.parametrize("end", ["attached", pytest.param("attached_again", marks=pytest.mark.slow)])

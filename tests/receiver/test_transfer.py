@@ -17,8 +17,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from tests.support.services import WAIT, Site
 from tests.support.world import World
 from vllm_delta_sync.engine.api import embedded, weight_transfer
-from vllm_delta_sync.engine.api.embedded import OfflineSync, attach
-from vllm_delta_sync.engine.api.weight_transfer import OverdueError
+from vllm_delta_sync.engine.api.embedded import attach
+from vllm_delta_sync.engine.api.weight_transfer import OverdueError, WeightTransferCalls
 from vllm_delta_sync.engine.commit.transaction import DrainError
 from vllm_delta_sync.engine.compat import write_hooks
 from vllm_delta_sync.engine.core.ports import ServerEnginePort
@@ -27,7 +27,7 @@ from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.names import TRANSFER_BACKEND
-from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError
+from vllm_delta_sync.errors import EngineError, NotFoundError
 from vllm_delta_sync.settings import Settings
 
 
@@ -81,18 +81,11 @@ def update(client: Any, **info: Any) -> Callable[[], Awaitable[None]]:
     return lambda: client.update_weights(WeightTransferUpdateRequest(update_info=info))
 
 
-def forwarding(site: Site, shown: Any = None) -> tuple[Any, ReceiverService]:
+def forwarding(site: Site) -> tuple[Any, ReceiverService]:
     service = site.serve(policy="manual")
     service.start()
     service.request("sync", 0).result(WAIT)
-    client = make_client()
-
-    async def ask(action: str, argument: Any) -> Any:
-        return await asyncio.wrap_future(service.request(action, argument))
-
-    checks = weight_transfer.TransferChecks(site.world.url, service.receiver.status)
-    weight_transfer.install_async(client, checks, ask, *([] if shown is None else [shown]))
-    return client, service
+    return WeightTransferCalls(service, site.world.url), service
 
 
 def test_whole_update_moves_the_model(site: Site) -> None:
@@ -177,13 +170,8 @@ def test_update_that_takes_too_long_says_that_it_goes_on(site: Site) -> None:
 def test_update_that_takes_too_long_says_whether_its_version_is_published(site: Site) -> None:
     _, service = forwarding(site)
     service.request("sync").result(WAIT)
-    client = make_client()
-
-    async def stall(action: str, argument: Any) -> Any:
-        await asyncio.Event().wait()
-
-    checks = weight_transfer.TransferChecks(site.world.url, service.receiver.status)
-    weight_transfer.install_async(client, checks, stall)
+    controller: Any = SimpleNamespace(receiver=service.receiver, request=lambda *_: Future())
+    client = WeightTransferCalls(controller, site.world.url)
     calls = [update(client, version=version, timeout_s=0.01) for version in (0, 1)]
     published, unpublished, newest = run(*calls, update(client, timeout_s=0.01))
     assert [type(error) for error in (published, unpublished, newest)] == [OverdueError, NotFoundError, OverdueError]
@@ -196,7 +184,7 @@ def test_labels_of_others_are_refused_without_a_backend_and_left_alone_with_anot
     service.request("sync", 0).result(WAIT)
     plain, other = make_client(None), make_client("nccl")
     for client in (plain, other):
-        weight_transfer.install_on_server(client, service, site.world.url)
+        weight_transfer.install(client, service, site.world.url)
     (refused, passed) = run(lambda: plain.update_weight_version("7"), plain.start_weight_update)
     assert (type(refused).__name__, "version 0 is served" in str(refused)) == ("GracefulHTTPError", True)
     assert (type(passed), str(passed)) == (Reached, "start_weight_update")
@@ -209,7 +197,7 @@ def test_server_shows_errors_with_the_status_of_our_own_routes(site: Site) -> No
     service.start()
     service.request("sync", 0).result(WAIT)
     client = make_client()
-    weight_transfer.install_on_server(client, service, site.world.url)
+    weight_transfer.install(client, service, site.world.url)
     service.request("hold").result(WAIT)
     outcomes = run(update(client, version=3), update(client), update(client, names=[]))
     assert [int(error.http_status) for error in outcomes] == [404, 409, 400]
@@ -217,48 +205,10 @@ def test_server_shows_errors_with_the_status_of_our_own_routes(site: Site) -> No
 
 
 def test_nothing_is_finished_before_a_version_is_served(site: Site) -> None:
-    checks = weight_transfer.TransferChecks(site.world.url, Receiver(site.port, Settings(bucket=site.world.url)).status)
-    with pytest.raises(EngineError, match="no version is served yet"):
-        checks.label(None)
-    checks.start()
-
-
-class Llm:
-    """The part of vLLM's ``LLM`` that is replaced."""
-
-    def __init__(self, backend: str | None) -> None:
-        chosen = None if backend is None else SimpleNamespace(backend=backend)
-        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(weight_transfer_config=chosen))
-
-    def update_weights(self, request: Any) -> None:
-        raise Reached("update_weights")
-
-    def update_weight_version(self, new_version: str) -> None:
-        raise Reached(new_version)
-
-    finish_weight_update: Any = update_weight_version
-    start_weight_update: Any = update_weights
-
-
-def test_offline_calls_move_between_two_generate_calls(site: Site) -> None:
-    world, llm = site.world, Llm(TRANSFER_BACKEND)
-    sync = OfflineSync(world.receiver)
-    weight_transfer.install_offline(llm, weight_transfer.TransferChecks(world.url, sync.status), sync.to)
-    world.train(1)
-    llm.start_weight_update()
-    llm.update_weights({"update_info": {"version": 1}})
-    llm.finish_weight_update("1")
-    world.expect_exact()
-    for call in (
-        lambda: llm.update_weights({"update_info": {"version": 2, "timeout_s": 0.2}}),
-        lambda: llm.update_weight_version("2"),
-    ):
-        with pytest.raises(DeltaSyncError, match=r"version 2 is not published|weight_version is '2'"):
-            call()
-    plain = Llm(None)
-    weight_transfer.install_offline(plain, weight_transfer.TransferChecks(world.url, sync.status), sync.to)
-    with pytest.raises(Reached, match="update_weights"):
-        plain.update_weights({"update_info": {}})
+    controller: Any = SimpleNamespace(receiver=Receiver(site.port, Settings(bucket=site.world.url)))
+    client = WeightTransferCalls(controller, site.world.url)
+    (refused, begun) = run(client.finish_weight_update, client.start_weight_update)
+    assert (type(refused), "no version is served yet" in str(refused), begun) == (EngineError, True, None)
 
 
 def test_worker_refuses_what_nobody_forwarded() -> None:
@@ -310,10 +260,13 @@ def test_calls_of_our_own_backend_are_nobody_elses_writing(backend: str, told: i
 def test_each_attach_names_the_other() -> None:
     from vllm_delta_sync.engine import attach_async
 
+    class Llm:
+        llm_engine = None
+
     with pytest.raises(EngineError, match=r"attach is for a vllm\.LLM, this is AsyncLLM; .* await attach_async"):
         attach(make_client(), bucket="/x")
     with pytest.raises(EngineError, match=r"attach_async is for a vllm\.AsyncLLM, this is Llm; .* attach\(llm"):
-        asyncio.run(attach_async(Llm(None), bucket="/x"))
+        asyncio.run(attach_async(Llm(), bucket="/x"))
 
 
 class Waiting:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_delta_sync.engine.api import weight_transfer
 from vllm_delta_sync.engine.api.adapters import check_lora, make_adapter
+from vllm_delta_sync.engine.api.weight_transfer import OverdueError
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.features import check_engine, fit_pause_mode
 from vllm_delta_sync.engine.compat.lora import lora_request
@@ -103,9 +103,7 @@ def attach(llm: Any, bucket: str, trusted_keys: str | Sequence[str | Path] | Non
     settings = _settings(bucket, trusted_keys)
     check_engine(llm.llm_engine.vllm_config, settings.prefix_cache, offline=True)
     adapter = _make_adapter(settings, llm.llm_engine.vllm_config)
-    sync = OfflineSync(Receiver(OfflineEnginePort(llm, settings, adapter), settings), adapter)
-    weight_transfer.install_offline(llm, weight_transfer.TransferChecks(settings.bucket, sync.status), sync.to)
-    return sync
+    return OfflineSync(Receiver(OfflineEnginePort(llm, settings, adapter), settings), adapter)
 
 
 def _make_adapter(settings: Settings, vllm_config: Any) -> Adapter | None:
@@ -156,8 +154,6 @@ class AsyncSync:
         self._service = ReceiverService(port, settings)
         self._pending: set[asyncio.Future[Answer]] = set()
         self._closed = False
-        checks = weight_transfer.TransferChecks(settings.bucket, self.status)
-        weight_transfer.install_async(engine, checks, self._ask)
         self._service.start()
 
     @property
@@ -242,7 +238,7 @@ class AsyncSync:
                 return self.status()
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
-                raise weight_transfer.OverdueError(
+                raise OverdueError(
                     f"version {version} was not served within {timeout:g} s; version {served} is, see status()"
                 )
             await asyncio.sleep(min(WAIT_STEP_SECONDS, left))

@@ -1,14 +1,15 @@
-"""vLLM's own weight transfer API with the bucket as its source: backend ``delta_bucket``.
+"""``WeightTransferCalls`` is vLLM's own weight transfer API on a server, with the bucket as its source.
 
-vLLM's engine clients pass these calls to each worker separately. Our commits must reach all ranks or none, so the calls
-end at the client and go to the receiver, which stages beside generation and pauses only for the commit. Every update is
-complete in itself, so calls share no session: with several API servers, each call may go to another one.
+vLLM's engine client passes these calls to each worker separately. Our commits must reach all ranks or none, so with
+backend ``delta_bucket`` the calls end at the client and go to the receiver, which stages beside generation and pauses
+only for the commit. Every update is complete in itself, so calls share no session: with several API servers, each call
+may go to another one.
 """
 
 import asyncio
-import inspect
 import time
 from collections.abc import Awaitable, Callable
+from functools import wraps
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -58,61 +59,63 @@ class UpdateInfo(BaseModel):
     timeout_s: Annotated[float | None, Field(ge=0, le=LONGEST_WAIT_SECONDS)] = None
 
 
-class TransferChecks:
-    """Checks the arguments of the calls.
+class WeightTransferCalls:
+    """What replaces vLLM's calls of the same names.
 
     Args:
         bucket: the setting.
-        status: returns the body of ``GET /delta_sync/status``.
     """
 
-    def __init__(self, bucket: str, status: Callable[[], Answer]) -> None:
+    def __init__(self, controller: "Serving", bucket: str) -> None:
+        self._controller = controller
         self._bucket = bucket
-        self._status = status
         self._reached: int | None = None
 
-    def init(self, init_info: Any) -> None:
+    async def init_weight_transfer_engine(self, request: Any) -> None:
         """Raises TransferError: another bucket than the one followed."""
-        asked = _parsed(InitInfo, "init_info", init_info).bucket
+        asked = _parsed(InitInfo, request, "init_info").bucket
         if asked is not None and asked != self._bucket:
             raise TransferError(
                 f"init_info.bucket is {public_url(asked)!r}, and {public_url(self._bucket)!r} is followed; omit it, "
                 "or change the setting bucket"
             )
 
-    def start(self) -> None:
+    async def shutdown_weight_transfer_engine(self) -> None:
+        """Do nothing."""
+
+    async def start_weight_update(self) -> None:
         """Raises WeightsLostError: no update can succeed."""
         status = self._status()
         if status["state"] == "lost":
             raise WeightsLostError(f"nothing can be updated: {status['last_error']['message']}")
 
-    def draft(self) -> None:
+    async def start_draft_weight_update(self) -> None:
         """Raises TransferError: a run has no draft model for speculative decoding."""
         raise TransferError(f"backend {TRANSFER_BACKEND} updates the served model only; call start_weight_update")
 
-    def update(self, update_info: Any) -> UpdateInfo:
-        """Parse ``update_info``. Raises TransferError."""
-        if isinstance(update_info, list):
-            raise TransferError(
-                f"update_info is a list of {len(update_info)}, one for each rank; backend {TRANSFER_BACKEND} takes one "
-                'document for all of them, {"version": n} or {}'
-            )
-        return _parsed(UpdateInfo, "update_info", update_info)
+    async def update_weights(self, request: Any) -> None:
+        """Serve a version. With ``timeout_s``, wait until it is published and served.
 
-    def late(self, asked: UpdateInfo) -> DeltaSyncError:
-        """Return the error for an update that did not end in time: its version is not published, or not served yet."""
-        head, limit = self._status()["head"], f"within timeout_s = {asked.timeout_s:g}"
-        what = "the newest version" if asked.version is None else f"version {asked.version}"
-        if head is None or (asked.version is not None and head["version"] < asked.version):
-            return NotFoundError(f"{what} was not seen in the bucket {limit}; see /delta_sync/status")
-        return OverdueError(f"{what} was not served {limit}; a running update continues, see /delta_sync/status")
+        Raises:
+            TransferError: the request makes no sense. NotFoundError: the version is not published. OverdueError: it is
+                not served in time. DeltaSyncError: what failed.
+        """
+        asked = _parsed(UpdateInfo, request, "update_info")
+        deadline = None if asked.timeout_s is None else time.monotonic() + asked.timeout_s
+        while True:
+            try:
+                async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                    status = await asyncio.wrap_future(self._controller.request("sync", asked.version))
+                self._reached = None if status["served"] is None else status["served"]["version"]
+                return
+            except TimeoutError:
+                raise self._late(asked) from None
+            except NotFoundError:
+                if deadline is None or time.monotonic() + PUBLISH_STEP_SECONDS >= deadline:
+                    raise
+            await asyncio.sleep(PUBLISH_STEP_SECONDS)
 
-    def record_reached(self, status: Answer) -> None:
-        """Remember the version that an update reached."""
-        served = status["served"]
-        self._reached = None if served is None else served["version"]
-
-    def label(self, label: str | None) -> None:
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Check a caller's label: it must be the version served, because spans are derived from labels.
 
         Raises:
@@ -122,130 +125,72 @@ class TransferChecks:
         if served is None:
             raise EngineError("no version is served yet; see /delta_sync/status")
         # Following may have served a newer version since the update.
-        if label is not None and label not in (str(served["version"]), str(self._reached)):
+        if weight_version is not None and weight_version not in (str(served["version"]), str(self._reached)):
             raise TransferError(
-                f"weight_version is {label[:80]!r}, and version {served['version']} is served: backend "
+                f"weight_version is {weight_version[:80]!r}, and version {served['version']} is served: backend "
                 f"{TRANSFER_BACKEND} labels outputs with the run's versions, from which spans are derived; omit it, or "
                 "give the published version"
             )
 
+    async def update_weight_version(self, new_version: str) -> None:
+        """As ``finish_weight_update``."""
+        await self.finish_weight_update(new_version)
 
-def _replacements(
-    vllm_config: Any, checks: TransferChecks, update: Callable[[Any], Any]
-) -> dict[str, Callable[..., Any]]:
-    """Return what replaces vLLM's calls: all of them if the backend is ours, none if it is another one, and without a
-    backend only the call for labels, because vLLM's other calls raise then."""
-    backend = patches.transfer_backend(vllm_config)
-    calls: dict[str, Callable[..., Any]] = {
-        "init_weight_transfer_engine": lambda request: checks.init(_field(request, "init_info")),
-        "shutdown_weight_transfer_engine": lambda: None,
-        "start_weight_update": checks.start,
-        "start_draft_weight_update": checks.draft,
-        "update_weights": lambda request: update(_field(request, "update_info")),
-        "finish_weight_update": lambda weight_version=None: checks.label(weight_version),
-        "update_weight_version": lambda new_version: checks.label(new_version),
-    }
-    if backend is None:
-        return {"update_weight_version": calls["update_weight_version"]}
-    return calls if backend == TRANSFER_BACKEND else {}
+    def _status(self) -> Answer:
+        return self._controller.receiver.status()
+
+    def _late(self, asked: UpdateInfo) -> DeltaSyncError:
+        """Return the error for an update that did not end in time: its version is not published, or not served yet."""
+        head, limit = self._status()["head"], f"within timeout_s = {asked.timeout_s:g}"
+        what = "the newest version" if asked.version is None else f"version {asked.version}"
+        if head is None or (asked.version is not None and head["version"] < asked.version):
+            return NotFoundError(f"{what} was not seen in the bucket {limit}; see /delta_sync/status")
+        return OverdueError(f"{what} was not served {limit}; a running update continues, see /delta_sync/status")
 
 
-def install_async(
-    client: Any,
-    checks: TransferChecks,
-    ask: Callable[[str, Any], Awaitable[Answer]],
-    convert: Callable[[DeltaSyncError], Exception] = lambda error: error,
-) -> None:
-    """Replace the calls of an asynchronous client.
+CALLS = (
+    *("init_weight_transfer_engine", "shutdown_weight_transfer_engine", "start_weight_update"),
+    *("start_draft_weight_update", "update_weights", "finish_weight_update", "update_weight_version"),
+)
+
+
+def install(client: Any, controller: "Serving", bucket: str) -> None:
+    """Replace the calls of a server's client: all of them if the backend is ours, none if it is another one, and
+    without a backend only the call for labels, because vLLM's other calls raise then.
 
     Args:
-        ask: awaits ReceiverService.request.
-        convert: converts an error for the caller's side.
+        bucket: the setting.
     """
-
-    async def update(info: Any) -> None:
-        asked = checks.update(info)
-        deadline = None if asked.timeout_s is None else time.monotonic() + asked.timeout_s
-        while True:
-            try:
-                async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                    checks.record_reached(await ask("sync", asked.version))
-                return
-            except TimeoutError:
-                raise checks.late(asked) from None
-            except NotFoundError:
-                if deadline is None or time.monotonic() + PUBLISH_STEP_SECONDS >= deadline:
-                    raise
-            await asyncio.sleep(PUBLISH_STEP_SECONDS)
-
-    def converting(call: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
-        async def converted(*args: Any, **kwargs: Any) -> None:
-            try:
-                done = call(*args, **kwargs)
-                if inspect.isawaitable(done):
-                    await done
-            except DeltaSyncError as error:
-                shown = convert(error)
-                if shown is error:
-                    raise
-                raise shown from error
-
-        return converted
-
-    for name, call in _replacements(client.vllm_config, checks, update).items():
+    backend = patches.transfer_backend(client.vllm_config)
+    replaced = {None: ("update_weight_version",), TRANSFER_BACKEND: CALLS}.get(backend, ())
+    calls = WeightTransferCalls(controller, bucket)
+    for name in replaced:
         if hasattr(client, name):
-            setattr(client, name, converting(call))
+            setattr(client, name, _with_http_errors(getattr(calls, name)))
 
 
-def install_on_server(client: Any, controller: "Serving", bucket: str) -> None:
-    """Replace the calls of a server's client. ``bucket``: the setting."""
-
-    async def ask(action: str, argument: Any) -> Answer:
-        outcome: Answer = await asyncio.wrap_future(controller.request(action, argument))
-        return outcome
-
-    install_async(client, TransferChecks(bucket, lambda: controller.receiver.status()), ask, _as_http)
-
-
-def _as_http(error: DeltaSyncError) -> Exception:
-    """Return the error that vLLM's routes answer with our status code; other errors become 500 there."""
+def _with_http_errors(call: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Let a call raise the error that vLLM's routes answer with our status code; other errors become 500 there."""
     from vllm.exceptions import GracefulHTTPError
 
-    failure: Exception = GracefulHTTPError(
-        f"{error.kind}: {error.message}", HTTPStatus(answer_error(error).status_code)
-    )
-    return failure
+    @wraps(call)
+    async def converted(*args: Any, **kwargs: Any) -> None:
+        try:
+            await call(*args, **kwargs)
+        except DeltaSyncError as error:
+            code = HTTPStatus(answer_error(error).status_code)
+            raise GracefulHTTPError(f"{error.kind}: {error.message}", code) from error
+
+    return converted
 
 
-def install_offline(llm: Any, checks: TransferChecks, to: Callable[[int | None], Answer]) -> None:
-    """Replace the calls of an ``LLM``, whose version changes between two ``generate`` calls.
-
-    Args:
-        to: OfflineSync.to.
-    """
-
-    def update(info: Any) -> None:
-        asked = checks.update(info)
-        deadline = time.monotonic() + (asked.timeout_s or 0.0)
-        while True:
-            try:
-                checks.record_reached(to(asked.version))
-                return
-            except NotFoundError:
-                if time.monotonic() + PUBLISH_STEP_SECONDS >= deadline:
-                    raise
-            time.sleep(PUBLISH_STEP_SECONDS)
-
-    for name, call in _replacements(llm.llm_engine.vllm_config, checks, update).items():
-        if hasattr(llm, name):
-            setattr(llm, name, call)
-
-
-def _field(request: Any, name: str) -> Any:
-    return request[name] if isinstance(request, dict) else getattr(request, name)
-
-
-def _parsed(model: type[Document], name: str, value: Any) -> Document:
+def _parsed(model: type[Document], request: Any, name: str) -> Document:
+    value = request[name] if isinstance(request, dict) else getattr(request, name)
+    if isinstance(value, list):
+        raise TransferError(
+            f"{name} is a list of {len(value)}, one for each rank; backend {TRANSFER_BACKEND} takes one document for "
+            'all of them, {"version": n} or {}'
+        )
     try:
         return model.model_validate(value)
     except ValidationError as error:

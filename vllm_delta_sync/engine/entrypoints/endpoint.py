@@ -87,7 +87,7 @@ class EndpointPlugin:
         if settings.admin_token_file is not None and admin_token.readable_by_others(settings.admin_token_file):
             logger.warning("admin_token_file can be read by other users; run chmod 600 on it")
         fail_when_engine_died(engine_client)
-        weight_transfer.install_on_server(engine_client, controller, settings.bucket)
+        weight_transfer.install(engine_client, controller, settings.bucket)
 
         def source(name: str | None = None) -> spans.SpanSource:
             followed = controller if name is None else state.delta_sync_adapters[name]

@@ -42,6 +42,6 @@ def _refuse(method: str) -> NoReturn:
     raise EngineError(
         f"{method} reached a worker, and the weight transfer backend {TRANSFER_BACKEND} is served by the receiver, "
         "which updates all ranks together: on a server name delta_sync in VLLM_PLUGINS and set DELTA_SYNC_BUCKET "
-        "(delta-sync serve does both), otherwise call attach(llm, bucket) or attach_async(engine, bucket) first; "
-        "nothing was changed"
+        "(delta-sync serve does both), otherwise call attach(llm, bucket) or attach_async(engine, bucket), and to() of "
+        "what it returns; nothing was changed"
     )
