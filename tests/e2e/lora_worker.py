@@ -432,6 +432,7 @@ class Trial:
 
     def swapped(self, others: int) -> dict[str, Any]:
         """Other adapters push ours out and it comes back, again and again, while it is compared."""
+        from vllm_delta_sync.engine.protocol import Scan
         from vllm_delta_sync.format.fingerprint import Fingerprint
 
         rank = self.llm.worker.delta_sync_adapters[self.adapter.name]
@@ -441,7 +442,7 @@ class Trial:
         def compare() -> None:
             while min(len(verdicts), turns) < CHECKS:
                 with rank.memory.background_thread():
-                    found = rank.scan(list(range(len(rank.run.table))))
+                    found = rank.scan(Scan(list(range(len(rank.run.table)))))
                 sums = {tensor: sum(parts, Fingerprint()) for tensor, parts in found.measured.items()}
                 verdicts.append(sums == found.expected)
 

@@ -31,7 +31,16 @@ from vllm_delta_sync.engine.follow.updater import MAX_REPAIRS
 from vllm_delta_sync.engine.model import device_patch
 from vllm_delta_sync.engine.model.patch import HostBatch
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
-from vllm_delta_sync.engine.protocol import A, Describe, Identified, Identify, Progress, RankFailure, RankRequest
+from vllm_delta_sync.engine.protocol import (
+    A,
+    Describe,
+    Identified,
+    Identify,
+    Progress,
+    RankFailure,
+    RankRequest,
+    Revert,
+)
 from vllm_delta_sync.engine.worker.rank_worker import Background
 from vllm_delta_sync.errors import (
     BusyError,
@@ -184,14 +193,14 @@ def test_rank_that_cannot_undo_a_wrong_step_back_says_so(world: World) -> None:
     world.models[-1].norm.data.mul_(3.0)
     watch_commits(world.port.ranks[-1], "norm", Memory(2, 3, 4, 5, 6).take)
     with pytest.raises(MemoryLimitError):
-        world.port.ranks[-1].revert(1)
+        world.port.ranks[-1].revert(Revert(1))
     assert not world.port.ranks[-1].intact
 
 
 def expire(port: HookedPort, version: int) -> None:
     """What the watchdog in the engine core does once the pause of a commit has expired."""
     for rank in port.ranks:
-        rank.revert(version)
+        rank.revert(Revert(version))
     port.log.append(f"label {version}")
 
 
@@ -739,7 +748,7 @@ class FaultyPort(ModulePort):
         version = common_version(held)
         if not all_hold(held, version, confirmed=True):
             for rank in self.ranks:
-                rank.revert(version)
+                rank.revert(Revert(version))
         self.labelled, self.paused, self.expired = version, False, True
 
     def call(self, request: RankRequest[A]) -> list[A | RankFailure]:

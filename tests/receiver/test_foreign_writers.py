@@ -405,7 +405,7 @@ def test_what_moves_weights_waits_for_a_read_and_then_keeps_others_out(
         assert isinstance(outcome, RankFailure)
         assert outcome.kind == BusyError.kind
         with pytest.raises(BusyError, match="wake_up"):
-            rank.scan([0])
+            rank.scan(Scan([0]))
         worker.wake_up()
         assert not rank.describe().asleep
     assert rank.describe().external_writer in ("wake_up", "reload_weights")

@@ -25,7 +25,7 @@ from vllm_delta_sync.codec.tiles.grid import extent
 from vllm_delta_sync.codec.tiles.rectangles import MOST_RECTANGLES, TensorView, covered_rectangles
 from vllm_delta_sync.engine.model.regions import coalesce
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
-from vllm_delta_sync.engine.protocol import Outcome, Poll, Progress, Staged
+from vllm_delta_sync.engine.protocol import Commit, Outcome, Poll, Progress, Revert, Staged
 from vllm_delta_sync.engine.staging import live_base
 from vllm_delta_sync.engine.staging import stage as reading
 from vllm_delta_sync.engine.staging.live_base import LiveBaseReader
@@ -192,7 +192,7 @@ def test_what_was_staged_before_the_weights_moved_is_not_committed(
     monkeypatch.setattr(reading, "read_object", slow)
     rank.answer(staging["request"])
     assert asked.wait(60)
-    rank.revert(0)
+    rank.revert(Revert(0))
     go_on.set()
     while rank.answer(Poll()) == Progress(True):
         pass
@@ -200,7 +200,7 @@ def test_what_was_staged_before_the_weights_moved_is_not_committed(
     assert isinstance(staged, Staged)
     assert staged.version == 2
     with pytest.raises(DeltaSyncError, match="stage it first"):
-        rank.commit(2)
+        rank.commit(Commit(2))
     server.holds(chain.bits[0])
 
 

@@ -105,11 +105,11 @@ def main() -> None:
             while not ended.is_set():
                 try:
                     with rank.memory.background_thread():
-                        rank.stage(staged) if chance.random() < 0.5 else rank.scan(everything)
+                        rank.stage(staged) if chance.random() < 0.5 else rank.scan(protocol.Scan(everything))
                     outcomes["finished"] += 1
                 except (BusyError, EngineError):
                     outcomes["refused"] += 1
-                    rank.clear_external_write([rank.external_writes])
+                    rank.clear_external_write(protocol.ClearExternalWrite([rank.external_writes]))
                     time.sleep(2e-4)
 
         reader = threading.Thread(target=read)

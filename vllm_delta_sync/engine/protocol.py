@@ -9,8 +9,7 @@ fetches its answer, which may be megabytes and crosses once.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, Union
+from typing import Any, ClassVar, Generic, TypeVar, Union, get_args
 
 import msgspec
 
@@ -207,9 +206,13 @@ class RankRequest(msgspec.Struct, Generic[A_co], frozen=True, tag_field="operati
     """What a controller asks of every rank, which answers with an A_co.
 
     Attributes:
+        paused: whether it may run only while generation is paused.
+        per_rank: the field that has one entry per rank, over all engines. Each engine gets the entries of its ranks.
         adapter: whose weights it is about; None for the model's own.
     """
 
+    paused: ClassVar[bool] = False
+    per_rank: ClassVar[str | None] = None
     adapter: Adapter | None = None
 
     @property
@@ -236,6 +239,7 @@ class SetVersion(RankRequest[Done], frozen=True):
         claimed: if ``version`` is None: what the weights are instead, for a later ``Identify``.
     """
 
+    per_rank: ClassVar[str | None] = "groups"
     version: int | None
     fingerprints: list[Fingerprint]
     groups: list[list[list[int]]]
@@ -246,12 +250,14 @@ class SetVersion(RankRequest[Done], frozen=True):
 class Commit(RankRequest[Committed], frozen=True):
     """Apply the staged version."""
 
+    paused: ClassVar[bool] = True
     version: int
 
 
 class Revert(RankRequest[Done], frozen=True):
     """Return to a version of the undo log."""
 
+    paused: ClassVar[bool] = True
     version: int | None
 
 
@@ -268,6 +274,7 @@ class ClearExternalWrite(RankRequest[Done], frozen=True):
         external_writes: per rank, the number known when the rescan began. A newer write is not cleared.
     """
 
+    per_rank: ClassVar[str | None] = "external_writes"
     external_writes: list[int]
 
 
@@ -328,50 +335,27 @@ class Scan(BackgroundRequest[Scanned], frozen=True):
     tensors: list[int]
 
 
-# The table
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One row of the table.
-
-    Attributes:
-        answer: what a rank answers to the request itself.
-        paused: whether it may run only while generation is paused.
-        outcome: if it runs in the background: what it answers in the end.
-        per_rank: the field that has one entry per rank, over all engines. Each engine gets the entries of its ranks.
-    """
-
-    request: type[RankRequest[RankAnswer]]
-    answer: type[RankAnswer]
-    paused: bool = False
-    outcome: type[RankAnswer] | None = None
-    per_rank: str | None = None
-
-
-_TABLE = (
-    Operation(Describe, RankState),
-    Operation(SetVersion, Done, per_rank="groups"),
-    Operation(Commit, Committed, paused=True),
-    Operation(Revert, Done, paused=True),
-    Operation(Confirm, RankState),
-    Operation(ClearExternalWrite, Done, per_rank="external_writes"),
-    Operation(Identify, Done, outcome=Identified),
-    Operation(Stage, Done, outcome=Staged),
-    Operation(Repair, Done, outcome=Staged),
-    Operation(Scan, Done, outcome=Scanned),
-    Operation(Poll, Progress),
-    Operation(Outcome, RankAnswer),  # the outcome of the operation that it names
+_REQUESTS: tuple[type[RankRequest[Any]], ...] = (
+    *(Describe, SetVersion, Commit, Revert, Confirm, ClearExternalWrite, Poll, Outcome),
+    *(Identify, Stage, Repair, Scan),
 )
-OPERATIONS = {str(row.request.__struct_config__.tag): row for row in _TABLE}
-"""Every operation, by name."""
-_REQUEST_DECODER = msgspec.msgpack.Decoder(Union[tuple(row.request for row in _TABLE)])  # noqa: UP007  not a literal
+OPERATIONS = {str(request.__struct_config__.tag): request for request in _REQUESTS}
+"""The request of every operation, by name."""
+_REQUEST_DECODER = msgspec.msgpack.Decoder(Union[_REQUESTS])  # noqa: UP007  not a literal
+
+
+def answer_type(request: RankRequest[Any]) -> type[RankAnswer]:
+    """Return the type with which a rank answers a request, as its class declares it."""
+    if isinstance(request, BackgroundRequest):
+        return Done
+    declared = OPERATIONS[request.started] if isinstance(request, Outcome) else type(request)
+    found: type[RankAnswer] = get_args(declared.__orig_bases__[0])[0]  # type: ignore[attr-defined]
+    return found
 
 
 def encode_request(request: RankRequest[Any], first: int = 0, end: int | None = None) -> bytes:
     """Encode a request for the ranks from ``first`` to before ``end`` (None: to the last)."""
-    field = OPERATIONS[request.operation].per_rank
-    if field is not None:
+    if (field := request.per_rank) is not None:
         request = msgspec.structs.replace(request, **{field: getattr(request, field)[first:end]})
     return msgspec.msgpack.encode(request)
 
@@ -392,12 +376,9 @@ def encode_answer(answer: RankAnswer) -> bytes:
 
 def decode_answers(request: RankRequest[A], payloads: list[bytes]) -> list[A | RankFailure]:
     """Decode the answers of all ranks to a request. Raises EngineError: one is no answer to it."""
-    answer = OPERATIONS[request.operation].answer
-    if isinstance(request, Outcome):
-        answer = OPERATIONS[request.started].outcome or answer
     try:
-        # Any, because no checker can know that the table agrees with A; tests do.
-        decoded: list[Any] = [msgspec.msgpack.decode(payload, type=answer | RankFailure) for payload in payloads]
+        answer: Any = answer_type(request) | RankFailure
+        decoded: list[Any] = [msgspec.msgpack.decode(payload, type=answer) for payload in payloads]
     except msgspec.DecodeError as error:
         raise EngineError(f"a rank did not answer {request.operation} ({error}); {_RELEASES_DIFFER}") from error
     return decoded

@@ -28,7 +28,7 @@ from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.compat import write_hooks
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
-from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest
+from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest, Revert
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import BusyError, MemoryLimitError
 from vllm_delta_sync.format.dtypes import DTYPES
@@ -137,20 +137,20 @@ class TimedPort(ModulePort):
         uploaded = patch.on_device
         assert uploaded is not None
         for _ in range(self.repeats):
-            allocated += self._measure(self.revert_ms, lambda: rank.revert(before))
+            allocated += self._measure(self.revert_ms, lambda: rank.revert(Revert(before)))
             # A revert drops what staging has uploaded.
             with torch.inference_mode():
                 uploaded.upload()
-            allocated += self._measure(self.commit_ms, lambda: rank.revert(request.version))
+            allocated += self._measure(self.commit_ms, lambda: rank.revert(Revert(request.version)))
             uploaded.release()
-            allocated += self._measure(self.rollback_ms, lambda: rank.revert(before))
-            rank.revert(request.version)
+            allocated += self._measure(self.rollback_ms, lambda: rank.revert(Revert(before)))
+            rank.revert(Revert(request.version))
             with torch.inference_mode():
                 uploaded.upload()
         self.allocations.append(allocated)
-        rank.revert(before)
+        rank.revert(Revert(before))
         self.wrong = differences(self.model, self.reference)
-        rank.revert(request.version)
+        rank.revert(Revert(request.version))
         return answers[0]
 
     def _measure(self, milliseconds: list[float], action: Callable[[], object]) -> int:

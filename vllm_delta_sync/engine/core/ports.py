@@ -104,7 +104,7 @@ class ServerEnginePort:
             EngineError: the engine failed, or the pause had expired and nothing was done.
         """
         request = self._addressed(request)
-        if not protocol.OPERATIONS[request.operation].paused:
+        if not request.paused:
             return self._run(self._call(request))
         try:
             answers = self._run(self._call_paused(request), self._pause_seconds + ANSWER_SECONDS)
@@ -352,7 +352,7 @@ class OfflineEnginePort:
         if self._adapter is not None:
             request = msgspec.structs.replace(request, adapter=self._adapter)
         payload = encode_request(request)
-        if not protocol.OPERATIONS[request.operation].paused:
+        if not request.paused:
             return decode_answers(request, self._call_engine("delta_sync_call_ranks", payload))
         try:
             answers = self._call_engine("delta_sync_call_paused", payload, self._pause_seconds)

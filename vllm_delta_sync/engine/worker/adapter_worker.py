@@ -115,7 +115,7 @@ class AdapterWorker(RankWorker):
         measured = [_zeros(each) if tensor in stale else each for tensor, each in enumerate(found.measured)]
         return msgspec.structs.replace(found, measured=measured)
 
-    def describe(self) -> protocol.RankState:
+    def describe(self, request: protocol.Describe | None = None) -> protocol.RankState:
         """As ``RankWorker``; notices that vLLM has loaded the adapter again, from its folder or from elsewhere."""
         held = lora.held_adapter(self._worker, self.adapter)
         if held is not self._held:
@@ -123,7 +123,7 @@ class AdapterWorker(RankWorker):
             # One that vLLM has dropped changes no answer: it is loaded again, and then noticed.
             if held is not None and self._loaded is not None:
                 self.note_external_write(RELOAD)
-        return super().describe()
+        return super().describe(request)
 
     def _rescan(self, routes: RouteMap, tensors: list[int]) -> protocol.Scanned:
         """As ``RankWorker``. A rescan of all tensors also compares what vLLM computes with, as ``identify`` does.
@@ -177,19 +177,19 @@ class AdapterWorker(RankWorker):
             return f"the weights cannot be read ({error.message})"
         return None
 
-    def commit(self, version: int) -> protocol.Committed:
+    def commit(self, request: protocol.Commit) -> protocol.Committed:
         """Apply the staged version, and let vLLM load it."""
-        committed = super().commit(version)
+        committed = super().commit(request)
         self._load(self._config)
         return committed
 
-    def revert(self, version: int | None) -> protocol.Done:
+    def revert(self, request: protocol.Revert) -> protocol.Done:
         """Return to a version of the undo log, and let vLLM load it; if there was none, vLLM forgets the adapter.
 
         Raises:
             WeightsLostError: vLLM does not load it.
         """
-        done = super().revert(version)
+        done = super().revert(request)
         try:
             # Without a version the weights are those from before this run's first commit.
             self._load(self._config if self.version is not None else self._loaded_before)

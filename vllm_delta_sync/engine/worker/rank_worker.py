@@ -144,44 +144,21 @@ class RankWorker:
         self._background = Background(self.memory.background_thread)
 
     def answer(self, request: protocol.RankRequest[Any]) -> protocol.RankAnswer:
-        """Do what the controller asks.
+        """Do what the controller asks, by the method that has the operation's name.
 
         Raises:
             BusyError: a background operation is still running. DeltaSyncError: see the methods.
         """
         match request:
-            case protocol.BackgroundRequest():
-                self._background.start(request.operation, lambda: self._answer_in_background(request))
-                return protocol.Done()
             case protocol.Poll():
                 return protocol.Progress(self._background.is_busy)
             case protocol.Outcome(started):
                 return self._background.outcome(started)
-            case protocol.Describe():
-                return self.describe()
-            case protocol.SetVersion():
-                return self.set_version(request)
-            case protocol.Commit(version):
-                return self.commit(version)
-            case protocol.Revert(version):
-                return self.revert(version)
-            case protocol.Confirm(undo_bytes):
-                return self.confirm(undo_bytes)
-            case protocol.ClearExternalWrite(external_writes):
-                return self.clear_external_write(external_writes)
-        raise EngineError(f"operation {request.operation!r} is unknown")
-
-    def _answer_in_background(self, request: protocol.BackgroundRequest[Any]) -> protocol.RankAnswer:
-        match request:
-            case protocol.Identify():
-                return self.identify(request)
-            case protocol.Stage():
-                return self.stage(request)
-            case protocol.Repair():
-                return self.repair(request)
-            case protocol.Scan(tensors):
-                return self.scan(tensors)
-        raise EngineError(f"operation {request.operation!r} is unknown")
+        operation: Callable[[Any], protocol.RankAnswer] = getattr(self, request.operation)
+        if isinstance(request, protocol.BackgroundRequest):
+            self._background.start(request.operation, lambda: operation(request))
+            return protocol.Done()
+        return operation(request)
 
     def identify(self, request: protocol.Identify) -> protocol.Identified:
         """Trace routes, and fingerprint every tensor through them."""
@@ -300,10 +277,10 @@ class RankWorker:
         """Return the run followed (None), or another run by its URL and the digest of its run.json."""
         return self._require_routes()[0] if where is None else self._runs.open_cached(*where)
 
-    def commit(self, version: int) -> protocol.Committed:
+    def commit(self, request: protocol.Commit) -> protocol.Committed:
         """Apply the staged version in place. The engine must be paused."""
         _, routes = self._require_unchanged()
-        patch = self._staged
+        version, patch = request.version, self._staged
         if patch is None or patch.version != version or self._staged_stamp != self._weights_stamp():
             raise EngineError(f"version {version} is not staged on this rank; stage it first")
         with postpone_interrupts():
@@ -321,7 +298,7 @@ class RankWorker:
                     self.fingerprints, self.version = patch.fingerprints, version
         return protocol.Committed(measured)
 
-    def revert(self, version: int | None) -> protocol.Done:
+    def revert(self, request: protocol.Revert) -> protocol.Done:
         """Return to an older version, commit by commit, or go forward again. The engine must be paused.
 
         Does nothing if the rank has the version already. If a step fails, the steps before it stay done, and the
@@ -333,6 +310,7 @@ class RankWorker:
         """
         _, routes = self._require_routes()
         self.memory.check_awake()
+        version = request.version
         if version == self.version:
             return protocol.Done()
         steps, reverse = self._undo_log.path(version, self.version)
@@ -372,7 +350,7 @@ class RankWorker:
                 self.version = step.version if reverse else step.patch.version
         return measured == step.expected(reverse)
 
-    def confirm(self, undo_bytes: int) -> protocol.RankState:
+    def confirm(self, request: protocol.Confirm) -> protocol.RankState:
         """Confirm the last commit, which was right on all ranks: trim the undo log, and drop device copies that only a
         revert within the same pause needs. Returns ``describe``."""
         self.confirmed = True
@@ -381,7 +359,7 @@ class RankWorker:
             self.memory.accelerator.free_idle_memory(keeps_usual=True)
         if self.version is not None:
             self._claimed = None
-        self._undo_log.trim(undo_bytes)
+        self._undo_log.trim(request.undo_bytes)
         return self.describe()
 
     def _mark_lost_or_wrap(self, error: BaseException) -> None:
@@ -390,7 +368,7 @@ class RankWorker:
         elif isinstance(error, Exception) and not isinstance(error, DeltaSyncError):
             raise protocol.wrap_error(error) from error
 
-    def describe(self) -> protocol.RankState:
+    def describe(self, request: protocol.Describe | None = None) -> protocol.RankState:
         """Return what this rank holds."""
         return protocol.RankState(
             version=self.version,
@@ -403,9 +381,9 @@ class RankWorker:
             asleep=self.memory.asleep,
         )
 
-    def clear_external_write(self, external_writes: list[int]) -> protocol.Done:
+    def clear_external_write(self, request: protocol.ClearExternalWrite) -> protocol.Done:
         """Forget external writes: the controller has rescanned the weights and found them unchanged."""
-        if external_writes[self.index] == self.external_writes:
+        if request.external_writes[self.index] == self.external_writes:
             self.external_writer = None
         return protocol.Done()
 
@@ -420,11 +398,11 @@ class RankWorker:
         """Record that a call from outside writes weights, or may."""
         self.external_writer, self.external_writes = writer, self.external_writes + 1
 
-    def scan(self, tensors: list[int]) -> protocol.Scanned:
+    def scan(self, request: protocol.Scan) -> protocol.Scanned:
         """Hash tensors as they lie in memory now."""
         _, routes = self._require_routes()
         self.memory.check_awake()
-        return self._rescan(routes, tensors)
+        return self._rescan(routes, request.tensors)
 
     def _rescan(self, routes: RouteMap, tensors: list[int]) -> protocol.Scanned:
         return protocol.Scanned(
