@@ -20,8 +20,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.readiness import Answer
@@ -111,36 +112,6 @@ def _name_process(pid: int) -> str:
         return f"unknown-{pid}"
 
 
-class StatusView(Protocol):
-    """A receiver's state, readable at once from any thread."""
-
-    @property
-    def served_version(self) -> int | None:
-        """See Receiver."""
-
-    @property
-    def served_run(self) -> str | None:
-        """See Receiver."""
-
-    @property
-    def inexact(self) -> dict[int, Answer]:
-        """See Receiver."""
-
-    def status(self) -> Answer:
-        """See Receiver; adds ``server`` (index of this one), ``role`` (leader or follower) and ``servers`` (all)."""
-
-
-class Serving(Protocol):
-    """``LeaderElection`` or ``ReceiverService``."""
-
-    @property
-    def receiver(self) -> StatusView:
-        """The receiver's state."""
-
-    def request(self, action: str, argument: Any = None) -> "Future[Any]":
-        """See ReceiverService."""
-
-
 class LeaderElection:
     """Access to a server's receiver, in this process or in the leader.
 
@@ -156,19 +127,23 @@ class LeaderElection:
         self._make = make
         self._group = group
         self._stopping = stopping
-        self._leader: LeaderServer | None = None
+        self._service: ReceiverService | None = None
         self._follower: FollowerClient | None = None
         self._follow_task: asyncio.Task[None] | None = None
         self._lock = -1
 
     def request(self, action: str, argument: Any = None) -> "Future[Any]":
         """See ReceiverService.request; forwarded to the leader if that is another process."""
-        return self.receiver.request(action, argument)
+        return self._part.request(action, argument)
 
     @property
-    def receiver(self) -> "LeaderServer | FollowerClient":
-        """The receiver's state."""
-        part = self._leader or self._follower
+    def receiver(self) -> "Receiver | FollowerClient":
+        """The receiver's state, readable at once from any thread."""
+        return self._part.receiver
+
+    @property
+    def _part(self) -> "ReceiverService | FollowerClient":
+        part = self._service or self._follower
         if part is None:
             raise EngineError("this server has not begun to follow yet")
         return part
@@ -180,11 +155,11 @@ class LeaderElection:
             DeltaSyncError: this process leads and its settings cannot be used, or no process leads.
         """
         if self._group is None:
-            self._leader = await self._lead()
+            self._service = await self._lead()
             return
         self._lock = self._group.open_lock()
         if try_lock(self._lock):
-            self._leader = await self._lead()
+            self._service = await self._lead()
             logger.info("API server %d of %d leads", self._group.index, self._group.count)
             return
         follower = self._follower = FollowerClient(self._group)
@@ -211,7 +186,7 @@ class LeaderElection:
     async def _take_over(self) -> None:
         logger.warning("the API server leader has ended; process %d leads now", os.getpid())
         try:
-            self._leader = await self._lead()
+            self._service = await self._lead()
         except Exception as error:  # noqa: BLE001  after any failure, another process must be able to lead
             logger.critical("process %d cannot lead: %s: %s", os.getpid(), type(error).__name__, error)
             os.close(self._lock)
@@ -221,17 +196,18 @@ class LeaderElection:
             self._follower.disconnect("the API server leader has ended, and this one leads now; retry")
             self._follower.leader_known.set()
 
-    async def _lead(self) -> "LeaderServer":
+    async def _lead(self) -> ReceiverService:
         service = self._make()
-        leader = LeaderServer(self._group, service)
-        service.status_document = leader.status
-        await leader.open()
+        await LeaderServer(self._group, service).open()
         service.start()
-        return leader
+        return service
 
 
 class LeaderServer:
-    """In the leader: sends its status to the followers, and carries out what they forward."""
+    """In the leader: sends its status to the followers, and carries out what they forward.
+
+    The status gets ``server`` (index of this API server), ``role`` (leader or follower) and ``servers`` (all).
+    """
 
     def __init__(self, group: ApiServerGroup | None, service: ReceiverService) -> None:
         self._group = group
@@ -240,28 +216,15 @@ class LeaderServer:
         self._answer_tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._changed_events: set[asyncio.Event] = set()
-        self.request = service.request
+        service.receiver.server_fields = self._fields
 
-    @property
-    def served_version(self) -> int | None:
-        return self._service.receiver.served_version
-
-    @property
-    def served_run(self) -> str | None:
-        return self._service.receiver.served_run
-
-    @property
-    def inexact(self) -> dict[int, Answer]:
-        return self._service.receiver.inexact
-
-    def status(self) -> Answer:
-        """See Receiver; adds this API server's role and the list of all."""
+    def _fields(self) -> Answer:
         index = 0 if self._group is None else self._group.index
         pids = sorted([(index, os.getpid()), *self._followers.values()])
         servers = [
             {"server": each, "pid": pid, "role": "leader" if each == index else "follower"} for each, pid in pids
         ]
-        return {**self._service.receiver.status(), "server": index, "role": "leader", "servers": servers}
+        return {"server": index, "role": "leader", "servers": servers}
 
     async def open(self) -> None:
         """Listen for followers, if there are other API servers."""
@@ -277,8 +240,10 @@ class LeaderServer:
             changed.set()
 
     def _view(self) -> Answer:
-        inexact = list(self.inexact.items())  # not a dictionary: JSON would make its keys strings
-        return {"status": self.status(), "served": self.served_version, "run": self.served_run, "inexact": inexact}
+        receiver = self._service.receiver
+        inexact = list(receiver.inexact.items())  # not a dictionary: JSON would make its keys strings
+        served = {"served": receiver.served_version, "run": receiver.served_run}
+        return {"status": receiver.status(), **served, "inexact": inexact}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         changed = asyncio.Event()
@@ -317,7 +282,7 @@ class LeaderServer:
 
     async def _answer(self, writer: asyncio.StreamWriter, asked: Answer) -> None:
         try:
-            done = self.request(asked["action"], asked["argument"])
+            done = self._service.request(asked["action"], asked["argument"])
             outcome: Answer = {"result": await asyncio.wrap_future(done)}
         except DeltaSyncError as error:
             outcome = error_answer(error)
@@ -345,6 +310,11 @@ class FollowerClient:
         self._number = 0
         self._own_fields = {"server": group.index, "role": "follower"}
         self.leader_known = asyncio.Event()
+
+    @property
+    def receiver(self) -> "FollowerClient":
+        """This one: it shows what the leader's receiver does."""
+        return self
 
     @property
     def served_version(self) -> int | None:
@@ -429,6 +399,10 @@ class FollowerClient:
             return
         result = message["result"]
         future.set_result({**result, **self._own_fields} if "role" in result else result)
+
+
+Serving = LeaderElection | ReceiverService
+"""What answers requests about a receiver, in this process or in another one."""
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -55,6 +55,7 @@ class Receiver:
         target_unavailable: whether the target named no version that can be served when last resolved, which is no
             failure.
         goal_version: the version that the running update leads to; None when idle.
+        server_fields: returns what the API server that leads adds to the status.
         announced_version: the version that a notice named, prefetched by the next poll; None if no notice came.
     """
 
@@ -77,6 +78,7 @@ class Receiver:
         self.goal_version: int | None = None
         self.announced_version: int | None = None
         self.target_unavailable = False
+        self.server_fields: Callable[[], Answer] = dict
         keyring = settings.keyring()
         policy = ServicePolicy.of_settings(settings.quarantined, settings.require_exact)
         trusted_head = TrustedHead(settings, keyring)
@@ -128,7 +130,7 @@ class Receiver:
 
     def status(self) -> Answer:
         """Return the body of ``GET /delta_sync/status``."""
-        return self.board.document()
+        return {**self.board.document(), **self.server_fields()}
 
     def is_replaced(self) -> bool:
         """Return whether the run at the URL is not the one known. Raises DeltaSyncError if it cannot be read."""

@@ -4,7 +4,6 @@ import atexit
 import queue
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -41,13 +40,11 @@ class ReceiverService:
 
     Attributes:
         receiver: ``status`` and ``served_version`` may be read from any thread.
-        status_document: what requests are answered with; the API server leader adds fields to the receiver's status.
     """
 
     def __init__(self, port: EnginePort, settings: Settings, exports_metrics: bool = True) -> None:
         self._notice_keys = client_keys(settings.notice_key, settings.notice_server_key)
         self.receiver = Receiver(port, settings, orders=StandingOrderStore(settings))
-        self.status_document: Callable[[], dict[str, Any]] = self.receiver.status
         if exports_metrics:
             self.receiver.board.export_metrics()
         self._settings = settings
@@ -291,7 +288,7 @@ class ReceiverService:
             receiver.hold()
         else:
             receiver.release()
-        return self.status_document()
+        return receiver.status()
 
     def _listen(self) -> None:
         """Receive notices. The topic is the run's id, so wait until the run is known."""
