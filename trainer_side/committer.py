@@ -374,7 +374,6 @@ class Committer:
         try:
             manifest = self._options.keyring.signed(self._manifest(reports, step, own, progress))
             text = _text(manifest)
-            self.writer.notify_upcoming(manifest.objects)
             self.writer.commit(manifest)
         except Exception as error:  # other ranks wait for an answer; ``_apply_outcome`` raises it here
             if not isinstance(error, DeltaSyncError):

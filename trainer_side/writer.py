@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from hashlib import sha256
 from pathlib import Path
@@ -46,8 +46,7 @@ from vllm_delta_sync.format.manifest import (
     sidecar_key,
     version_key,
 )
-from vllm_delta_sync.notice import Notice, NoticePublisher, Upcoming
-from vllm_delta_sync.notice.messages import MAX_UPCOMING
+from vllm_delta_sync.notice import Notice, NoticePublisher
 from vllm_delta_sync.run.checks import check_document_size
 from vllm_delta_sync.trust.head import make_head
 from vllm_delta_sync.urls import is_remote
@@ -243,19 +242,6 @@ class RunWriter:
             self._notice.send(Notice(self.run, self.newest.version, self.newest.digest))
         except NoticeError as error:
             logger.warning("no notice of version %d, receivers poll: %s", self.newest.version, error)
-
-    def notify_upcoming(self, objects: Sequence[ObjectRef]) -> None:
-        """Name the objects of the next version, which are stored, so that receivers fetch them early.
-
-        Not for a local store, where that saves nothing, nor for more objects than one message names. A failure is left
-        to ``notify`` to report.
-        """
-        if self._notice is None or not is_remote(self._bucket.url) or not 0 < len(objects) <= MAX_UPCOMING:
-            return
-        try:
-            self._notice.send(Upcoming(self.run, tuple((ref.sha256, ref.bytes) for ref in objects)))
-        except NoticeError:
-            pass
 
     def is_stored(self, manifest: Manifest) -> bool:
         """Return whether exactly this manifest is in the bucket.

@@ -3,8 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from hashlib import sha256
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,11 +15,9 @@ from tests.support.notices import DIGEST, LOOPBACK, BrokerProcess, Keys, public
 from tests.support.world import World
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.engine.follow.object_prefetch import MIN_SECONDS
 from vllm_delta_sync.engine.follow.service import MIN_POLL_SECONDS, ReceiverService
 from vllm_delta_sync.errors import SettingsError
-from vllm_delta_sync.format.manifest import object_key
-from vllm_delta_sync.notice import Notice, NoticePublisher, Upcoming
+from vllm_delta_sync.notice import Notice, NoticePublisher
 from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import generate
@@ -231,46 +227,6 @@ def test_keys_for_notices(site: Site, tmp_path: Path) -> None:
         ReceiverService(hooked(site.world), settings)
 
 
-def put_decoy(run: Path) -> tuple[str, int]:
-    """An object of a stranger in a run's bucket: its SHA-256 and size."""
-    content = b"decoy"
-    digest = sha256(content).hexdigest()
-    path = run / object_key(digest)
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(content)
-    return digest, len(content)
-
-
-def is_cached(cache: Path, named: tuple[str, int]) -> bool:
-    return any(named[0] in path.name for path in cache.rglob("*") if path.is_file())
-
-
-@pytest.mark.slow
-def test_a_storm_that_names_objects_costs_one_download_at_a_time(site: Site, tmp_path: Path) -> None:
-    """Where notices are not signed anyone may name objects. The server downloads few of them, and still follows."""
-    service = site.serve(0.2, cache_dir=tmp_path / "cache")
-    begun: list[float] = []
-    assert service._prefetch is not None
-    offer = service._prefetch.offer
-
-    def counted(upcoming: Upcoming) -> bool:
-        if taken := offer(upcoming):
-            begun.append(time.monotonic())
-        return taken
-
-    service._prefetch.offer = counted  # type: ignore[method-assign]
-    run, decoy = site.world.publisher.run, put_decoy(Path(site.world.url))
-    with Storm(lambda number: site.publisher.send(Upcoming(run, ((f"{number:064x}", 1000), decoy)))) as storm:
-        for step in (1, 2, 3):
-            site.world.train(step)
-            wait_until(lambda step=step: service.receiver.served_version == step)  # type: ignore[misc]
-            time.sleep(1)
-    assert storm.sent > 500
-    # After 1, 2, 4 … seconds, since no version lists what was named.
-    assert all(late - early >= MIN_SECONDS * 2**index * 0.9 for index, (early, late) in enumerate(pairwise(begun)))
-    site.world.expect_exact()
-
-
 def test_forgeries_cost_no_look_where_notices_are_signed(tmp_path: Path) -> None:
     """All meet at a broker without keys of its own, where anybody may announce."""
     tensors = first_tensors(1)
@@ -283,7 +239,6 @@ def test_forgeries_cost_no_look_where_notices_are_signed(tmp_path: Path) -> None
     forger = NoticePublisher(announced_at, keyring=Keyring(signer=Ed25519PrivateKey.generate()))
     with Publisher(list(tensors.items()), url, notice=announced_at, signing_key=tmp_path / "key") as publisher:
         values = {"bucket": url, "notice": broker.subscribers, "poll_seconds": 3600, "state_dir": tmp_path / "state"}
-        values["cache_dir"] = tmp_path / "cache"
         settings = Settings.model_validate({**values, "trusted_keys": str(public(tmp_path / "key"))})
         service = ReceiverService(ModulePort(model), settings)
         looks = []
@@ -301,16 +256,9 @@ def test_forgeries_cost_no_look_where_notices_are_signed(tmp_path: Path) -> None
             publisher.publish(step, wait=True)
             wait_until(lambda step=step: service.receiver.served_version == step)  # type: ignore[misc]
         before = len(looks)
-        decoy = put_decoy(tmp_path / "run")
-
-        def forge(version: int) -> None:
-            forger.send(Notice(publisher.run, version, DIGEST))
-            forger.send(Upcoming(publisher.run, (decoy,)))
-
-        with Storm(forge) as storm:
+        with Storm(lambda version: forger.send(Notice(publisher.run, version, DIGEST))) as storm:
             time.sleep(2)
         assert storm.sent > 200
-        assert not is_cached(tmp_path / "cache", decoy)
         assert len(looks) == before
         train(tensors, "sparse", 3)
         publisher.publish(3, wait=True)

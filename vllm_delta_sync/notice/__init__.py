@@ -5,8 +5,8 @@ Start with ``publisher`` and ``subscriber``; ``broker`` connects them where they
 """
 
 from vllm_delta_sync.notice.broker import Broker
-from vllm_delta_sync.notice.messages import Notice, Upcoming
+from vllm_delta_sync.notice.messages import Notice
 from vllm_delta_sync.notice.publisher import NoticePublisher
 from vllm_delta_sync.notice.subscriber import NoticeSubscriber
 
-__all__ = ["Broker", "Notice", "NoticePublisher", "NoticeSubscriber", "Upcoming"]
+__all__ = ["Broker", "Notice", "NoticePublisher", "NoticeSubscriber"]

@@ -1,4 +1,4 @@
-"""``Notice`` announces a version, ``Upcoming`` the objects of the next one; ``LastValues`` keeps the last of each."""
+"""``Notice`` announces a version; ``LastValues`` keeps the last one of each run."""
 
 import time
 from collections import OrderedDict
@@ -11,27 +11,21 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from vllm_delta_sync.errors import FormatError, SignatureError
-from vllm_delta_sync.format.base_document import Digest, Signature
+from vllm_delta_sync.format.base_document import Signature
 from vllm_delta_sync.format.canonical_json import dump_canonical, load_canonical
-from vllm_delta_sync.format.limits import MAX_MODEL_BYTES, MAX_VERSION
+from vllm_delta_sync.format.limits import MAX_VERSION
 from vllm_delta_sync.trust.keyring import Keyring
 
-KIND, UPCOMING_KIND = "notice", "upcoming"
-"""The document kinds that signatures of both cover, besides the message itself."""
-UPCOMING_SUFFIX = "/objects"
-"""Ends the topic of ``Upcoming``, which so needs no subscription of its own: subscriptions match by prefix."""
+KIND = "notice"
+"""The document kind that a signature covers, besides the message itself."""
 MAX_TOPIC_BYTES = 64
 MAX_NOTICE_BYTES = 4096
 """Messages above this size are ignored."""
-MAX_UPCOMING = 32
-"""Most objects that one message names."""
 MAX_CHECKS = 32
 """Signatures checked per batch of messages, so that a flood cannot block a receiver."""
-Size = Annotated[int, Field(gt=0, le=MAX_MODEL_BYTES, strict=True)]
-EXACTLY = ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True, slots=True, config=EXACTLY)
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class Notice:
     """Version ``version`` of ``run`` is durable; ``manifest`` is the SHA-256 of its manifest, in hex."""
 
@@ -40,42 +34,27 @@ class Notice:
     manifest: str
 
 
-@dataclass(frozen=True, slots=True, config=EXACTLY)
-class Upcoming:
-    """Objects of the next version of ``run``, which are stored; the manifest that lists them is written next.
-
-    A hint for downloading them early. Each is given by its SHA-256 in hex and its size in bytes.
-    """
-
-    run: str
-    objects: Annotated[tuple[tuple[Digest, Size], ...], Field(min_length=1, max_length=MAX_UPCOMING)]
-
-
 @plain_dataclass(frozen=True, slots=True)
 class Message:
     """A received message. ``data``: the bytes that ``signature`` covers."""
 
-    content: Notice | Upcoming
+    content: Notice
     data: bytes
     signature: Signature | None
 
 
-def encode(message: Notice | Upcoming, keyring: Keyring | None) -> list[bytes]:
+def encode(notice: Notice, keyring: Keyring | None) -> list[bytes]:
     """Return the two frames of a message: topic and content, signed if the keyring has a signing key."""
-    if isinstance(message, Notice):
-        topic, kind, value = message.run, KIND, asdict(message)
-    else:
-        topic, kind = message.run + UPCOMING_SUFFIX, UPCOMING_KIND
-        value = {"run": message.run, "objects": [list(item) for item in message.objects]}
+    value = asdict(notice)
     data = dump_canonical(value)
-    signature = None if keyring is None else keyring.sign_bytes(kind, data)
+    signature = None if keyring is None else keyring.sign_bytes(KIND, data)
     if signature is not None:
         data = dump_canonical({**value, "signature": signature.model_dump()})
-    return [topic.encode(), data]
+    return [notice.run.encode(), data]
 
 
 def parse(frames: list[bytes], run: str) -> Message:
-    """Parse a message about a run; raises FormatError if it is neither a notice of that run nor names its objects."""
+    """Parse a message about a run; raises FormatError if it is no notice of that run."""
     if len(frames) != 2:
         raise FormatError(f"notice has {len(frames)} frames, not 2")
     value = load_canonical(frames[1], "notice", MAX_NOTICE_BYTES)
@@ -83,7 +62,7 @@ def parse(frames: list[bytes], run: str) -> Message:
         raise FormatError("notice is not an object")
     try:
         signature = Signature.model_validate(value.pop("signature")) if "signature" in value else None
-        content = (Upcoming if frames[0] == (run + UPCOMING_SUFFIX).encode() else Notice)(**value)
+        content = Notice(**value)
     except (ValidationError, TypeError) as error:
         raise FormatError(f"notice is malformed: {str(error)[:200]}") from error
     if content.run != run:
@@ -92,7 +71,7 @@ def parse(frames: list[bytes], run: str) -> Message:
 
 
 class NoticeVerifier:
-    """Picks the newest notice, and the last named objects, with a valid signature; any if there are no trusted keys.
+    """Picks the newest notice with a valid signature; any if there are no trusted keys.
 
     Attributes:
         rejected: number of rejected messages: unsigned, wrongly signed, or signed by a key that is not trusted.
@@ -105,12 +84,11 @@ class NoticeVerifier:
 
     def newest(self, messages: Iterable[Message]) -> Notice | None:
         """Return the newest valid notice; messages beyond MAX_CHECKS signatures count as rejected."""
-        notices = [(message.content, message) for message in messages if isinstance(message.content, Notice)]
-        ordered = sorted(notices, key=lambda item: item[0].version, reverse=True)
+        ordered = sorted(messages, key=lambda message: message.content.version, reverse=True)
         if self._keyring is None:
-            return ordered[0][0] if ordered else None
+            return ordered[0].content if ordered else None
         checks = 0
-        for index, (notice, message) in enumerate(ordered):
+        for index, message in enumerate(ordered):
             if message.signature is None or message.signature.key not in self._keyring.trusted:
                 self.rejected += 1
                 continue
@@ -125,23 +103,8 @@ class NoticeVerifier:
                     self.rejected += 1
                     continue
                 self._proven = message
-            return notice
+            return message.content
         return None
-
-    def upcoming(self, messages: Iterable[Message]) -> Upcoming | None:
-        """Return the objects named last, if validly signed: one check at most."""
-        named = [(message.content, message) for message in messages if isinstance(message.content, Upcoming)]
-        if not named:
-            return None
-        upcoming, message = named[-1]
-        if self._keyring is None:
-            return upcoming
-        try:
-            self._keyring.check_bytes(UPCOMING_KIND, message.data, message.signature, "notice")
-        except SignatureError:
-            self.rejected += 1
-            return None
-        return upcoming
 
 
 REPEAT_SECONDS = 1.0

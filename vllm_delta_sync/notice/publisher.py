@@ -10,7 +10,7 @@ import zmq
 from vllm_delta_sync.errors import NoticeError, SettingsError
 from vllm_delta_sync.log_throttle import LogThrottle
 from vllm_delta_sync.notice import curve
-from vllm_delta_sync.notice.messages import REPEAT_SECONDS, LastValues, Notice, Upcoming, encode
+from vllm_delta_sync.notice.messages import REPEAT_SECONDS, LastValues, Notice, encode
 from vllm_delta_sync.notice.sockets import (
     LINGER_MS,
     MAX_REQUEST_BYTES,
@@ -109,18 +109,18 @@ class NoticePublisher:
         self._thread = threading.Thread(target=self._run, name="delta-sync-notices", daemon=True)
         self._thread.start()
 
-    def send(self, message: Notice | Upcoming) -> None:
-        """Send a message to all subscribers, in the background.
+    def send(self, notice: Notice) -> None:
+        """Send a notice to all subscribers, in the background.
 
         Raises:
             NoticeError: the publisher is closed, or the socket failed.
         """
-        frames = encode(message, self._keyring)
+        frames = encode(notice, self._keyring)
         with self._lock:
             if self._end_reason is not None:
-                what = f"of version {message.version}" if isinstance(message, Notice) else "of the next version"
                 raise NoticeError(
-                    f"cannot send notice {what} on {self.address}: {self._end_reason}; receivers find it by polling"
+                    f"cannot send notice of version {notice.version} on {self.address}: {self._end_reason}; receivers "
+                    "find it by polling"
                 )
             self._outbox.append(frames)
             self._wake.set()

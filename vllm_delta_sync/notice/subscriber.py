@@ -3,14 +3,13 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
 
 import zmq
 
 from vllm_delta_sync.errors import FormatError, NoticeError
 from vllm_delta_sync.log_throttle import LogThrottle
 from vllm_delta_sync.notice import curve
-from vllm_delta_sync.notice.messages import UPCOMING_SUFFIX, Message, Notice, NoticeVerifier, Upcoming, parse
+from vllm_delta_sync.notice.messages import Message, Notice, NoticeVerifier, parse
 from vllm_delta_sync.notice.sockets import (
     MAX_FRAME_BYTES,
     ReconnectingSocket,
@@ -42,7 +41,6 @@ class NoticeSubscriber:
         keys: tuple[curve.KeyPair, bytes] | None = None,
         keyring: Keyring | None = None,
         log: logging.Logger | None = None,
-        on_upcoming: Callable[[Upcoming], None] = lambda upcoming: None,
     ) -> None:
         """Connect to ``address``, as ``tcp://trainer:5555`` or ``tcp://[::1]:5555``. The publisher may start later.
 
@@ -50,7 +48,6 @@ class NoticeSubscriber:
             keys: see ``curve.client_keys``.
             keyring: if it has trusted keys, notices not signed by one of them are ignored.
             log: logger for failed handshakes.
-            on_upcoming: called in ``receive`` with the objects of a version whose manifest is not written yet.
 
         Raises:
             NoticeError: ``address`` is malformed.
@@ -59,8 +56,6 @@ class NoticeSubscriber:
         self.address = address
         self.malformed = 0
         self._run = run
-        self._topics = {run.encode(), (run + UPCOMING_SUFFIX).encode()}
-        self._on_upcoming = on_upcoming
         self._lock = threading.Lock()
         self._verifier = NoticeVerifier(keyring)
         self._context = zmq.Context()
@@ -120,9 +115,6 @@ class NoticeSubscriber:
         ready = dict(poller.poll(max(0, round((until - time.monotonic()) * 1000))))
         messages = self._drain() if self._socket in ready else []
         newest = self._verifier.newest(messages)
-        upcoming = self._verifier.upcoming(messages)
-        if upcoming is not None:
-            self._on_upcoming(upcoming)
         if monitor.socket in ready:
             monitor.read()
         self._connection.reconnect_if_due()
@@ -132,7 +124,7 @@ class NoticeSubscriber:
         found: list[Message] = []
         for frames in received(self._socket, MAX_DRAIN):
             # Subscriptions match by prefix: run "a" receives notices of run "ab" too.
-            if frames[0] not in self._topics:
+            if frames[0] != self._run.encode():
                 continue
             try:
                 found.append(parse(frames, self._run))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,17 +47,13 @@ def _polls(siege: Siege) -> int:
     return int(siege.server.status()["polls"])
 
 
-Forge = Callable[[Siege, int], list[bytes]]
-
-
-def _storm(siege: Siege, name: str | None, port: int, forge: Forge | None = None) -> None:
+def _storm(siege: Siege, name: str | None, port: int) -> None:
     """Thousands of forged messages: polls of the bucket stay few, and the next honest version arrives."""
-    forge = forge or _forged_fast
     before, started = _polls(siege), time.monotonic()
     with siege.untouched(), _connected(siege, port, name) as peer:
         time.sleep(0.5)
         for ahead in range(STORM):
-            peer.send_multipart(forge(siege, ahead))
+            peer.send_multipart(_forged_fast(siege, ahead))
             if ahead % 100 == 0:
                 time.sleep(0.05)
     polls, seconds = _polls(siege) - before, time.monotonic() - started
@@ -71,13 +67,6 @@ def _forged_fast(siege: Siege, ahead: int) -> list[bytes]:
     if signature is not None:
         body["signature"] = signature
     return [siege.run_id.encode(), dump_canonical(body)]
-
-
-def _names_objects(siege: Siege, number: int) -> list[bytes]:
-    body: dict[str, Any] = {"objects": [[f"{number:064x}", 1000]], "run": siege.run_id}
-    if number % 2:
-        body["signature"] = {"key": siege.stranger.public, "value": "cd" * 64}
-    return [f"{siege.run_id}/objects".encode(), dump_canonical(body)]
 
 
 @attack("forged notices, no key", PORT, "not passed on")
@@ -102,12 +91,6 @@ def storm_with_a_listeners_key(siege: Siege) -> None:
 def storm_with_a_stolen_key(siege: Siege) -> None:
     """Passed on, but not signed."""
     _storm(siege, "publisher", siege.publishers)
-
-
-@attack("forged notices that name objects", ALLOWED, "ignored")
-def storm_of_objects(siege: Siege) -> None:
-    """Objects of the next version are named, unsigned or by a stranger."""
-    _storm(siege, "publisher", siege.publishers, _names_objects)
 
 
 @attack("replayed notices", ALLOWED, "no polls")

@@ -7,18 +7,16 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.engine.commit.transaction import EnginePort, EngineStopped
 from vllm_delta_sync.engine.follow.heartbeat import HeartbeatWriter
-from vllm_delta_sync.engine.follow.object_prefetch import ObjectPrefetch
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.standing_orders import StandingOrderStore
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.errors import DeltaSyncError, EngineError, NotFoundError, NoticeError, SignatureError
 from vllm_delta_sync.log_throttle import LogThrottle, without_numbers
-from vllm_delta_sync.notice import Notice, NoticeSubscriber, Upcoming
+from vllm_delta_sync.notice import Notice, NoticeSubscriber
 from vllm_delta_sync.notice.curve import client_keys
-from vllm_delta_sync.settings import HEAD, Settings
+from vllm_delta_sync.settings import Settings
 
 LONGEST_RETRY_SECONDS = 30.0
 LONGEST_REPAIR_SECONDS = 600.0
@@ -67,13 +65,7 @@ class ReceiverService:
             )
             self._heartbeat_index = len(self._threads)
             self._threads.append(keep)
-        self._prefetch: ObjectPrefetch | None = None
         if settings.notice is not None:
-            cache = settings.cache_folder()
-            if cache is not None:
-                self._prefetch = ObjectPrefetch(
-                    ObjectCache(cache, settings.cache_bytes), lambda: self.receiver.history.run.bucket
-                )
             self.receiver.board.set(listens=True)
             self._threads.append(threading.Thread(target=self._listen, name="delta-sync-notice", daemon=True))
 
@@ -140,8 +132,6 @@ class ReceiverService:
             self._handled = announced or self._handled
             self.receiver.announced_version = None if announced is None else announced.version
             self._run_once()
-            if self._prefetch is not None and self.receiver.board.head is not None:
-                self._prefetch.seen(self.receiver.board.head)
             self._adjust_notice_delay(announced)
             self._notify_heartbeat()
             self._wait_for_work(polled)
@@ -329,15 +319,7 @@ class ReceiverService:
             keys=self._notice_keys,
             keyring=self.receiver.history.keyring,
             log=logger,
-            on_upcoming=self._download_early,
         )
-
-    def _download_early(self, upcoming: Upcoming) -> None:
-        """Download the objects of the next version, if this server follows the head."""
-        board = self.receiver.board
-        follows = self._settings.policy == "follow" and self.receiver.settings.target == HEAD and not board.holding
-        if self._prefetch is not None and follows and board.served is not None:
-            self._prefetch.offer(upcoming)
 
     def _is_new(self, notice: Notice) -> bool:
         """Return whether a notice names an unknown version or another manifest of the head, and so causes a poll."""
