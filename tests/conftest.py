@@ -196,18 +196,6 @@ def worlds_end() -> Iterator[None]:
         world.close()
 
 
-@pytest.fixture(autouse=True)
-def declared_states() -> Iterator[None]:
-    """No receiver of this process changes its state in a way that ``TRANSITIONS`` lacks."""
-    yield
-    # Not imported for tests that do without.
-    states: Any = sys.modules.get("vllm_delta_sync.engine.observe.states")
-    found = set() if states is None else set(states.undeclared)
-    if found:
-        states.undeclared.clear()
-    assert not found, f"undeclared changes of the receiver's state: {sorted(found)}"
-
-
 def _worlds() -> list[Any]:
     # Not imported for tests that do without: it takes seconds.
     module = sys.modules.get("tests.support.world")

@@ -34,10 +34,7 @@ class EndpointPlugin:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Check the configuration and start to follow. An error ends the server after one log line."""
-        from vllm_delta_sync.engine.entrypoints.serve_command import warn_shared_flags
-
         set_format()  # here too, for a process that loaded its plugins before the server's settings were set
-        warn_shared_flags(args)
         try:
             await self._begin(engine_client, state)
         except DeltaSyncError as error:

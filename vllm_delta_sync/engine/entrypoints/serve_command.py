@@ -2,7 +2,6 @@
 
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -22,8 +21,6 @@ from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, missing_files
 
 EXTENSION_FLAG = "--worker-extension-cls"
 LOAD_FORMAT_FLAG = "--load-format"
-OWN_FLAGS = (*Settings.model_fields, "dry_run", "json")
-"""Flags of ``delta-sync serve``, by their names in an ``argparse.Namespace``."""
 
 
 def serve_command(
@@ -135,23 +132,6 @@ def _value(arguments: list[str], at: int) -> str:
     """Return the value of the flag at an index; empty if it has none."""
     _, equals, value = arguments[at].partition("=")
     return value if equals else "".join(arguments[at + 1 : at + 2])
-
-
-def warn_shared_flags(args: Namespace) -> None:
-    """Log which flags of ``delta-sync serve`` the installed ``vllm serve`` has too.
-
-    The server logs this, not ``delta-sync serve``, because building vLLM's parser takes seconds.
-
-    Args:
-        args: vLLM's parsed arguments: each of its flags by name.
-    """
-    shared = sorted("--" + name.replace("_", "-") for name in OWN_FLAGS if hasattr(args, name))
-    if shared:
-        logger.warning(
-            "%s %s has flags that `delta-sync serve` also has: %s; write those that are meant for vLLM behind `--`",
-            *patches.distribution_version(),
-            ", ".join(shared),
-        )
 
 
 def exec_serve(model: str | None, settings: Mapping[str, str], vllm_args: list[str]) -> NoReturn:

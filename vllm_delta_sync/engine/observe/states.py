@@ -1,12 +1,10 @@
-"""``STATES`` are the receiver's states, and ``TRANSITIONS`` the allowed changes; docs/architecture.md draws them.
+"""``STATES`` are the receiver's states; docs/architecture.md draws the changes between them.
 
-``StatusBoard.enter`` is the only place where the state changes. A receiver that does not act is in one of ``RESTING``,
-and ``StatusBoard.settle`` says in which one.
+``StatusBoard.enter`` is the only place where the state changes. A receiver that does not act is in the state that
+``StatusBoard.settle`` finds.
 """
 
 from typing import Literal
-
-from vllm_delta_sync.engine.logger import logger
 
 State = Literal[
     "waiting_for_run",
@@ -37,44 +35,5 @@ STATES: dict[State, str] = {
     "restart the server",
 }
 
-SERVING: tuple[State, ...] = ("idle", "held")
-UPDATING: tuple[State, ...] = ("staging", "draining", "committing")
-RESTING: tuple[State, ...] = ("waiting_for_run", "refused", *SERVING)
-ACTING: tuple[State, ...] = ("identifying", *UPDATING, "verifying", "repairing")
+ACTING: tuple[State, ...] = ("identifying", "staging", "draining", "committing", "verifying", "repairing")
 """The states that end with ``StatusBoard.settle``, whether the action succeeded or failed."""
-
-# A commit begins in ``draining`` with the setting pause_mode wait, else in ``committing``. ``verifying`` goes back to
-# the state before. ``_any`` of them may turn out to be lost.
-_PAUSING: tuple[State, ...] = ("draining", "committing")
-_FROM_SERVING: tuple[State, ...] = (
-    "staging",
-    *_PAUSING,
-    "verifying",
-    "refused",
-    "waiting_for_run",
-    "lost",
-)
-TRANSITIONS: dict[State, tuple[State, ...]] = {
-    "waiting_for_run": ("identifying", "lost"),
-    "identifying": (*RESTING, "staging", "lost"),
-    "idle": ("held", *_FROM_SERVING),
-    "held": ("idle", *_FROM_SERVING),
-    "staging": (*RESTING, *_PAUSING, "verifying", "lost"),
-    "draining": (*RESTING, "committing", "lost"),
-    "committing": (*RESTING, "staging", "verifying", "lost"),
-    "verifying": (*SERVING, "staging", "committing", "repairing", "lost"),
-    "refused": ("repairing", "identifying", "waiting_for_run", "lost"),
-    "repairing": ("refused", *SERVING, "verifying", "lost"),
-    "lost": (),
-}
-
-undeclared: set[tuple[State, State]] = set()
-"""Changes of state in this process that ``TRANSITIONS`` lacks; the tests fail if there is one."""
-
-
-def check_transition(before: State, after: State) -> None:
-    """Log, once for each pair of states, a change that is not in ``TRANSITIONS``. It is an error in this program."""
-    if after == before or after in TRANSITIONS[before] or (before, after) in undeclared:
-        return
-    undeclared.add((before, after))
-    logger.error("the receiver's state changed from %s to %s, which is not declared; please report this", before, after)

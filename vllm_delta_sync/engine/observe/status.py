@@ -17,7 +17,7 @@ from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.log_lines import ordered
 from vllm_delta_sync.engine.observe.readiness import Answer, readiness
-from vllm_delta_sync.engine.observe.states import STATES, State, check_transition
+from vllm_delta_sync.engine.observe.states import STATES, State
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.staging.stage import store_usage
 from vllm_delta_sync.errors import DeltaSyncError, EngineError
@@ -112,7 +112,6 @@ class StatusBoard:
 
     def enter(self, state: State, **values: Any) -> None:
         """Change the state, and other attributes with it as ``set`` does; every change of state passes here."""
-        check_transition(self._state, state)
         self.set(_state=state, **values)
 
     def settle(self, **values: Any) -> None:
