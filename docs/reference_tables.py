@@ -112,7 +112,6 @@ SPAN_FIELDS = {
     "version": "version of the weights that sampled these tokens; null before the weights were identified",
     "start": "first token of the span, counted from the choice's first output token",
     "end": "one past its last token",
-    "held_back": "only if the version is not the trainer's exact state: as `served.held_back` of the status",
 }
 RESULT_SECONDS = {
     "diff": "compare with the previous version; `publish` returns after it",

@@ -105,7 +105,7 @@ class Api:
         self.completion, self.chat = completion, chat
         if installed:
             state = SimpleNamespace(openai_serving_completion=completion, openai_serving_chat=chat)
-            spans.install(engine, state, spans.SpanSource(lambda: "r1"), {})
+            spans.install(engine, state, lambda: "r1", {})
 
     async def complete(self, prompts: int, **fields: Any) -> Any:
         request = CompletionRequest(model="tiny", prompt=["p"] * prompts, stream=True, max_tokens=9, **fields)
@@ -297,14 +297,6 @@ def test_only_the_last_chunk_gets_the_member(chunks: list[str], ends_at: int, la
     assert len(found) >= len(chunks)
 
 
-def test_span_of_a_version_that_is_not_exact_says_so() -> None:
-    held = {"elements": 7, "relative_norm": 0.25, "exact": 2}
-    record = spans.SpanRecord(spans=[span(0, 4, 0, 2), span(0, 3, 2, 5), span(1, None, 0, 1)])
-    assert record.document("r1", {3: held}) == {
-        "run": "r1", "spans": [span(0, 4, 0, 2), {**span(0, 3, 2, 5), "held_back": held}, span(1, None, 0, 1)],
-    }  # fmt: skip
-
-
 # The run that an answer counts in
 
 
@@ -323,7 +315,6 @@ def test_answer_across_two_runs_names_neither(seen: list[str | None], named: str
             """Not called: nothing is generated."""
 
     serving = Serving()
-    source = spans.SpanSource(lambda: next(followed))
-    spans.install(Client(), SimpleNamespace(openai_serving_completion=serving), source, {})
+    spans.install(Client(), SimpleNamespace(openai_serving_completion=serving), lambda: next(followed), {})
     response = asyncio.run(serving.create_completion(SimpleNamespace()))
     assert response.delta_sync == {"run": named, "spans": []}

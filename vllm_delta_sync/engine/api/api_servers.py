@@ -241,9 +241,7 @@ class LeaderServer:
 
     def _view(self) -> Answer:
         receiver = self._service.receiver
-        inexact = list(receiver.inexact.items())  # not a dictionary: JSON would make its keys strings
-        served = {"served": receiver.served_version, "run": receiver.served_run}
-        return {"status": receiver.status(), **served, "inexact": inexact}
+        return {"status": receiver.status(), "served": receiver.served_version, "run": receiver.served_run}
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         changed = asyncio.Event()
@@ -326,11 +324,6 @@ class FollowerClient:
     def served_run(self) -> str | None:
         view = self._view
         return None if view is None else view["run"]
-
-    @property
-    def inexact(self) -> dict[int, Answer]:
-        view = self._view
-        return {} if view is None else dict(view["inexact"])
 
     def status(self) -> Answer:
         """See Receiver, as of its last change.

@@ -45,7 +45,7 @@ class EndpointPlugin:
     async def _begin(self, engine_client: Any, state: Any) -> None:
         from vllm_delta_sync.engine.api import weight_transfer
         from vllm_delta_sync.engine.api.adapters import announce, check_lora, make_adapter, reserve_names
-        from vllm_delta_sync.engine.api.api_servers import LeaderElection, find_api_server_group
+        from vllm_delta_sync.engine.api.api_servers import LeaderElection, Serving, find_api_server_group
         from vllm_delta_sync.engine.api.live_page import LivePage
         from vllm_delta_sync.engine.compat.features import check_engine, fit_pause_mode
         from vllm_delta_sync.engine.core.engine_core import fail_when_engine_died, watch_shutdown
@@ -86,18 +86,15 @@ class EndpointPlugin:
         fail_when_engine_died(engine_client)
         weight_transfer.install(engine_client, controller, settings.bucket)
 
-        def source(name: str | None = None) -> spans.SpanSource:
-            followed = controller if name is None else state.delta_sync_adapters[name]
-            return spans.SpanSource(lambda: followed.receiver.served_run, lambda: followed.receiver.inexact)
+        def run_of(followed: Serving) -> spans.RunOf:
+            return lambda: followed.receiver.served_run
 
-        own = source()
-        sources = {name: source(name) for name in others}
+        own, sources = run_of(controller), {name: run_of(each) for name, each in state.delta_sync_adapters.items()}
         if settings.lora_name is None:
             spans.install(engine_client, state, own, sources)
         else:
             # The model's own weights are of no run.
-            none = spans.SpanSource(lambda: None)
-            spans.install(engine_client, state, none, {**sources, settings.lora_name: own})
+            spans.install(engine_client, state, lambda: None, {**sources, settings.lora_name: own})
         patches.hide_serials(engine_client)
         exact = state.delta_sync_exact = ExactRequests(
             engine_client, names, settings.lora_name is None, settings.prefix_cache

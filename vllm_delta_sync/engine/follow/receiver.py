@@ -109,11 +109,6 @@ class Receiver:
         return None if served is None else served.run
 
     @property
-    def inexact(self) -> dict[int, Answer]:
-        """For the last versions served of that run that are not exact: how far they are from the trainer's weights."""
-        return self.board.inexact
-
-    @property
     def run_id(self) -> str | None:
         """The run followed; None until it was opened."""
         return self.board.run

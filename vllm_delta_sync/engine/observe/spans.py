@@ -36,17 +36,9 @@ class SpanRecord:
         """Whether all prompts have finished."""
         return 0 < self.started == self.finished
 
-    def document(self, run: str | None, inexact: Mapping[int, Any]) -> dict[str, Any]:
-        """Return the member ``delta_sync`` of a response.
-
-        Args:
-            inexact: for versions that are not exact, what their spans show as ``held_back``.
-        """
-        spans = [
-            {**span, "held_back": inexact[span["version"]]} if span["version"] in inexact else span
-            for span in sorted(self.spans, key=lambda span: (span["index"], span["start"]))
-        ]
-        return {"run": run, "spans": spans}
+    def document(self, run: str | None) -> dict[str, Any]:
+        """Return the member ``delta_sync`` of a response."""
+        return {"run": run, "spans": sorted(self.spans, key=lambda span: (span["index"], span["start"]))}
 
     async def watch(self, prompt: int, choices: int, outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         """Pass outputs through and record the spans of finished ones."""
@@ -66,23 +58,11 @@ class SpanRecord:
             self.spans.append({"index": index, "version": version, "start": span.start, "end": span.end})
 
 
-def _all_exact() -> Mapping[int, Any]:
-    return {}
+RunOf = Callable[[], str | None]
+"""Returns the run that versions in spans belong to."""
 
 
-@dataclass(frozen=True)
-class SpanSource:
-    """What versions in spans belong to.
-
-    Attributes:
-        run_id: returns the run. inexact: returns its versions that are not exact, see ``SpanRecord.document``.
-    """
-
-    run_id: Callable[[], str | None]
-    inexact: Callable[[], Mapping[int, Any]] = _all_exact
-
-
-def install(engine_client: Any, state: Any, model: SpanSource, adapters: Mapping[str, SpanSource]) -> None:
+def install(engine_client: Any, state: Any, model: RunOf, adapters: Mapping[str, RunOf]) -> None:
     """Wrap the engine client and the two OpenAI serving objects of an API server.
 
     Args:
@@ -110,25 +90,21 @@ def _generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return record.watch(prompt, getattr(params, "n", 1) or 1, outputs)
 
 
-def _respond(model: SpanSource, adapters: Mapping[str, SpanSource]) -> Callable[..., Any]:
+def _respond(model: RunOf, adapters: Mapping[str, RunOf]) -> Callable[..., Any]:
     async def respond(original: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(request, "use_beam_search", False):
             # vLLM searches in generations of one token each, which no span could place.
             return await original(request, *args, **kwargs)
         asked = getattr(request, "model", None)
         adapter = asked if asked in adapters else None
-        source = model if adapter is None else adapters[adapter]
+        run_of = model if adapter is None else adapters[adapter]
         record = SpanRecord(adapter)
-        began = source.run_id()
-
-        def run() -> str | None:
-            # Versions of two runs in one response cannot be told apart, so no run is named.
-            ends = source.run_id()
-            return ends if began in (None, ends) else None
+        began = run_of()
 
         def document() -> dict[str, Any]:
-            named = run()
-            return record.document(named, {} if named is None else source.inexact())
+            # Versions of two runs in one response cannot be told apart, so no run is named.
+            ends = run_of()
+            return record.document(ends if began in (None, ends) else None)
 
         token = _current.set(record)
         try:

@@ -24,7 +24,6 @@ from vllm_delta_sync.errors import DeltaSyncError, EngineError
 from vllm_delta_sync.format.manifest import Manifest
 
 RECENT_COMMITS = 64
-INEXACT_VERSIONS = 64
 
 
 class StatusBoard:
@@ -43,7 +42,6 @@ class StatusBoard:
         listens: whether notices are set up. notice_heard_at: when the last one came, by the monotonic clock.
         polled_at: when the bucket was last read without an error, by the monotonic clock; None before.
         trust: gives the field ``trust``.
-        inexact: for the last versions served of this run that are not exact: ``held_back`` of their manifests.
     """
 
     def __init__(self, policy: str, target: str = "head", max_lag: int | None = None) -> None:
@@ -69,8 +67,6 @@ class StatusBoard:
         self.polls = 0
         self.polled_at: float | None = None
         self._served_since: tuple[Manifest | None, float] = None, 0.0
-        self.inexact: dict[int, Answer] = {}
-        self._inexact_of: str | None = None
         self.rank_store_use: list[Answer] = []
         self.listens = False
         self.notice_heard_at: float | None = None
@@ -96,19 +92,8 @@ class StatusBoard:
                 setattr(self, name, value)
             if self.served is not self._served_since[0]:
                 self._served_since = self.served, time.monotonic()
-                self._note_inexact()
         for changed in self._watchers:
             changed()
-
-    def _note_inexact(self) -> None:
-        served = self.served
-        if served is None or (served.held_back is None and served.run == self._inexact_of):
-            return
-        known = self.inexact if served.run == self._inexact_of else {}
-        recent = list(known.items())[1 - INEXACT_VERSIONS :]
-        own = {} if served.held_back is None else {served.version: served.held_back.model_dump()}
-        # A new dictionary, since other threads read the old one.
-        self.inexact, self._inexact_of = {**dict(recent), **own}, served.run
 
     def enter(self, state: State, **values: Any) -> None:
         """Change the state, and other attributes with it as ``set`` does; every change of state passes here."""
