@@ -12,11 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.e2e.features import _say as say
 from tests.e2e.features import make_engine
-from tests.support.adapters import adapted, lose_adapter_memory, randomize, save_adapter
+from tests.support.adapters import adapted, randomize, save_adapter
 from tests.support.tiny import make_model, save_checkpoint
 
 VERSIONS = 5
@@ -37,20 +35,6 @@ def fail_once(worker: Any, rank: int) -> None:
         raise RuntimeError("out of slots")
 
     worker.add_lora = fail
-
-
-def lose_memory(worker: Any) -> None:
-    """In a worker: what belongs to adapters is gone."""
-    lose_adapter_memory(worker.worker.get_model())
-
-
-def damage(worker: Any, rank: int, number: int) -> None:
-    """In a worker: one bit changes on one rank, where it computes with an adapter."""
-    worker = worker.worker
-    if worker.rank == rank:
-        manager = worker.get_model().lora_manager
-        slot = manager.lora_index_to_id.index(number)
-        manager.modules["model.layers.1.mlp.down_proj"].lora_b_stacked[0][slot].view(-1).view(torch.uint8)[0] ^= 1
 
 
 def main(root: Path, ranks: int) -> None:
@@ -83,30 +67,6 @@ def main(root: Path, ranks: int) -> None:
             except DeltaSyncError as error:
                 return {"kind": error.kind, "message": error.message}
         return {}
-
-    def sleep(level: int) -> dict[str, Any]:
-        """Asleep neither adapter moves; awake both say what they said, at once, and go on."""
-        before = {name: say(llm, sync.lora_request) for name, sync in syncs.items()}
-        llm.collective_rpc("sleep", args=(level,))
-        randomize(models["math"], 100 + level)
-        publishers["math"].publish(step=100 + level, wait=True)
-        publishers["math"].flush()
-        asleep = []
-        for sync in syncs.values():
-            try:
-                asleep.append(str(sync.to()["served"]["version"]))
-            except DeltaSyncError as error:
-                asleep.append(error.message)
-        if level == 2:
-            llm.collective_rpc(lose_memory)
-        llm.collective_rpc("wake_up")
-        stayed = {name: say(llm, sync.lora_request) for name, sync in syncs.items()} == before
-        plain = say(llm, None) == seen["plain"]
-        for sync in syncs.values():
-            sync.to()
-        wrong = [name for name, sync in syncs.items() if say(llm, sync.lora_request) != fresh(models[name])]
-        verdicts = [sync.verify()["verdict"] for sync in syncs.values()]
-        return {"asleep": asleep, "stayed": stayed, "plain": plain, "wrong": wrong, "verdicts": verdicts}
 
     with ExitStack() as stack:
         publishers = {
@@ -156,14 +116,6 @@ def main(root: Path, ranks: int) -> None:
             "other rank": refused("rank", adapted(make_model("qwen3"), r=16)),
             "no adapter": _refused_model(root / "model", follow),
         }
-        say(llm, syncs["math"].lora_request)
-        llm.collective_rpc(damage, args=(ranks - 1, syncs["math"].lora_request.lora_int_id))
-        seen["damaged"] = [sync.verify() for sync in syncs.values()]
-        seen["unserved"] = syncs["math"].status()["served"]
-        syncs["math"].to()
-        seen["repaired"] = say(llm, syncs["math"].lora_request) == fresh(models["math"])
-        seen["slept"] = [sleep(level) for level in (1, 2)]
-
         seen["nothing applied"] = say(llm, None) == seen["plain"]
         seen["others stay"] = say(llm, syncs["math"].lora_request) == fresh(models["math"])
     (root / "seen.json").write_text(json.dumps(seen))

@@ -6,7 +6,6 @@ the table.
 
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -90,23 +89,6 @@ def test_object_is_corrupt(world: World, server: Server) -> None:
 
 
 @two_ranks
-def test_undo_log_runs_out_of_memory(world: World, server: Server) -> None:
-    """The oldest commits leave the log; the way back to them goes through the bucket then."""
-    start = server.status()["served"]["version"]
-    while not (undo := server.status()["undo"]) or undo[-1] <= start:
-        version = world.publish()
-        assert version < start + 8, "the log takes no end"
-        sync(server)
-    oldest = undo[-1]
-    for back in (oldest, start):
-        assert server.post("/delta_sync/rollback", {"version": back}).status_code == 200
-        expect_served(world, server, back)
-    server.post("/delta_sync/release")
-    sync(server)
-    expect_served(world, server, version)
-
-
-@two_ranks
 def test_engine_sleeps(world: World, server: Server) -> None:
     before = server.status()["served"]["version"]
     assert server.post("/sleep?level=1").status_code == 200
@@ -125,26 +107,6 @@ def test_native_weight_update_is_looked_into(world: World, server: Server) -> No
     version = world.publish()
     sync(server)
     assert "after update_weights" in server.log.read_text()
-    expect_served(world, server, version)
-
-
-@two_ranks
-def test_weights_change_while_a_version_is_staged(world: World, server: Server) -> None:
-    """Between staging and pause the checkpoint is loaded again: nothing is committed on top of it, and it is mended."""
-    version = world.publish()
-    world.faults.arm("controller.before_pause", "wait")
-    answers: list[dict[str, Any]] = []
-    asking = threading.Thread(target=lambda: answers.append(sync(server)))
-    asking.start()
-    eventually(lambda: world.faults.happened, "staging")
-    assert server.post("/collective_rpc", {"method": "reload_weights"}).status_code == 200
-    world.faults.let_go()
-    asking.join(SECONDS)
-    assert answers[0]["error"]["kind"] == "engine"
-    assert "reload_weights" in answers[0]["error"]["message"]
-    # A server that does not follow looks after its weights all the same.
-    assert server.wait_error("fingerprint")["served"] is None
-    assert sync(server)["served"]["version"] == version
     expect_served(world, server, version)
 
 

@@ -5,7 +5,6 @@ A run of a PEFT model that is merged into its base serves what ``merge_and_unloa
 
 import itertools
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +59,6 @@ def test_adapters_are_those_of_the_trainer_after_every_version(tmp_path: Path, r
     assert seen["failed"]["kind"] == "engine"
     assert "vLLM did not load adapter 'math': RuntimeError: out of slots" in seen["failed"]["message"]
     assert (seen["after failure"], seen["put back"], seen["tried again"]) == (VERSIONS, True, True)
-    damaged, untouched = seen["damaged"]
-    assert (damaged["verdict"], untouched["verdict"], seen["unserved"], seen["repaired"]) == (False, True, None, True)
-    assert damaged["mismatched"] == [
-        f"base_model.model.model.layers.1.mlp.down_proj.lora_{side}.weight" for side in "AB"
-    ]
-    for slept in seen["slept"]:
-        assert len(slept["asleep"]) == 2
-        assert all("wake it up" in message for message in slept["asleep"]), slept["asleep"]
-        assert slept["stayed"], "awake, an adapter says something else than before"
-        assert (slept["plain"], slept["wrong"], slept["verdicts"]) == (True, [], [True, True])
     words = {
         "other shape": "'shape' is of another base: tensor",
         "other depth": "'depth' is of another base: it changes 'model.layers.2.",
@@ -123,9 +112,6 @@ class Adapter:
     def status(self, server: Server) -> dict[str, Any]:
         status: dict[str, Any] = server.get("/delta_sync/status", params={"adapter": self.name}).json()
         return status
-
-    def asleep(self, server: Server) -> bool:
-        return "the engine is asleep; wake it up (POST /wake_up)" in self.status(server)["ready"]["reasons"]
 
     def order(self, server: Server, action: str, body: Any = None) -> dict[str, Any]:
         answer = server.post(f"/delta_sync/{action}", body, params={"adapter": self.name})
@@ -204,20 +190,6 @@ def test_a_server_follows_two_adapters_beside_its_base(tmp_path: Path) -> None:
             answer = server.post(path, body)
             assert (answer.status_code, "adapter 'math' follows a run" in answer.text) == (409, True)
         assert ask(server, "math")[0] == math.fresh(server)
-
-        # All sleep together, and go on together.
-        for level in (1, 2):
-            assert server.post(f"/sleep?level={level}").status_code == 200
-            for adapter in (math, code):
-                adapter.publish()
-                eventually(partial(adapter.asleep, server), f"{adapter.name} is asleep")
-                assert adapter.status(server)["served"]["version"] == adapter.version - 1
-            assert server.post("/wake_up").status_code == 200
-            server.wait_served(world.version)
-            for adapter in (math, code):
-                adapter.wait_served(server)
-                assert ask(server, adapter.name)[0] == adapter.fresh(server)
-                assert adapter.order(server, "verify")["verdict"]
 
         answer = server.get("/delta_sync/status", params={"adapter": "none"})
         assert (answer.status_code, "which has math, code" in answer.text) == (404, True)

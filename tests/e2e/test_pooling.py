@@ -76,25 +76,6 @@ def distance(left: Rows, right: Rows) -> float:
     return max(abs(one - other) for rows in zip(left, right, strict=True) for one, other in zip(*rows, strict=True))
 
 
-def test_server_follows_and_says_so(world: World, server: Server) -> None:
-    with client_of(server) as client:
-        version = world.version
-        before = ask(client, 0)
-        assert (before.headers[EXACT], len(rows(before))) == (str(version), LENGTH)
-        late: list[httpx.Response] = []
-        waiting = threading.Thread(target=lambda: late.append(ask(client, 0, X_Delta_Sync_Min_Version=version + 1)))
-        waiting.start()
-        assert world.publish() == version + 1
-        waiting.join(120)
-        assert late[0].headers[EXACT] == str(version + 1)
-        assert rows(late[0]) != rows(before)
-        assert client.get("/delta_sync/ready").json()["ready"]
-        assert client.post("/delta_sync/verify").json()["verdict"] is True
-        assert rows(ask(client, 0, X_Delta_Sync_Version=version + 1)) == rows(late[0])
-        refused = ask(client, 0, X_Delta_Sync_Version=version)
-        assert (refused.status_code, refused.json()["error"]["kind"]) == (409, "version")
-
-
 def test_no_answer_is_pooled_from_two_versions(world: World, server: Server) -> None:
     """With no header too: requests that have begun finish before a commit, whatever pause_mode is."""
     while world.version < 2:
