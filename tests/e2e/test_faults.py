@@ -25,7 +25,6 @@ FLAGS = {
     "--poll-seconds": "600",
     "--policy": "manual",
     "--tensor-parallel-size": "2",
-    "--undo-bytes": "1500000",
 }
 two_ranks = pytest.mark.xdist_group("two ranks")
 one_rank = pytest.mark.xdist_group("follower")

@@ -18,7 +18,8 @@ from tests.support.chains import Server
 from tests.support.marked import MarkedChain
 from tests.support.world import World
 from vllm_delta_sync.bucket.verified import hashing_seconds, time_hashing
-from vllm_delta_sync.engine.observe import log_lines, metrics
+from vllm_delta_sync.engine.follow import updater
+from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.staging.stage import PhaseTimer
@@ -254,11 +255,11 @@ def test_anchor_is_told_as_such_and_its_reading_apart(tmp_path: Path, caplog: py
     assert re.match(r"version 0 \(step \d+\) served: taken whole, [\d.]+ kB; ", line)
     # The line has one decimal below 10 ms, and no phase below 0.05 ms; the status has three decimals of each.
     shown = {word: float(number) for word, number in re.findall(r"(\w+) ([\d.]+)", line.partition("; ")[2])}
-    words = {**log_lines._WORDS, "commit": "committed", "resume": "resumed", "pause": "paused"}
+    words = {**updater._WORDS, "commit": "committed", "resume": "resumed", "pause": "paused"}
     assert shown.keys() <= set(words.values())
     for phase, word in words.items():
         expected = timings.get(phase, 0)
         assert shown.get(word, 0) == pytest.approx(expected, rel=0, abs=0.06 if expected < 9.9 else 0.51), word
-    assert list(timings) == [phase for phase in log_lines.PHASE_ORDER if phase in timings]
+    assert list(timings) == [phase for phase in updater.PHASE_ORDER if phase in timings]
     assert {"fetch", "verify", "decode", "route"} <= timings.keys()
     assert min(timings["verify"], timings["fetch"], timings["decode"]) > 0

@@ -1,4 +1,10 @@
-"""``WeightUpdater`` changes an engine's weights: stage, commit, roll back, repair. It also detects external writes."""
+"""``WeightUpdater`` changes an engine's weights: stage, commit, roll back, repair. It also detects external writes.
+
+Each change is one log line.
+"""
+
+from collections.abc import Mapping
+from typing import Any
 
 from vllm_delta_sync.engine.commit.agreement import all_hold, describe_ranks
 from vllm_delta_sync.engine.commit.transaction import (
@@ -8,7 +14,7 @@ from vllm_delta_sync.engine.commit.transaction import (
 )
 from vllm_delta_sync.engine.follow.rank_group import RankGroup
 from vllm_delta_sync.engine.logger import logger
-from vllm_delta_sync.engine.observe import log_lines, metrics
+from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.readiness import Answer
 from vllm_delta_sync.engine.observe.states import State
 from vllm_delta_sync.engine.observe.status import StatusBoard
@@ -29,10 +35,24 @@ from vllm_delta_sync.errors import (
     WeightsLostError,
 )
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.json_log import about
 from vllm_delta_sync.settings import Settings
 
 MAX_REPAIRS = 3
 """Number of repairs with a wrong result after which the updater gives up."""
+
+PHASE_ORDER = ("fetch", "verify", "decode", "route", "rescan", "wait", "pause", "commit", "resume")
+"""Order of the phases in ``timings_ms``; those up to ``rescan`` run beside generation."""
+MIN_SHOWN_MS = 0.05
+"""Phases shorter than this are left out of the line."""
+_WORDS = {
+    "fetch": "fetched",
+    "verify": "verified",
+    "decode": "decoded",
+    "route": "routed",
+    "rescan": "rescanned",
+    "wait": "waited",
+}
 
 
 class WeightUpdater:
@@ -122,7 +142,7 @@ class WeightUpdater:
         self._board.set(served=target, invalidated=False)
         self._confirm()
         metrics.count_move("repair", timings)
-        logger.warning("%s", log_lines.repaired(target, timings), extra=log_lines.fields("repaired", target, timings))
+        logger.warning("%s", _repair_line(target, timings), extra=_line_fields("repaired", target, timings))
 
     def check_external_writes(self) -> None:
         """Rescan if the ranks report a possible external write: are the weights still the served version?
@@ -250,16 +270,16 @@ class WeightUpdater:
         self._keeps_undo = self._keeps_undo and left is None
         self._planner.feedback.record_commit(target.version)
         self._confirm()
-        self._board.record_commit(plan, timings)
+        self._board.record_commit(plan, ordered(timings))
         if self._planner.avoided_keys:
             logger.warning(
                 "version %d was reached without %s", target.version, ", ".join(self._planner.avoided_keys[:4])
             )
         move = "forward" if left is None else "rollback"
         metrics.count_move(move, timings, plan.versions, plan.payload_bytes, plan.changed)
-        line = log_lines.forward(plan, timings, elements) if left is None else log_lines.back(target, left, timings)
+        line = _forward_line(plan, timings, elements) if left is None else _rollback_line(target, left, timings)
         event = "served" if left is None else "rolled_back"
-        logger.info("%s", line, extra=log_lines.fields(event, target, timings, plan.payload_bytes, plan.changed))
+        logger.info("%s", line, extra=_line_fields(event, target, timings, plan.payload_bytes, plan.changed))
 
     def _show_paused(self) -> None:
         if self._pause_state == "draining":
@@ -332,8 +352,8 @@ class WeightUpdater:
         self._board.set(holding=True, undo=[known for known in self._board.undo if known < version])
         self._confirm()
         metrics.count_move("rollback", timings)
-        line = log_lines.back(target, served.version, timings)
-        logger.info("%s", line, extra=log_lines.fields("rolled_back", target, timings))
+        line = _rollback_line(target, served.version, timings)
+        logger.info("%s", line, extra=_line_fields("rolled_back", target, timings))
 
 
 def mismatch_error(served: Manifest, names: list[str]) -> FingerprintError:
@@ -363,3 +383,89 @@ class RescanCursor:
             room -= max(1, self._sizes[self._position])
             self._position = (self._position + 1) % len(self._sizes)
         return found
+
+
+# Log lines for changes of the served weights
+
+
+def ordered(ms: Mapping[str, float]) -> dict[str, float]:
+    """Return the timings in the order of ``PHASE_ORDER``, then any others."""
+    known = {phase: ms[phase] for phase in PHASE_ORDER if phase in ms}
+    return known | {phase: value for phase, value in ms.items() if phase not in known}
+
+
+def _forward_line(plan: UpdatePlan, ms: Mapping[str, float], elements: int) -> str:
+    """Return the line for a commit forward; ``elements``: elements that it wrote, over all ranks."""
+    target = plan.target
+    if plan.steps and plan.versions > 1:
+        # A sum over the versions would count most elements several times.
+        what = f"{plan.versions} versions in one commit, {elements:,} elements written, {_size(plan.payload_bytes)}"
+    elif plan.steps:
+        share = 100 * plan.changed / max(1, target.total)
+        what = f"{_share(share)} % changed, {_size(plan.payload_bytes)}"
+    elif plan.rebuild:
+        what = "rebuilt whole"
+    else:
+        what = f"taken whole, {_size(plan.payload_bytes)}"
+    return f"{_label(target)} served: {what}; {durations(ms)}"
+
+
+def _rollback_line(target: Manifest, left: int, ms: Mapping[str, float]) -> str:
+    """Return the line for a rollback."""
+    return f"{_label(target)} served: rolled back from version {left}; {durations(ms)}"
+
+
+def _repair_line(target: Manifest, ms: Mapping[str, float]) -> str:
+    """Return the line for a repair after an external write."""
+    return f"{_label(target)} served: weights that were changed from outside are repaired; {durations(ms)}"
+
+
+def _line_fields(
+    event: str, target: Manifest, ms: Mapping[str, float], payload_bytes: int = 0, changed: int = 0
+) -> dict[str, Any]:
+    """Return ``extra`` of such a line, for ``log_format`` json; see ``json_log.about``."""
+    return about(
+        event,
+        version=target.version,
+        step=target.step,
+        run=target.run,
+        payload_bytes=payload_bytes,
+        changed=changed,
+        timings_ms=ordered(ms),
+    )
+
+
+def durations(ms: Mapping[str, float]) -> str:
+    """Put ``timings_ms`` in words, such as ``fetched 210 ms, decoded 12, paused 14 (committed 9, resumed 1)``."""
+    parts = [f"{word} {_ms(ms[phase])}" for phase, word in _WORDS.items() if ms.get(phase, 0) >= MIN_SHOWN_MS]
+    if "pause" in ms:
+        details = [
+            f"{word} {_ms(ms[phase])}"
+            for phase, word in (("commit", "committed"), ("resume", "resumed"))
+            if phase in ms
+        ]
+        parts.append(f"paused {_ms(ms['pause'])}" + (f" ({', '.join(details)})" if details else ""))
+    if parts:
+        # The unit stands only after the first number.
+        first, space, rest = parts[0].partition(" (")
+        parts[0] = f"{first} ms{space}{rest}"
+    return ", ".join(parts)
+
+
+def _label(manifest: Manifest) -> str:
+    return f"version {manifest.version} (step {manifest.step})"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}"
+
+
+def _share(percent: float) -> str:
+    return f"{percent:.1f}" if percent >= 0.95 else f"{percent:.2g}"
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

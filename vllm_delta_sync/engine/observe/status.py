@@ -15,7 +15,6 @@ from vllm_delta_sync import __version__
 from vllm_delta_sync.bucket.middleware.usage import PROCESS
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.observe import metrics
-from vllm_delta_sync.engine.observe.log_lines import ordered
 from vllm_delta_sync.engine.observe.readiness import Answer, readiness
 from vllm_delta_sync.engine.observe.states import STATES, State
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
@@ -119,7 +118,7 @@ class StatusBoard:
 
     def record_commit(self, plan: UpdatePlan, timings: dict[str, float]) -> None:
         """Record a commit of one or more versions."""
-        rounded = {name: round(value, 3) for name, value in ordered(timings).items()}
+        rounded = {name: round(value, 3) for name, value in timings.items()}
         entry = {
             "version": plan.target.version,
             "step": plan.target.step,
