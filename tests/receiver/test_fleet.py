@@ -19,7 +19,6 @@ from vllm_delta_sync.engine.follow.heartbeat import HeartbeatWriter
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.fleet.heartbeats import read_heartbeats
-from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.settings import Settings
 
 NAMES = [f"r{number}" for number in range(5)]
@@ -207,18 +206,6 @@ def test_server_says_what_it_does_and_that_it_leaves(fleet: Rollouts) -> None:
         [],
     )
     assert [replica.left for replica in run.fleet().replicas] == [True]
-
-
-def test_server_that_goes_to_another_run_leaves_the_one_before(fleet: Rollouts, tmp_path: Path) -> None:
-    fleet.train(1)
-    run = open_run(fleet.url)
-    other = branch(run, 1, str(tmp_path / "branch"))
-    service = fleet.serve("a")
-    wait_until(lambda: [held.heartbeat.served for held in read_heartbeats(run).stored] == [1])
-    service.request("target", ("head", other.bucket.url)).result(WAIT)
-    wait_until(lambda: [held.heartbeat.served for held in read_heartbeats(other).stored] == [0])
-    assert [held.heartbeat.state for held in read_heartbeats(run).stored] == ["left"]
-    assert fleet.publisher.wait_served(1, replicas=1, timeout=WAIT)
 
 
 LEAVING = """

@@ -82,8 +82,6 @@ class HeartbeatWriter:
             if content == self._last_content and not self._failed and time.monotonic() < self._due:
                 return False
             self._due = time.monotonic() + self._seconds / 3
-            if self._last_content is not None and self._last_content[0] is not content[0]:
-                self._write_ended()
             # Before the write: one that fails may have reached the bucket, and must be ended too.
             self._last_content = content
             self._write(*content, self._seconds)
