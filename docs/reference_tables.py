@@ -62,7 +62,6 @@ STATUS_FIELDS = {
     "store.received_bytes": "failed tries included; with a cache, each object once per node",
     "store.send_seconds": "spent in transfers, summed over parallel ones",
     "store.receive_seconds": "spent in transfers, summed over parallel ones",
-    "store.waited_seconds": "spent waiting for bandwidth limits",
     "versions": "installed releases",
     "versions.vllm": "null if not installed",
     "versions.torch": "null if not installed",

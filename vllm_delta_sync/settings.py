@@ -32,7 +32,7 @@ ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,99}$"
 MAX_CONNECTIONS = 256
 MIN_BYTES_PER_SECOND = 1_000_000
 TIMES = ("_seconds", "_deadline")
-SIZES = ("_bytes", "_limit")
+SIZES = ("_bytes",)
 """Ends of the names of settings in seconds, and in bytes."""
 
 
@@ -44,7 +44,7 @@ def _without_unit(name: str, value: object) -> object:
 
 
 class StoreOptions(BaseModel):
-    """Settings of a store's client. For a directory, only the mirror and the bandwidth limits apply."""
+    """Settings of a store's client. For a directory, only the mirror applies."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True)
 
@@ -59,10 +59,6 @@ class StoreOptions(BaseModel):
     request takes at most three times as long."""
     store_connections: Annotated[int, Field(ge=1, le=MAX_CONNECTIONS)] = 16
     """Most requests that one process has in flight to a store."""
-    store_upload_limit: Annotated[int | None, Field(gt=0)] = None
-    """Most bytes per second that one process sends to a store."""
-    store_download_limit: Annotated[int | None, Field(gt=0)] = None
-    """Most bytes per second that one process receives from a store."""
     store_progress: Literal["auto", "bar", "log", "off"] = "auto"
     """How transfers of more than two seconds are shown. auto: bars on a terminal, otherwise lines in the log."""
 

@@ -16,7 +16,7 @@ from tests.support.clouds import ANYBODY, KEYS, far_from_clouds, opened
 from tests.support.stores import s3_server
 from vllm_delta_sync.bucket.obstore_bucket import ObjectStoreBucket
 from vllm_delta_sync.bucket.obstore_clients import CREATE_BYTES, PART_BYTES
-from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by
+from vllm_delta_sync.bucket.transfer_observers import observed_by
 from vllm_delta_sync.errors import NotFoundError, StoreError, UnavailableError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,13 +83,13 @@ def test_the_option_comes_before_the_environment(answers: Answers, monkeypatch: 
 # Moving bytes
 
 
-class Heard(TransferObserver):
+class Heard:
     """Adds up; ``limit``: fails when there was more."""
 
     def __init__(self, limit: int = 1 << 60) -> None:
         self.sum, self.limit, self.threads = 0, limit, set[int]()
 
-    def on_bytes(self, count: int) -> None:
+    def __call__(self, count: int) -> None:
         self.sum += count
         self.threads.add(threading.get_ident())
         if self.sum > self.limit:

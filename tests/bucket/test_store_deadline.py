@@ -18,8 +18,7 @@ from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket
 from vllm_delta_sync.bucket import threads as thread_pool
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
-from vllm_delta_sync.bucket.middleware.usage import Tally
-from vllm_delta_sync.bucket.transfer_observers import observed_by, report_bytes
+from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import StoreError, UnavailableError
 
 LONG = StoreOptions(store_deadline=3600)
@@ -156,8 +155,7 @@ def test_the_same_write_once_more_waits_for_nothing(local: Bucket, tmp_path: Pat
 def test_a_transfer_that_was_given_up_ends_at_its_next_bytes(local: Bucket) -> None:
     gated = GatedBucket(local, "put")
     gated.after = lambda: report_bytes(1)
-    tally = Tally()
-    with observed_by(tally), pytest.raises(UnavailableError):
+    with pytest.raises(UnavailableError):
         DeadlineBucket(gated, Impatience.while_set(gated.begun["put"])).put("key", b"too late")
     gated.let_go("put")
     assert gated.ended["put"].wait(60)

@@ -1,7 +1,5 @@
 """From URLs and options to buckets: what is refused, and what goes for which store."""
 
-import time
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,6 @@ from tests.support.clouds import KEYS, far_from_clouds
 from vllm_delta_sync.bucket import StoreOptions, open_beside, open_bucket
 from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.errors import UsageError
-from vllm_delta_sync.format.manifest import object_key
 
 ENDPOINT = "http://127.0.0.1:7"
 
@@ -39,18 +36,3 @@ def test_an_endpoint_goes_for_one_kind_of_store() -> None:
 def test_a_host_with_a_port_is_no_bucket(url: str) -> None:
     with pytest.raises(UsageError, match=r"host and a port.*store_endpoint"):
         open_bucket(url)
-
-
-def test_a_limit_goes_for_what_comes_from_a_mirror_too(tmp_path: Path) -> None:
-    data = bytes(3_000_000)
-    key = object_key(sha256(data).hexdigest())
-    for name in ("origin", "mirror"):
-        open_bucket(tmp_path / name).put(key, data)
-    options = StoreOptions(mirror=str(tmp_path / "mirror"), store_download_limit=1_500_000, store_progress="off")
-    with open_bucket(tmp_path / "origin", options) as bucket:
-        began = time.monotonic()
-        assert bucket.get(key) == data
-        # A second's worth goes through at full speed.
-        assert time.monotonic() - began > 0.9
-        assert isinstance(bucket, OpenedBucket)
-        assert bucket.metrics.snapshot()["received_bytes"] == 0

@@ -15,10 +15,11 @@ import pytest
 
 from tests.support.store_faults import GatedBucket, ReportingBucket
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
+from vllm_delta_sync.bucket.middleware import progress
 from vllm_delta_sync.bucket.middleware.progress import Mode, ProgressBucket
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
 from vllm_delta_sync.bucket.middleware.usage import Metrics
-from vllm_delta_sync.errors import NotFoundError, StoreError, UnavailableError
+from vllm_delta_sync.errors import StoreError, UnavailableError
 
 MB = 1_000_000
 KEY = "objects/large"
@@ -107,17 +108,13 @@ def local(url: str) -> Bucket:
     return bucket
 
 
-def slow(inner: Bucket, mode: Mode, after: float = 0.01, every: float = 3600) -> ProgressBucket:
-    return ProgressBucket(inner, mode, after=after, every=every)
-
-
 @contextmanager
-def halfway(local: Bucket, mode: Mode, call: str = "get", every: float = 3600, key: str = KEY) -> Iterator[None]:
+def halfway(local: Bucket, mode: Mode, call: str = "get", key: str = KEY) -> Iterator[None]:
     """A transfer of 4 MB that rests in the middle until the end of the block, and has ended after it."""
     go_on = threading.Event()
     pieces = ReportingBucket(local, MB, lambda done: done != 2 * MB or go_on.wait(60))
     arguments: dict[str, tuple[object, ...]] = {"put": (bytes(4 * MB),), "get_file": (Path("copy"),)}
-    method = getattr(slow(pieces, mode, every=every), call)
+    method = getattr(ProgressBucket(pieces, mode, after=0, every=0), call)
     thread = threading.Thread(target=method, args=(key, *arguments.get(call, ())))
     thread.start()
     yield
@@ -144,30 +141,31 @@ def test_lines_in_the_log(
     local: Bucket, tmp_path: Path, lines: Lines, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    way = "up" if name == "put" else "down"
-    with halfway(local, "log", name, every=0.02):
-        lines.wait_for(rf"^{way} {KEY}: 2\.0 of 4\.0 MB, \d+\.\d MB/s$")
+    way, of = ("up", r" of 4\.0") if name == "put" else ("down", "")
+    with halfway(local, "log", name):
+        lines.wait_for(rf"^{way} {KEY}: 2\.0{of} MB, \d+\.\d MB/s$")
     assert re.search(rf"^{way} {KEY}: done, 4\.0 MB in \d+\.\d s, \d+\.\d MB/s$", lines.seen[-1])
     assert sum("done" in line for line in lines.seen) == 1
 
 
+def test_ranges_of_one_object_are_one_transfer(local: Bucket, lines: Lines) -> None:
+    bucket = ProgressBucket(ReportingBucket(local, MB), "log", after=0, every=0)
+    with bucket.transfer(KEY, 4 * MB):
+        for start in range(4):
+            bucket.get_range(KEY, start * MB, MB)
+    assert [line.partition(": ")[2].partition(",")[0] for line in lines.seen] == [
+        *(f"{part}.0 of 4.0 MB" for part in (1, 2, 3, 4)),
+        "done",
+    ]
+
+
 def test_a_transfer_that_breaks_off(local: Bucket, lines: Lines) -> None:
     def broken(done: int) -> None:
-        lines.wait_for("MB/s")
         raise StoreError("the disk is full")
 
     with pytest.raises(StoreError, match="disk is full"):
-        slow(ReportingBucket(local, MB, broken), "log").put("key", bytes(2 * MB))
+        ProgressBucket(ReportingBucket(local, MB, broken), "log", after=0).put("key", bytes(2 * MB))
     assert "interrupted, 1.0 MB in " in lines.seen[-1]
-
-
-def test_without_a_size_there_are_still_lines(local: Bucket, lines: Lines) -> None:
-    class Sizeless(ReportingBucket):
-        def stat(self, key: str) -> None:  # type: ignore[override]
-            raise NotFoundError("nothing to be seen")
-
-    bucket = slow(Sizeless(local, MB, lambda done: lines.wait_for(r"down objects/large: 1\.0 MB, ")), "log", every=0.01)
-    assert len(bucket.get(KEY)) == 4 * MB
 
 
 def test_a_repetition_starts_over(local: Bucket, lines: Lines) -> None:
@@ -177,14 +175,11 @@ def test_a_repetition_starts_over(local: Bucket, lines: Lines) -> None:
         if failures and done == 4 * MB:
             failures.pop()
             raise UnavailableError("the connection was cut")
-        if not failures and done == MB:
-            lines.wait_for(r"up key: 1\.0 of 4\.0 MB")
 
-    options = StoreOptions()
-    bucket = slow(
-        RetryingBucket(ReportingBucket(local, MB, cut_late), options, Metrics()), "log", after=0.001, every=0.001
-    )
-    bucket.put("key", bytes(4 * MB))
+    retried = RetryingBucket(ReportingBucket(local, MB, cut_late), StoreOptions(), Metrics())
+    ProgressBucket(retried, "log", after=0, every=0).put("key", bytes(4 * MB))
+    moved = [line.partition(": ")[2][:3] for line in lines.seen if "MB/s" in line]
+    assert moved[3:6] == ["4.0", "0.0", "1.0"]
     assert "up key: done, 4.0 MB" in lines.seen[-1]
 
 
@@ -193,41 +188,21 @@ def test_bars_on_a_terminal(
     local: Bucket, terminal: Terminal, lines: Lines, mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", terminal.stderr)
-    with halfway(local, mode):
-        terminal.wait_for(r"down large: +50%\|.*\| 2\.00M/4\.00M \[")
+    monkeypatch.setattr(progress, "DRAW_SECONDS", 0)
+    with halfway(local, mode, "put"):
+        terminal.wait_for(r"up large: +50%\|.*\| 2\.00M/4\.00M \[")
     terminal.write_after()
     # The bar is wiped out, and the cursor is back at the beginning of its line.
     assert re.search(r"\r +\rwhat comes after", terminal.written)
     assert lines.seen == []
 
 
-@pytest.mark.slow
-def test_bars_of_several_transfers_keep_to_their_lines(
-    local: Bucket, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stderr", [None, "closed"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_lost_terminal_stops_no_transfer(
+    local: Bucket, monkeypatch: pytest.MonkeyPatch, mode: Mode, stderr: str | None
 ) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal.stderr)
-    first, second = (f"objects/{letter * 64}.safetensors" for letter in "ab")
-    with halfway(local, "bar", "put", key=first), halfway(local, "bar", "put", key=second):
-        for letter in "ab":
-            terminal.wait_for(rf"up {letter * 13}\.\.{letter}\.safetensors: +50%")
-    terminal.write_after()
-    for piece in re.split(r"[\r\n]|\x1b\[A", terminal.written):
-        assert re.fullmatch(r"( *|up (a{13}|b{13})\.\.[\w.]{13}: .*\]? *|what comes after)", piece), piece
-        assert piece.count("up ") <= 1
-
-
-def test_a_lost_terminal_stops_no_transfer(local: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
-    monkeypatch.setattr(sys, "stderr", closed)
-    tried = threading.Event()
-
-    def pause(done: int) -> None:
-        if done == MB:
-            tried.wait(0.1)
-
-    for mode in MODES:
-        assert len(slow(ReportingBucket(local, MB, pause), mode).get(KEY)) == 4 * MB
-    monkeypatch.setattr(sys, "stderr", None)
-    for mode in MODES:
-        assert len(slow(ReportingBucket(local, MB, pause), mode).get(KEY)) == 4 * MB
+    monkeypatch.setattr(sys, "stderr", None if stderr is None else closed)
+    assert len(ProgressBucket(ReportingBucket(local, MB), mode, after=0, every=0).get(KEY)) == 4 * MB

@@ -184,18 +184,18 @@ def test_what_a_library_call_is_not_given_is_taken_from_the_settings(
     world: KeyedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert open_run(world.url).head().version == 3
-    set_all(monkeypatch, toml(world.folder, trusted_keys=world.pub("root"), store_download_limit=10**9))
+    set_all(monkeypatch, toml(world.folder, trusted_keys=world.pub("root"), mirror=f"{world.folder}/one"))
     with pytest.raises(SignatureError):
         open_run(world.url)
     # What a call is given wins, and an empty keyring asks for nothing.
     assert open_run(world.url, Keyring.load(world.pub("stranger"))).head().version == 3
     bucket = open_run(world.url, Keyring()).bucket
     assert isinstance(bucket, OpenedBucket)
-    assert bucket.options.store_download_limit == 10**9
-    monkeypatch.setenv("DELTA_SYNC_STORE_DOWNLOAD_LIMIT", "5000000")
+    assert bucket.options.mirror == f"{world.folder}/one"
+    monkeypatch.setenv("DELTA_SYNC_MIRROR", f"{world.folder}/two")
     opened = open_bucket(world.url)
     assert isinstance(opened, OpenedBucket)
-    assert opened.options.store_download_limit == 5_000_000
+    assert opened.options.mirror == f"{world.folder}/two"
     assert not isinstance(open_bucket(world.url, StoreOptions()), OpenedBucket)
     monkeypatch.setenv("DELTA_SYNC_TRUSTED_KEYS", world.pub("stranger"))
     assert open_run(world.url).verify().checked

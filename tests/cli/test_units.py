@@ -49,9 +49,9 @@ def test_settings_take_the_same() -> None:
         "heartbeat_seconds": "2m",
         "store_deadline": "1m",
     }
-    settings = load_settings(given, {"DELTA_SYNC_STORE_UPLOAD_LIMIT": "10MB", "DELTA_SYNC_UNDO_BYTES": "1GiB"})
+    settings = load_settings(given, {"DELTA_SYNC_UNDO_BYTES": "1GiB"})
     assert (settings.poll_seconds, settings.cache_bytes, settings.heartbeat_seconds) == (0.5, 200 * 10**9, 120)
-    assert (settings.store_deadline, settings.store_upload_limit, settings.undo_bytes) == (60, 10**7, 2**30)
+    assert (settings.store_deadline, settings.undo_bytes) == (60, 2**30)
     for name, text in (("poll_seconds", "2x"), ("cache_bytes", "2h"), ("poll_seconds", "2h")):
         with pytest.raises(SettingsError, match=name):
             load_settings({"bucket": "/x", name: text}, {})

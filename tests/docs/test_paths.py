@@ -86,10 +86,10 @@ def compare(title: str, seen: set[str], elsewhere: set[str]) -> None:
 def test_the_path_of_a_publish(tmp_path: Path) -> None:
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **size)).to(torch.bfloat16)  # type: ignore[arg-type]
-    limited = StoreOptions(store_upload_limit=1_000_000_000)
+    mirrored = StoreOptions(mirror=str(tmp_path / "mirror"))
     with (
         tracing() as tracer,
-        open_bucket(tmp_path / "run", limited) as bucket,
+        open_bucket(tmp_path / "run", mirrored) as bucket,
         Publisher(
             model, bucket, notice="tcp://127.0.0.1:*", gate=Gate(), budget=Budget(max_share=0.01), merge=False
         ) as publisher,

@@ -21,8 +21,7 @@ from tests.support.written import Written
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
-from vllm_delta_sync.bucket.middleware.limits import LimitedBucket
-from vllm_delta_sync.bucket.middleware.usage import Metrics
+from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, Metrics
 from vllm_delta_sync.bucket.threads import PARALLEL, in_parallel
 from vllm_delta_sync.cli.log import log_document
 from vllm_delta_sync.client import Run, open_run

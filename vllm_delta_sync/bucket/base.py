@@ -140,8 +140,8 @@ class Bucket(ABC):
         """Remove an object; succeeds if there is none."""
 
     @contextmanager
-    def transfer(self, key: str) -> Iterator[None]:
-        """Show all calls of ``get_range`` in the block, which fetch one large object, as one transfer."""
+    def transfer(self, key: str, size: int) -> Iterator[None]:
+        """Show all calls of ``get_range`` in the block, which fetch one object of ``size`` bytes, as one transfer."""
         yield
 
     def close(self) -> None:

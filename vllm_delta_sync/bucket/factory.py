@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
-from vllm_delta_sync.settings import MAX_CONNECTIONS, StoreOptions, client_settings
+from vllm_delta_sync.settings import StoreOptions, client_settings
 from vllm_delta_sync.urls import (
     OBJECT_STORES,
     check_no_credentials,
@@ -57,8 +57,7 @@ def open_bucket(url: str | os.PathLike[str], options: StoreOptions | None = None
         from vllm_delta_sync.bucket.local import LocalBucket
 
         bucket: Bucket = LocalBucket(local_path(url))
-        plain = options.mirror is None and options.store_upload_limit is None and options.store_download_limit is None
-        return bucket if plain else _wrap(bucket, options, network=False)
+        return bucket if options.mirror is None else _wrap(bucket, options, network=False)
     return _wrap(_open_store(url, options), options, network=True)
 
 
@@ -94,11 +93,10 @@ def _open_store(url: str, options: StoreOptions) -> Bucket:
 def _wrap(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBucket:
     """Wrap a store in its middleware, innermost first."""
     from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
-    from vllm_delta_sync.bucket.middleware.limits import LimitedBucket
     from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
     from vllm_delta_sync.bucket.middleware.ranged import RangedBucket
     from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
-    from vllm_delta_sync.bucket.middleware.usage import PROCESS, Metrics
+    from vllm_delta_sync.bucket.middleware.usage import PROCESS, LimitedBucket, Metrics
 
     metrics = Metrics(PROCESS)
     if network:
@@ -112,10 +110,7 @@ def _wrap(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBucket:
         return origin
     from vllm_delta_sync.bucket.middleware.mirror import MirrorBucket
 
-    # Bandwidth limits are about this machine's network, so they apply to the mirror too. The limit of connections does
-    # not: the mirror's deadline would not learn of the waiting in time.
-    limits = options.model_copy(update={"store_connections": MAX_CONNECTIONS})
-    mirror = LimitedBucket(open_mirror(options.mirror, options), limits, Metrics())
+    mirror = open_mirror(options.mirror, options)
     mirrored = MirrorBucket(origin, mirror, connections=options.store_connections)
     return OpenedBucket(mirrored, options, metrics, origin)
 

@@ -1,8 +1,8 @@
-"""``TransferObserver``: receives, during a call, the number of bytes moved between a store and this process.
+"""Observers receive, during a call, the number of bytes moved between a store and this process.
 
 Stores call ``report_bytes`` in their loops and do not know the observers. Middleware installs observers (progress,
-metrics, limits) for one call with ``observed_by``. Both use a context variable; other threads of the same call inherit
-the observers through ``with_observers``.
+metrics, deadlines) for one call with ``observed_by``. Both use a context variable; other threads of the same call
+inherit the observers through ``with_observers``.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,39 +10,24 @@ from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from functools import partial
 
+TransferObserver = Callable[[int], object]
+"""Counts bytes as transferred; a negative count takes back the bytes of a failed attempt.
 
-class TransferObserver:
-    """Observes one call. Its methods are called from any thread of the call."""
-
-    def on_bytes(self, count: int) -> None:
-        """Count ``count`` bytes as transferred; a negative count takes back the bytes of a failed attempt.
-
-        May wait, in order to slow the transfer down. May raise, in order to end the call.
-        """
-
-    def on_wait(self, seconds: float) -> None:
-        """Count ``seconds`` that a limit made the call wait."""
-
+Called from any thread of the call. May raise, in order to end the call."""
 
 _observers: ContextVar[tuple[TransferObserver, ...]] = ContextVar("delta_sync_observers", default=())
 
 
 def report_bytes(count: int) -> None:
     """Notify all observers that ``count`` bytes were transferred."""
-    for observer in _observers.get():
-        observer.on_bytes(count)
-
-
-def report_wait(seconds: float) -> None:
-    """Notify all observers that a limit made the call wait."""
-    for observer in _observers.get():
-        observer.on_wait(seconds)
+    for observe in _observers.get():
+        observe(count)
 
 
 @contextmanager
-def observed_by(observer: TransferObserver) -> Iterator[None]:
-    """Notify ``observer`` too of the calls in the block."""
-    token = _observers.set((*_observers.get(), observer))
+def observed_by(observe: TransferObserver) -> Iterator[None]:
+    """Notify ``observe`` too of the calls in the block."""
+    token = _observers.set((*_observers.get(), observe))
     try:
         yield
     finally:

@@ -73,7 +73,7 @@ def download_object(
         DeltaSyncError: as ``Bucket.get_range``.
     """
     connections = bucket.options.store_connections if isinstance(bucket, OpenedBucket) else CONNECTIONS
-    with allow_mirrors() as used, bucket.transfer(ref.key):
+    with allow_mirrors() as used, bucket.transfer(ref.key, ref.bytes):
         resumed = download(bucket, ref.key, ref.bytes, path, connections=connections, journal=journal)
     found = read()
     for mirror in used:
@@ -82,7 +82,7 @@ def download_object(
         # Any piece may be the wrong one, so download all of them again, and without the mirror.
         if journal is not None:
             remove_quietly(journal)
-        with bucket.transfer(ref.key):
+        with bucket.transfer(ref.key, ref.bytes):
             download(bucket, ref.key, ref.bytes, path, connections=connections, journal=journal)
         found = read()
     if found is None:

@@ -20,7 +20,7 @@ METAVARS = {
     "trusted_keys": "FILES",
     "receiver_id": "NAME",
 }
-METAVARS_BY_END = {"_dir": "DIR", "_bytes": "BYTES", "_limit": "BYTES", "_seconds": "SECONDS", "_deadline": "SECONDS"}
+METAVARS_BY_END = {"_dir": "DIR", "_bytes": "BYTES", "_seconds": "SECONDS", "_deadline": "SECONDS"}
 
 
 def metavar(field: str) -> str:

@@ -5,11 +5,11 @@
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
-from vllm_delta_sync.bucket.middleware.progress import terminal_size
 from vllm_delta_sync.errors import DeltaSyncError
 
 CLEAR = "\033[H\033[J"
@@ -153,7 +153,7 @@ class ProgressBar:
             # The same bars as those of the store's transfers, so that both can be shown at once.
             from vllm_delta_sync.bucket.middleware.progress import bar_class
 
-            columns, rows = terminal_size()
+            columns, rows = shutil.get_terminal_size()
             unit = {"unit": "B", "unit_scale": True} if self._unit == "bytes" else {"unit": f" {self._unit}"}
             shown = sys.stderr.isatty()
             self._bar = bar_class()(

@@ -13,12 +13,11 @@ from tests.bucket.contract.test_bucket_crowd import (  # noqa: F401
 from tests.support.store_faults import dressed
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
-from vllm_delta_sync.bucket.middleware.limits import LimitedBucket
 from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
-from vllm_delta_sync.bucket.middleware.usage import Metrics
+from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, Metrics
 
-OPTIONS = StoreOptions(store_upload_limit=10**12, store_download_limit=10**12, store_progress="log")
+OPTIONS = StoreOptions(store_progress="log")
 WORN: dict[str, Callable[[Bucket], Bucket]] = {
     "all": lambda bucket: dressed(bucket, OPTIONS, Metrics()),
     "deadline": lambda bucket: DeadlineBucket(bucket, OPTIONS),

@@ -111,8 +111,8 @@ class BucketMiddleware(Bucket):
         self._around(Call("delete", key), lambda: self._inner.delete(key))
 
     @contextmanager
-    def transfer(self, key: str) -> Iterator[None]:
-        with self._inner.transfer(key):
+    def transfer(self, key: str, size: int) -> Iterator[None]:
+        with self._inner.transfer(key, size):
             yield
 
     def close(self) -> None:

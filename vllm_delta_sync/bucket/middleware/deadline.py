@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, remove_quietly, replacing
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
 from vllm_delta_sync.bucket.threads import SLICE_SECONDS, DaemonThreads, wait_interruptibly
-from vllm_delta_sync.bucket.transfer_observers import TransferObserver, observed_by, with_observers
+from vllm_delta_sync.bucket.transfer_observers import observed_by, with_observers
 from vllm_delta_sync.errors import UnavailableError
 from vllm_delta_sync.settings import StoreOptions
 
@@ -26,7 +26,7 @@ class DeadlineBucket(BucketMiddleware):
     """Abandons a call after ``options.allowance(size)`` seconds and raises UnavailableError.
 
     For a put, ``size`` is the size of the data; for a read, the bytes received so far, because the size of the object
-    is not known in advance. Time in which limits delayed the call does not count.
+    is not known in advance.
     """
 
     def __init__(self, inner: Bucket, options: StoreOptions) -> None:
@@ -70,7 +70,7 @@ class DeadlineBucket(BucketMiddleware):
 
     def _run(self, action: str, call: "_ThreadCall[_Result]") -> _Result:
         try:
-            with observed_by(call):
+            with observed_by(call.on_bytes):
                 run = with_observers(call.run)
             self._threads.submit(run, call.finished.release)
             while not call.ends_within(max(0.0, min(call.seconds_left(), SLICE_SECONDS))):
@@ -87,7 +87,7 @@ class DeadlineBucket(BucketMiddleware):
         return UnavailableError(f"{what}; check the network, or raise store_deadline")
 
 
-class _ThreadCall(TransferObserver, Generic[_Result]):
+class _ThreadCall(Generic[_Result]):
     """One call in a thread of its own, which may be abandoned.
 
     Attributes:
@@ -115,7 +115,6 @@ class _ThreadCall(TransferObserver, Generic[_Result]):
         self.finished.acquire()
         self._lock = threading.Lock()
         self._moved = 0
-        self._waited = 0.0
         self._ended = self._abandoned = False
         self._result: _Result | None = None
         self._error: BaseException | None = None
@@ -128,17 +127,13 @@ class _ThreadCall(TransferObserver, Generic[_Result]):
             # The result would be dropped, so end the transfer.
             raise UnavailableError("the call missed its deadline and was abandoned; try again")
 
-    def on_wait(self, seconds: float) -> None:
-        with self._lock:
-            self._waited += seconds
-
     def allowance(self) -> float:
         """Return the seconds that the call may take, by the size that is known now."""
         return self._options.allowance(max(self.size, self._moved))
 
     def seconds_left(self) -> float:
         """Return the seconds until the deadline."""
-        return self.allowance() + self._waited - (time.monotonic() - self._began)
+        return self.allowance() - (time.monotonic() - self._began)
 
     def run(self) -> None:
         """Make the call, in its thread."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, read_pieces
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
-from vllm_delta_sync.bucket.middleware.usage import Metrics, Tally
+from vllm_delta_sync.bucket.middleware.usage import Metrics
 from vllm_delta_sync.bucket.threads import wait_interruptibly
 from vllm_delta_sync.bucket.transfer_observers import observed_by, report_bytes
 from vllm_delta_sync.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError
@@ -29,8 +29,8 @@ class RetryingBucket(BucketMiddleware):
     """Retries calls that raise UnavailableError, and no others.
 
     Pauses between tries grow from 0.1 to 5 s, with random jitter so that clients do not return at the same moment. No
-    try begins later than ``retry_seconds`` after the first. Two times do not count: delays by limits, and what the
-    longest try took beyond ``store_deadline``; otherwise a large transfer that fails late would get no second try.
+    try begins later than ``retry_seconds`` after the first. What the longest try took beyond ``store_deadline`` does
+    not count; otherwise a large transfer that fails late, or has waited for others, would get no second try.
     When time is up, DeadlineError reports the number of tries and the last failure.
 
     If a create-if-absent has a try of unknown outcome and then finds the key taken, it reads the object back: if the
@@ -50,7 +50,7 @@ class RetryingBucket(BucketMiddleware):
         tries = _Tries()
         while True:
             try:
-                with observed_by(tries):
+                with observed_by(tries.on_bytes):
                     return run()
             except UnavailableError as error:
                 report_bytes(-tries.bytes)
@@ -133,26 +133,27 @@ class RetryingBucket(BucketMiddleware):
         return True
 
 
-class _Tries(Tally):
-    """The tries of one request. Times are in seconds, without delays by limits."""
+class _Tries:
+    """The tries of one request. Attributes: bytes: that the current try has moved. longest: seconds of the longest."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._lock = threading.Lock()
         self.count = 0
         self.longest = 0.0
         self._first = time.monotonic()
-        self._limited_seconds = 0.0
         self.start_try()
 
     def start_try(self) -> None:
+        self.bytes = 0
+        self._began = time.monotonic()
+
+    def on_bytes(self, count: int) -> None:
         with self._lock:
-            self._limited_seconds += self.wait_seconds
-            self.bytes, self.wait_seconds = 0, 0.0
-            self._began = time.monotonic()
+            self.bytes += count
 
     def end_try(self) -> float:
         """End a failed try; return the seconds since the first one began."""
         now = time.monotonic()
         self.count += 1
-        self.longest = max(self.longest, now - self._began - self.wait_seconds)
-        return now - self._first - self._limited_seconds - self.wait_seconds
+        self.longest = max(self.longest, now - self._began)
+        return now - self._first

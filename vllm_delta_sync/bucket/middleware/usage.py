@@ -1,15 +1,22 @@
-"""``Metrics``: sums of a store's calls, failures, retries, bytes and seconds in each direction."""
+"""``LimitedBucket`` limits the requests in flight, and counts all of them in ``Metrics``."""
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
-from vllm_delta_sync.bucket.transfer_observers import TransferObserver
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call
+from vllm_delta_sync.bucket.transfer_observers import observed_by
 from vllm_delta_sync.errors import AccessError, DeadlineError, StoreError, UnavailableError
+from vllm_delta_sync.settings import StoreOptions
 
 FAILURE_KINDS = tuple(error.kind for error in (StoreError, AccessError, UnavailableError, DeadlineError))
 _COUNTS = ("calls", "failures", *(f"failures_{kind}" for kind in FAILURE_KINDS), "retries")
 _COUNTS_OF_BYTES = ("sent_bytes", "received_bytes")
-_SECONDS = ("send_seconds", "receive_seconds", "waited_seconds")
+_SECONDS = ("send_seconds", "receive_seconds")
+_SUMS = {"up": ("sent_bytes", "send_seconds"), "down": ("received_bytes", "receive_seconds")}
+_Result = TypeVar("_Result")
 
 
 class Metrics:
@@ -18,8 +25,7 @@ class Metrics:
     ``calls``: requests to the store; a listing counts once. ``failures``: calls that raised StoreError, and by its kind
     ``failures_store``, ``failures_access``, ``failures_unavailable``, ``failures_deadline``; a missing or existing
     object is not a failure. ``retries``: tries after the first one. ``sent_bytes``, ``received_bytes``: failed tries
-    included. ``send_seconds``, ``receive_seconds``: time spent in transfers, summed over parallel ones, without
-    ``waited_seconds``, the time in which a limit delayed them.
+    included. ``send_seconds``, ``receive_seconds``: time spent in transfers, summed over parallel ones.
 
     Args:
         parent: metrics to which everything is added too.
@@ -58,18 +64,43 @@ PROCESS = Metrics()
 """Metrics of all stores that this process uses, except plain directories."""
 
 
-class Tally(TransferObserver):
-    """Sums the bytes of one call, and the seconds in which limits delayed it."""
+class LimitedBucket(BucketMiddleware):
+    """Counts the calls of this instance, and makes a call beyond ``store_connections`` wait until another one ends."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.bytes = 0
-        self.wait_seconds = 0.0
+    def __init__(self, inner: Bucket, options: StoreOptions, metrics: Metrics) -> None:
+        super().__init__(inner)
+        self._metrics = metrics
+        self._slots = threading.Semaphore(options.store_connections)
 
-    def on_bytes(self, count: int) -> None:
-        with self._lock:
-            self.bytes += count
+    def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
+        if call.method != "list":
+            self._metrics.add(calls=1)
+        try:
+            with self._slots:
+                return run() if call.direction is None else self._transfer(call, run)
+        except StoreError as error:
+            self._metrics.count_failure(error)
+            raise
 
-    def on_wait(self, seconds: float) -> None:
-        with self._lock:
-            self.wait_seconds += seconds
+    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self._metrics.add(calls=1)
+        return self._list_pages(prefix)
+
+    def _transfer(self, call: Call, run: Callable[[], _Result]) -> _Result:
+        byte_sum, seconds = _SUMS[call.direction or "down"]
+        reported = False
+
+        def observe(count: int) -> None:
+            nonlocal reported
+            reported = True
+            self._metrics.add(**{byte_sum: count})
+
+        began = time.monotonic()
+        try:
+            with observed_by(observe):
+                result = run()
+            if not reported:
+                self._metrics.add(**{byte_sum: call.transferred(result)})
+            return result
+        finally:
+            self._metrics.add(**{seconds: time.monotonic() - began})
