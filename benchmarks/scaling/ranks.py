@@ -22,7 +22,7 @@ from benchmarks.scaling.shapes import RankSlice, ScaledModel, Slice
 from trainer_side import Publisher
 from trainer_side.manifests import SHARD_BYTES
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.bucket.middleware.ranged import piece_bytes
+from vllm_delta_sync.bucket.ranged import piece_bytes
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.codec import delta_reader, delta_writer
 from vllm_delta_sync.codec.merge import RollingBase

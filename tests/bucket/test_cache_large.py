@@ -15,11 +15,11 @@ import pytest
 
 from tests.bucket.test_cache import MANY, SECONDS, Source, names, ref_of, script
 from tests.support.running import context_of_processes, eventually
+from vllm_delta_sync.bucket import ranged as downloads
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.bucket.middleware import ranged as downloads
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.mirror import MirrorBucket
-from vllm_delta_sync.bucket.middleware.ranged import CONNECTIONS, PIECE_BYTES
+from vllm_delta_sync.bucket.ranged import CONNECTIONS, PIECE_BYTES
 from vllm_delta_sync.cache import ObjectCache, object_cache
 from vllm_delta_sync.cache.folder import STALE_SECONDS
 from vllm_delta_sync.errors import DigestError, NotFoundError, UnavailableError
@@ -298,7 +298,7 @@ FULL = """
 import sys
 from pathlib import Path
 from tests.bucket import test_cache_large as test
-from vllm_delta_sync.bucket.middleware import ranged as downloads
+from vllm_delta_sync.bucket import ranged as downloads
 
 downloads.PIECE_BYTES, test.object_cache.RESUMED_BYTES = test.PIECE, test.SMALL
 folder, small, large = Path(sys.argv[1]), test.Source(bytes(600 << 10)), test.Source(bytes(1 << 20))

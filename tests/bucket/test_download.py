@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from vllm_delta_sync.bucket import StoreOptions
+from vllm_delta_sync.bucket import ranged as downloads
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.bucket.middleware import ranged as downloads
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
-from vllm_delta_sync.bucket.middleware.ranged import RangedBucket, download
+from vllm_delta_sync.bucket.ranged import RangedBucket, download
 from vllm_delta_sync.bucket.verified import download_object
 from vllm_delta_sync.errors import DigestError, NotFoundError, StoreError, UnavailableError
 from vllm_delta_sync.format.manifest import ObjectRef, object_key
@@ -241,7 +241,7 @@ INTERRUPTED = """
 import os, signal, sys, threading
 from pathlib import Path
 from tests.bucket import test_download as test
-from vllm_delta_sync.bucket.middleware import ranged as downloads
+from vllm_delta_sync.bucket import ranged as downloads
 
 downloads.PIECE_BYTES = test.PIECE
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background shell takes away

@@ -1,6 +1,6 @@
 """The Hub's bucket with the real client against a loopback Hub: what the contract suite asks of no store.
 
-And create-if-absent: as far as the Hub's own interface goes, and through its S3 gateway.
+And create-if-absent, as far as the Hub's interface goes.
 """
 
 import os
@@ -16,7 +16,6 @@ from tests.support.hub_store import Hub
 from tests.support.running import eventually
 from vllm_delta_sync.bucket import StoreOptions, transfer_observers
 from vllm_delta_sync.bucket.hub.bucket import HubBucket
-from vllm_delta_sync.bucket.hub.s3_gateway import ENDPOINT, KEY_ID, SECRET
 from vllm_delta_sync.errors import (
     AccessError,
     ConflictError,
@@ -219,55 +218,3 @@ def test_an_overtaken_writer_is_told(hub: Hub, bucket: HubBucket) -> None:
         with pytest.raises(ConflictError, match="another writer was first"):
             quick.result()
     assert bucket.get("a") == b"slow"
-
-
-@pytest.fixture
-def gateway(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    monkeypatch.setenv(KEY_ID, str(hub.options()["s3_key"]))
-    monkeypatch.setenv(SECRET, "any")
-    monkeypatch.setenv(ENDPOINT, f"{hub.endpoint}/s3")
-    # Another account's, which has nothing to do with it.
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
-    return hub
-
-
-def test_only_creating_goes_through_the_gateway(gateway: Hub, tmp_path: Path) -> None:
-    bucket = opened()
-    source = tmp_path / "source"
-    source.write_bytes(b"from a file")
-    bucket.put("a", source, if_absent=True)
-    assert bucket.get("a") == b"from a file"
-    bucket.put("a", b"y")
-    bucket.delete("a")
-    assert [one["method"] for one in gateway.requests("^/s3/")] == ["PUT"]
-    with pytest.raises(UsageError, match="missing"):
-        bucket.put("a", tmp_path / "missing", if_absent=True)
-
-
-def test_failures_of_the_gateway(gateway: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    bucket = opened()
-    gateway.fault("status", "^/s3/", code=503)
-    with pytest.raises(UnavailableError, match="503"):
-        bucket.put("a", b"x", if_absent=True)
-    gateway.change(quota=3)
-    with pytest.raises(StoreError, match=r"quota.*delta-sync gc") as caught:
-        bucket.put("a", b"1234", if_absent=True)
-    assert type(caught.value) is StoreError
-    with pytest.raises(StoreError, match="no such bucket"):
-        opened("hf://buckets/team/none/run").put("a", b"x", if_absent=True)
-    monkeypatch.setenv(KEY_ID, "HFAKNOBODYS")
-    with pytest.raises(AccessError, match=f"S3 gateway.*{KEY_ID} and {SECRET}, or unset both"):
-        opened().put("a", b"x", if_absent=True)
-    assert list(bucket.list()) == []
-
-
-def test_half_of_what_the_gateway_needs(gateway: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENDPOINT)
-    with pytest.raises(UsageError, match=f"set {ENDPOINT} to its S3 gateway"):
-        opened()
-    monkeypatch.delenv(SECRET)
-    with pytest.raises(UsageError, match=f"only one of {KEY_ID} and {SECRET} is set"):
-        opened()
-    monkeypatch.delenv(KEY_ID)
-    assert not opened().supports_conditional_put

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from vllm_delta_sync.bucket import ObjectInfo
+from vllm_delta_sync.bucket import ranged as downloads
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.bucket.middleware import ranged as downloads
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.mirror import FAILURES, PAUSE_SECONDS, MirrorBucket, allow_mirrors
 from vllm_delta_sync.bucket.verified import download_object, fetch_object

@@ -15,7 +15,6 @@ import pytest
 from tests.support.running import eventually
 from tests.support.store_faults import GATE_SECONDS, GatedBucket, Impatience, SwallowingBucket
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket
-from vllm_delta_sync.bucket import threads as thread_pool
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.transfer_observers import report_bytes
@@ -247,40 +246,3 @@ def test_after_a_fork_both_halves_work(local: Bucket) -> None:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert bucket.get("child") == b"first"
-
-
-def test_calls_that_follow_each_other_share_a_thread(local: Bucket) -> None:
-    threads: set[int] = set()
-
-    class Noting(BucketMiddleware):
-        def stat(self, key: str) -> ObjectInfo:
-            threads.add(threading.get_ident())
-            return self._inner.stat(key)
-
-    with DeadlineBucket(Noting(local), LONG) as bucket:
-        for _ in range(50):
-            bucket.stat("key")
-        assert len(threads) == 1
-        assert threading.get_ident() not in threads
-
-
-def test_idle_threads_keep_no_bytes(local: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_pool, "IDLE_SECONDS", 3600.0)
-
-    class Watched(bytes):
-        """Bytes that say when they go."""
-
-        def __del__(self) -> None:
-            gone.set()
-
-    class Giving(SwallowingBucket):
-        def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-            return Watched(b"x")
-
-    gone = threading.Event()
-    with DeadlineBucket(Giving(local), LONG) as bucket:
-        assert bucket.get("key") == b"x"
-        assert gone.wait(60)
-        gone.clear()
-        bucket.put("key", Watched(b"y"))
-        assert gone.wait(60)

@@ -20,7 +20,7 @@ from tests.support.samples import RunWriter, random_bits
 from tests.support.written import TABLE, Written
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
-from vllm_delta_sync.bucket.middleware.ranged import PIECE_BYTES
+from vllm_delta_sync.bucket.ranged import PIECE_BYTES
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.errors import NotFoundError, StoreError, UsageError
 from vllm_delta_sync.format import documents as side

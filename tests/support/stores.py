@@ -97,17 +97,6 @@ def _hub(folder: Path) -> Iterator[Store]:
     yield Store(f"hf://buckets/{bucket}/run", hub().environment)
 
 
-@contextmanager
-def _gateway(folder: Path) -> Iterator[Store]:
-    with _hub(folder) as store:
-        credentials = {
-            "HF_S3_ENDPOINT": f"{hub().endpoint}/s3",
-            "HF_S3_ACCESS_KEY_ID": hub().options()["s3_key"],
-            "HF_S3_SECRET_ACCESS_KEY": "any",
-        }
-        yield Store(store.url, store.environment | credentials)
-
-
 def _fresh() -> str:
     return f"test-{os.getpid()}-{next(_numbers)}"
 
@@ -117,6 +106,5 @@ STORES: dict[str, Kind] = {
     "memory": Kind(_memory, across_processes=False),
     "s3": Kind(_s3),
     "hub": Kind(_hub, exclusive=False),
-    "hub_gateway": Kind(_gateway),
 }
 ACROSS_PROCESSES = sorted(name for name, kind in STORES.items() if kind.across_processes)

@@ -94,9 +94,9 @@ def _wrap(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBucket:
     """Wrap a store in its middleware, innermost first."""
     from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
     from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
-    from vllm_delta_sync.bucket.middleware.ranged import RangedBucket
     from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
     from vllm_delta_sync.bucket.middleware.usage import PROCESS, LimitedBucket, Metrics
+    from vllm_delta_sync.bucket.ranged import RangedBucket
 
     metrics = Metrics(PROCESS)
     if network:

@@ -1,18 +1,14 @@
-"""``in_parallel``, ``start_call`` and ``DaemonThreads``: calls in threads that do not delay the end of the process."""
+"""``in_parallel`` and ``start_call``: calls in threads that do not delay the end of the process."""
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from queue import Empty, SimpleQueue
 from typing import ParamSpec, TypeVar
 
 from vllm_delta_sync.bucket.transfer_observers import with_observers
 
-IDLE_SECONDS = 10.0
-MOST_IDLE = 8
 SLICE_SECONDS = 0.5
 """Longest uninterrupted wait: a signal that arrives right before a wait begins is handled only when it ends."""
 PARALLEL = 16
@@ -21,60 +17,6 @@ PARALLEL = 16
 _Arguments = ParamSpec("_Arguments")
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-_Inbox = SimpleQueue[tuple[Callable[[], None], Callable[[], None]]]
-
-
-class DaemonThreads:
-    """Runs each piece of work at once, in an idle thread or in a new one.
-
-    The threads are daemons, so that work that hangs does not delay the end of the process. They stay idle for some
-    seconds, because starting a thread takes longer than most small requests to a nearby store.
-    """
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        # List methods are atomic. A lock could be left locked by a fork.
-        self._idle: list[_Inbox] = []
-
-    def submit(self, work: Callable[[], None], end: Callable[[], None]) -> None:
-        """Call ``work()``, then ``end()``, in another thread, or here if no thread can be started.
-
-        Neither may raise.
-        """
-        if self._pid != os.getpid():
-            self._pid, self._idle = os.getpid(), []  # after a fork, the threads exist in the parent only
-        try:
-            inbox = self._idle.pop()
-        except IndexError:
-            inbox = SimpleQueue()
-            try:
-                threading.Thread(target=self._serve, args=(inbox,), name="delta-sync-store", daemon=True).start()
-            except RuntimeError:  # the interpreter is shutting down, or there are too many threads
-                work()
-                end()
-                return
-        inbox.put((work, end))
-
-    def _serve(self, inbox: _Inbox) -> None:
-        while True:
-            try:
-                work, end = inbox.get(timeout=IDLE_SECONDS)
-            except Empty:
-                try:
-                    self._idle.remove(inbox)
-                except ValueError:
-                    continue  # a caller has just taken this thread
-                return
-            work()
-            parked = len(self._idle) < MOST_IDLE
-            if parked:
-                # Before the end, so that the next call finds it.
-                self._idle.append(inbox)
-            end()
-            # Otherwise an idle thread would keep the bytes of its last call.
-            del work, end
-            if not parked:
-                return
 
 
 def wait_interruptibly(wait: Callable[[float], bool], seconds: float) -> bool:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from vllm_delta_sync.bucket.base import Bucket, remove_quietly
 from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.bucket.middleware.mirror import allow_mirrors
-from vllm_delta_sync.bucket.middleware.ranged import CONNECTIONS, download
+from vllm_delta_sync.bucket.ranged import CONNECTIONS, download
 from vllm_delta_sync.errors import DigestError, NotFoundError
 from vllm_delta_sync.format.manifest import ObjectRef, Stored
 

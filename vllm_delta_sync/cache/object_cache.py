@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.middleware.ranged import PIECE_BYTES
+from vllm_delta_sync.bucket.ranged import PIECE_BYTES
 from vllm_delta_sync.bucket.verified import check_object, check_stored_size, download_object, fetch_object, time_hashing
 from vllm_delta_sync.cache.folder import CacheFolder, touch
 from vllm_delta_sync.errors import DeltaSyncError, DigestError

@@ -18,10 +18,7 @@ from vllm_delta_sync.errors import ConflictError, NotFoundError
 SIZE = 300_000
 PATIENCE_SECONDS = 120
 
-across_processes = pytest.mark.parametrize(
-    "place",
-    [pytest.param(place, marks=pytest.mark.slow) if place == "hub_gateway" else place for place in ACROSS_PROCESSES],
-)
+across_processes = pytest.mark.parametrize("place", ACROSS_PROCESSES)
 within_one_process = pytest.mark.parametrize("place", sorted(set(STORES) - set(ACROSS_PROCESSES)))
 
 

@@ -19,7 +19,6 @@ class Options:
 
     Attributes:
         token: may write. None: everybody may. read_token: may read only.
-        s3_key: the access key id of the S3 gateway.
         quota: bytes of files per bucket; 0: any number.
         xet_seconds: life of a token of the content store. url_seconds: life of a signed address.
         page: entries of a listing per page.
@@ -29,7 +28,6 @@ class Options:
 
     token: str | None = None
     read_token: str | None = None
-    s3_key: str = "HFAKLOOPBACK"
     quota: int = 0
     xet_seconds: int = 3600
     url_seconds: int = 3600

@@ -15,7 +15,6 @@ from tests.support.hub_store.access import Access, Denied, Options
 from tests.support.hub_store.content import ContentStore
 from tests.support.hub_store.faults import Faults
 from tests.support.hub_store.rest import Rest
-from tests.support.hub_store.s3 import Gateway
 from tests.support.hub_store.store import Store
 
 HOST = "127.0.0.1"
@@ -57,7 +56,7 @@ class Server:
 
     def _application(self) -> Starlette:
         routes = Rest(self.store, self.access).routes()
-        routes += ContentStore(self.store, self.access).routes() + Gateway(self.store, self.access).routes()
+        routes += ContentStore(self.store, self.access).routes()
         routes += [
             Route("/_faults", self._steer_faults, methods=["GET", "POST", "DELETE"]),
             Route("/_requests", self._show_requests, methods=["GET", "DELETE"]),

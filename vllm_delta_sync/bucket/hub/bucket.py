@@ -21,7 +21,6 @@ from vllm_delta_sync.bucket.base import (
 )
 from vllm_delta_sync.bucket.hub.api import HubApi, HubContent, HubFile
 from vllm_delta_sync.bucket.hub.errors import HubLocation, RefusedError, translate_hub_error
-from vllm_delta_sync.bucket.hub.s3_gateway import MAX_BYTES, open_gateway
 from vllm_delta_sync.bucket.hub.xet import Transfers
 from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import NotFoundError, UnavailableError, UsageError
@@ -39,10 +38,9 @@ class HubBucket(Bucket):
     The bucket must exist. The token is that of ``huggingface_hub.get_token``, looked up for each request. The content
     is uploaded first and named afterwards, so readers see a whole object or none.
 
-    The Hub's API has no create-if-absent. With credentials of the Hub's S3 gateway (``s3_gateway``), objects up to
-    64 MB are created there, and ``supports_conditional_put`` is True. Without them, and for larger objects, the key is
-    looked up before the write and after it: a writer that was overtaken gets ConflictError, but two writers whose
-    requests overlap may both succeed, and the last one's object remains.
+    The Hub's API has no create-if-absent. The key is looked up before the write and after it: a writer that was
+    overtaken gets ConflictError, but two writers whose requests overlap may both succeed, and the last one's object
+    remains.
     """
 
     supports_conditional_put = False
@@ -57,15 +55,10 @@ class HubBucket(Bucket):
         self._location = HubLocation(self.url, "/".join(parts[:2]))
         self._api = HubApi(self._location.id, options)
         self._transfers = Transfers(self._api, options)
-        self._gateway = open_gateway(self._location, self._root, self._api.endpoint, options)
-        self.supports_conditional_put = self._gateway is not None
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         path = self._path(key)
         size = size_of_source(key, data) or 0
-        if if_absent and self._gateway is not None and size <= MAX_BYTES:
-            self._gateway.create(key, data)
-            return
         with self._translate_errors(f"write key {key!r}"):
             if if_absent and size > _CHECK_FIRST_BYTES:
                 self._check_absent(key, path)

@@ -110,7 +110,7 @@ def _refused(error: RefusedError, action: str, location: HubLocation) -> DeltaSy
     if error.from_content_store and error.status not in _FULL_STATUS and 400 <= error.status < 500:
         # The Hub gave us this signed URL. Whatever is wrong with it, such as its age, a new one may work.
         return UnavailableError(f"{failed}: the Hub's content store answers {text}; try again")
-    if error.status in _FULL_STATUS or (error.status < 500 and error.status != 429 and is_full(error.text)):
+    if error.status in _FULL_STATUS or (error.status < 500 and error.status != 429 and _FULL_TEXT.search(error.text)):
         return StoreError(
             f"{failed}: the Hub has no room for it ({text}); free space (delta-sync gc) or raise the "
             f"storage limit of {location.id.partition('/')[0]}"
@@ -133,7 +133,7 @@ def _refused_by_store(
 ) -> DeltaSyncError:
     """Return the error for a refusal of the content store, as parsed from hf_xet's text."""
     text = text_of(error)
-    if is_full(text) or status in _FULL_STATUS:
+    if _FULL_TEXT.search(text) or status in _FULL_STATUS:
         return StoreError(f"{failed}: the Hub has no room for it ({text}); free space (delta-sync gc)")
     if status in (401, 403) or "XetAuthenticationError" in names:
         return AccessError(f"{failed}: the Hub's content store refuses the token ({text}); {_access_remedy(location)}")
@@ -153,11 +153,6 @@ def _access_remedy(location: HubLocation) -> str:
 def _status(error: Exception) -> int | None:
     found = _XET_STATUS.search(str(error))
     return None if found is None else int(found[1] or found[2])
-
-
-def is_full(text: str) -> bool:
-    """Return whether a refusal says that storage is full."""
-    return _FULL_TEXT.search(text) is not None
 
 
 def text_of(error: Exception) -> str:

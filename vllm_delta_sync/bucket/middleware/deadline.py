@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, remove_quietly, replacing
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
-from vllm_delta_sync.bucket.threads import SLICE_SECONDS, DaemonThreads, wait_interruptibly
+from vllm_delta_sync.bucket.threads import SLICE_SECONDS, wait_interruptibly
 from vllm_delta_sync.bucket.transfer_observers import observed_by, with_observers
 from vllm_delta_sync.errors import UnavailableError
 from vllm_delta_sync.settings import StoreOptions
@@ -32,7 +32,6 @@ class DeadlineBucket(BucketMiddleware):
     def __init__(self, inner: Bucket, options: StoreOptions) -> None:
         super().__init__(inner)
         self._options = options
-        self._threads = DaemonThreads()
         # List methods are atomic. A lock could be left locked by a fork.
         self._abandoned_writes: list[_ThreadCall[Any]] = []
 
@@ -72,7 +71,11 @@ class DeadlineBucket(BucketMiddleware):
         try:
             with observed_by(call.on_bytes):
                 run = with_observers(call.run)
-            self._threads.submit(run, call.finished.release)
+            try:
+                # A daemon, so that a call that hangs does not delay the end of the process.
+                threading.Thread(target=run, name="delta-sync-store", daemon=True).start()
+            except RuntimeError:  # the interpreter is shutting down, or there are too many threads
+                run()
             while not call.ends_within(max(0.0, min(call.seconds_left(), SLICE_SECONDS))):
                 if call.seconds_left() <= 0 and call.abandon():
                     raise self._timeout_error(
@@ -151,6 +154,7 @@ class _ThreadCall(Generic[_Result]):
                 self.clean_up()
             if self._all_abandoned is not None:
                 self._all_abandoned.remove(self)
+        self.finished.release()
 
     def abandon(self) -> bool:
         """Abandon the call; return False if it has ended already."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 from vllm_delta_sync.bucket.base import Bucket, replacing
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
-from vllm_delta_sync.bucket.middleware.ranged import CONNECTIONS, digest_of, download
+from vllm_delta_sync.bucket.ranged import CONNECTIONS, digest_of, download
 from vllm_delta_sync.errors import DeltaSyncError, DigestError
 from vllm_delta_sync.log_throttle import ONCE, LogThrottle
 from vllm_delta_sync.settings import StoreOptions
