@@ -34,14 +34,13 @@ from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.doctor import bucket_checks, doctor
+from vllm_delta_sync.doctor import bucket_checks
 from vllm_delta_sync.doctor.bucket_checks import ago
 from vllm_delta_sync.doctor.doctor import examine
 from vllm_delta_sync.doctor.findings import CheckResult
 from vllm_delta_sync.engine import WORKER_EXTENSION
 from vllm_delta_sync.engine.names import PLUGIN_NAME
 from vllm_delta_sync.errors import AccessError, ConflictError, StoreError, UsageError
-from vllm_delta_sync.format.documents import tag_key
 from vllm_delta_sync.format.manifest import Head
 from vllm_delta_sync.maintenance.branch import branch
 from vllm_delta_sync.maintenance.gc.collect import collect
@@ -54,9 +53,7 @@ GOLDEN = str(DIRECTORY)
 OPTIONS = StoreOptions(store_deadline=60)
 SIZE = 300_000
 LEFT = "doctor/" + "0123456789abcdef" * 2
-BUCKET_CHECKS = (
-    *("url", "credentials", "put", "get", "list", "create", "delete", "latency", "throughput", "clock", "run"),
-)
+BUCKET_CHECKS = (*("url", "credentials", "put", "get", "list", "create", "delete", "throughput", "clock", "run"),)
 SERVER_CHECKS = ("server", "plugin", "state", "same run", "lag", "last error", "notice")
 WRITING = ["put", "create", "delete", "clock"]
 
@@ -93,8 +90,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine nothing is found to hang that does not."""
-    for module in (doctor, server_client):
-        monkeypatch.setattr(module, "REQUEST_SECONDS", 120.0)
+    monkeypatch.setattr(server_client, "REQUEST_SECONDS", 120.0)
 
 
 # Sound buckets
@@ -107,8 +103,6 @@ def test_a_sound_bucket(run: Path) -> None:
     assert found["url"].figures["exists"] is True
     assert found["get"].figures["bytes"] == bucket_checks.SMALL_BYTES
     assert found["create"].figures == {"exclusive": True}
-    assert found["latency"].figures["rounds"] == bucket_checks.ROUNDS
-    assert 0 < found["latency"].figures["get_ms_p50"] <= found["latency"].figures["get_ms_worst"]
     assert found["throughput"].figures["bytes"] == SIZE
     assert found["throughput"].figures["up_bytes_per_second"] > 0
     assert abs(found["clock"].figures["off_seconds"]) < 30
@@ -252,8 +246,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "run.json damaged": (lambda run: cut(run / "run.json"), "failed", "format"),
     "tensors.json gone": (lambda run: (run / "tensors.json").unlink(), "failed", "not_found"),
     "head damaged": (lambda run: cut(run / "versions" / "0000000005.json"), "failed", "format"),
-    "hole": (lambda run: (run / "versions" / "0000000003.json").unlink(), "failed", "not_found"),
-    "tag damaged": (lambda run: open_bucket(run).put(tag_key("best"), b"{"), "failed", "format"),
     "object gone": (lambda run: (run / open_run(str(run)).head().objects[0].key).unlink(), "failed", "not_found"),
     "HEAD damaged": (lambda run: cut(run / "HEAD.json"), "failed", "format"),
     "run.json gone": (lambda run: (run / "run.json").unlink(), "failed", "not_found"),
@@ -270,21 +262,6 @@ def test_damaged_runs(run: Path, name: str) -> None:
     assert (found.verdict, error_of(found)[0]) == (verdict, kind)
     if verdict == "failed":
         assert ("--mirror" if name == "run.json gone" else "delta-sync verify") in found.remedy
-
-
-@pytest.mark.parametrize("name", [name for name in DAMAGES if name not in ("hole", "only begun")])
-def test_of_a_long_run_the_newest_versions_count(run: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """What is damaged there is found; what is damaged before is left to ``verify``."""
-    monkeypatch.setattr(bucket_checks, "AUDITED_VERSIONS", 2)
-    cut(run / "versions" / "0000000002.json")
-    assert look(run, size=0, reads_only=True)["run"].verdict == "ok"
-    assert open_run(str(run)).verify(findings=True).findings
-    damage, verdict, kind = DAMAGES[name]
-    damage(run)
-    found = look(run, size=0, reads_only=True)["run"]
-    # Without HEAD.json it is not known which are the newest, so all are read.
-    expected = ("failed", "format") if name == "HEAD gone" else (verdict, kind)
-    assert (found.verdict, error_of(found)[0]) == expected
 
 
 def test_ago() -> None:
@@ -451,21 +428,14 @@ def test_a_store_without_create_if_absent_is_a_warning(broken: Broke) -> None:
     assert "one publisher at a time" in found["create"].remedy
 
 
-def test_a_store_that_hangs_is_given_up(broken: Broke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mount_that_hangs_is_given_up(broken: Broke, tmp_path: Path) -> None:
     hanging = {"get_range": lambda bucket, key, start, length: bytes(bucket.hangs.wait(600))}
     began = time.monotonic()
     found = broken(hanging, options=StoreOptions(store_deadline=2))
     assert time.monotonic() - began < 120
     assert verdicts(found)["failed"] == ["get"]
-    assert error_of(found["get"]) == ("deadline", 4)
-    assert found["run"].verdict == "skipped"
-    left = found["clean-up"].figures["left"]
-    assert keys(str(tmp_path)) == set(left)
-    # The next doctor finds them a day later.
-    for key in left:
-        os.utime(tmp_path / key, (0, 0))
-    monkeypatch.undo()
-    assert look(tmp_path)["delete"].figures == {"stale_removed": 1}
+    assert error_of(found["get"]) == ("unavailable", 4)
+    assert found["run"].verdict == "ok"
     assert keys(str(tmp_path)) == set()
 
 
@@ -528,18 +498,9 @@ URL = "hf://buckets/team/runs/a"
 
 def test_hub(hub: hub_store.Hub) -> None:
     code, bad, found = over(URL, hub.environment)
-    # Without credentials for its S3 gateway it has no create-if-absent.
+    # It has no create-if-absent.
     assert (code, bad) == (0, {"create": "warning"}), found
     assert found["create"]["figures"] == {"exclusive": False}
-    assert "HF_S3_ACCESS_KEY_ID" in found["create"]["mend"]
-    gateway = {
-        "HF_S3_ENDPOINT": f"{hub.endpoint}/s3",
-        "HF_S3_ACCESS_KEY_ID": hub.options()["s3_key"],
-        "HF_S3_SECRET_ACCESS_KEY": "any-secret-will-do",
-    }
-    code, bad, found = over(URL, {**hub.environment, **gateway})
-    assert (code, bad) == (0, {}), found
-    assert found["create"]["figures"] == {"exclusive": True}
 
 
 def test_hub_with_tokens_that_do_not_do(hub: hub_store.Hub) -> None:
@@ -761,35 +722,18 @@ def test_nobody_there() -> None:
     assert error_of(look_at(f"http://127.0.0.1:{closed_port()}")["server"]) == ("unavailable", 4)
 
 
-@pytest.mark.parametrize(
-    ("data", "pause", "kind"),
-    [(b"SSH-2.0-OpenSSH\r\n", 0.0, "unavailable"), (b"HTTP/1.1 200 OK\r\nX: " + b"y" * 999, 0.2, "deadline")],
-    ids=["no HTTP", "drips"],
-)
-def test_what_is_no_http_server_or_drips(monkeypatch: pytest.MonkeyPatch, data: bytes, pause: float, kind: str) -> None:
-    for module in (doctor, server_client):
-        monkeypatch.setattr(module, "REQUEST_SECONDS", 1.0)
-    stop = threading.Event()
-
+def test_what_is_no_http_server() -> None:
     def serve() -> None:
         connection, _ = opened.accept()
         with connection:
-            for byte in data:
-                if stop.wait(pause):
-                    return
-                connection.sendall(bytes([byte]))
+            connection.sendall(b"SSH-2.0-OpenSSH\r\n")
 
     with socket.create_server(("127.0.0.1", 0)) as opened:
         thread = threading.Thread(target=serve)
         thread.start()
-        began = time.monotonic()
-        try:
-            found = look_at(f"http://127.0.0.1:{opened.getsockname()[1]}")
-            assert error_of(found["server"]) == (kind, 4)
-            assert time.monotonic() - began < 120
-        finally:
-            stop.set()
-            thread.join(120)
+        found = look_at(f"http://127.0.0.1:{opened.getsockname()[1]}")
+        thread.join(120)
+    assert error_of(found["server"]) == ("unavailable", 4)
 
 
 def test_urls_that_are_none_of_a_server() -> None:
@@ -824,7 +768,7 @@ def test_for_people(run: Path, tmp_path: Path) -> None:
     assert {mark for mark, _ in lines.values()} == {"✓"}
     assert len({line.index(said) for line, (_, said) in zip(done.out.splitlines(), lines.values(), strict=False)}) == 1
     assert "what to do" not in done.out
-    assert done.out.splitlines()[-1] == "0 failed, 0 warnings, 11 ok, 0 skipped"
+    assert done.out.splitlines()[-1] == "0 failed, 0 warnings, 10 ok, 0 skipped"
     done = delta_sync("doctor", "--bucket", tmp_path / "no", "--bytes", "0", encoding="ascii")
     assert (done.code, "\\" in done.out) == (0, False)
     assert {mark for mark, _ in lines_of(done.out).values()} == {"+", "!", "-"}

@@ -42,9 +42,9 @@ def doctor(options: argparse.Namespace) -> Report:
 
     Prints one line for each check, then what to do about failures and warnings. Checks of the bucket: URL and
     credentials; whether a small test object can be put, overwritten, read, listed, created only once and deleted;
-    latency, throughput and the store's clock; the documents of the run's newest 200 versions (`delta-sync verify`
-    reads all of them, and the objects). Checks of the server: whether it answers, has the plugin, follows the run, and
-    receives notices. A check that needs one that failed is skipped.
+    throughput and the store's clock; the run's newest version (`delta-sync verify` reads all of the run). Checks of the
+    server: whether it answers, has the plugin, follows the run, and receives notices. A check that needs one that
+    failed is skipped.
 
     Test objects are stored under doctor/ and removed at the end. If the doctor is killed, a run of it a day later
     removes them.

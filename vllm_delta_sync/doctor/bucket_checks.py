@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import shutil
-import statistics
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -17,9 +16,10 @@ from typing import Any
 
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket, scheme_of
 from vllm_delta_sync.bucket.local import STAGING
+from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.bucket.verified import has_object
-from vllm_delta_sync.doctor.findings import CheckResult, Failure, ok, skipped, warning
+from vllm_delta_sync.doctor.findings import CheckResult, failed, ok, skipped, warning
 from vllm_delta_sync.errors import (
     AccessError,
     ConflictError,
@@ -31,33 +31,26 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.limits import MAX_JSON_BYTES
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX, RUN_KEY, VERSIONS_PREFIX
+from vllm_delta_sync.maintenance.accounting import is_empty
 from vllm_delta_sync.process_folders import ProcessFolder
 from vllm_delta_sync.run.objects import file_digest
 from vllm_delta_sync.run.run_reader import RunReader, read_info
 from vllm_delta_sync.settings import MIN_BYTES_PER_SECOND
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.urls import local_path
-from vllm_delta_sync.verify.document_audit import DocumentAudit
 
 PREFIX = "doctor/"
 STALE_SECONDS = 24 * 3600.0
 """Age in seconds at which a test object must be from a doctor that was killed."""
 MOST_STALE = 1000
 SMALL_BYTES = 1000
-ROUNDS = 10
-AUDITED_VERSIONS = 200
-"""Newest versions whose documents are read: all of a long run take too long for a quick look."""
 CLOCK_SECONDS = 60.0
-SLOW_SECONDS = 2.0
 CHUNK_BYTES = 4 * 1024 * 1024
 MOST_READ_BYTES = 256 * 1024 * 1024
 READ_ONLY_REMEDY = "A receiver only needs to read: check it with --read-only. A publisher must be able to write"
 SINGLE_WRITER = (
     "Run only one publisher at a time: if two writers create the same key at once, this store keeps the later "
     "one. A publisher reads back what it wrote, and stops if another writer replaced it"
-)
-HUB_GATEWAY = (
-    ". With credentials for the Hub's S3 gateway (HF_S3_ACCESS_KEY_ID, HF_S3_SECRET_ACCESS_KEY) exactly one writer wins"
 )
 
 _OWN = re.compile(re.escape(PREFIX) + r"[0-9a-f]{32}-[a-z]+")
@@ -100,7 +93,9 @@ class BucketProbe:
 
     def url(self) -> CheckResult:
         """Check whether the URL is valid and its library installed; warn about a directory that does not exist yet."""
-        self._opened = bucket = open_bucket(self._url, self._options)
+        bucket = open_bucket(self._url, self._options)
+        # A mount may hang too.
+        self._opened = bucket = DeadlineBucket(bucket, self._options) if self.is_directory else bucket
         figures: dict[str, Any] = {"url": bucket.url, "scheme": scheme_of(self._url)}
         if not self.is_directory:
             return ok(bucket.url, **figures)
@@ -110,7 +105,7 @@ class BucketProbe:
         if root.exists():
             return ok(f"{bucket.url}, a directory", **figures)
         if self._reads_only:
-            raise Failure(NotFoundError(f"{root} does not exist"), "Check the path and the mount", **figures)
+            return failed(NotFoundError(f"{root} does not exist"), "Check the path and the mount", **figures)
         self._folders += [root / STAGING, root, *(folder for folder in root.parents if not folder.exists())]
         remedy = "The first publisher creates it; if a run should be there, check the path and the mount"
         return warning(f"{bucket.url} does not exist yet", remedy, **figures)
@@ -140,9 +135,8 @@ class BucketProbe:
             self._bucket.get(self._key)
             self._put("small", self._data)
         except StoreError as error:
-            raise Failure(error, READ_ONLY_REMEDY if is_refusal(error) else "") from error
-        summary = f"a small object was written in {seconds * 1000:.1f} ms, and overwritten"
-        return ok(summary, ms=_milliseconds(seconds))
+            return failed(error, READ_ONLY_REMEDY if is_refusal(error) else "")
+        return ok(f"a small object was written in {seconds * 1000:.1f} ms, and overwritten", ms=_milliseconds(seconds))
 
     def get(self) -> CheckResult:
         """Check whether an object reads back as it was put last, whole and in part."""
@@ -188,8 +182,7 @@ class BucketProbe:
         if self._bucket.supports_conditional_put:
             return ok("an existing key is not created again", exclusive=True)
         summary = "an existing key is not created again, but of two writers at once both may succeed"
-        remedy = SINGLE_WRITER + (HUB_GATEWAY if self._bucket.url.startswith("hf://") else "")
-        return warning(summary, remedy, exclusive=False)
+        return warning(summary, SINGLE_WRITER, exclusive=False)
 
     def delete(self) -> CheckResult:
         """Check whether a deleted object disappears at once. Also removes the test objects of killed doctors."""
@@ -220,26 +213,6 @@ class BucketProbe:
         for key in stale:
             self._bucket.delete(key)
         return len(stale)
-
-    def latency(self) -> CheckResult:
-        """Time requests for a small object, until ``store_deadline`` at the latest."""
-        end = time.perf_counter() + self._options.store_deadline
-        puts: list[float] = []
-        gets: list[float] = []
-        while len(gets) < ROUNDS and (not gets or time.perf_counter() < end):
-            if not self._reads_only:
-                puts.append(_timed(lambda: self._put("small", self._data)))
-            gets.append(_timed(lambda: self._bucket.get_range(self._key, 0, SMALL_BYTES)))
-        figures: dict[str, float] = {"rounds": len(gets)}
-        parts = []
-        for name, seconds in (("get", gets), ("put", puts)) if puts else (("get", gets),):
-            middle, worst = _milliseconds(statistics.median(seconds)), _milliseconds(max(seconds))
-            figures |= {f"{name}_ms_p50": middle, f"{name}_ms_worst": worst}
-            parts.append(f"{name} {middle:.3g} ms (worst {worst:.3g})")
-        if statistics.median(gets + puts) <= SLOW_SECONDS:
-            return ok(", ".join(parts), **figures)
-        remedy = "Use a nearer store: each version costs a receiver about three requests in sequence"
-        return warning(", ".join(parts), remedy, **figures)
 
     def throughput(self) -> CheckResult:
         """Upload and download one large object, in bounded memory; with ``reads_only``, download one of the run's."""
@@ -284,7 +257,7 @@ class BucketProbe:
         )
 
     def check_run(self) -> CheckResult:
-        """Audit the documents of the newest versions, and check that the head's objects exist; objects are not read."""
+        """Check that the newest version can be found, and that its objects exist; objects are not read."""
         remedy = (
             f"Run delta-sync verify --bucket {self._bucket.url} --all for details, and delta-sync repair to repair it"
         )
@@ -293,48 +266,48 @@ class BucketProbe:
                 self.run = read_info(self._bucket).run
             except NotFoundError as error:
                 return self._no_run(error)
-            return self._audit_run(RunReader(self._bucket, self._keyring))
+            return self._check_head(RunReader(self._bucket, self._keyring))
         except DataError as error:
-            raise Failure(error, remedy, run=self.run) from error
+            return failed(error, remedy, run=self.run)
 
     def _no_run(self, error: NotFoundError) -> CheckResult:
         if next(iter(self._bucket.list(VERSIONS_PREFIX)), None) is not None:
             lost = NotFoundError(f"there are versions but no {RUN_KEY}, so part of a run was removed")
             remedy = f"Restore {RUN_KEY} from a copy with delta-sync repair --mirror, or remove the rest"
-            raise Failure(lost, remedy, run=None)
+            return failed(lost, remedy, run=None)
         if self._reads_only:
             remedy = "Check the URL, especially its last part; or start the publisher"
             return warning(f"there is no run at the URL: {error.message}", remedy, run=None)
         return ok("there is no run at the URL yet; a publisher can start one", run=None)
 
-    def _audit_run(self, documents: RunReader) -> CheckResult:
-        figures: dict[str, Any] = {"run": self.run, "signed": documents.info.signature is not None}
+    def _check_head(self, run: RunReader) -> CheckResult:
+        figures: dict[str, Any] = {"run": self.run, "signed": run.info.signature is not None}
         try:
-            audit = DocumentAudit(documents, AUDITED_VERSIONS)
+            head, error = run.reachable_head()
         except NotFoundError:
+            if not is_empty(run):
+                raise
             return ok(f"run {self.run}, nothing published yet", head=None, **figures)
-        if audit.findings:
-            raise audit.findings[0].error
-        head = documents.manifest(max(audit.manifests))
+        if error is not None:
+            raise error
         for ref, found in zip(
             head.objects, in_parallel(lambda ref: has_object(self._bucket, ref), head.objects), strict=True
         ):
             if not found:
                 raise NotFoundError(f"{ref.key} of version {head.version} is missing, or has the wrong size")
         self.head = head.version
-        age, checked = age_of(head.created_at), documents.keyring.checks_signatures
+        age, checked = age_of(head.created_at), run.keyring.checks_signatures
         figures |= {"head": head.version, "step": head.step, "age_seconds": round(age), "signatures_checked": checked}
         signed = "not signed"
         if figures["signed"]:
             signed = "signatures are valid" if checked else "signed, not checked without --trusted-keys"
         summary = (
-            f"run {self.run}, head version {head.version}, published {ago(age)}, {signed}; `verify` also reads "
-            f"{'objects' if head.version < AUDITED_VERSIONS else 'older versions, and objects'}"
+            f"run {self.run}, head version {head.version}, published {ago(age)}, {signed}; `verify` reads all of it"
         )
-        if audit.head is None:
+        if run.pointer is None:
             remedy = "The publisher writes it with its next version; without a publisher run `delta-sync repair`"
             return warning(f"{summary}; HEAD.json is missing", remedy, **figures)
-        expired = 0.0 if audit.head.expires_at is None else age_of(audit.head.expires_at)
+        expired = 0.0 if run.pointer.expires_at is None else age_of(run.pointer.expires_at)
         if expired > 0:
             figures["expired_seconds"] = round(expired)
             remedy = (
@@ -351,8 +324,7 @@ class BucketProbe:
         """
         if self._opened is None:
             return []
-        removed = in_parallel(self._remove, self.made)
-        left = [key for key, gone in zip(self.made, removed, strict=True) if not gone]
+        left = [key for key in self.made if not self._remove(key)]
         self._opened.close()
         for folder in self._folders:
             try:

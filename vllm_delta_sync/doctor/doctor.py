@@ -1,17 +1,14 @@
 """``examine`` runs the checks of ``delta-sync doctor``: those of a bucket, then those of a server."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from vllm_delta_sync.bucket import StoreOptions
-from vllm_delta_sync.bucket.threads import start_call
 from vllm_delta_sync.doctor.bucket_checks import BucketProbe
-from vllm_delta_sync.doctor.findings import CheckResult, CheckRunner, HungError, skipped, wait_for, warning
+from vllm_delta_sync.doctor.findings import CheckResult, failed, skipped, warning
 from vllm_delta_sync.doctor.server_checks import ServerProbe
-from vllm_delta_sync.server_client import REQUEST_SECONDS
+from vllm_delta_sync.errors import DeltaSyncError, StoreError
 from vllm_delta_sync.trust import Keyring
-
-SETTLE_SECONDS = 3.0
-"""Seconds to wait, after an interrupt, for the request in flight."""
 
 
 def examine(
@@ -33,11 +30,26 @@ def examine(
     Returns:
         the findings, those of the bucket first. Raises only interrupts.
     """
-    runner = CheckRunner(on_finding)
+    findings: list[CheckResult] = []
+
+    def add(name: str, found: CheckResult) -> None:
+        findings.append(replace(found, check=name))
+        on_finding(findings[-1])
+
+    def check(name: str, call: Callable[[], CheckResult], needs: str) -> None:
+        """Run a check, unless the check that it needs failed or was skipped."""
+        if any(finding.check == needs and finding.verdict in ("failed", "skipped") for finding in findings):
+            add(name, skipped(f"not checked: it needs {needs!r}"))
+            return
+        try:
+            found = call()
+        except DeltaSyncError as error:
+            found = failed(error)
+        except Exception as error:  # noqa: BLE001  an exception from a client library is a finding, not a traceback
+            found = failed(StoreError(f"unexpected {type(error).__name__}: {error}"))
+        add(name, found)
+
     probe = BucketProbe(url, options, keyring, size, reads_only)
-    # A request with retries takes up to three deadlines, and a check makes few requests; directories never retry.
-    seconds = options.store_deadline * (2 if probe.is_directory else 6)
-    limits = {"throughput": seconds + 6 * options.allowance(size), "run": 10 * seconds}
     unwanted = {} if size else {"throughput": "--bytes 0"}
     if reads_only:
         unwanted |= dict.fromkeys(("put", "create", "delete", "clock"), "--read-only")
@@ -50,47 +62,29 @@ def examine(
             ("list", probe.listing, "get"),
             ("create", probe.create, "put"),
             ("delete", probe.delete, "get"),
-            ("latency", probe.latency, "get"),
             ("throughput", probe.throughput, "get"),
             ("clock", probe.clock, "put"),
             ("run", probe.check_run, "credentials"),
         ):
             if name in unwanted:
-                runner.add(name, skipped(unwanted[name]))
+                add(name, skipped(unwanted[name]))
             else:
-                runner.check(name, call, limits.get(name, seconds), needs)
+                check(name, call, needs)
     finally:
-        _clean_up(runner, probe, seconds)
-    if server is None:
-        return runner.findings
-    return runner.findings + _examine_server(server, probe, CheckRunner(on_finding))
-
-
-def _clean_up(runner: CheckRunner, probe: BucketProbe, seconds: float) -> None:
-    """Remove the test objects, within the time of a few requests; if the store hangs, a later doctor does it."""
-    runner.settle(SETTLE_SECONDS)
-    left = probe.made
-    try:
-        if not runner.hung:
-            left = wait_for(start_call(probe.clean_up), seconds)
-    except HungError:
-        pass
-    if left:
-        summary = f"could not remove test objects from the bucket: {', '.join(left)}"
-        remedy = "delta-sync doctor removes them when it runs a day later"
-        runner.add("clean-up", warning(summary, remedy, left=left))
-
-
-def _examine_server(url: str, bucket: BucketProbe, runner: CheckRunner) -> list[CheckResult]:
-    probe = ServerProbe(url, bucket.run, bucket.head)
-    for name, call, needs in (
-        ("server", probe.reach, ""),
-        ("plugin", probe.plugin, "server"),
-        ("state", probe.state, "plugin"),
-        ("same run", probe.same_run, "plugin"),
-        ("lag", probe.lag, "same run"),
-        ("last error", probe.last_error, "plugin"),
-        ("notice", probe.notice, "plugin"),
-    ):
-        runner.check(name, call, 4 * REQUEST_SECONDS, needs)
-    return runner.findings
+        left = probe.clean_up()
+        if left:
+            summary = f"could not remove test objects from the bucket: {', '.join(left)}"
+            add("clean-up", warning(summary, "delta-sync doctor removes them when it runs a day later", left=left))
+    if server is not None:
+        served = ServerProbe(server, probe.run, probe.head)
+        for name, call, needs in (
+            ("server", served.reach, ""),
+            ("plugin", served.plugin, "server"),
+            ("state", served.state, "plugin"),
+            ("same run", served.same_run, "plugin"),
+            ("lag", served.lag, "same run"),
+            ("last error", served.last_error, "plugin"),
+            ("notice", served.notice, "plugin"),
+        ):
+            check(name, call, needs)
+    return findings

@@ -1,6 +1,6 @@
 """``ServerProbe`` checks whether a vLLM server follows a run, from what the server reports."""
 
-from vllm_delta_sync.doctor.findings import CheckResult, Failure, ok, skipped, warning
+from vllm_delta_sync.doctor.findings import CheckResult, failed, ok, skipped, warning
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, EngineError, UsageError, error_kinds
 from vllm_delta_sync.server_client import NOT_LOADED, ServerStatus, ask, check_server_url
 
@@ -30,11 +30,11 @@ class ServerProbe:
         if health == 503:
             summary = "the server answers, but /health returns 503: its engine is dead"
             remedy = "Restart it; the end of its log shows why the engine died"
-            raise Failure(EngineError(summary), remedy, health=health)
+            return failed(EngineError(summary), remedy, health=health)
         if health != 200:
             summary = f"what answers at {self._url} is not a vLLM server: /health returns {health}"
             remedy = "Check host, port and path; a proxy must forward /delta_sync too"
-            raise Failure(UsageError(summary), remedy, health=health)
+            return failed(UsageError(summary), remedy, health=health)
         models = ask(self._url, "/v1/models")
         listed = models.document.get("data")
         entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
@@ -48,11 +48,11 @@ class ServerProbe:
         reply = ask(self._url, "/delta_sync/status")
         self._status = reply.server_status
         if reply.status == 404:
-            raise Failure(EngineError("the plugin is not loaded: there is no /delta_sync/status"), NOT_LOADED)
+            return failed(EngineError("the plugin is not loaded: there is no /delta_sync/status"), NOT_LOADED)
         if reply.status != 200 or self._status.state is None:
             summary = f"/delta_sync/status answers with {reply.status} and not with the plugin's status"
             remedy = "Use the server's own address, without a proxy in between"
-            raise Failure(EngineError(summary), remedy, status=reply.status)
+            return failed(EngineError(summary), remedy, status=reply.status)
         return ok("the plugin is loaded")
 
     def state(self) -> CheckResult:
@@ -67,7 +67,7 @@ class ServerProbe:
             return warning(f"{state}: it serves no version of the run yet", remedy, **figures)
         summary = f"{state}: {error.message if error else 'the server gives no reason'}"
         remedy = "It applies nothing until it is restarted" if state == "lost" else ""
-        raise Failure(type(error)(summary) if error else EngineError(summary), remedy, **figures)
+        return failed(type(error)(summary) if error else EngineError(summary), remedy, **figures)
 
     def same_run(self) -> CheckResult:
         """Check whether the server follows the run at the bucket's URL."""
@@ -80,7 +80,7 @@ class ServerProbe:
         if run != self._run:
             summary = f"the server follows run {run}, but the run at the bucket's URL is {self._run}"
             remedy = "Compare the server's DELTA_SYNC_BUCKET with this URL; a server notices a new run at its next poll"
-            raise Failure(ChainError(summary), remedy, **figures)
+            return failed(ChainError(summary), remedy, **figures)
         return ok("the server follows the run at the bucket's URL", **figures)
 
     def lag(self) -> CheckResult:
@@ -116,7 +116,7 @@ class ServerProbe:
         if found is None or error is None:
             return ok("no error since the last successful attempt")
         if self._served() is None:
-            raise Failure(error, **found.model_dump())
+            return failed(error, **found.model_dump())
         remedy = f"The server keeps serving version {self._served()} and retries by itself"
         return warning(error.message, remedy, **found.model_dump())
 

@@ -80,10 +80,6 @@ class Note(NamedTuple):
 class DocumentAudit:
     """Audits the documents of a run.
 
-    Args:
-        newest: audit only so many of the versions up to the one that HEAD.json names, and what belongs to them; None,
-            or a HEAD.json that cannot be read, means all.
-
     Attributes:
         findings: the problems: HEAD.json first, then by version.
         top: newest version that is listed, or that HEAD.json names.
@@ -97,18 +93,17 @@ class DocumentAudit:
         NotFoundError: nothing is published yet. StoreError: the store failed.
     """
 
-    def __init__(self, run: RunReader, newest: int | None = None) -> None:
+    def __init__(self, run: RunReader) -> None:
         self._run = run
         self._found: list[tuple[int, Finding]] = []
         # HEAD.json comes first: if a publisher is running, what is read later can only be newer.
         self.head = self._read_head()
         self.pointed = None if self.head is None else self.head.version
-        first = 0 if newest is None or self.pointed is None else max(0, self.pointed - newest + 1)
         # Before the manifests, which can then only be newer than what names them.
-        standalone = list(self._read_standalone(first))
+        standalone = list(self._read_standalone())
         self.top = self._top()
         self.manifests: dict[int, Note] = {}
-        self._read_manifests(first)
+        self._read_manifests()
         self.epochs = {self.manifests[version].epoch: version for version in sorted(self.manifests, reverse=True)}
         self.anchors: set[int] = set()
         self.merged_deltas: set[tuple[int, int]] = set()
@@ -145,9 +140,9 @@ class DocumentAudit:
             self._add(_FIRST, HEAD_KEY, error)
             return None
 
-    def _read_standalone(self, first: int) -> Iterator[tuple[str, Standalone]]:
+    def _read_standalone(self) -> Iterator[tuple[str, Standalone]]:
         for prefix in (ANCHORS_PREFIX, MERGED_PREFIX, TAGS_PREFIX, CLAIMS_PREFIX, RETENTION_KEY):
-            keys = [item.key for item in self._run.bucket.list(prefix) if _last_version(item.key) >= first]
+            keys = [item.key for item in self._run.bucket.list(prefix)]
             documents = read_ahead(lambda key: _outcome(lambda: read_standalone(self._run, key)), keys)
             for key, document in zip(keys, documents, strict=True):
                 if isinstance(document, NotFoundError) or document is None:
@@ -179,8 +174,8 @@ class DocumentAudit:
             return newest
         return max(newest, -1 if self.head is None else self.head.version)
 
-    def _read_manifests(self, first: int) -> None:
-        versions = range(self.top, first - 1, -1)
+    def _read_manifests(self) -> None:
+        versions = range(self.top, -1, -1)
         found = read_ahead(lambda version: _outcome(lambda: self._run.manifest(version)), versions)
         for version, manifest in zip(versions, found, strict=True):
             if isinstance(manifest, DeltaSyncError):
@@ -233,12 +228,6 @@ class DocumentAudit:
                     f"{key} was written after version {claim.version}, but version {first} is already of its epoch"
                 )
                 self._add(_LAST, key, late, first)
-
-
-def _last_version(key: str) -> int:
-    """Return the version that an anchor is of, or a merged delta leads to; the highest for any other key."""
-    pair, version = merged_delta_of_key(key), anchor_of_key(key)
-    return pair[1] if pair is not None else limits.MAX_VERSION if version is None else version
 
 
 def _outcome(read: Callable[[], _Found]) -> _Found | DeltaSyncError:
