@@ -125,25 +125,16 @@ def reasons(url: str, *flags: str) -> str:
 
 
 def test_gc_says_why_nothing_goes(url: str) -> None:
-    assert reasons(url, "--yes").splitlines() == [
-        "23 objects are needed by the newest 100 versions (--keep-last), and the run has 21"
-    ]
+    assert reasons(url, "--yes") == "23 objects are needed by kept versions, or by servers on their way"
     young = reasons(url, "--keep-last", "1", "--min-age", "30h")
     assert re.search(
-        r"objects were put less than 1d 6h ago \(--min-age\); the first can be removed in (5h 59m|6h)$", young
+        r"objects were put less than 108000 s ago \(--min-age\); the first can be removed in 21\d\d\d s$", young
     )
-    assert "are needed by the head, version 20" in young
-    # Deltas that merged deltas replace are removed first.
-    assert len(answer("gc", "--bucket", url, "--keep-last", "1", "--keep-for", "7d")["removed"]["objects"]) == 2
-    assert "versions published in the last 7d (--keep-for)" in reasons(url, "--keep-last", "1", "--keep-for", "7d")
-    for version in range(1, 20):
-        answer("tag", "set", f"t{version}", "--bucket", url, "--version", str(version))
-    assert "tags t1, t2, t3, t5, t6, … 14 more" in reasons(url, "--keep-last", "1", "--min-age", "2h")
     # No explanation where something is removed; afterwards it names what earlier collections removed.
-    gone = answer("gc", "--bucket", url, "--keep-last", "1", "--no-tagged")
+    gone = answer("gc", "--bucket", url, "--keep-last", "1")
     assert any(gone["removed"].values())
     assert gone["nothing_because"] == []
-    assert "earlier collections removed the deltas of versions" in reasons(url, "--keep-last", "1", "--no-tagged")
+    assert "earlier collections removed the deltas of versions" in reasons(url, "--keep-last", "1")
 
 
 def test_gc_says_who_holds_what_would_go(url: str) -> None:
@@ -152,8 +143,7 @@ def test_gc_says_who_holds_what_would_go(url: str) -> None:
         run=run.info.run, receiver="east-1", served=7, target=7, pins=[], seconds=3600, created_at=timestamp()
     )
     open_bucket(url).put(heartbeat_key("east-1"), heartbeat.to_bytes())
-    answer("gc", "--bucket", url, "--keep-last", "1")
-    assert "by receivers east-1" in reasons(url, "--keep-last", "1")
+    assert re.search(r"^ +7  heartbeat east-1$", shown("gc", "--bucket", url, "--keep-last", "1"), re.MULTILINE)
 
 
 def test_tag(url: str) -> None:

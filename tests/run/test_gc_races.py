@@ -13,7 +13,6 @@ from vllm_delta_sync.bucket import conditional_put
 from vllm_delta_sync.errors import ConflictError, NotFoundError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format.documents import Collection
-from vllm_delta_sync.maintenance.gc import collect as retention
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.maintenance.gc.lock import CLAIM_SECONDS, KEPT
 from vllm_delta_sync.maintenance.tags import set_tag
@@ -223,9 +222,10 @@ def test_of_two_claims_on_a_store_without_create_if_absent_the_one_that_stays_co
 def test_a_collection_whose_record_was_replaced_stops_before_the_next_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by one of a release that claims nothing; where create-if-absent holds, it is looked for every few seconds."""
-    monkeypatch.setattr(retention, "CHECK_SECONDS", 0.0)
+    """As on a store without create-if-absent, where two may both have a claim."""
+    monkeypatch.setattr(conditional_put, "SETTLING_SECONDS", 0.0)
     grown = long_run(tmp_path, 24)
+    grown.memory.supports_conditional_put = False
     other = RetentionPolicy(keep_last=3, keep_every=6)
 
     def second(action: str, key: str) -> None:

@@ -1,12 +1,6 @@
 """``delta-sync compact``, which ``maintenance.compact`` does."""
 
 import argparse
-import os
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from vllm_delta_sync.cli.arguments import BASE, SIGNED_RUN, VERSION, as_finding, opened, version
@@ -39,8 +33,7 @@ def compact(options: argparse.Namespace) -> Report:
     A merged delta replaces the deltas of 4, 16, 64 … versions, so that a server that is n versions behind reads
     O(log n) objects. An anchor is a full snapshot, so that readers need not replay the versions before it. Both are
     made from the bucket (an anchor also from the base), on any machine, and beside a running publisher. It is safe to
-    interrupt: the next call continues. Ctrl-C ends it after a clean-up of temporary files; a second Ctrl-C ends it at
-    once.
+    interrupt: the next call continues.
 
     Merged deltas have codec plain, which is fast to read, forwards and backwards. With --codec tiled they are smaller,
     for slow links and archives, but slower to read, and forwards only, because reading them takes the weights before
@@ -67,7 +60,7 @@ def compact(options: argparse.Namespace) -> Report:
     if anchor is not None:
         anchor = run.resolve(anchor).version
     try:
-        with ProgressBar("documents") as bar, _stop_on_interrupt() as stop:
+        with ProgressBar("documents") as bar:
             report = compact(
                 run,
                 options.base,
@@ -76,7 +69,6 @@ def compact(options: argparse.Namespace) -> Report:
                 dry_run=options.dry_run,
                 scratch=options.scratch,
                 progress=bar.update,
-                stop=stop,
                 codec=options.codec,
             )
     except NotFoundError as missing:
@@ -94,39 +86,6 @@ def compact(options: argparse.Namespace) -> Report:
     if report.damaged:
         error = IncompleteError("a merged delta or the anchor was not made: its input is missing or damaged")
     return Report(data, _print, error)
-
-
-@contextmanager
-def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Let the first Ctrl-C stop the work at a clean point, and only the second interrupt it anywhere.
-
-    An interrupt anywhere could hit a store's client or the removal of temporary files. Does nothing if the process
-    ignores SIGINT.
-
-    Raises:
-        KeyboardInterrupt: the work was stopped by a Ctrl-C.
-    """
-    from vllm_delta_sync.maintenance.rolling_weights import StoppedError, never_stop
-
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        yield never_stop
-        return
-    asked = threading.Event()
-
-    def ask(_number: int, _frame: object) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-        # os.write, not print: this handler may have interrupted a write to stderr.
-        os.write(sys.stderr.fileno(), b"\ncompact stops at the next clean point; Ctrl-C again stops it at once\n")
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield asked.is_set
-    except StoppedError as error:
-        raise KeyboardInterrupt from error
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _print(data: dict[str, Any]) -> None:

@@ -273,7 +273,6 @@ def compact(
     dry_run: bool = False,
     scratch: str | Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
-    stop: Stop = never_stop,
     codec: RelativeCodec = "plain",
 ) -> CompactReport:
     """Make every merged delta that a run lacks, and an anchor if requested. Runs on any machine, without the trainer.
@@ -286,12 +285,11 @@ def compact(
         base: as ``run.restore.restore``. dry_run: only report what would be made.
         scratch: folder for temporary files; None for the system's.
         progress: called with documents made, documents to make, and what is being made.
-        stop: polled during the work; True stops it.
         codec: of the merged deltas made. Writing ``tiled``, and merging versions that have it, takes the weights of
             the version before each range: the model's size in memory, or in scratch files for a large model.
 
     Raises:
-        StoreError: the store failed, or there is no room for scratch files. StoppedError: ``stop`` returned True.
+        StoreError: the store failed, or there is no room for scratch files.
         NotFoundError: no such version or tag, or ``base`` does not exist.
         BaseUnavailableError: the anchor needs the base, which is missing, damaged or another one.
         DeltaSyncError: the anchor cannot be made. Ranges that cannot be made are reported as skipped.
@@ -310,14 +308,14 @@ def compact(
     if dry_run:
         report.merged_deltas = planned
     else:
-        weights = RollingWeights(run, base, scratch, stop)
+        weights = RollingWeights(run, base, scratch)
         for done, pair in enumerate(planned):
             report_progress(done, work, f"versions {pair[0]} to {pair[1]}")
-            make = partial(make_merged_delta, run, *pair, scratch=scratch, stop=stop, codec=codec, weights=weights)
+            make = partial(make_merged_delta, run, *pair, scratch=scratch, codec=codec, weights=weights)
             _make_or_skip(make, pair, report)
     if target is not None and not dry_run:
         report_progress(len(planned), work, f"anchor of version {target.version}")
-        document = make_anchor(run, target.version, base, scratch=scratch, stop=stop)
+        document = make_anchor(run, target.version, base, scratch=scratch)
         report.bytes += 0 if report.anchor_present else document.payload_bytes
     report_progress(work, work, "done")
     report.seconds = time.monotonic() - began

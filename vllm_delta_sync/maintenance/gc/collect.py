@@ -6,15 +6,14 @@ will remove, reads tags, heartbeats and the head again, removes anchors and merg
 only garbage that the next collection finds.
 
 Only one collection removes things at a time (``gc.lock``), because its announcement must stay valid until it ends: a
-tag set in the meantime relies on it. While a collection removes things, it checks that ``retention.json`` is still its
-own: every few seconds, or before each removal where the store lacks create-if-absent. Two races remain. A writer may
+tag set in the meantime relies on it. Where the store lacks create-if-absent, a collection checks before each removal
+that ``retention.json`` is still its own. Two races remain. A writer may
 put an unlisted object again between the collection's last check of that object and its removal. Writers therefore put
 an object left by a crashed writer again, which makes it young, instead of relying on it. And a collection that stands
 still for longer than its claim (``CLAIM_SECONDS``), right between a check and a removal, still makes that removal: an
 object that a collection with another policy has meanwhile decided to keep. It stops before the next one.
 """
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,8 +42,6 @@ __all__ = ["CollectionReport", "RetentionPolicy", "collect"]
 Progress = Callable[[int, int, int], None]
 """Called with keys processed, keys in total, and bytes removed so far."""
 
-CHECK_SECONDS = 5.0
-"""Seconds between checks, during removal, that no collection of an older release is running."""
 SHOWN_SECONDS = 24 * 3600.0
 """Seconds that a heartbeat stays after it expired, so that operators see which servers ended."""
 
@@ -109,9 +106,8 @@ class _Collector:
     def __init__(
         self, run: RunReader, policy: RetentionPolicy, progress: Progress | None, monotonic: Callable[[], float]
     ) -> None:
-        self._run, self._policy, self._progress, self._monotonic = run, policy, progress, monotonic
+        self._run, self._policy, self._progress = run, policy, progress
         self._lock = CollectionLock(run, monotonic)
-        self._checked = -math.inf
 
     def preview(self, now: float | None) -> CollectionReport:
         """Report what ``collect`` would remove."""
@@ -171,13 +167,11 @@ class _Collector:
             ConflictError: another collection has taken over. StoreError: the store failed.
         """
         self._lock.renew()
-        # With create-if-absent, the claim keeps out all collections but those of older releases.
-        if self._run.bucket.supports_conditional_put and self._monotonic() < self._checked + CHECK_SECONDS:
-            return
-        self._checked = self._monotonic()
-        if not has_content(self._run.bucket, RETENTION_KEY, written.to_bytes()):
+        # With create-if-absent, the claim keeps out all other collections.
+        bucket = self._run.bucket
+        if not bucket.supports_conditional_put and not has_content(bucket, RETENTION_KEY, written.to_bytes()):
             raise ConflictError(
-                f"{RETENTION_KEY} of {self._run.bucket.url} was replaced, so another collection is running; this one "
+                f"{RETENTION_KEY} of {bucket.url} was replaced, so another collection is running; this one "
                 "stopped removing: start it again when the other is done"
             )
 

@@ -1,5 +1,6 @@
 """``plan_collection`` decides which versions a collection keeps and what they need. Pure: reads no bucket."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -101,7 +102,6 @@ class _Planner:
         self._documents = {item.key: item for item in contents.documents()}
         self._graph = graph_of(self._documents.values(), self._is_unsettled)
         self._keep: dict[str, Listed] = {}
-        self._why: dict[str, str] = {}
         self._heartbeats = contents.heartbeats.live(now)
         self._planned = CollectionPlan(notes=list(contents.notes))
 
@@ -113,7 +113,7 @@ class _Planner:
         for version, reasons in self._wanted().items():
             if (way := ways.to(version)) is not None:
                 planned.kept[version] = reasons
-                self._keep_way(way, reasons[-1])
+                self._keep_way(way)
             elif self._is_abandoned(version):
                 abandoned.append(version)
             else:
@@ -124,7 +124,6 @@ class _Planner:
         self._keep_anchors()
         self._keep_around_lost()
         self._sweep()
-        planned.staying = self._staying()
         return planned
 
     # Which versions to keep
@@ -198,19 +197,17 @@ class _Planner:
         in_history = item.end <= self._contents.head and item is self._contents.history[item.end]
         return self._now - newest < self._policy.min_age and not (in_history and self._is_young(item.info))
 
-    def _keep_all(self, documents: Iterable[Listed], why: str) -> None:
-        for item in documents:
-            self._keep[item.key] = item
-            self._why.setdefault(item.key, why)
+    def _keep_all(self, documents: Iterable[Listed]) -> None:
+        self._keep |= {item.key: item for item in documents}
 
-    def _keep_way(self, moves: list[Move], why: str) -> None:
-        self._keep_all((self._documents[move.edge.key] for move in moves), why)
+    def _keep_way(self, moves: list[Move]) -> None:
+        self._keep_all(self._documents[move.edge.key] for move in moves)
 
     def _keep_window(self) -> None:
         """Keep all deltas of the last versions, and merged deltas among them, for servers that are a little behind."""
         begin = self._contents.head - self._policy.keep_last
-        self._keep_all(self._contents.history[max(0, begin + 1) :], "last")
-        self._keep_all((item for item in self._contents.standalone if item.start >= max(0, begin)), "last")
+        self._keep_all(self._contents.history[max(0, begin + 1) :])
+        self._keep_all(item for item in self._contents.standalone if item.start >= max(0, begin))
 
     def _keep_paths_onward(self) -> None:
         """Keep the paths to the head from live receivers, and from the newest sound and exact ones if they differ."""
@@ -224,14 +221,14 @@ class _Planner:
                 ways = self._graph.ways_to(target)
                 for version in served:
                     if version is not None:
-                        self._keep_way(ways.to(version) or [], "onward")
+                        self._keep_way(ways.to(version) or [])
 
     def _keep_anchors(self) -> None:
         """Keep milestones' anchors, and the newest anchors leading to the head, sound and exact version, for servers
         without the base."""
         anchors = [item for item in self._documents.values() if item.start == ROOT and item.refs]
         milestones = {tag.version for tag in self._contents.tags.values() if tag.milestone}
-        self._keep_all((item for item in anchors if item.end in milestones & self._planned.kept.keys()), "milestone")
+        self._keep_all(item for item in anchors if item.end in milestones & self._planned.kept.keys())
         for target in {self._contents.head, self._contents.sound, self._contents.exact}:
             if target is not None:
                 self._keep_anchor_of(target, anchors)
@@ -242,32 +239,28 @@ class _Planner:
         settled = [item for item in leading if not self._is_unsettled(item)]
         if leading:
             newest = max(settled or leading, key=lambda item: (item.end, -item.bytes, item.key))
-            self._keep_all([newest], "anchor")
-            self._keep_way(onward.to(newest.end) or [], "anchor")
+            self._keep_all([newest])
+            self._keep_way(onward.to(newest.end) or [])
 
     def _keep_around_lost(self) -> None:
         """Keep everything that a wanted but lost version may need once it is repaired."""
         if self._planned.lost:
             last = max(self._planned.lost)
-            self._keep_all(self._contents.history[: last + 1], "lost")
+            self._keep_all(self._contents.history[: last + 1])
             standalone = self._contents.standalone
-            self._keep_all(
-                (item for item in standalone if (item.end if item.start == ROOT else item.start) <= last), "lost"
-            )
+            self._keep_all(item for item in standalone if (item.end if item.start == ROOT else item.start) <= last)
 
     # What to remove
 
     def _sweep(self) -> None:
         contents, planned = self._contents, self._planned
-        for item in contents.history:
-            if self._is_young(item.info):
-                self._keep[item.key] = item
-        for item in contents.standalone:
-            if self._now - contents.newest(item) < self._policy.min_age:
-                self._keep[item.key] = item
+        wanted = _keys(self._keep.values())
+        young = [item for item in contents.history if self._is_young(item.info)]
+        young += [item for item in contents.standalone if self._now - contents.newest(item) < self._policy.min_age]
+        self._keep_all(young)
         planned.documents = {item.key: item.info for item in contents.standalone if item.key not in self._keep}
-        needed = {key for item in (*self._keep.values(), *contents.unrelated) for key, _ in item.refs}
-        listed = {key for item in (*contents.history, *contents.standalone) for key, _ in item.refs}
+        needed = _keys((*self._keep.values(), *contents.unrelated))
+        listed = _keys((*contents.history, *contents.standalone))
         planned.objects = {
             key: info
             for key, info in contents.objects.items()
@@ -288,83 +281,34 @@ class _Planner:
             if not contents.is_complete(item)
             and (item.end > last or (self._record is not None and self._record.is_gone(item.end)))
         }
+        planned.staying = self._staying(wanted, _keys(young))
 
-    # Why objects stay
+    def _staying(self, wanted: set[str], young: set[str]) -> list[str]:
+        """Return how many objects stay for which reason, one line each.
 
-    def _staying(self) -> list[str]:
-        """Return how many objects stay for which reason, one line each."""
-        contents, planned = self._contents, self._planned
-        why: dict[str, str] = {}
-        for item in (*contents.history, *contents.standalone):
-            if item.key in self._keep:
-                # A document without another reason stays for its age.
-                reason = self._why.get(item.key, "young")
-                for key, _ in item.refs:
-                    why.setdefault(key, reason)
-        unrelated = {key for item in contents.unrelated for key, _ in item.refs}
-        counts = dict.fromkeys(why.values(), 0)  # in the order of the versions
-        young: list[ObjectInfo] = []
-        for key, info in contents.objects.items():
-            if key in planned.objects:
-                continue
-            reason = why.get(key) or (
-                "unrelated" if key in unrelated else "young" if self._is_young(info) else "unreadable"
-            )
-            counts[reason] = counts.get(reason, 0) + 1
-            if reason == "young":
-                young.append(info)
-        return self._explained(counts, young)
-
-    def _explained(self, counts: dict[str, int], young: list[ObjectInfo]) -> list[str]:
-        policy, head, last = self._policy, self._contents.head, self._policy.keep_last
-        reasons = {
-            "head": f"needed by the head, version {head}",
-            "sound": f"needed by version {self._contents.sound}, the newest not quarantined",
-            "exact": f"needed by version {self._contents.exact}, the newest that is the trainer's exact state",
-            "last": ("needed by the newest version" if last == 1 else f"needed by the newest {last} versions")
-            + (f" (--keep-last), and the run has {head + 1}" if head < last else " (--keep-last)"),
-            "every": f"needed by versions divisible by {policy.keep_every} (--keep-every)",
-            "recent": f"needed by versions published in the last {_span(policy.keep_seconds or 0)} (--keep-for)",
-            "onward": "needed by servers to get from the version they serve to the head",
-            "milestone": "anchors of milestones",
-            "anchor": "the newest anchor and what leads on from it, for servers without the base",
-            "lost": "may be needed by lost versions; see delta-sync repair",
-            "unrelated": "listed by documents that do not fit the run",
-            "unreadable": "listed by no readable document",
-        }
+        Args:
+            wanted: keys that kept versions need, or servers on their way to them. young: keys of young documents.
+        """
+        left = [info for key, info in self._contents.objects.items() if key not in self._planned.objects]
+        others = [info for info in left if info.key not in wanted]
+        fresh = [info for info in others if info.key in young or self._is_young(info)]
         lines = []
-        for kind, word in (("tag", "tags"), ("branch", "branches"), ("heartbeat", "receivers")):
-            names = [reason.partition(" ")[2] for reason in counts if reason.startswith(f"{kind} ")]
-            count = sum(counts.pop(f"{kind} {name}") for name in names)
-            if count:
-                shown = ", ".join(names[:_SHOWN]) + (f", … {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-                lines.append(f"{_objects(count)} needed by {word} {shown}")
-        if young:
-            wait = policy.min_age - max(self._age(info) for info in young)
-            put = _objects(counts.pop("young"), "was", "were")
+        if len(left) > len(others):
+            lines.append(f"{len(left) - len(others)} objects are needed by kept versions, or by servers on their way")
+        if fresh:
+            age = self._policy.min_age
+            wait = math.ceil(max(0, age - max(map(self._age, fresh))))
             lines.append(
-                f"{put} put less than {_span(policy.min_age)} ago (--min-age); the first can be removed in "
-                + _span(max(0.0, wait))
+                f"{len(fresh)} objects were put less than {age:g} s ago (--min-age); the first can be removed in "
+                f"{wait} s"
             )
-        lines = [f"{_objects(count)} {reasons[reason]}" for reason, count in counts.items() if count] + lines
+        if len(others) > len(fresh):
+            lines.append(f"{len(others) - len(fresh)} objects may belong to documents that are damaged or do not fit")
         removed = sorted(version for version in self._planned.missing if self._record and self._record.is_gone(version))
         if removed:
             lines.append(f"earlier collections removed the deltas of versions {spelled(removed)}")
         return lines or ["the run has no objects"]
 
 
-_SHOWN = 5
-
-
-def _objects(count: int, one: str = "is", more: str = "are") -> str:
-    return f"1 object {one}" if count == 1 else f"{count} objects {more}"
-
-
-def _span(seconds: float) -> str:
-    """Format seconds in their two largest units, such as ``2h 5m``, rounded up to the second."""
-    left, parts = int(-(-seconds // 1)), []
-    for size, unit in ((24 * 3600, "d"), (3600, "h"), (60, "m"), (1, "s")):
-        if left >= size:
-            parts.append(f"{left // size}{unit}")
-            left %= size
-    return " ".join(parts[:2]) or "0s"
+def _keys(documents: Iterable[Listed]) -> set[str]:
+    return {key for item in documents for key, _ in item.refs}
