@@ -174,7 +174,7 @@ def commands() -> Iterator[str]:
     )
     yield (
         "A command that runs until it is interrupted prints such a line for each event: `publish --watch` and `follow` "
-        "for each version, `fleet watch` and `status --watch` for each poll, `broker` once, with its addresses. If an "
+        "for each version, `broker` once, with its addresses. If an "
         "error ends it, that is the last line. With `--once`, `publish` and `follow` print one line with all versions."
     )
     yield (

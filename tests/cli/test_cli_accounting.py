@@ -15,7 +15,7 @@ import torch
 
 from tests.support.commands import answer, delta_sync, kind, refusal, shown
 from tests.support.publishers import small_trainer
-from tests.support.samples import RunWriter, every_dtype_table, nudge, random_bits
+from tests.support.samples import RunWriter, every_dtype_table, random_bits
 from tests.support.sidecars import age, publish
 from tests.support.written import SMALL, TABLE, Written, whole_file
 from trainer_side import Publisher
@@ -23,7 +23,6 @@ from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.cli import diff as diff_command
-from vllm_delta_sync.cli import du as du_command
 from vllm_delta_sync.cli.arguments import VERSION
 from vllm_delta_sync.errors import NotFoundError, UsageError
 from vllm_delta_sync.fleet.heartbeats import write_heartbeat
@@ -31,7 +30,6 @@ from vllm_delta_sync.format.canonical_json import dump_canonical
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.manifest import object_key, version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.maintenance.accounting import group_of
 from vllm_delta_sync.maintenance.follow import follow
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
 from vllm_delta_sync.tensors.bits import Bits
@@ -120,11 +118,23 @@ def test_du_counts_each_object_of_the_bucket_once(written: Written) -> None:
     of_versions = ("deltas", "anchors", "standalone anchors", "sidecars", "manifests")
     assert sum(row["stored_bytes"] for row in rows) == sum(kinds.get(name, (0, 0))[1] for name in of_versions)
     assert [row["version"] for row in rows if row["stored"]["standalone_anchor"]] == [5]
-    assert document["read"] == {"manifests": 10, "documents": 3, "headers": 0}
+    assert document["read"] == {"manifests": 10, "documents": 3}
     text = shown("du", "--bucket", written.folder, "--last", "2")
     assert all(word in text for word in ("unnamed: named by nothing", "read 10 manifests, 3 other documents, no obj"))
     assert [row["version"] for row in du(written, "--last", "2")["last"]] == [8, 9]
     assert len(du(written)["last"]) == 10
+    # What gc removed is collected.
+    age(written.folder)
+    collect(written.run, RetentionPolicy(keep_last=2, keep_every=4))
+    after, lying = du(written, "--last", "100"), files(written.folder)
+    assert kinds_of(after) == by_plain_reading(written.folder)
+    collected = [
+        manifest.version
+        for manifest in written.writer.manifests
+        if any(ref.key not in lying for ref in manifest.objects)
+    ]
+    assert after["collected"] == len(collected) > 0
+    assert [row["version"] for row in after["last"] if row["lost"]] == collected
 
 
 def test_du_of_a_run_of_the_publisher_with_files_and_shared_sidecars(tmp_path: Path) -> None:
@@ -148,84 +158,6 @@ def test_du_of_a_reference_does_not_count_the_checkpoint(tmp_path: Path) -> None
     assert du(written)["full_bytes"] == 3 * TABLE.full_bytes
 
 
-def test_du_says_what_gc_then_frees(written: Written) -> None:
-    policy = ("--keep-last", "2", "--keep-every", "4")
-    refused = du(written, *policy)["gc"]
-    assert (refused["bytes"], refused["objects"]) == (0, 0)
-    assert (
-        refused["nothing_because"] == answer("gc", "--dry-run", "--bucket", written.folder, *policy)["nothing_because"]
-    )
-    assert "nothing, because" in shown("du", "--bucket", written.folder, *policy)
-    age(written.folder)
-    before = files(written.folder)
-    planned = du(written, *policy)["gc"]
-    assert (planned["keep_last"], planned["keep_every"], planned["nothing_because"]) == (2, 4, [])
-    assert files(written.folder) == before
-    report = collect(written.run, RetentionPolicy(keep_last=2, keep_every=4))
-    assert (planned["bytes"], planned["objects"]) == (report.bytes, len(report.objects))
-    assert planned["bytes"] == sum(size for key, size in before.items() if key not in files(written.folder)) > 0
-    after = du(written, "--last", "100")
-    assert kinds_of(after) == by_plain_reading(written.folder)
-    lying = files(written.folder)
-    collected = [
-        manifest.version
-        for manifest in written.writer.manifests
-        if any(ref.key not in lying for ref in manifest.objects)
-    ]
-    assert after["collected"] == len(collected) > 0
-    assert [row["version"] for row in after["last"] if row["lost"]] == collected
-    # Without a policy gc is not asked.
-    assert after["gc"] is None
-
-
-def changed_elements(written: Written) -> Counter[str]:
-    """Tensor → elements that the deltas changed, by the weights; tensors sent in full count as a whole."""
-    found: Counter[str] = Counter()
-    for old, new, how in zip(written.writer.bits, written.writer.bits[1:], (*KINDS_OF_DELTA, "ranks"), strict=False):
-        for tensor, spec in enumerate(written.writer.table):
-            whole = how == "full" and tensor == 0
-            found[spec.name] += spec.numel if whole else int(np.count_nonzero(old[tensor] != new[tensor]))
-    return found
-
-
-def test_du_by_tensors(written: Written) -> None:
-    document = du(written, "--last", "100", "--tensors", "kind")["tensors"]
-    rows = {row["group"]: row for row in document["groups"]}
-    assert {name: row["carried"] for name, row in rows.items()} == changed_elements(written)
-    assert {name: row["full_bytes"] for name, row in rows.items()} == {spec.name: spec.nbytes for spec in TABLE}
-    deltas = [manifest for manifest in written.writer.manifests if manifest.kind == "delta"]
-    taken = sum(row["bytes"] for row in rows.values()) + document["headers_bytes"]
-    assert taken == sum(manifest.payload_bytes for manifest in deltas)
-    assert (document["versions"], document["lost"]) == (len(deltas), 0)
-    assert document["objects"] == sum(len(manifest.objects) for manifest in deltas)
-    assert [row["bytes"] for row in document["groups"]] == sorted((row["bytes"] for row in rows.values()), reverse=True)
-    # Of the versions that are listed only.
-    assert du(written, "--last", "2", "--tensors", "layer")["tensors"]["versions"] == 2
-    text = shown("du", "--bucket", written.folder, "--last", "100", "--tensors", "layer")
-    assert f"{document['objects']} headers of objects" in text
-
-
-def test_du_reads_only_the_headers_of_large_objects(tmp_path: Path) -> None:
-    table = TensorTable([TensorSpec(f"layers.{n}.w", "F32", (50_000,)) for n in range(3)])
-    written = Written(tmp_path / "run", table=table)
-    written.publish(0.5)
-    written.publish(0.5, codec="raw")
-    document = du(written, "--tensors", "layer")
-    assert {row["group"] for row in document["tensors"]["groups"]} == {"layers.0", "layers.1", "layers.2"}
-    carried = sum(row["carried"] for row in document["tensors"]["groups"])
-    assert carried == sum(manifest.changed for manifest in written.writer.manifests[1:])
-    whole = sum(manifest.payload_bytes for manifest in written.writer.manifests[1:])
-    assert 0 < document["read"]["header_bytes"] <= 2 * 65_536 < whole
-
-
-def test_groups_of_tensors() -> None:
-    name = "model.layers.11.mlp.experts.3.up_proj.weight"
-    assert group_of(name, "layer") == "model.layers.11"
-    assert group_of(name, "kind") == "model.layers.*.mlp.experts.*.up_proj.weight"
-    assert group_of("model.embed_tokens.weight", "layer") == "model.embed_tokens"
-    assert group_of("scale", "layer") == group_of("scale", "kind") == "scale"
-
-
 def test_du_notes_a_damaged_merged_delta(written: Written) -> None:
     key = "merged/0000000000-0000000004.json"
     written.bucket.put(key, b"{")
@@ -237,35 +169,30 @@ def test_du_notes_a_damaged_merged_delta(written: Written) -> None:
     assert f"counts as unnamed: {key}: " in shown("du", "--bucket", written.folder)
 
 
-@pytest.mark.parametrize("flaw", ["missing", "damaged", "rewritten", "object"])
+@pytest.mark.parametrize("flaw", ["missing", "damaged", "rewritten"])
 def test_damage_is_one_clear_error(written: Written, flaw: str) -> None:
     key = version_key(4)
-    commands = ["du", "stats"]
     if flaw == "missing":
         written.lose(key)
     elif flaw == "damaged":
         written.bucket.put(key, b"{")
-    elif flaw == "rewritten":
+    else:
         value = json.loads(written.bucket.get(key))
         written.bucket.put(key, dump_canonical({**value, "step": 41}))
-    else:
-        key = written.object_of(2)
-        written.flip(key, 9)
-        commands = ["du --tensors kind"]
-    for command in commands:
-        done = delta_sync(*command.split(), "--bucket", written.folder)
+    for command in ("du", "stats"):
+        done = delta_sync(command, "--bucket", written.folder)
         assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
-        expected = {"missing": "not_found", "damaged": "format", "rewritten": "chain", "object": "format"}[flaw]
+        expected = {"missing": "not_found", "damaged": "format", "rewritten": "chain"}[flaw]
         assert done.err.startswith(f"delta-sync: {expected}: ")
         assert ("version 5 names parent" if flaw == "rewritten" else key) in done.err
 
 
 def test_an_empty_run(tmp_path: Path) -> None:
     writer = RunWriter(open_bucket(tmp_path / "run"), SMALL)
-    document = answer("du", "--bucket", tmp_path / "run", "--tensors", "layer", "--keep-last", "1")
+    document = answer("du", "--bucket", tmp_path / "run")
     lying = files(tmp_path / "run")
     assert kinds_of(document) == {"documents": (2, sum(lying.values()))}
-    assert (document["versions"], document["last"], document["gc"]) == (0, [], None)
+    assert (document["versions"], document["last"]) == (0, [])
     shown("du", "--bucket", writer.bucket.url)
     for command in (("stats",), ("diff", "0", "head")):
         assert kind(3, *command, "--bucket", tmp_path / "run") == "not_found"
@@ -291,7 +218,7 @@ def counted() -> Iterator[Counter[str]]:
 
 @pytest.mark.parametrize(
     ("command", "first"),
-    [("du", 0), ("du --keep-last 2", 0), ("stats", 0), ("stats --last 3", 5)],
+    [("du", 0), ("stats", 0), ("stats --last 3", 5)],
 )
 def test_each_manifest_is_read_once_and_no_object(written: Written, command: str, first: int) -> None:
     with counted() as requests:
@@ -430,7 +357,6 @@ def test_diff_of_two_runs(written: Written, tmp_path: Path) -> None:
     assert (document["old"]["version"], document["new"]["version"]) == (9, 1)
     assert document["new"]["run"] == "ab" * 16
     assert_changes(document, written.writer.table, written.writer.bits[9], other.writer.bits[1])
-    assert kind(2, "diff", "0", "1", *both, "--quick") == "usage"
     small = Written(tmp_path / "small", 1, table=SMALL)
     refused = refusal("diff", "0", "0", "--bucket", written.folder, "--other", small.folder, code=1)
     assert refused["kind"] == "tensor"
@@ -445,32 +371,11 @@ def test_diff_of_a_branch_with_its_source(tmp_path: Path) -> None:
     assert ", and 1 base" in shown("diff", "0", "1", "--bucket", tmp_path / "run").replace("2 bases", "1 base")
 
 
-def test_quick_counts_what_the_deltas_carry(written: Written) -> None:
-    bits = written.writer.bits
-    for first, last in ((0, 1), (1, 9), (3, 6), (5, 4), (8, 9), (4, 4)):
-        with counted() as requests:
-            document = answer("diff", first, last, "--quick", "--bucket", written.folder)
-        counts = {row["name"]: row["carried"] for row in document["changes"]}
-        for tensor, spec in enumerate(TABLE):
-            changed = int(np.count_nonzero(bits[first][tensor] != bits[last][tensor]))
-            assert changed <= counts.get(spec.name, 0) <= spec.numel
-            if last - first == 1:
-                assert counts.get(spec.name, 0) == changed
-        assert document["carried"] == sum(counts.values())
-        read = [key for key in requests if key.startswith("objects/")]
-        assert len(read) == document["read"]["objects"]
-        assert written.object_of(0) not in read
-    assert "at most" in shown("diff", "1", "9", "--quick", "--bucket", written.folder)
-    written.anchor(nudge(bits[-1], written.random, 0.1))
-    assert kind(1, "diff", "9", "10", "--quick", "--bucket", written.folder) == "chain"
-
-
 def test_diff_of_what_is_damaged_or_not_there(written: Written) -> None:
     assert kind(3, "diff", "0", "10", "--bucket", written.folder) == "not_found"
     assert kind(3, "diff", "tag:worst", "1", "--bucket", written.folder) == "not_found"
     written.flip(written.object_of(9))
     assert kind(1, "diff", "8", "9", "--bucket", written.folder) == "digest"
-    assert kind(1, "diff", "8", "9", "--quick", "--bucket", written.folder) == "digest"
 
 
 # stats
@@ -500,9 +405,9 @@ def test_stats_are_those_of_the_manifests(written: Written) -> None:
     assert summary["versions_per_hour"] == pytest.approx(3600)
     assert summary["bytes_per_hour"] == pytest.approx(sum(payload) * 400)
     assert summary["published_bytes"] == published[-1]
-    assert document["read"] == {"manifests": 10, "heartbeats": 2}
+    assert document["read"] == {"manifests": 10}
     text = shown("stats", "--bucket", written.folder)
-    assert "read 10 manifests, 2 heartbeats, no objects" in text
+    assert "read 10 manifests, no objects" in text
 
 
 def test_stats_of_the_last_versions(written: Written) -> None:
@@ -524,18 +429,6 @@ def test_stats_of_the_last_versions(written: Written) -> None:
     assert "before them" not in shown("stats", "--bucket", long.folder, "--last", "100")
 
 
-def test_stats_of_receivers(written: Written) -> None:
-    document = answer("stats", "--bucket", written.folder)["fleet"]
-    rows = {row["receiver"]: row for row in document["replicas"]}
-    assert (rows["r1"]["served"], rows["r1"]["behind"], rows["r1"]["behind_seconds"]) == (7, 2, 2.0)
-    assert (rows["r2"]["served"], rows["r2"]["behind"], rows["r2"]["behind_seconds"]) == (None, None, None)
-    text = shown("stats", "--bucket", written.folder)
-    assert "2 live receivers, 0 ended; behind the newest version: median 2, max 2" in text
-    written.lose("heartbeats/r1.json")
-    written.lose("heartbeats/r2.json")
-    assert "no live receivers, 0 ended\nread 10 manifests, no heartbeats" in shown("stats", "--bucket", written.folder)
-
-
 def test_stats_of_times_that_do_not_exist(tmp_path: Path) -> None:
     written = Written(tmp_path / "run", 2)
     newest = json.loads(written.bucket.get(version_key(2)))
@@ -555,19 +448,17 @@ def test_names_of_tensors_reach_no_terminal_unescaped(written: Written, capsys: 
     table = json.loads(written.bucket.get("tensors.json"))
     table["tensors"][0]["name"] = ESCAPE
     written.bucket.put("tensors.json", dump_canonical(table))
-    for command in ("du --tensors layer", "diff 0 1", "stats"):
+    for command in ("du", "diff 0 1", "stats"):
         done = delta_sync(*command.split(), "--bucket", written.folder)
         assert (done.code, done.out, "\x1b" in done.err) == (1, "", False)
     side = {"version": 0, "step": 0, "url": "x"}
-    row = {"name": ESCAPE, "dtype": ESCAPE, "shape": [1], "elements": 1, "carried": 1}
-    counts = {"changed_tensors": 1, "tensors": 1, "carried": 1, "elements": 1}
-    read: dict[str, Any] = {"objects": 1, "bytes": 1, "documents": []}
-    diff_command._print({"old": side, "new": side, **counts, "changes": [row], "read": read}, 5)
-    group = {"group": ESCAPE, "tensors": 1, "full_bytes": 1, "elements": 1, "carried": 1, "bytes": 1}
-    numbers = {"versions": 1, "objects": 1, "lost": 0, "headers_bytes": 1}
-    du_command._print_tensors({"by": "layer", "groups": [group], **numbers})
+    counts = {"changed_tensors": 1, "tensors": 1, "changed": 1, "elements": 1, "nonfinite_old": 0, "nonfinite_new": 0}
+    norms = {"relative": 1.0, "norm_change": 1.0, "norm_old": 1.0}
+    row = {"name": ESCAPE, "dtype": ESCAPE, "shape": [1], **counts, **norms}
+    read = {"objects": 1, "bytes": 1, "bases": 0}
+    diff_command._print({"old": side, "new": side, **counts, **norms, "changes": [row], "read": read}, 5)
     printed = capsys.readouterr().out
-    assert printed.count("\\x1b[2J") == 3
+    assert printed.count("\\x1b[2J") == 2
     assert "\x1b" not in printed
 
 

@@ -33,7 +33,7 @@ def code_of(written: Written, *arguments: str) -> tuple[int, Any]:
 
 ON_A_RUN = {
     **dict.fromkeys(("log", "inspect", "verify", "repair", "compact", "du", "stats", "tag list"), ""),
-    **dict.fromkeys(("fleet list", "fleet wait", "fleet watch"), ""),
+    **dict.fromkeys(("fleet list", "fleet wait"), ""),
     **dict.fromkeys(("branch", "export"), "--to {new}"),
     **dict.fromkeys(("tag set", "tag rm"), "best"),
     "gc": "--yes",
@@ -52,7 +52,6 @@ OF_A_SERVER = {
 OTHERS = {
     "serve": [(2, "model --dry-run --bucket x --policy never")],
     "broker": [(2, "--publishers tcp://*:1"), (4, "--publishers tcp://*:70000 --subscribers tcp://*:70000")],
-    "completion": [(2, "tcsh")],
     "keygen": [(2, ""), (4, "{new}/no/a.key"), (5, "{file}")],
 }
 

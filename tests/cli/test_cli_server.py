@@ -8,7 +8,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from tests.support.answers import Answer, answering, closed_port, silent
 from tests.support.chains import Chain
-from tests.support.commands import Done, answer, delta_sync, kind, parsed, refusal, shown
+from tests.support.commands import Done, answer, delta_sync, kind, refusal, shown
 from tests.support.web import TOKEN, Site, listening
 from vllm_delta_sync.admin_token import VARIABLE
 from vllm_delta_sync.client import open_run
@@ -367,35 +367,3 @@ def test_several_servers_are_asked_in_turn(site: Site, url: str, tmp_path: Path)
         both = answer("release", *servers[2:])
         assert [entry["status"]["holding"] for entry in both["servers"]] == [False, False]
     other.end()
-
-
-@pytest.mark.parametrize("as_json", [False, True])
-def test_watching_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, as_json: bool) -> None:
-    replies: list[Callable[[], Answer]] = [
-        lambda: Answer(200, b'{"state": "idle"}'),
-        lambda: Answer(503, b"{}"),
-        lambda: Answer(200, b'{"state": "held"}'),
-    ]
-    pauses: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == len(replies):
-            raise KeyboardInterrupt
-
-    with answering() as server:
-        server.reply = lambda asked: replies[len(pauses)]()
-        monkeypatch.setattr("vllm_delta_sync.cli.server.time.sleep", sleep)
-        flags = ("--json",) if as_json else ()
-        done = delta_sync("status", "--server", server.url, "--watch", "2.5", *flags)
-    assert (done.code, done.err, pauses) == (130, "", [2.5] * 3)
-    if as_json:
-        lines = [parsed(line) for line in done.out.splitlines()]
-        assert [line["ok"] for line in lines] == [True, False, True]
-        first, second, third = [line["data"]["servers"][0] for line in lines]
-        assert (first["status"]["state"], third["status"]["state"]) == ("idle", "held")
-        assert second["error"]["kind"] == lines[1]["error"]["kind"] == "engine"
-    else:
-        assert re.findall(r"^state +(\w+)|^delta-sync: (\w+): ", done.out, re.MULTILINE) == [
-            ("idle", ""), ("", "engine"), ("held", ""),
-        ]  # fmt: skip

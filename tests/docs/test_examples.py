@@ -66,8 +66,6 @@ ENDED = {
 }
 """Beginning of an example → the flags that end it, of which it may have the first."""
 PARSED = {
-    "fleet watch": "refreshes until Ctrl-C",
-    "status .*--watch": "refreshes until Ctrl-C",
     "broker": "serves until Ctrl-C",
     "dashboard": "serves until Ctrl-C",
     "serve .*ADDRESS": "ADDRESS is a node of the reader",

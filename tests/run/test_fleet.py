@@ -1,13 +1,7 @@
 """The fleet of a run: heartbeats, who is live, waiting for a version, and what ``delta-sync fleet`` prints."""
 
-import contextlib
 import json
-import os
-import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +9,11 @@ import pytest
 import torch
 
 from tests.support.chains import Chain
-from tests.support.commands import answer, delta_sync, kind, parsed, refusal, shown
+from tests.support.commands import answer, kind, refusal, shown
 from tests.support.fleet_run import FleetRun
 from trainer_side import Publisher
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.cli import fleet as cli_fleet
-from vllm_delta_sync.cli.text import CLEAR
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import StoreError, UsageError
 from vllm_delta_sync.fleet import heartbeats
@@ -307,52 +300,6 @@ def test_command_waits(chain: Chain) -> None:
     set_tag(Run(chain.bucket), "best", 1)
     shown(*wait, "tag:best", "--replicas", "2")
     assert kind(3, *wait, "tag:worst") == "not_found"
-
-
-@pytest.mark.parametrize("as_json", [False, True])
-def test_watching_ends_on_an_interrupt(chain: Chain, monkeypatch: pytest.MonkeyPatch, as_json: bool) -> None:
-    sleeps: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        sleeps.append(seconds)
-        if len(sleeps) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("vllm_delta_sync.cli.fleet.time.sleep", sleep)
-    done = delta_sync("fleet", "watch", "--bucket", chain.url, "--poll", "2.5", *(["--json"] if as_json else []))
-    assert (done.code, sleeps) == (130, [2.5] * 3)
-    if as_json:
-        assert [parsed(line)["data"]["live"] for line in done.out.splitlines()] == [2, 2, 2]
-    else:  # plain lines, which can be read one by one
-        lines = done.out.splitlines()
-        assert len(lines) == 9
-        assert all(re.fullmatch(r"[0-9T:.-]+Z (a: version 2 |b: version 1 |2 live, 0 ended; ).*", row) for row in lines)
-        assert "held, target head, holds" in lines[1]
-
-
-def test_watching_on_a_terminal_redraws_a_table(chain: Chain) -> None:
-    # Inherited as ignored where the tests run in the background of a shell without job control.
-    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    code += "from vllm_delta_sync import cli; sys.exit(cli.main())"
-    command = [sys.executable, "-c", code, "fleet", "watch", "--bucket", chain.url, "--poll", "0.05"]
-    terminal, end = os.openpty()
-    with subprocess.Popen(command, stdout=end, stderr=subprocess.PIPE) as started:
-        os.close(end)
-        shown = b""
-        while shown.count(CLEAR.encode()) < 3:
-            shown += os.read(terminal, 4096)
-        started.send_signal(signal.SIGINT)
-        with contextlib.suppress(OSError):  # EIO: the command has ended
-            while data := os.read(terminal, 4096):
-                shown += data
-        assert started.stderr is not None
-        assert (started.wait(60), started.stderr.read()) == (130, b"")
-    os.close(terminal)
-    screens = shown.decode().split(CLEAR)
-    assert screens[0] == ""
-    for screen in screens[1:3]:
-        assert screen.splitlines()[0].split()[:2] == ["receiver", "served"]
-        assert screen.splitlines()[-1] == "2 live, 0 ended; version 1 to 2; head 2"
 
 
 def test_publisher_waits_for_its_servers(tmp_path: Path) -> None:

@@ -2,18 +2,22 @@
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from tests.support.page_runs import HOSTILE, PARTS, PageRun, broken_run, busy_run, empty_run, hostile_run, layered_table
 from tests.support.written import Written
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.client import open_run
+from vllm_delta_sync.codec.delta_sizes import count_elements
 from vllm_delta_sync.dashboard.background_reader import BackgroundReader
 from vllm_delta_sync.dashboard.heat_map import HEAT_OBJECTS, HEAT_VERSIONS, place_of
 from vllm_delta_sync.dashboard.overview import MAX_PROBLEMS, RunView, ServerView, build_overview
@@ -23,6 +27,8 @@ from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.errors import FormatError, NotFoundError, UnavailableError, error_kinds
 from vllm_delta_sync.fleet.heartbeats import write_heartbeat
 from vllm_delta_sync.format.manifest import VERSIONS_PREFIX, version_key
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.run.checks import delta_context
 
 
 def reader(folder: Path, **options: Any) -> PageReader:
@@ -91,6 +97,32 @@ def test_heat_map_counts_what_the_deltas_change(tmp_path: Path) -> None:
     assert heat["cells"][heat["kinds"].index(place_of(still)[1])][2] == 0
     assert place_of("model.layers.3.mlp.experts.7.up.weight") == ("model.layers.3", "mlp.experts.*.up.weight")
     assert place_of("lm_head.weight") == ("", "lm_head.weight")
+
+
+def test_elements_are_counted_by_the_headers_of_every_codec(tmp_path: Path) -> None:
+    kinds = ("plain", "raw", "tiled", "full", "same")
+    written = Written(tmp_path / "run")
+    written.deltas(*kinds)
+    written.publish_by_ranks(3)
+    large = Written(tmp_path / "large", table=TensorTable([TensorSpec(f"l.{n}.w", "F32", (50_000,)) for n in range(3)]))
+    large.publish(0.5)
+    for run, how in ((written, (*kinds, "ranks")), (large, ("plain",))):
+        bits, manifests = run.writer.bits, run.writer.manifests
+        for old, new, manifest, kind in zip(bits, bits[1:], manifests[1:], how, strict=False):
+            found, lengths = Counter[int](), list[int]()
+
+            def read(key: str, start: int, length: int, run: Written = run, lengths: list[int] = lengths) -> bytes:
+                lengths.append(length)
+                return run.bucket.get_range(key, start, length)
+
+            context = delta_context(manifest)
+            assert context is not None
+            for ref in manifest.objects:
+                found.update(count_elements(partial(read, ref.key), ref.bytes, run.writer.table, context, ref.key))
+            for tensor, spec in enumerate(run.writer.table):
+                whole = kind == "full" and tensor == 0
+                assert found[tensor] == (spec.numel if whole else np.count_nonzero(old[tensor] != new[tensor])), kind
+            assert max(lengths, default=0) <= 64 * 1024
 
 
 def test_each_manifest_and_object_is_read_once(tmp_path: Path) -> None:

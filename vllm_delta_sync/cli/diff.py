@@ -17,7 +17,6 @@ from vllm_delta_sync.cli.text import (
     shape,
     size,
 )
-from vllm_delta_sync.errors import UsageError
 
 if TYPE_CHECKING:
     from vllm_delta_sync.client import Run
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     option("new", type=version, metavar="B", help=f"the new version: {VERSION}"),
     *RUN,
     option("--other", metavar="URL", help="B is a version of this run, which must have the same tensors"),
-    option("--quick", action="store_true", help="only count what the deltas between A and B carry"),
     option("--top", type=positive, default=20, metavar="N", help="tensors to list (default: 20)"),
     BASE,
     failed="weights, objects or documents are damaged, or the runs have other tensors",
@@ -44,17 +42,11 @@ def diff(options: argparse.Namespace) -> Report:
     that are NaN or infinite on either side are counted, and are in no norm. Both versions are rebuilt and checked, in
     temporary files: that takes the disk space of two models, and the memory of one tensor.
 
-    --quick reads only the deltas between two versions of one run, and shows how many elements they carry: no fewer
-    than have changed, and without norms.
-
     examples:
       delta-sync diff head~1 head --bucket /data/runs/a
       delta-sync diff 0 tag:best --bucket /data/runs/a --top 50 --base /models/qwen3
       delta-sync diff 420 head --bucket /data/runs/a --other /data/runs/b --json
-      delta-sync diff ago:1d head --bucket s3://bucket/runs/a --quick
     """
-    if options.quick and options.other is not None:
-        raise UsageError("--quick compares versions of one run; leave out --other, or --quick")
     run = opened(options)
     other = run if options.other is None else opened(options, url=options.other)
     old, new = run.resolve(options.old), other.resolve(options.new)
@@ -62,7 +54,7 @@ def diff(options: argparse.Namespace) -> Report:
         name: {"run": side.info.run, "url": side.bucket.url, **pick(manifest, "version step fingerprint")}
         for name, side, manifest in (("old", run, old), ("new", other, new))
     }
-    data |= _counted(run, old, new) if options.quick else _compared(run, old, other, new, options.base)
+    data |= _compared(run, old, other, new, options.base)
     return Report(data, lambda data: _print(data, options.top))
 
 
@@ -98,26 +90,6 @@ def _compared(run: "Run", old: "Manifest", other: "Run", new: "Manifest", base: 
     }
 
 
-def _counted(run: "Run", old: "Manifest", new: "Manifest") -> dict[str, Any]:
-    from vllm_delta_sync.maintenance.compare import count_carried
-
-    with ProgressBar("bytes") as bar:
-        carried, steps = count_carried(run, old.version, new.version, bar.update)
-    rows = [{**_tensor(run.table[tensor]), "carried": count} for tensor, count in carried.items()]
-    return {
-        "tensors": len(run.table),
-        "elements": run.table.total,
-        "changed_tensors": len(rows),
-        "carried": sum(carried.values()),
-        "changes": sorted(rows, key=lambda row: -row["carried"] / row["elements"]),
-        "read": {
-            "objects": sum(len(step.objects) for step in steps),
-            "bytes": sum(step.payload_bytes for step in steps),
-            "documents": [step.key for step in steps],
-        },
-    }
-
-
 def _tensor(spec: "TensorSpec") -> dict[str, Any]:
     return {**pick(spec, "name dtype"), "shape": list(spec.shape), "elements": spec.numel}
 
@@ -138,39 +110,37 @@ def _nonfinite(row: dict[str, Any]) -> str:
 
 
 def _print(data: dict[str, Any], top: int) -> None:
-    """Print what changed, or with ``--quick`` (``carried``) at most."""
-    quick, read = "carried" in data, data["read"]
-    field, most = ("carried", "at most ") if quick else ("changed", "")
-    share = percent(data[field], data["elements"])
-    fields: list[tuple[str, object]] = [
+    """Print what changed."""
+    sides: list[tuple[str, object]] = [
         (name, f"version {data[name]['version']} (step {data[name]['step']}) of {data[name]['url']}")
         for name in ("old", "new")
     ]
-    fields += [
-        ("tensors", f"{most}{data['changed_tensors']:,} of {data['tensors']:,} changed"),
-        ("elements", f"{most}{data[field]:,} of {data['elements']:,} changed, {share}"),
-    ]
-    if not quick:
-        norms = f"{_norm(data['relative'])} of ‖old‖: {_norm(data['norm_change'])} of {_norm(data['norm_old'])}"
-        fields.append(("distance", norms))
-        if _nonfinite(data) != "-":
-            counts = f"{data['nonfinite_old']:,} in the old version, {data['nonfinite_new']:,} in the new one"
-            fields.append(("NaN or infinite", f"{counts}; they are in no norm"))
-    print_fields(*fields)
+    share = percent(data["changed"], data["elements"])
+    norms = f"{_norm(data['relative'])} of ‖old‖: {_norm(data['norm_change'])} of {_norm(data['norm_old'])}"
+    nonfinite = f"{data['nonfinite_old']:,} in the old version, {data['nonfinite_new']:,} in the new one"
+    print_fields(
+        *sides,
+        ("tensors", f"{data['changed_tensors']:,} of {data['tensors']:,} changed"),
+        ("elements", f"{data['changed']:,} of {data['elements']:,} changed, {share}"),
+        ("distance", norms),
+        ("NaN or infinite", None if _nonfinite(data) == "-" else f"{nonfinite}; they are in no norm"),
+    )
     if data["changes"]:
         print()
-        titles = ["tensor", "dtype", "shape", most.strip() or "changed", "share"]
         rows = [
-            [row["name"], row["dtype"], shape(row["shape"]), f"{row[field]:,}", percent(row[field], row["elements"])]
+            (
+                row["name"],
+                row["dtype"],
+                shape(row["shape"]),
+                f"{row['changed']:,}",
+                percent(row["changed"], row["elements"]),
+                *(_norm(row[name]) for name in ("norm_change", "norm_old", "relative")),
+                _nonfinite(row),
+            )
             for row in data["changes"]
         ]
-        if not quick:
-            titles += ["‖new − old‖", "‖old‖", "distance", "NaN or inf"]
-            for cells, row in zip(rows, data["changes"], strict=True):
-                cells += [_norm(row["norm_change"]), _norm(row["norm_old"]), _norm(row["relative"]), _nonfinite(row)]
+        titles = ("tensor", "dtype", "shape", "changed", "share", "‖new − old‖", "‖old‖", "distance", "NaN or inf")
         print_columns(titles, rows, left=(0, 1, 2), most=top)
-    what = f"{many(read['objects'], 'object')}, {size(read['bytes'])}"
-    if quick:
-        print(f"\nread {many(len(read['documents']), 'delta')}: {what}; no weights")
-    else:
-        print(f"\nread {what}" + (f", and {many(read['bases'], 'base')}" if read["bases"] else ""))
+    read = data["read"]
+    bases = f", and {many(read['bases'], 'base')}" if read["bases"] else ""
+    print(f"\nread {many(read['objects'], 'object')}, {size(read['bytes'])}{bases}")

@@ -1,14 +1,11 @@
-"""``delta-sync fleet list``, ``wait`` and ``watch``."""
+"""``delta-sync fleet list`` and ``fleet wait``."""
 
 import argparse
-import sys
-import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.cli.arguments import RUN, VERSION, count, interval, opened, version
 from vllm_delta_sync.cli.command import Report, command, option
-from vllm_delta_sync.cli.text import clean, known, print_columns, print_event, redraw
+from vllm_delta_sync.cli.text import clean, known, print_columns
 
 if TYPE_CHECKING:
     from vllm_delta_sync.client import Run
@@ -57,39 +54,6 @@ def wait(options: argparse.Namespace) -> Report:
     return Report(fleet_document(run, fleet), print_fleet)
 
 
-@command(
-    "fleet watch",
-    "show the servers until Ctrl-C",
-    *RUN,
-    option("--poll", type=interval, default=2.0, metavar="TIME", help="time between polls of the bucket (default: 2)"),
-    failed=REFUSED,
-)
-def watch(options: argparse.Namespace) -> Report:
-    """Show the servers that follow a run until Ctrl-C: on a terminal as a table that is redrawn, else as one line for
-    each server.
-
-    Servers are listed that were started with --receiver-id and write heartbeats to the bucket. A server whose heartbeat
-    is older than its setting heartbeat_seconds counts as ended.
-
-    examples:
-      delta-sync fleet watch --bucket /data/runs/a --poll 5s
-    """
-    run = opened(options)
-    fleet = run.fleet()
-    while True:
-        data = fleet_document(run, fleet)
-        print_event(options, data, partial(_show, data))
-        time.sleep(options.poll)
-        fleet.poll()
-
-
-def _show(data: dict[str, Any]) -> None:
-    if sys.stdout.isatty():
-        redraw(partial(print_fleet, data))
-    else:
-        _print_lines(data)
-
-
 def fleet_document(run: "Run", fleet: "Fleet") -> dict[str, Any]:
     """Return all servers, the live ones first."""
     rows = [replica.document() for replica in [*fleet.live, *fleet.ended]]
@@ -116,18 +80,6 @@ def print_fleet(data: dict[str, Any]) -> None:
     for line in data["ignored"]:
         print(clean(f"ignored: {line}"))
     print(_totals(data))
-
-
-def _print_lines(data: dict[str, Any]) -> None:
-    """Print one line for each server, each with the time, so that it can be read by itself in a log."""
-    from vllm_delta_sync.format.base_document import timestamp
-
-    now = timestamp()
-    for row in data["replicas"]:
-        receiver, served, step, lag, state, target, pause, heartbeat, error = map(clean, _cells(row))
-        text = f"{now} {receiver}: version {served} (step {step}), lag {lag}, {state}, target {target}, pause {pause}"
-        print(f"{text}, heartbeat {heartbeat}" + (f", {error}" if row["error"] else ""))
-    print(f"{now} {_totals(data)}")
 
 
 def _totals(data: dict[str, Any]) -> str:

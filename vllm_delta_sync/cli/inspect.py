@@ -1,16 +1,14 @@
-"""``delta-sync inspect`` shows a run, one of its versions, or a single file."""
+"""``delta-sync inspect`` shows a run, or one of its versions."""
 
 import argparse
-import json
 from collections import Counter
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_delta_sync.cli.arguments import RUN, VERSION, as_finding, opened, positive, version
 from vllm_delta_sync.cli.command import Report, command, option
 from vllm_delta_sync.cli.log import Document, describe, describe_signature, signed, summary
 from vllm_delta_sync.cli.text import percent, pick, print_columns, print_fields, shape, size
-from vllm_delta_sync.errors import NotFoundError, StoreError, UsageError
+from vllm_delta_sync.errors import NotFoundError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,8 +20,7 @@ if TYPE_CHECKING:
 
 @command(
     "inspect",
-    "show a run, one of its versions, or a single file",
-    option("file", metavar="FILE", nargs="?", help="a .safetensors file to show, instead of a run"),
+    "show a run, or one of its versions",
     *RUN,
     option("--version", type=version, metavar=VERSION, help="a version of the run"),
     option("--top", type=positive, default=20, metavar="N", help="tensors to list (default: 20)"),
@@ -31,21 +28,13 @@ if TYPE_CHECKING:
     failed="the document or an object is damaged, or an object of the version is missing",
 )
 def inspect(options: argparse.Namespace) -> Report:
-    """Show the contents of a run; with --version, the changes of one version tensor by tensor; with FILE, the header
-    of a .safetensors file.
+    """Show the contents of a run; with --version, the changes of one version tensor by tensor.
 
     examples:
       delta-sync inspect --bucket /data/runs/a
       delta-sync inspect --bucket /data/runs/a --version 7 --all
-      delta-sync inspect ./objects/4fc55e65….safetensors
     """
     top = None if options.all else options.top
-    if options.file is not None:
-        if options.version is not None or options.bucket is not None:
-            raise UsageError("FILE cannot be combined with --bucket or --version; leave FILE out to show a run")
-        if not Path(options.file).is_file():
-            raise UsageError(f"{options.file!r} is not a file; to show a run, name it with --bucket URL")
-        return Report(_of_file(Path(options.file)), lambda data: _print_file(data, top))
     run = opened(options)
     if options.version is None:
         return Report(_of_run(run), lambda data: _print_run(data, top))
@@ -210,42 +199,3 @@ def _print_version(data: Document, top: int | None) -> None:
     ]
     titles = ("tensor", "dtype", "shape", "sent", "changed", "share", "by 1 ULP")
     print_columns(titles, rows, left=(0, 1, 2, 3), most=top, hint="--all")
-
-
-def _of_file(path: Path) -> Document:
-    """Describe header and metadata of a safetensors file: a delta object, an anchor, or any other file."""
-    import numpy as np
-
-    from vllm_delta_sync.codec.delta_object import METADATA_KEY
-    from vllm_delta_sync.format.canonical_json import load_canonical
-    from vllm_delta_sync.format.safetensors_file import Container
-
-    try:
-        length = path.stat().st_size
-        container = Container(np.memmap(path, np.uint8, mode="r") if length else b"", path.name)
-    except OSError as error:
-        raise StoreError(f"file {str(path)!r} cannot be read: {error.strerror}") from error
-    delta = container.metadata.get(METADATA_KEY)
-    return {
-        "file": str(path),
-        "bytes": length,
-        "kind": "tensors" if delta is None else "delta",
-        "metadata": container.metadata,
-        "delta": None if delta is None else load_canonical(delta.encode(), f"{path.name} metadata"),
-        "entries": [
-            {"name": name, "dtype": entry.dtype.name, "shape": list(entry.shape), "bytes": entry.end - entry.start}
-            for name, entry in container.entries.items()
-        ],
-    }
-
-
-def _print_file(data: Document, top: int | None) -> None:
-    """Print a file's metadata and its largest entries."""
-    shown: dict[str, Any] = data["delta"] if isinstance(data["delta"], dict) else data["metadata"]
-    print_fields(
-        ("file", data["file"]),
-        ("size", size(data["bytes"])),
-        ("holds", "changes of one version" if data["kind"] == "delta" else "whole tensors"),
-        *((name, value if isinstance(value, str) else json.dumps(value)) for name, value in shown.items()),
-    )
-    _print_tensors(data["entries"], top)

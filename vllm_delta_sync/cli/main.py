@@ -20,7 +20,6 @@ from vllm_delta_sync.cli import (
     branch,
     broker,
     compact,
-    completion,
     dashboard,
     diff,
     doctor,
@@ -53,7 +52,7 @@ COMMANDS = (
     serve.serve, publish.publish, log.log, inspect.inspect, du.du, diff.diff, stats.stats, dashboard.dashboard,
     dashboard.report, export.export, follow.follow, verify.verify, repair.repair, gc.gc, tag.set_tag, tag.remove,
     tag.list_tags, branch.branch, compact.compact, keygen.keygen, doctor.doctor, broker.broker,
-    fleet.list_servers, fleet.wait, fleet.watch, *server.COMMANDS, completion.completion,
+    fleet.list_servers, fleet.wait, *server.COMMANDS,
 )  # fmt: skip
 """In the order of ``--help``."""
 GROUPS = {
@@ -132,7 +131,7 @@ def build_parser() -> Parser:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse a command line.
 
-    The result's ``closing`` is an ExitStack that is closed after the command, and ``parser`` is the whole parser.
+    The result's ``closing`` is an ExitStack that is closed after the command.
 
     Raises:
         UsageError: the command line is not valid.
@@ -141,9 +140,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if arguments and arguments[0] == "serve":
         ours, rest = split_serve(arguments[1:])
         arguments = ["serve", *ours]
-    parser = build_parser()
-    options = parser.parse_args(arguments)
-    options.parser = parser
+    options = build_parser().parse_args(arguments)
     options.command, options.rest, options.closing = options.spec.name, rest, ExitStack()
     return options
 

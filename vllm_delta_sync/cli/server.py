@@ -6,16 +6,14 @@ Each command calls the route of its name; ``server_client`` makes the requests.
 import argparse
 import re
 import sys
-import time
 from collections.abc import Iterator
-from functools import partial
-from typing import Any, TextIO
+from typing import Any
 from urllib.parse import urlencode
 
 from vllm_delta_sync import admin_token
 from vllm_delta_sync.cli.arguments import RUN, VERSION, interval, opened, version
 from vllm_delta_sync.cli.command import Command, Option, Report, option
-from vllm_delta_sync.cli.text import clean, known, pick, print_columns, print_event, print_fields, redraw, size
+from vllm_delta_sync.cli.text import clean, known, pick, print_columns, print_fields, size
 from vllm_delta_sync.engine.observe.states import STATES
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
 from vllm_delta_sync.server_client import (
@@ -72,18 +70,10 @@ def _timeout(longest: float = 600.0) -> Option:
     )
 
 
-def _status(options: argparse.Namespace) -> Report:
-    if options.watch is None:
-        return _report(options, _ask_each(options))
-    while True:
-        outcomes = list(_ask_each(options))
-        show = partial(redraw, partial(_print_outcomes, outcomes))
-        print_event(options, _data(outcomes), show, _first_error(outcomes))
-        time.sleep(options.watch)
-
-
 def _order(options: argparse.Namespace) -> Report:
-    token = admin_token.load_text(options.settings.admin_token_file)
+    token = None
+    if options.command != "status":
+        token = admin_token.load_text(options.settings.admin_token_file)
     options.run = None
     named = getattr(options, "version", None)
     if isinstance(named, str) and not _BEFORE_SERVED.fullmatch(named):
@@ -144,7 +134,7 @@ def _report(options: argparse.Namespace, asked: Iterator[Outcome]) -> Report:
     for url, outcome in asked:
         outcomes.append((url, outcome))
         if not options.json:
-            _print_outcome(options.command, url, outcome, sys.stderr)
+            _print_outcome(options.command, url, outcome)
     return Report(_data(outcomes), lambda _: None, _first_error(outcomes))
 
 
@@ -162,14 +152,9 @@ def _data(outcomes: list[Outcome]) -> dict[str, Any]:
     return {"servers": rows}
 
 
-def _print_outcomes(outcomes: list[Outcome]) -> None:
-    for url, outcome in outcomes:
-        _print_outcome("status", url, outcome, sys.stdout)
-
-
-def _print_outcome(command: str, url: str, outcome: Reply | DeltaSyncError, errors: TextIO) -> None:
+def _print_outcome(command: str, url: str, outcome: Reply | DeltaSyncError) -> None:
     if isinstance(outcome, DeltaSyncError):
-        print(clean(f"delta-sync: {outcome.kind}: {outcome.message}"), file=errors, flush=True)
+        print(clean(f"delta-sync: {outcome.kind}: {outcome.message}"), file=sys.stderr, flush=True)
     elif command == "status":
         _print_status(url, outcome.server_status)
     else:
@@ -232,8 +217,7 @@ def _command(
     server = option(
         "--server", action="append", metavar="URL", help=f"vLLM server; may be repeated (default: {DEFAULT_SERVER})"
     )
-    run = _status if name == "status" else _order
-    return Command(name, brief, f"{text}\n\n{SERVERS}{about}\nexamples:\n{lines}", (server, *options), run, failed)
+    return Command(name, brief, f"{text}\n\n{SERVERS}{about}\nexamples:\n{lines}", (server, *options), _order, failed)
 
 
 COMMANDS = (
@@ -241,8 +225,7 @@ COMMANDS = (
         "status",
         "show what a server serves",
         "Show what a server serves, its lag, its last error and its recent updates.",
-        "status\nstatus --server http://rollout-1:8000 --server http://rollout-2:8000 --watch 2",
-        option("--watch", type=interval, metavar="TIME", help="refresh until Ctrl-C"),
+        "status\nstatus --server http://rollout-1:8000 --server http://rollout-2:8000",
         about="",
     ),
     _command(

@@ -2,17 +2,13 @@
 
 import argparse
 import math
-import statistics
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm_delta_sync.cli.arguments import LAST, RUN, checking_history, last_count, opened
 from vllm_delta_sync.cli.command import Report, command
-from vllm_delta_sync.cli.fleet import fleet_document
 from vllm_delta_sync.cli.text import (
     ProgressBar,
-    clean,
-    known,
     many,
     percent,
     pick,
@@ -22,7 +18,6 @@ from vllm_delta_sync.cli.text import (
 )
 
 if TYPE_CHECKING:
-    from vllm_delta_sync.client import Run
     from vllm_delta_sync.maintenance.run_stats import VersionStats
 
 SHOWN = 20
@@ -36,13 +31,12 @@ SHOWN = 20
     failed="a version is missing or damaged, or does not follow the one before it",
 )
 def stats(options: argparse.Namespace) -> Report:
-    """Show bytes, changed share and time of each version, their spread, savings, and the lag of receivers.
+    """Show bytes, changed share and time of each version, their spread, and savings.
 
-    Reads manifests and heartbeats, no objects. Bytes are those that were published, also of what gc has removed since;
+    Reads manifests, no objects. Bytes are those that were published, also of what gc has removed since;
     `delta-sync du` shows what is stored. Savings are against a full checkpoint for each version, counted from the first
     version that is read. Times are by the publisher's clock. Without --last, all versions count and the newest 20 are
-    listed. Receivers are those with heartbeats (setting receiver_id); `delta-sync fleet list` shows more of them.
-    `delta-sync report` draws all this.
+    listed. `delta-sync fleet list` shows the lag of servers, and `delta-sync report` draws all this.
 
     examples:
       delta-sync stats --bucket /data/runs/a
@@ -57,7 +51,6 @@ def stats(options: argparse.Namespace) -> Report:
         with checking_history(run), ProgressBar("manifests") as bar:
             versions = version_stats(run, last, bar.update)
     newest = versions[-1]
-    fleet = _fleet(run, versions)
     published = newest.manifest.version + 1
     data = {
         "run": run.info.run,
@@ -71,11 +64,9 @@ def stats(options: argparse.Namespace) -> Report:
             "full_bytes": newest.full,
             "saved_share": newest.saved_share,
         },
-        "fleet": fleet,
         "read": {
             # Two before the first: for the time since then, and to check that one.
             "manifests": published if last is None else min(published, last + 2),
-            "heartbeats": len(fleet["replicas"]) + len(fleet["ignored"]),
         },
     }
     shown = options.last if isinstance(options.last, int) else SHOWN
@@ -90,20 +81,6 @@ def _row(version: "VersionStats") -> dict[str, Any]:
         "published_bytes": version.published,
         "published_full_bytes": version.full,
     }
-
-
-def _fleet(run: "Run", versions: "list[VersionStats]") -> dict[str, Any]:
-    """Return the heartbeats, with the time between the version that each receiver serves and the newest one."""
-    from vllm_delta_sync.maintenance.run_stats import seconds_between
-
-    manifests = {version.manifest.version: version.manifest for version in versions}
-    newest = versions[-1].manifest
-    data = fleet_document(run, run.fleet())
-    for row in data["replicas"]:
-        served = manifests.get(row["served"])
-        row["behind"] = None if row["served"] is None else max(0, newest.version - row["served"])
-        row["behind_seconds"] = None if served is None else seconds_between(served, newest)
-    return data
 
 
 def _print(data: dict[str, Any], shown: int) -> None:
@@ -151,30 +128,7 @@ def _print(data: dict[str, Any], shown: int) -> None:
     print_columns(titles, cells, left=(2, 3))
     if len(rows) > shown:
         print(f"… {len(rows) - shown} before them; --last or --json lists more")
-    print()
-    _print_fleet(data["fleet"])
-    print(f"read {many(read['manifests'], 'manifest')}, {many(read['heartbeats'], 'heartbeat')}, no objects")
-
-
-def _print_fleet(data: dict[str, Any]) -> None:
-    live = [row for row in data["replicas"] if row["live"]]
-    if live:
-        cells = [
-            (
-                row["receiver"],
-                known(row["served"]),
-                known(row["behind"]),
-                _span(row["behind_seconds"]),
-                known(row["state"]),
-            )
-            for row in live
-        ]
-        print_columns(("receiver", "served", "behind", "behind in time", "state"), cells, left=(0, 4), most=SHOWN)
-    for line in data["ignored"]:
-        print(clean(f"ignored: {line}"))
-    behind = [row["behind"] for row in live if row["behind"] is not None]
-    lag = f"; behind the newest version: median {statistics.median(behind):g}, max {max(behind)}" if behind else ""
-    print(f"{many(len(live), 'live receiver')}, {data['ended']} ended{lag}")
+    print(f"\nread {many(read['manifests'], 'manifest')}, no objects")
 
 
 def _share(value: float | None) -> str:

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 from vllm_delta_sync.errors import DeltaSyncError
 
-CLEAR = "\033[H\033[J"
 UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -127,13 +126,6 @@ def print_fields(*fields: tuple[str, object], notes: Iterable[str] = ()) -> None
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         print(f"{name.ljust(width)}  {clean(value)}")
-
-
-def redraw(show: Callable[[], None]) -> None:
-    """Print what ``show`` prints: on a terminal in place of what is on it, else followed by an empty line."""
-    print(CLEAR if sys.stdout.isatty() else "", end="")
-    show()
-    print("" if sys.stdout.isatty() else "\n", end="", flush=True)
 
 
 class ProgressBar:

@@ -1,15 +1,14 @@
-"""``read_sizes`` says what each tensor takes of a delta object, from its header and directories alone."""
+"""``count_elements`` says how many elements of each tensor a delta object carries, from its header and directories."""
 
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_delta_sync.codec.delta_object import DeltaContext, open_blocks, parse_blocks
 from vllm_delta_sync.codec.delta_reader import read_metadata
-from vllm_delta_sync.codec.raw import INDICES, VALUES
+from vllm_delta_sync.codec.raw import VALUES
 from vllm_delta_sync.errors import FormatError
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.limits import check_limit
@@ -20,25 +19,10 @@ FIRST_READ = 64 * 1024
 """Bytes to read first; in most objects the header and the directories lie within them."""
 
 
-@dataclass(frozen=True)
-class ObjectSizes:
-    """What each tensor takes of a delta object.
-
-    Attributes:
-        elements, bytes: by tensor id. Tensors of one block are compressed together; each is counted with the share of
-            the block's bytes that its elements have of the block's elements.
-        read: bytes that were read.
-    """
-
-    elements: Counter[int]
-    bytes: Counter[int]
-    read: int
-
-
-def read_sizes(
+def count_elements(
     read: Callable[[int, int], bytes], size: int, table: TensorTable, context: DeltaContext, what: str
-) -> ObjectSizes:
-    """Read the header and the directories of a delta object. Its digest is not checked.
+) -> Counter[int]:
+    """Return tensor id → elements that a delta object carries. Its digest is not checked.
 
     Args:
         read: returns bytes of the object, from (offset, length). size: of the object, checked against a limit before.
@@ -48,15 +32,12 @@ def read_sizes(
     """
     # Bytes that are not read stay zeros, which take no memory.
     data = np.zeros(size, np.uint8)
-    done = 0
 
     def fill(start: int, end: int) -> None:
-        nonlocal done
         found = read(start, end - start)
         if len(found) != end - start:
             raise FormatError(f"{what} has fewer than the {size} bytes that its document lists")
         data[start:end] = np.frombuffer(found, np.uint8)
-        done += len(found)
 
     first = min(size, FIRST_READ)
     fill(0, first)
@@ -71,22 +52,12 @@ def read_sizes(
         if entry is not None and header + entry.end > max(first, header):
             fill(header + entry.start, header + entry.end)
     elements: Counter[int] = Counter()
-    sizes: Counter[int] = Counter()
-    of_block: Counter[str] = Counter()
     for name, entry in container.entries.items():
-        of_block[name.partition(".")[0]] += entry.end - entry.start
         # A tensor in full has its own name; codec ``raw`` adds to it.
-        in_full = name in table
-        tensor = name if in_full else name.removesuffix(INDICES).removesuffix(VALUES)
+        tensor = name if name in table else name.removesuffix(VALUES)
         if tensor in table:
-            sizes[table.index(tensor)] += entry.end - entry.start
-            elements[table.index(tensor)] += math.prod(entry.shape) if in_full or name.endswith(VALUES) else 0
+            elements[table.index(tensor)] += math.prod(entry.shape)
     for item in open_blocks(container, table, blocks, context.changed, what):
-        counts = item.directory.counts.tolist()
-        taken, passed, total = of_block[item.block.name], 0, sum(counts)
-        for tensor_id, count in zip(item.directory.ids.tolist(), counts, strict=True):
-            # Rounded so that the shares add up.
-            sizes[tensor_id] += taken * (passed + count) // max(1, total) - taken * passed // max(1, total)
+        for tensor_id, count in zip(item.directory.ids.tolist(), item.directory.counts.tolist(), strict=True):
             elements[tensor_id] += count
-            passed += count
-    return ObjectSizes(elements, sizes, done)
+    return elements

@@ -2,11 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+from vllm_delta_sync.codec.delta_object import DeltaContext
+from vllm_delta_sync.codec.delta_sizes import count_elements
 from vllm_delta_sync.errors import DataError
-from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.maintenance.accounting import group_of, tensor_costs
+from vllm_delta_sync.format.limits import check_limit
+from vllm_delta_sync.format.manifest import Manifest, ObjectRef
+from vllm_delta_sync.run.checks import delta_context, object_limit
+from vllm_delta_sync.run.prefetch import read_ahead
 from vllm_delta_sync.run.run_reader import RunReader
 
 HEAT_VERSIONS = 16
@@ -26,8 +31,12 @@ def place_of(name: str) -> tuple[str, str]:
     parts = name.split(".")
     number = next((place for place, part in enumerate(parts[:-1]) if part.isdecimal()), None)
     if number is None:
-        return OUTSIDE, group_of(name, "kind")
-    return ".".join(parts[: number + 1]), group_of(".".join(parts[number + 1 :]), "kind")
+        return OUTSIDE, _kind_of(parts)
+    return ".".join(parts[: number + 1]), _kind_of(parts[number + 1 :])
+
+
+def _kind_of(parts: list[str]) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in parts)
 
 
 class HeatMap:
@@ -76,17 +85,26 @@ class HeatMap:
         return {**self._cells(len(counted)), "versions": counted, "lost": lost}
 
     def _read(self, manifest: Manifest) -> Counter[tuple[str, str]] | None:
-        try:
-            costs = tensor_costs(self._run, [manifest], "tensor")
-        except DataError:
-            return None  # the timeline shows the version; `delta-sync verify` says what is wrong with it
-        if costs.lost:
-            return None
         found: Counter[tuple[str, str]] = Counter()
-        for name, cost in costs.groups.items():
-            if cost.carried:
-                found[place_of(name)] += cost.carried
-        return found
+        context = delta_context(manifest)
+        if context is None:
+            return None
+
+        def count(ref: ObjectRef, context: DeltaContext = context) -> Counter[int]:
+            what = f"object {ref.key}"
+            check_limit(f"{what}: bytes", ref.bytes, object_limit(self._run.table), "object_limit")
+            return count_elements(
+                partial(self._run.bucket.get_range, ref.key), ref.bytes, self._run.table, context, what
+            )
+
+        try:
+            for elements in read_ahead(count, manifest.objects):
+                for tensor, carried in elements.items():
+                    found[place_of(self._run.table[tensor].name)] += carried
+        except DataError:
+            # Removed, or the timeline shows the version; `delta-sync verify` says what is wrong with it.
+            return None
+        return +found
 
     def _cells(self, versions: int) -> dict[str, Any]:
         total: Counter[tuple[str, str]] = Counter()

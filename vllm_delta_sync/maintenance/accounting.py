@@ -1,4 +1,4 @@
-"""``account`` says what a run's bucket holds and what each version costs; ``tensor_costs`` says which tensors cost it.
+"""``account`` says what a run's bucket holds and what each version costs.
 
 Sizes come from one listing of the bucket, and what an object is for from the documents that name it.
 """
@@ -7,10 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
-from vllm_delta_sync.codec.delta_sizes import ObjectSizes, read_sizes
 from vllm_delta_sync.errors import DataError, NotFoundError
 from vllm_delta_sync.format.documents import (
     COLLECTIONS_CLOCK,
@@ -26,9 +24,7 @@ from vllm_delta_sync.format.documents import (
     merged_delta_of_key,
     tag_of_key,
 )
-from vllm_delta_sync.format.limits import check_limit
-from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, Manifest, ObjectRef, version_of_key
-from vllm_delta_sync.run.checks import delta_context, object_limit
+from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, Manifest, version_of_key
 from vllm_delta_sync.run.prefetch import read_ahead
 from vllm_delta_sync.run.run_reader import RunReader
 
@@ -42,7 +38,6 @@ KINDS: tuple[Kind, ...] = (
 """Kinds of objects. ``anchors`` are those in the history; ``unnamed`` is what no readable document names."""
 Progress = Callable[[int, int], None]
 """Called with documents or objects done and in total."""
-Grouping = Literal["layer", "kind", "tensor"]
 
 _DOCUMENTS = (RUN_KEY, TABLE_KEY, HEAD_KEY, RETENTION_KEY, COLLECTIONS_CLOCK)
 _HEARTBEAT = re.compile(re.escape(HEARTBEATS_PREFIX) + r"[^/]+\.json")
@@ -187,95 +182,3 @@ def _read_standalone(run: RunReader, found: BucketAccount) -> list[Anchor | Merg
             documents.append(answer)
     found.documents = len(documents)
     return documents
-
-
-@dataclass
-class GroupCost:
-    """What a group of tensors takes of the deltas of some versions.
-
-    Attributes:
-        tensors, elements, full_bytes: of the model. carried: elements in the deltas, of all versions together.
-        bytes: of the deltas; see ``ObjectSizes``.
-    """
-
-    tensors: int = 0
-    elements: int = 0
-    full_bytes: int = 0
-    carried: int = 0
-    bytes: int = 0
-
-
-@dataclass
-class TensorAccount:
-    """What groups of tensors take of the deltas of some versions.
-
-    Attributes:
-        groups: by name. rest: bytes of headers and fingerprints, which belong to no tensor.
-        versions, objects: that were read. lost: objects that are not stored. read: bytes that were read.
-    """
-
-    groups: dict[str, GroupCost] = field(default_factory=dict)
-    rest: int = 0
-    versions: int = 0
-    objects: int = 0
-    lost: int = 0
-    read: int = 0
-
-
-def group_of(name: str, by: Grouping) -> str:
-    """Return a tensor's group: its layer (the name up to the first number), its name without numbers, or its name."""
-    if by == "tensor":
-        return name
-    parts = name.split(".")
-    if by == "kind":
-        return ".".join("*" if part.isdecimal() else part for part in parts)
-    number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
-    # Tensors outside of layers, such as the embedding, are a group for each module.
-    return ".".join(parts[:-1] if number is None else parts[: number + 1]) or name
-
-
-def tensor_costs(
-    run: RunReader, manifests: Iterable[Manifest], by: Grouping, progress: Progress | None = None
-) -> TensorAccount:
-    """Read headers and directories of the objects of deltas, and sum up what each group of tensors takes.
-
-    Digests are not checked, because objects are not read in full.
-
-    Raises:
-        DataError: an object is damaged; the message names it. StoreError: the store failed.
-    """
-    found = TensorAccount()
-    for spec in run.table:
-        group = found.groups.setdefault(group_of(spec.name, by), GroupCost())
-        group.tensors += 1
-        group.elements += spec.numel
-        group.full_bytes += spec.nbytes
-    deltas = [manifest for manifest in manifests if manifest.kind == "delta"]
-    found.versions = len(deltas)
-    wanted = [(manifest, ref) for manifest in deltas for ref in manifest.objects]
-    for done, ((_, ref), sizes) in enumerate(zip(wanted, read_ahead(partial(_sizes, run), wanted), strict=True), 1):
-        if sizes is None:
-            found.lost += 1
-        else:
-            found.objects += 1
-            found.read += sizes.read
-            found.rest += ref.bytes - sum(sizes.bytes.values())
-            for tensor, taken in sizes.bytes.items():
-                group = found.groups[group_of(run.table[tensor].name, by)]
-                group.bytes += taken
-                group.carried += sizes.elements[tensor]
-        if progress is not None:
-            progress(done, len(wanted))
-    return found
-
-
-def _sizes(run: RunReader, item: tuple[Manifest, ObjectRef]) -> ObjectSizes | None:
-    manifest, ref = item
-    context = delta_context(manifest)
-    check_limit(f"{ref.key}: bytes", ref.bytes, object_limit(run.table), "object_limit")
-    if context is None:
-        return None
-    try:
-        return read_sizes(partial(run.bucket.get_range, ref.key), ref.bytes, run.table, context, f"object {ref.key}")
-    except NotFoundError:
-        return None

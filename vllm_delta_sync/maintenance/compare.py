@@ -1,7 +1,6 @@
-"""``compare`` says how far tensors moved between two versions; ``count_carried`` what the deltas between carry."""
+"""``compare`` says how far tensors moved between two versions."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,6 @@ from vllm_delta_sync.errors import TensorMismatchError
 from vllm_delta_sync.format.dtypes import DType, has_values, values_of
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.run.objects import read_object, summarize_changes
-from vllm_delta_sync.run.read_plan import Step, find_steps
 from vllm_delta_sync.run.restore import Progress, restore
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.bits import Bits
@@ -149,32 +146,3 @@ def _values(element: DType, bits: Bits) -> npt.NDArray[np.float64]:
         return values_of(element, bits)
     signed = element.name.startswith("I")
     return bits.view(f"<i{element.itemsize}" if signed else element.uint).astype(np.float64)
-
-
-def count_carried(
-    run: RunReader, first: int, last: int, progress: Progress | None = None
-) -> tuple[dict[int, int], list[Step]]:
-    """Count the elements that the deltas between two versions carry, without the weights.
-
-    Args:
-        progress: called with bytes of deltas done and in total.
-
-    Returns:
-        tensor id → elements carried, at most those of the tensor: no more than these differ. An element that several
-        deltas carry counts for each of them, whether or not it came back to its old bits; a tensor that is sent in full
-        counts as a whole. Then the deltas and merged deltas that were read.
-
-    Raises:
-        ChainError: no deltas lead from one to the other. Otherwise as ``RunReader.changes``.
-    """
-    steps = find_steps(run, min(first, last), max(first, last))
-    counts: Counter[int] = Counter()
-    done, total = 0, sum(step.payload_bytes for step in steps)
-    for step in steps:
-        objects = [read_object(step.run, ref) for ref in step.objects]
-        counts.update(summarize_changes(step.document, run.table, objects).counts)
-        done += step.payload_bytes
-        if progress is not None:
-            progress(done, total)
-    carried = {tensor: min(count, run.table[tensor].numel) for tensor, count in counts.items() if count}
-    return carried, steps
