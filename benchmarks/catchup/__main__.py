@@ -76,11 +76,6 @@ class Counting(Bucket):
         self._count(key, len(data))
         return data
 
-    def get_file(self, key: str, path: Path) -> None:
-        self.requests += 1
-        self._inner.get_file(key, path)
-        self._count(key, path.stat().st_size)
-
     def stat(self, key: str) -> ObjectInfo:
         self.requests += 1
         return self._inner.stat(key)

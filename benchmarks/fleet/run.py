@@ -19,6 +19,7 @@ from tests.support.s3_store import serving
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import StoreOptions, open_bucket
+from vllm_delta_sync.bucket.ranged import download
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 from vllm_delta_sync.trust.keys import generate
@@ -215,7 +216,7 @@ class Fleet:
             self._trainer.save(self.checkpoint)
             near.put(WEIGHTS, self.checkpoint / WEIGHTS)
             stored = time.monotonic()
-            far.get_file(WEIGHTS, file)
+            download(far, WEIGHTS, far.stat(WEIGHTS).bytes, file)
             fetched = time.monotonic()
         if file.read_bytes() != (self.checkpoint / WEIGHTS).read_bytes():
             raise RuntimeError("the fetched weights are not those that were stored")

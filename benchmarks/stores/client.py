@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from vllm_delta_sync.bucket import open_bucket
+from vllm_delta_sync.bucket.ranged import download
 from vllm_delta_sync.urls import parse_store_url
 
 Transfer = Callable[[str, str, Path], Callable[[], object]]
@@ -25,7 +26,7 @@ def ours_up(url: str, key: str, path: Path) -> Callable[[], object]:
 
 def ours_down(url: str, key: str, path: Path) -> Callable[[], object]:
     bucket = open_bucket(url)
-    return lambda: bucket.get_file(key, path)
+    return lambda: download(bucket, key, bucket.stat(key).bytes, path)
 
 
 def copied_up(url: str, key: str, path: Path) -> Callable[[], object]:

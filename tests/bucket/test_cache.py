@@ -78,9 +78,6 @@ class Source(Bucket):
     def delete(self, key: str) -> None:
         raise StoreError("a cache deletes nothing")
 
-    def get_file(self, key: str, path: Path) -> None:
-        raise StoreError("a cache has files of its own")
-
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         raise StoreError("a cache knows what it wants")
 

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from vllm_delta_sync.bucket import StoreOptions
 from vllm_delta_sync.bucket import ranged as downloads
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
-from vllm_delta_sync.bucket.ranged import RangedBucket, download
+from vllm_delta_sync.bucket.ranged import download
 from vllm_delta_sync.bucket.verified import download_object
-from vllm_delta_sync.errors import DigestError, NotFoundError, StoreError, UnavailableError
+from vllm_delta_sync.errors import DigestError, NotFoundError, UnavailableError
 from vllm_delta_sync.format.manifest import ObjectRef, object_key
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,10 +58,6 @@ class Counting(BucketMiddleware):
         finally:
             with self._lock:
                 self._now -= 1
-
-    def get_file(self, key: str, path: Path) -> None:
-        self.files += 1
-        self._inner.get_file(key, path)
 
 
 @pytest.fixture
@@ -277,65 +272,3 @@ def test_ctrl_c_ends_it_at_once_and_keeps_what_is_there(store: Counting, tmp_pat
     assert download(store, ref.key, ref.bytes, tmp_path / "file", journal=tmp_path / "journal")
     assert store.pieces == Counter(range(3, 10))
     assert (tmp_path / "file").read_bytes() == data
-
-
-# Files
-
-
-@pytest.fixture
-def ranged(store: Counting) -> RangedBucket:
-    return RangedBucket(store, StoreOptions(store_connections=3))
-
-
-def test_large_objects_come_by_ranges_and_all_else_as_it_did(
-    store: Counting, ranged: RangedBucket, tmp_path: Path
-) -> None:
-    large, data = put(store, 4 * PIECE)
-    small, less = put(store, 4 * PIECE - 1)
-    store.put("a/document", data)
-    target = tmp_path / "copy"
-    for key, content, files in ((large.key, data, 0), (small.key, less, 1), ("a/document", data, 2)):
-        target.write_bytes(b"before")
-        ranged.get_file(key, target)
-        assert target.read_bytes() == content
-        assert store.files == files
-    assert store.pieces == Counter(range(4))
-    assert {path.name for path in tmp_path.iterdir()} == {"store", "copy"}
-
-
-def test_the_target_stays_as_it_was(store: Counting, ranged: RangedBucket, tmp_path: Path) -> None:
-    ref, _ = put(store, 9 * PIECE)
-    target = tmp_path / "copy"
-    target.write_bytes(b"before")
-
-    def before(piece: int) -> None:
-        assert target.read_bytes() == b"before"
-        if piece == 5:
-            raise UnavailableError("cut")
-
-    store.before = before
-    with pytest.raises(UnavailableError, match="cut"):
-        ranged.get_file(ref.key, target)
-    with pytest.raises(NotFoundError):
-        ranged.get_file(object_key("0" * 64), target)
-    store.before = lambda piece: None
-    with pytest.raises(StoreError, match="cannot copy"):
-        ranged.get_file(ref.key, tmp_path / "none" / "copy")
-    assert target.read_bytes() == b"before"
-    assert {path.name for path in tmp_path.iterdir()} == {"store", "copy"}
-
-
-def test_an_object_that_a_repair_replaces_meanwhile(store: Counting, ranged: RangedBucket, tmp_path: Path) -> None:
-    ref, data = put(store, 9 * PIECE)
-    store.put(ref.key, data[:-1])
-
-    lock = threading.Lock()
-
-    def before(piece: int) -> None:
-        with lock:
-            if store.stat(ref.key).bytes > 5 * PIECE:
-                store.put(ref.key, data[: 5 * PIECE])
-
-    store.before = before
-    ranged.get_file(ref.key, tmp_path / "copy")
-    assert (tmp_path / "copy").read_bytes() == data[: 5 * PIECE]

@@ -57,7 +57,6 @@ def test_the_token_is_looked_up_for_each_request_and_never_shown(
         lambda: bucket.put("c", b"y", if_absent=True),
         lambda: bucket.get("a"),
         lambda: bucket.get_range("a", 0, 1),
-        lambda: bucket.get_file("a", tmp_path / "copy"),
         lambda: bucket.stat("a"),
         lambda: list(bucket.list()),
         lambda: bucket.delete("a"),
@@ -93,7 +92,6 @@ def test_a_bucket_that_does_not_exist_is_not_made(hub: Hub, tmp_path: Path) -> N
     reads: list[Callable[[], object]] = [
         lambda: bucket.get("a"),
         lambda: bucket.get_range("a", 0, 1),
-        lambda: bucket.get_file("a", tmp_path / "copy"),
         lambda: bucket.stat("a"),
     ]
     for read in reads:
@@ -151,7 +149,6 @@ def test_bytes_are_told_as_they_move(bucket: HubBucket, tmp_path: Path) -> None:
         lambda: bucket.put("a", data): len(data),
         lambda: bucket.get("a"): len(data),
         lambda: bucket.get_range("a", 10, 2_000_000): 2_000_000,
-        lambda: bucket.get_file("a", tmp_path / "copy"): len(data),
         lambda: bucket.stat("a"): 0,
     }
     for call, expected in calls.items():
@@ -166,15 +163,12 @@ def test_a_watcher_that_refuses_ends_the_transfer(bucket: HubBucket, tmp_path: P
         raise UnavailableError("given up meanwhile")
 
     bucket.put("a", os.urandom(3_000_000))
-    (tmp_path / "copy").write_bytes(b"old")
     with transfer_observers.observed_by(refuse):
         with pytest.raises(UnavailableError, match="given up meanwhile"):
             bucket.put("b", os.urandom(3_000_000))
         with pytest.raises(UnavailableError, match="given up meanwhile"):
-            bucket.get_file("a", tmp_path / "copy")
-    assert (tmp_path / "copy").read_bytes() == b"old"
+            bucket.get("a")
     assert [info.key for info in bucket.list()] == ["a"]
-    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
 def test_every_error_is_one_of_the_projects(hub: Hub, bucket: HubBucket, tmp_path: Path) -> None:
@@ -183,7 +177,6 @@ def test_every_error_is_one_of_the_projects(hub: Hub, bucket: HubBucket, tmp_pat
     calls: list[Callable[[], object]] = [
         lambda: bucket.put("a", b"x"),
         lambda: bucket.get("a"),
-        lambda: bucket.get_file("a", tmp_path / "copy"),
         lambda: bucket.stat("a"),
         lambda: list(bucket.list()),
         lambda: bucket.delete("a"),

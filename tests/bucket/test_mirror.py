@@ -48,10 +48,6 @@ class Calls(BucketMiddleware):
         self.calls.append(("get_range", key))
         return self.spoil(self._inner.get_range(key, start, length))
 
-    def get_file(self, key: str, path: Path) -> None:
-        self.calls.append(("get_file", key))
-        self._inner.get_file(key, path)
-
     def stat(self, key: str) -> ObjectInfo:
         self.calls.append(("stat", key))
         return self._inner.stat(key)
@@ -96,7 +92,7 @@ class World:
 
     def patient(self, seconds: float) -> MirrorBucket:
         """The bucket with its mirror, which has so many seconds for an answer."""
-        return MirrorBucket(self.origin, self.mirror, connections=2, patience=seconds, now=lambda: self.now)
+        return MirrorBucket(self.origin, self.mirror, patience=seconds, now=lambda: self.now)
 
     def hang(self) -> None:
         """From now on the mirror does not answer, and is given up soon."""
@@ -113,13 +109,6 @@ class World:
     def as_bytes_of_any_size(self) -> bytes:
         return self.bucket.get(self.ref.key)
 
-    def as_file(self) -> bytes:
-        path = self.folder / "copies" / "copy"
-        path.parent.mkdir(exist_ok=True)
-        self.bucket.get_file(self.ref.key, path)
-        assert os.listdir(path.parent) == ["copy"]
-        return path.read_bytes()
-
     def as_download(self) -> bytes:
         path = self.folder / "download"
         path.unlink(missing_ok=True)
@@ -131,7 +120,7 @@ class World:
         return download_object(self.bucket, self.ref, path, read)
 
 
-WAYS = [World.as_bytes, World.as_bytes_of_any_size, World.as_file, World.as_download]
+WAYS = [World.as_bytes, World.as_bytes_of_any_size, World.as_download]
 
 
 @pytest.fixture
@@ -235,8 +224,6 @@ def test_documents_never_come_from_a_mirror(world: World, tmp_path: Path) -> Non
         for key in keys:
             assert world.bucket.get(key) == b"right"
             assert world.bucket.get_range(key, 0, 5) == b"right"
-            world.bucket.get_file(key, tmp_path / "copy")
-            assert (tmp_path / "copy").read_bytes() == b"right"
             assert world.bucket.stat(key).bytes == 5
     assert [info.key for info in world.bucket.list("HEAD")] == ["HEAD.json"]
     assert not world.mirror.calls
@@ -261,9 +248,8 @@ def test_what_is_written_goes_to_the_origin_alone(world: World) -> None:
 
 def test_what_the_origin_does_not_have(world: World, tmp_path: Path) -> None:
     key = object_key("0" * 64)
-    for read in (lambda: world.bucket.get(key), lambda: world.bucket.get_file(key, tmp_path / "x")):
-        with pytest.raises(NotFoundError):
-            read()
+    with pytest.raises(NotFoundError):
+        world.bucket.get(key)
     with pytest.raises(NotFoundError):
         world.bucket.get(key, max_bytes=1)
     # One that retention has just removed there is still the right one.

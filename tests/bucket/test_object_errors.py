@@ -49,7 +49,6 @@ def calls(bucket: Bucket, folder: Path) -> dict[str, Callable[[], object]]:
     return {
         "get": lambda: bucket.get("a/key"),
         "get_range": lambda: bucket.get_range("a/key", 0, 5),
-        "get_file": lambda: bucket.get_file("a/key", folder / "copy"),
         "put": lambda: bucket.put("a/key", b"x"),
         "create": lambda: bucket.put("a/key", b"x", if_absent=True),
         "delete": lambda: bucket.delete("a/key"),
@@ -182,7 +181,7 @@ def test_nobody_there_and_nobody_answering(tmp_path: Path) -> None:
     with silent() as nobody:
         for endpoint, cause in ((f"http://127.0.0.1:{closed_port()}", "no connection"), (nobody, "no answer in time")):
             made = calls(opened(URL, endpoint, deadline=1), tmp_path)
-            for name in ("get_file", "create", "list"):
+            for name in ("get", "create", "list"):
                 with pytest.raises(UnavailableError, match=cause):
                     made[name]()
     assert list(tmp_path.iterdir()) == []
@@ -190,8 +189,6 @@ def test_nobody_there_and_nobody_answering(tmp_path: Path) -> None:
 
 def test_a_transfer_that_is_cut_fails_whole(answers: Answers, tmp_path: Path) -> None:
     data = bytes(range(256)) * 20_000
-    target = tmp_path / "target"
-    target.write_bytes(b"old")
     left = [1]
 
     def reply(asked: Asked) -> Answer:
@@ -206,16 +203,13 @@ def test_a_transfer_that_is_cut_fails_whole(answers: Answers, tmp_path: Path) ->
     for call in (
         lambda: bucket.get("key"),
         lambda: bucket.get_range("key", 5, 1 << 20),
-        lambda: bucket.get_file("key", target),
     ):
         left[0] = 1
         with pytest.raises(UnavailableError):
             call()
-    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("target", b"old")]
     left[0] = 1
     tried = RetryingBucket(bucket, StoreOptions(), Metrics())
-    tried.get_file("key", target)
-    assert target.read_bytes() == tried.get("key") == data
+    assert tried.get("key") == data
 
 
 TOKEN = "ya29.a-token-of-somebody"

@@ -24,7 +24,6 @@ LONG = StoreOptions(store_deadline=3600)
 CALLS: dict[str, Callable[[Bucket, Path], object]] = {
     "put": lambda bucket, path: bucket.put("key", b"new"),
     "get": lambda bucket, path: bucket.get("key"),
-    "get_file": lambda bucket, path: bucket.get_file("key", path),
     "stat": lambda bucket, path: bucket.stat("key"),
     "delete": lambda bucket, path: bucket.delete("key"),
 }
@@ -74,23 +73,6 @@ def test_a_listing_that_hangs_is_given_up(local: Bucket) -> None:
     assert not closed.is_set()
     gate.set()
     assert closed.wait(60), "what the listing held was not given back"
-
-
-def test_a_late_copy_goes_to_nobody(local: Bucket, tmp_path: Path) -> None:
-    (tmp_path / "copies").mkdir()
-    target = tmp_path / "copies" / "target"
-    target.write_bytes(b"kept")
-    gated = GatedBucket(local, "get_file")
-    bucket = DeadlineBucket(gated, Impatience.while_set(gated.begun["get_file"]))
-    with pytest.raises(UnavailableError):
-        bucket.get_file("key", target)
-    gated.begun["get_file"].clear()
-    gated.let_go("get_file")
-    assert gated.ended["get_file"].wait(60)
-    eventually(lambda: [path.name for path in target.parent.iterdir()] == ["target"])
-    assert target.read_bytes() == b"kept"
-    bucket.get_file("key", target)
-    assert target.read_bytes() == b"first"
 
 
 @pytest.mark.parametrize(

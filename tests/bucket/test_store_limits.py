@@ -68,8 +68,8 @@ def test_metrics_add_up(local: Bucket, tmp_path: Path) -> None:
         bucket.put("a", bytes(100))
         bucket.get("a")
         bucket.get_range("a", 90, 100)
-        bucket.get_file("a", tmp_path / "copy")
-        bucket.put("b", tmp_path / "copy")
+        (tmp_path / "source").write_bytes(bytes(100))
+        bucket.put("b", tmp_path / "source")
         assert len(list(bucket.list())) == 2
         bucket.stat("a")
         bucket.delete("a")
@@ -77,8 +77,8 @@ def test_metrics_add_up(local: Bucket, tmp_path: Path) -> None:
         with pytest.raises(NotFoundError):
             bucket.get("a")
         change = metrics.since(before)
-        assert (change["calls"], change["failures"], change["retries"]) == (10, 0, 0)
-        assert (change["sent_bytes"], change["received_bytes"]) == (200, 210)
+        assert (change["calls"], change["failures"], change["retries"]) == (9, 0, 0)
+        assert (change["sent_bytes"], change["received_bytes"]) == (200, 110)
         assert change["send_seconds"] > 0
         assert change["receive_seconds"] > 0
 

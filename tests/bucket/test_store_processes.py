@@ -18,12 +18,13 @@ USE = """
 import os, sys
 from pathlib import Path
 from vllm_delta_sync.bucket.hub.bucket import HubBucket
+from vllm_delta_sync.bucket.ranged import download
 from vllm_delta_sync.urls import parse_store_url
 from vllm_delta_sync.settings import StoreOptions
 bucket, folder = HubBucket(parse_store_url("hf://buckets/team/weights/run"), StoreOptions()), Path(sys.argv[1])
 def use(name):
     bucket.put(name, os.urandom(2_000_000))
-    bucket.get_file(name, folder / name)
+    download(bucket, name, 2_000_000, folder / name)
     assert (folder / name).read_bytes() == bucket.get(name)
 use("first")
 """
@@ -69,7 +70,7 @@ def test_a_large_object_takes_bounded_memory(hub: Hub, tmp_path: Path) -> None:
             file.write(os.urandom(1 << 24))
     script = """
 bucket.put("big", folder / "source")
-bucket.get_file("big", folder / "copy")
+download(bucket, "big", 64 << 24, folder / "copy")
 # Not getrusage(): its maximum includes the process that this one was forked from.
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 print(int(status["VmHWM"].split()[0]) // 1024)

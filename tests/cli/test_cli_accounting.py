@@ -212,7 +212,7 @@ def counted() -> Iterator[Counter[str]]:
 
         return mock.patch.object(LocalBucket, name, watched)
 
-    with watch("get"), watch("get_range"), watch("stat"), watch("list"), watch("get_file"):
+    with watch("get"), watch("get_range"), watch("stat"), watch("list"):
         yield requests
 
 

@@ -77,9 +77,6 @@ class DictBucket(Bucket):
     def get_range(self, key: str, start: int, length: int) -> bytes:
         return self.get(key)[start : start + length]
 
-    def get_file(self, key: str, path: Path) -> None:
-        path.write_bytes(self.get(key))
-
     def stat(self, key: str) -> ObjectInfo:
         return ObjectInfo(key, len(self.get(key)), 0.0)
 

@@ -396,10 +396,6 @@ class Counted(BucketMiddleware):
         self._count(key)
         return self._inner.get_range(key, start, length)
 
-    def get_file(self, key: str, path: Path) -> None:
-        self._count(key)
-        self._inner.get_file(key, path)
-
     def _count(self, key: str) -> None:
         if key.startswith("objects/"):
             self.fail(key)

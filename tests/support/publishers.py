@@ -76,9 +76,6 @@ class Hooked(Bucket):
         if threading.current_thread().name != THREAD_NAME:
             self.reading(key)
 
-    def get_file(self, key: str, path: Path) -> None:
-        self._inner.get_file(key, path)
-
     def stat(self, key: str) -> ObjectInfo:
         if threading.current_thread().name != THREAD_NAME:
             self.looking(key)

@@ -53,10 +53,6 @@ class OffTheTrainingThread(BucketMiddleware):
         self._pass(key)
         return self._inner.get_range(key, start, length)
 
-    def get_file(self, key: str, path: Path) -> None:
-        self._pass(key)
-        self._inner.get_file(key, path)
-
     def stat(self, key: str) -> ObjectInfo:
         self._pass(key)
         return self._inner.stat(key)

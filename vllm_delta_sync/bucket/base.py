@@ -4,8 +4,6 @@ Every implementation keeps the promises listed on :class:`Bucket`; ``tests/bucke
 """
 
 import io
-import os
-import secrets
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
+from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, UsageError
 from vllm_delta_sync.urls import MAX_KEY_BYTES as MAX_KEY_BYTES
 from vllm_delta_sync.urls import MAX_KEY_PART_BYTES as MAX_KEY_PART_BYTES
 from vllm_delta_sync.urls import check_key as check_key
@@ -106,17 +104,6 @@ class Bucket(ABC):
         Raises:
             NotFoundError: no such object.
             UsageError: ``start`` or ``length`` is negative.
-        """
-
-    @abstractmethod
-    def get_file(self, key: str, path: Path) -> None:
-        """Copy the object to a local file with bounded memory.
-
-        The copy replaces ``path`` as a whole; on failure ``path`` is unchanged. The copy is not synced to disk.
-
-        Raises:
-            NotFoundError: no such object.
-            StoreError: the store failed, or ``path`` cannot be written.
         """
 
     @abstractmethod
@@ -222,33 +209,6 @@ def unreadable_error(key: str, data: bytes | Path, error: OSError) -> UsageError
 def conflict_error(url: str, key: str) -> ConflictError:
     """Return the error of ``put`` with ``if_absent`` for a key that exists in the bucket at ``url``."""
     return ConflictError(f"key {key!r} exists already in {url}; another writer was first")
-
-
-@contextmanager
-def replacing(bucket: Bucket, key: str, path: Path) -> Iterator[Path]:
-    """Yield a path beside ``path`` for a copy of an object. At the end of the block the copy replaces ``path``.
-
-    If the block raises, the copy is removed.
-
-    Raises:
-        StoreError: the block raises OSError, or ``path`` cannot be replaced.
-    """
-    part = path.with_name(f".{secrets.token_hex(8)}.part")
-    try:
-        yield part
-        os.replace(part, path)
-    except OSError as error:
-        raise copy_error(bucket, key, path, error) from error
-    finally:
-        remove_quietly(part)
-
-
-def copy_error(bucket: Bucket, key: str, path: Path, error: OSError) -> StoreError:
-    """Return the error of ``get_file`` for a copy that cannot be written."""
-    return StoreError(
-        f"cannot copy key {key!r} of {bucket.url} to {path}: {error.strerror or error}; check that path and the space "
-        "on its disk"
-    )
 
 
 def remove_quietly(path: Path) -> None:

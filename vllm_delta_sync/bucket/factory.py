@@ -96,14 +96,13 @@ def _wrap(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBucket:
     from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
     from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
     from vllm_delta_sync.bucket.middleware.usage import PROCESS, LimitedBucket, Metrics
-    from vllm_delta_sync.bucket.ranged import RangedBucket
 
     metrics = Metrics(PROCESS)
     if network:
         bucket = DeadlineBucket(bucket, options)
     bucket = LimitedBucket(bucket, options, metrics)
     if network:
-        bucket = RangedBucket(RetryingBucket(bucket, options, metrics), options)
+        bucket = RetryingBucket(bucket, options, metrics)
     bucket = ProgressBucket(bucket, options.store_progress)
     origin = OpenedBucket(bucket, options.model_copy(update={"mirror": None}), metrics)
     if options.mirror is None:
@@ -111,7 +110,7 @@ def _wrap(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBucket:
     from vllm_delta_sync.bucket.middleware.mirror import MirrorBucket
 
     mirror = open_mirror(options.mirror, options)
-    mirrored = MirrorBucket(origin, mirror, connections=options.store_connections)
+    mirrored = MirrorBucket(origin, mirror)
     return OpenedBucket(mirrored, options, metrics, origin)
 
 

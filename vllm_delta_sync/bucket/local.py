@@ -29,8 +29,6 @@ from vllm_delta_sync.bucket.base import (
     check_range,
     check_size,
     conflict_error,
-    copy_error,
-    replacing,
     unreadable_error,
 )
 from vllm_delta_sync.bucket.local_fs import (
@@ -108,19 +106,6 @@ class LocalBucket(Bucket):
 
         check_range(key, start, length)
         return self._read_object(key, read)
-
-    def get_file(self, key: str, path: Path) -> None:
-        def read(file: BufferedIOBase, info: ObjectInfo) -> None:
-            copy.seek(0)
-            copy.truncate()
-            for block in _blocks(file):
-                try:
-                    copy.write(block)
-                except OSError as error:
-                    raise copy_error(self, key, path, error) from error
-
-        with replacing(self, key, path) as part, open(part, "xb") as copy:
-            self._read_object(key, read)
 
     def stat(self, key: str) -> ObjectInfo:
         folders, name = _split(key)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from vllm_delta_sync.bucket.base import (
     Bucket,
@@ -18,11 +18,9 @@ from vllm_delta_sync.bucket.base import (
     check_range,
     check_size,
     conflict_error,
-    copy_error,
     exists,
     is_key,
     read_pieces,
-    replacing,
     size_of_source,
 )
 from vllm_delta_sync.bucket.obstore_clients import (
@@ -102,29 +100,10 @@ class ObjectReader(Bucket):
         self._check_whole(key, len(data), end - first)
         return data
 
-    def get_file(self, key: str, path: Path) -> None:
-        source = self._path(key)
-        with self._translate_errors(f"read key {key!r}", key):
-            found = self._clients.reading.get(source)
-        with replacing(self, key, path) as part, open(part, "xb") as copy:
-            size = self._copy(key, found, copy, path)
-            self._check_whole(key, size, found.meta["size"])
-
     def stat(self, key: str) -> ObjectInfo:
         path = self._path(key)
         with self._translate_errors(f"look up key {key!r}", key):
             return info_of(key, self._clients.reading.head(path))
-
-    def _copy(self, key: str, found: Any, copy: IO[bytes], path: Path) -> int:
-        """Write an answer's body to a file; return the number of bytes."""
-        size = 0
-        with self._translate_errors(f"read key {key!r}", key):
-            for piece in _pieces(found):
-                try:
-                    size += copy.write(piece)
-                except OSError as error:
-                    raise copy_error(self, key, path, error) from error
-        return size
 
     def _check_whole(self, key: str, received: int, size: int) -> None:
         if received != size:

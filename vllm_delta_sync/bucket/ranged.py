@@ -7,12 +7,10 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 
-from vllm_delta_sync.bucket.base import Bucket, replacing
-from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.errors import DigestError
 from vllm_delta_sync.format.manifest import OBJECTS_PREFIX
-from vllm_delta_sync.settings import StoreOptions
 
 PIECE_BYTES = 8 * 1024 * 1024
 LONG_PIECE_BYTES = 4 * PIECE_BYTES
@@ -147,29 +145,6 @@ def _numbers(text: bytes, count: int) -> set[int] | None:
     if not all(line.isdigit() and int(line) < count for line in lines):
         return None
     return {int(line) for line in lines}
-
-
-class RangedBucket(BucketMiddleware):
-    """Copies large objects to files by parallel ranges.
-
-    Only immutable objects are split: if an object were replaced mid-download, its ranges would not match.
-    """
-
-    def __init__(self, inner: Bucket, options: StoreOptions) -> None:
-        super().__init__(inner)
-        self._connections = options.store_connections
-
-    def get_file(self, key: str, path: Path) -> None:
-        size = 0 if digest_of(key) is None else self._inner.stat(key).bytes
-        if size < LARGE_BYTES:
-            self._inner.get_file(key, path)
-            return
-        try:
-            with replacing(self, key, path) as part:
-                download(self._inner, key, size, part, connections=self._connections)
-        except DigestError:
-            # The object was put again meanwhile, as a repair does.
-            self._inner.get_file(key, path)
 
 
 def _open_regular(path: Path, stack: ExitStack) -> int:

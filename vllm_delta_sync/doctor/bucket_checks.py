@@ -17,6 +17,7 @@ from typing import Any
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket, scheme_of
 from vllm_delta_sync.bucket.local import STAGING
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
+from vllm_delta_sync.bucket.ranged import download
 from vllm_delta_sync.bucket.threads import in_parallel
 from vllm_delta_sync.bucket.verified import has_object
 from vllm_delta_sync.doctor.findings import CheckResult, failed, ok, skipped, warning
@@ -235,7 +236,7 @@ class BucketProbe:
             digest = file_digest(source)
             up = _timed(lambda: self._put("large", source))
             source.unlink()
-            down = _timed(lambda: self._bucket.get_file(self._stem + "large", copy))
+            down = _timed(lambda: download(self._bucket, self._stem + "large", self._size, copy))
             if file_digest(copy) != digest:
                 raise StoreError(f"an object of {self._size} bytes does not read back unchanged")
         return _speeds(self._size, {"up": up, "down": down})

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_delta_sync.bucket import Bucket
-from vllm_delta_sync.bucket.verified import check_stored_size, damaged_object_error, time_hashing
+from vllm_delta_sync.bucket.verified import check_stored_size, download_object, time_hashing
 from vllm_delta_sync.codec.delta_reader import DeltaReader, pieces_of
 from vllm_delta_sync.errors import FormatError, StoreError
 from vllm_delta_sync.format.codecs import BASE_CODECS
@@ -184,11 +184,12 @@ def fetch_object_file(bucket: Bucket, ref: ObjectRef, folder: Path, limit: int) 
     if ref.bytes == 0:
         raise FormatError(f"object {ref.key} is empty")
     path = folder / ref.sha256
-    bucket.get_file(ref.key, path)
-    digest = file_digest(path)
-    if digest != ref.sha256 or path.stat().st_size != ref.bytes:
-        raise damaged_object_error(ref, digest)
-    return path
+    try:
+        return download_object(bucket, ref, path, lambda: path if file_digest(path) == ref.sha256 else None)
+    except OSError as error:
+        raise StoreError(
+            f"cannot copy {ref.key} of {bucket.url} to {path}: {error.strerror or error}; check the space on its disk"
+        ) from error
 
 
 def file_digest(path: Path) -> str:

@@ -8,7 +8,7 @@ import pytest
 from tests.support.stores import Kind
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.bucket.base import MAX_KEY_BYTES, MAX_KEY_PART_BYTES
-from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, StoreError, UsageError
+from vllm_delta_sync.errors import ConflictError, LimitError, NotFoundError, UsageError
 
 BAD_KEYS = [
     "",
@@ -56,8 +56,6 @@ def test_what_was_put_is_what_comes_back(bucket: Bucket, tmp_path: Path, if_abse
         if isinstance(source, Path):
             source.write_bytes(b"changed later")
         assert bucket.get(key) == data
-        bucket.get_file(key, tmp_path / "copy")
-        assert (tmp_path / "copy").read_bytes() == data
         info = bucket.stat(key)
         assert (info.key, info.bytes) == (key, len(data))
         assert before - 5 < info.modified < time.time() + 5
@@ -87,7 +85,6 @@ def test_bad_keys_are_refused_by_every_method(bucket: Bucket, tmp_path: Path) ->
             lambda key=key: bucket.put(key, b"x"),
             lambda key=key: bucket.get(key),
             lambda key=key: bucket.get_range(key, 0, 1),
-            lambda key=key: bucket.get_file(key, tmp_path / "copy"),
             lambda key=key: bucket.stat(key),
             lambda key=key: bucket.delete(key),
         ):
@@ -127,11 +124,8 @@ def test_what_is_not_there(bucket: Bucket, tmp_path: Path) -> None:
         with pytest.raises(NotFoundError):
             bucket.get_range(key, 0, 1)
         with pytest.raises(NotFoundError):
-            bucket.get_file(key, tmp_path / "copy")
-        with pytest.raises(NotFoundError):
             bucket.stat(key)
         bucket.delete(key)
-    assert not (tmp_path / "copy").exists()
     assert bucket.get("folder/key") == b"x"
 
 
@@ -197,23 +191,6 @@ def test_a_key_that_is_a_folder_too_is_refused_or_held(bucket: Bucket, kind: Kin
 
 def test_it_says_whether_creation_is_exclusive(bucket: Bucket, kind: Kind) -> None:
     assert bucket.supports_conditional_put == kind.exclusive
-
-
-def test_get_file_replaces_or_leaves_the_target(bucket: Bucket, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    target.write_bytes(b"old, and longer than the new")
-    with pytest.raises(NotFoundError):
-        bucket.get_file("key", target)
-    assert target.read_bytes() == b"old, and longer than the new"
-    bucket.put("key", b"new")
-    bucket.get_file("key", target)
-    assert target.read_bytes() == b"new"
-    with pytest.raises(StoreError, match=r"'key'.*nowhere"):
-        bucket.get_file("key", tmp_path / "nowhere" / "target")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(StoreError, match=r"'key'.*folder"):
-        bucket.get_file("key", tmp_path / "folder")
-    assert not list(tmp_path.glob(".*"))
 
 
 def test_its_url_opens_it_again(bucket: Bucket) -> None:

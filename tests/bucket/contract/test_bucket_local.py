@@ -36,7 +36,6 @@ def refused(call: Callable[[], object]) -> None:
 def refused_everywhere(bucket: Bucket, key: str, tmp_path: Path) -> None:
     refused(lambda: bucket.get(key))
     refused(lambda: bucket.get_range(key, 0, 1))
-    refused(lambda: bucket.get_file(key, tmp_path / "copy"))
     refused(lambda: bucket.stat(key))
     refused(lambda: bucket.put(key, b"written through a link"))
     refused(lambda: bucket.put(key, b"written through a link", if_absent=True))

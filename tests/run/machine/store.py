@@ -223,10 +223,6 @@ class Session(Bucket):
         self.process.reading(key)
         return self.place.inner.get_range(key, start, length)
 
-    def get_file(self, key: str, path: Path) -> None:
-        self.process.reading(key)
-        self.place.inner.get_file(key, path)
-
     def stat(self, key: str) -> ObjectInfo:
         self.process.reading(key)
         return self.place.stat(key)

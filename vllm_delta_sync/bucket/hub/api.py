@@ -23,7 +23,6 @@ from huggingface_hub.utils import build_hf_headers, get_session
 
 from vllm_delta_sync.settings import StoreOptions
 
-READ, WRITE = "read", "write"
 _SPARE_SECONDS = 60
 """A token is renewed when it expires within this time."""
 _ERROR_BYTES = 1 << 16
@@ -105,7 +104,7 @@ class HubApi:
         self.endpoint = endpoint.rstrip("/")
         self._bucket = f"{self.endpoint}/api/buckets/{id}"
         self._lock = threading.Lock()
-        self._connections: dict[str, Connection] = {}
+        self._connection: Connection | None = None
 
     def info(self, path: str) -> HubFile | None:
         """Return a file, or None if there is none."""
@@ -162,30 +161,30 @@ class HubApi:
             size = int(text) if text is not None and text.isdigit() else None
             yield HubContent(size, start if partial else 0, response.iter_bytes(_BLOCK_BYTES))
 
-    def connection(self, right: str) -> tuple[Connection, bool]:
-        """Return a connection to the content store, and whether it was requested just now.
+    def connection(self) -> tuple[Connection, bool]:
+        """Return a connection to the content store for writing, and whether it was requested just now.
 
         A cached connection may belong to a bucket that was deleted since; then call ``forget``.
         """
         headers = self._headers()
         with self._lock:
-            known = self._connections.get(right)
+            known = self._connection
         if known is not None and known.headers == headers and known.expires > time.time() + _SPARE_SECONDS:
             return known, False
-        refresh = f"{self._bucket}/xet-{right}-token"
+        refresh = f"{self._bucket}/xet-write-token"
         answer = self._send("GET", refresh)
         try:
             fresh = Connection(str(answer["casUrl"]), int(answer["exp"]), refresh, str(answer["accessToken"]), headers)
         except (KeyError, TypeError, ValueError) as error:
             raise UnexpectedAnswerError("it does not tell the address of its content store") from error
         with self._lock:
-            self._connections[right] = fresh
+            self._connection = fresh
         return fresh, True
 
     def forget(self) -> None:
-        """Drop the cached connections to the content store."""
+        """Drop the cached connection to the content store."""
         with self._lock:
-            self._connections.clear()
+            self._connection = None
 
     def _change(self, operation: dict[str, Any]) -> None:
         content = json.dumps(operation).encode() + b"\n"

@@ -1,9 +1,8 @@
 """``HubBucket``: a storage bucket of the Hugging Face Hub, ``hf://buckets/NAMESPACE/BUCKET/run``."""
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from vllm_delta_sync.bucket.base import (
     Bucket,
@@ -13,10 +12,8 @@ from vllm_delta_sync.bucket.base import (
     check_range,
     check_size,
     conflict_error,
-    copy_error,
     is_key,
     read_pieces,
-    replacing,
     size_of_source,
 )
 from vllm_delta_sync.bucket.hub.api import HubApi, HubContent, HubFile
@@ -94,17 +91,6 @@ class HubBucket(Bucket):
                     raise
                 return b""
 
-    def get_file(self, key: str, path: Path) -> None:
-        # hf_xet's own download to a file would overwrite ``path`` from the first byte.
-        with (
-            replacing(self, key, path) as part,
-            open(part, "xb") as copy,
-            self._translate_errors(f"read key {key!r}", missing=key),
-        ):
-            file = self._file(key)
-            if file.bytes:
-                self._copy(key, file, copy, path)
-
     def stat(self, key: str) -> ObjectInfo:
         with self._translate_errors(f"look up key {key!r}", missing=key):
             file = self._file(key)
@@ -177,17 +163,6 @@ class HubBucket(Bucket):
             check_size(key, count, max_bytes)
             report_bytes(len(block))
             yield block
-
-    def _copy(self, key: str, file: HubFile, copy: IO[bytes], path: Path) -> None:
-        with closing(self._transfers.download(file)) as blocks:
-            for block in blocks:
-                view = memoryview(block)
-                for start in range(0, len(view), _BLOCK_BYTES):
-                    try:
-                        count = copy.write(view[start : start + _BLOCK_BYTES])
-                    except OSError as error:
-                        raise copy_error(self, key, path, error) from error
-                    report_bytes(count)
 
     def _missing(self, key: str) -> NotFoundError:
         return NotFoundError(f"no object {key!r} in {self.url}")

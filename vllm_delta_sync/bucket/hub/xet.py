@@ -1,4 +1,4 @@
-"""``Transfers``: uploads and downloads of the Hub's content store through hf_xet, with bounded memory and timeouts.
+"""``Transfers``: uploads to the Hub's content store through hf_xet, with bounded memory and timeouts.
 
 hf_xet splits content into chunks, skips those that the store has, and packs the others into blocks of 64 MB. It does
 not detect a damaged chunk, so readers must check the digest of an object.
@@ -6,14 +6,14 @@ not detect a damaged chunk, so readers must check the digest of an object.
 
 import os
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import hf_xet  # type: ignore[import-untyped]
 
-from vllm_delta_sync.bucket.hub.api import READ, WRITE, Connection, HubApi, HubFile
+from vllm_delta_sync.bucket.hub.api import Connection, HubApi
 from vllm_delta_sync.bucket.hub.errors import StaleError, text_of
 from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import DeltaSyncError
@@ -21,7 +21,6 @@ from vllm_delta_sync.settings import StoreOptions
 
 _UPLOADS = 4
 """Blocks of 64 MB in flight. The default of hf_xet is up to 64, each of them in memory."""
-_BUFFER_BYTES = 64_000_000
 _BLOCK_BYTES = 64 << 20
 _TRIES = 2
 _CONNECT_SECONDS = 10.0
@@ -34,7 +33,7 @@ _sessions: dict[tuple[int, float, float], Any] = {}
 
 
 class Transfers:
-    """Uploads and downloads for one bucket; raises hf_xet's exceptions, see ``errors.translate_hub_error``."""
+    """Uploads for one bucket; raises hf_xet's exceptions, see ``errors.translate_hub_error``."""
 
     def __init__(self, api: HubApi, options: StoreOptions) -> None:
         self._api = api
@@ -42,33 +41,11 @@ class Transfers:
 
     def upload(self, blocks: Iterable[bytes], size: int) -> str:
         """Store a content of about ``size`` bytes and return its hash; invisible until ``HubApi.add`` names it."""
-        connection, fresh = self._api.connection(WRITE)
+        connection, fresh = self._api.connection()
         # The timeout for the answer includes the time to send the request.
         wait = self._wait if size <= _SMALL_BYTES else self._options.allowance(_BLOCK_BYTES)
         with self._stale_errors(fresh):
             return self._upload(connection, blocks, wait)
-
-    def download(self, file: HubFile) -> Generator[bytes, None, None]:
-        """Yield a file's content in order, in blocks of up to 64 MB; close the iterator to cancel the download."""
-        connection, fresh = self._api.connection(READ)
-        left = file.bytes
-        with self._stale_errors(fresh):
-            session = _session(self._options.store_deadline, self._wait)
-            group = session.new_download_stream_group(**connection.arguments)
-            stream = group.download_stream(hf_xet.XetFileInfo(file.hash, file.bytes))
-        try:
-            while True:
-                with self._stale_errors(fresh):
-                    block: bytes | None = next(stream, None)
-                if block is None:
-                    break
-                left -= len(block)
-                yield block
-        finally:
-            stream.cancel()
-        if left:
-            # hf_xet ends some failed downloads without an error.
-            raise ConnectionError(f"received {file.bytes - left} of {file.bytes} bytes")
 
     def _upload(self, connection: Connection, blocks: Iterable[bytes], wait: float) -> str:
         with _session(self._options.store_deadline, wait).new_upload_commit(**connection.arguments) as commit:
@@ -123,11 +100,6 @@ def _config(deadline: float, wait: float) -> Any:
         "client.connect_timeout": timedelta(seconds=min(_CONNECT_SECONDS, deadline / 3)),
         "client.read_timeout": timedelta(seconds=wait),
         "client.ac_max_upload_concurrency": _UPLOADS,
-        "reconstruction.download_buffer_size": _BUFFER_BYTES,
-        "reconstruction.download_buffer_perfile_size": _BUFFER_BYTES // 2,
-        "reconstruction.download_buffer_limit": 3 * _BUFFER_BYTES,
-        "reconstruction.min_prefetch_buffer": _BUFFER_BYTES,
-        "reconstruction.min_reconstruction_fetch_size": _BUFFER_BYTES // 2,
         "telemetry.enabled": False,
     }
     given = {name for name in ours if f"HF_XET_{name.replace('.', '_').upper()}" in os.environ}

@@ -17,7 +17,6 @@ _ACTIONS = {
     "put": "write key",
     "get": "read key",
     "get_range": "read key",
-    "get_file": "read key",
     "stat": "look up key",
     "list": "list keys",
     "delete": "delete key",
@@ -30,13 +29,12 @@ class Call:
     """A call of a method of ``Bucket``; of ``list``, the read of one page.
 
     Attributes:
-        key: the prefix, for ``list``. data: what ``put`` sends. path: the file that ``get_file`` writes.
+        key: the prefix, for ``list``. data: what ``put`` sends.
     """
 
-    method: Literal["put", "get", "get_range", "get_file", "stat", "list", "delete"]
+    method: Literal["put", "get", "get_range", "stat", "list", "delete"]
     key: str
     data: bytes | Path | None = None
-    path: Path | None = None
 
     @property
     def action(self) -> str:
@@ -52,7 +50,7 @@ class Call:
         """Return how many bytes the call has transferred, for a store that reports none."""
         if isinstance(result, bytes):
             return len(result)
-        return size_of(self.data if self.path is None else self.path)
+        return size_of(self.data)
 
 
 class BucketMiddleware(Bucket):
@@ -96,9 +94,6 @@ class BucketMiddleware(Bucket):
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         return self._around(Call("get_range", key), lambda: self._inner.get_range(key, start, length))
-
-    def get_file(self, key: str, path: Path) -> None:
-        self._around(Call("get_file", key, path=path), lambda: self._inner.get_file(key, path))
 
     def stat(self, key: str) -> ObjectInfo:
         return self._around(Call("stat", key), lambda: self._inner.stat(key))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, remove_quietly, replacing
+from vllm_delta_sync.bucket.base import Bucket, ObjectInfo
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
 from vllm_delta_sync.bucket.threads import SLICE_SECONDS, wait_interruptibly
 from vllm_delta_sync.bucket.transfer_observers import observed_by, with_observers
@@ -55,12 +55,6 @@ class DeadlineBucket(BucketMiddleware):
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         return self._list_pages(prefix)
 
-    def get_file(self, key: str, path: Path) -> None:
-        with replacing(self, key, path) as part:
-            call = _ThreadCall(lambda: self._inner.get_file(key, part), self._options)
-            call.clean_up = lambda: remove_quietly(part)
-            self._run(Call("get_file", key).action, call)
-
     def close(self) -> None:
         try:
             self._run("close", _ThreadCall(super().close, self._options))
@@ -96,7 +90,6 @@ class _ThreadCall(Generic[_Result]):
     Attributes:
         key, content: what a write writes. size: in bytes.
         abandoned: the list that holds a write from when it is abandoned until it ends; None for other calls.
-        clean_up: called when an abandoned call ends; it must not raise.
         finished: locked until the call has ended.
     """
 
@@ -113,7 +106,6 @@ class _ThreadCall(Generic[_Result]):
         self._options = options
         self.size, self.key, self.content = size, key, content
         self._all_abandoned = abandoned
-        self.clean_up: Callable[[], None] | None = None
         self.finished = threading.Lock()
         self.finished.acquire()
         self._lock = threading.Lock()
@@ -150,8 +142,6 @@ class _ThreadCall(Generic[_Result]):
             self._ended = True
         if self._abandoned:
             self._result = self._error = None
-            if self.clean_up is not None:
-                self.clean_up()
             if self._all_abandoned is not None:
                 self._all_abandoned.remove(self)
         self.finished.release()

@@ -32,9 +32,6 @@ class DryRunBucket(Bucket):
     def get_range(self, key: str, start: int, length: int) -> bytes:
         return self._bucket_of(key).get_range(key, start, length)
 
-    def get_file(self, key: str, path: Path) -> None:
-        self._bucket_of(key).get_file(key, path)
-
     def stat(self, key: str) -> ObjectInfo:
         return self._bucket_of(key).stat(key)
 

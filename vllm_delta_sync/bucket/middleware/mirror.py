@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from hashlib import file_digest, sha256
-from pathlib import Path
+from hashlib import sha256
 from typing import TypeVar
 
-from vllm_delta_sync.bucket.base import Bucket, replacing
+from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
-from vllm_delta_sync.bucket.ranged import CONNECTIONS, digest_of, download
+from vllm_delta_sync.bucket.ranged import digest_of
 from vllm_delta_sync.errors import DeltaSyncError, DigestError
 from vllm_delta_sync.log_throttle import ONCE, LogThrottle
 from vllm_delta_sync.settings import StoreOptions
@@ -58,13 +57,11 @@ class MirrorBucket(BucketMiddleware):
         origin: Bucket,
         mirror: Bucket,
         *,
-        connections: int = CONNECTIONS,
         patience: float = PATIENCE_SECONDS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(origin)
         self._mirror = DeadlineBucket(mirror, StoreOptions(store_deadline=patience))
-        self._connections = connections
         self._now = now
         self._lock = threading.Lock()
         self._failed = 0
@@ -91,27 +88,6 @@ class MirrorBucket(BucketMiddleware):
                 used.add(self)
                 return data
         return self._inner.get_range(key, start, length)
-
-    def get_file(self, key: str, path: Path) -> None:
-        digest = digest_of(key)
-        if digest is None or self._is_suspended():
-            self._inner.get_file(key, path)
-            return
-        size = self._inner.stat(key).bytes
-        try:
-            with replacing(self, key, path) as part:
-                with allow_mirrors() as used:
-                    # By ranges up to the known size, so that a mirror cannot fill the disk.
-                    download(self, key, size, part, connections=self._connections)
-                with part.open("rb") as file:
-                    good = file_digest(file, "sha256").hexdigest() == digest
-                if used:
-                    self.report_verified(good)
-                if not good:
-                    raise DigestError(f"object {key} of {self.url} is damaged")
-        except DigestError:
-            # A mirror served wrong bytes, or the origin's object was replaced meanwhile.
-            self._inner.get_file(key, path)
 
     def close(self) -> None:
         try:

@@ -27,7 +27,7 @@ logger = guarded_logger("vllm_delta_sync.bucket")
 
 
 class ProgressBucket(BucketMiddleware):
-    """Shows puts, gets and get_files that take longer than ``after`` seconds, while their bytes move.
+    """Shows puts, gets and transfers that take longer than ``after`` seconds, while their bytes move.
 
     ``bar``: tqdm bars on stderr. ``log``: a line after ``after`` seconds, one every ``every`` seconds, and one at the
     end. ``auto``: bars if stderr is a terminal and this is the main process, otherwise lines. An error here never stops
