@@ -51,6 +51,8 @@ def test_the_grids_of_models_are_those_of_the_specification() -> None:
     """Each list of ranks is the one that is taken for one of these."""
     experts = [(8, 1536, 2048), (128, 768, 2048), (16, 200, 320), (4, 96, 640), (3, 300, 300), (2, 450, 126)]
     others = [(576,), (49_152,), (151_936,), (3 * 2**20,), (5120, 5120), (1280, 1280), (640, 640)]
+    # Divided by one number of ranks only.
+    others += [(size, size) for size in (4094, 4095, 4100, 1574, 1575, 1580, 802, 801)]
     lower = [(rows, columns) for rows in (96, 192, 288, 320, 384, 450, 512, 600) for columns in (64, 126, 320, 576)]
     for shape in [*VOCABULARIES, *MATRICES, *SMALL_MATRICES, *experts, *others, *lower]:
         grid = grid_of(shape)

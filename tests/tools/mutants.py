@@ -51,7 +51,11 @@ CORE: Mapping[str, tuple[str, ...]] = {
     "vllm_delta_sync/codec/tiles/rectangles.py": ("codec/test_tile_grid.py", "codec/test_tile_parts.py"),
     "vllm_delta_sync/codec/tiles/classes.py": ("codec/test_tiles.py",),
     "vllm_delta_sync/codec/tiles/prefix_code.py": ("codec/test_prefix_code.py", "codec/test_tiles_hostile.py"),
-    "vllm_delta_sync/codec/tiles/shared_kernels.py": ("codec/test_prefix_code.py", "codec/test_tiles.py"),
+    "vllm_delta_sync/codec/tiles/shared_kernels.py": (
+        "codec/test_prefix_code.py",
+        "codec/test_tiles.py",
+        "format/test_golden_tiles.py",
+    ),
     "vllm_delta_sync/codec/tiles/encode_kernels.py": ("codec/test_tiles.py", "codec/test_tile_parts.py"),
     "vllm_delta_sync/codec/tiles/decode_kernels.py": (
         "codec/test_tiles.py",
