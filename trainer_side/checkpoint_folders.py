@@ -39,10 +39,9 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
     UsageError,
 )
-from vllm_delta_sync.format.canonical_json import load_json
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.format.limits import MAX_HEADER_BYTES, check_limit
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.format.safetensors_file import TruncatedFileError
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint, model_files, weight_files
@@ -93,8 +92,11 @@ class CheckpointFolder:
         self.path = Path(path)
         if not self.path.is_dir():
             raise NotFoundError(f"checkpoint folder {str(path)!r} does not exist; give the path of a local one")
-        self._states = {name: self._whole_file(name) for name in weight_files(self.path)}
-        checkpoint = Checkpoint(self.path)
+        self._states = {name: self._state_of(name) for name in weight_files(self.path)}
+        try:
+            checkpoint = Checkpoint(self.path)
+        except TruncatedFileError as error:
+            raise self._incomplete(error.message) from error
         self._entries = {
             name: sorted(container.entries.items(), key=lambda item: item[1].start)
             for name, container in checkpoint.files.items()
@@ -148,19 +150,13 @@ class CheckpointFolder:
             if found != state:
                 raise self._incomplete(f"{name} was changed while it was read")
 
-    def _whole_file(self, name: str) -> FileState:
-        """Return the state of a file; raise IncompleteCheckpointError if it is shorter than its header says."""
+    def _state_of(self, name: str) -> FileState:
         try:
-            with (self.path / name).open("rb") as file:
-                state = FileState.of(os.fstat(file.fileno()))
-                declared = _declared_bytes(file, state.size, name)
+            return FileState.of(os.stat(self.path / name))
         except FileNotFoundError as error:
             raise self._incomplete(f"{name} is missing") from error
         except OSError as error:
             raise StoreError(f"{str(self.path / name)!r} cannot be read: {error.strerror}") from error
-        if state.size < declared:
-            raise self._incomplete(f"{name} has {state.size:,} bytes of at least {declared:,}")
-        return state
 
     def _open(self, name: str) -> BinaryIO:
         with self._reading(name):
@@ -189,24 +185,6 @@ class CheckpointFolder:
 
     def _incomplete(self, reason: str) -> "IncompleteCheckpointError":
         return IncompleteCheckpointError(f"checkpoint {str(self.path)!r} is not complete: {reason}")
-
-
-def _declared_bytes(file: BinaryIO, size: int, name: str) -> int:
-    """Return how long a safetensors file must be by its header; the least it must have if the header is cut off."""
-    prefix = file.read(8)
-    header_bytes = int.from_bytes(prefix, "little")
-    if len(prefix) < 8:
-        return 8
-    check_limit(f"{name}: header size", header_bytes, MAX_HEADER_BYTES, "MAX_HEADER_BYTES")
-    if size < 8 + header_bytes:
-        return 8 + header_bytes
-    header = load_json(file.read(header_bytes), f"{name} header")
-    entries = header.values() if isinstance(header, dict) else ()
-    try:
-        ends = [int(entry["data_offsets"][1]) for entry in entries if "data_offsets" in entry]
-    except (TypeError, ValueError, LookupError) as error:
-        raise FormatError(f"{name}: data_offsets in its header are malformed") from error
-    return 8 + header_bytes + max(ends, default=0)
 
 
 class _FolderTensors(LiveTensors):

@@ -35,33 +35,10 @@ _UNFINISHED = re.compile(r"\.|tmp[-_]")
 """Beginnings of names that trainers use until a checkpoint is complete."""
 _OTHER_MODEL = re.compile(r"_?(critic|reward|ref|reference|value)([-_](model|hf|huggingface))?", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"optim(izer)?(_states?)?", re.IGNORECASE)
-_SAVE_HF = (
-    "have the trainer save a Hugging Face checkpoint too (verl: hf_model in checkpoint.save_contents; NeMo: "
-    "model_save_format safetensors and save_consolidated; torchtitan: last_save_in_hf; OpenRLHF: save_hf_ckpt)"
+_UNREADABLE = re.compile(
+    r".+\.(safetensors|distcp)|(pytorch_model.*|adapter_model)\.bin|(model_world_size_.+|.+_model_states)\.pt"
 )
-_UNREADABLE: Sequence[tuple[re.Pattern[str], str, str]] = [
-    (re.compile(pattern), what, fix)
-    for pattern, what, fix in (
-        (
-            r"model_world_size_[0-9]+_rank_[0-9]+\.pt",
-            "is one rank's part of a sharded model (verl)",
-            "add hf_model to checkpoint.save_contents, or convert it with python -m verl.model_merger merge",
-        ),
-        (r".+\.distcp", "is part of a distributed checkpoint of PyTorch", _SAVE_HF),
-        (r".+_model_states\.pt", "is part of a checkpoint of DeepSpeed", _SAVE_HF),
-        (r"pytorch_model.*\.bin", "is no safetensors file", "have the trainer save safetensors (save_safetensors)"),
-        (
-            r"adapter_model\.(safetensors|bin)",
-            "is a LoRA adapter without its model",
-            "merge it into the model, or publish it from the training loop (adapter_publisher)",
-        ),
-        (
-            r".+\.safetensors",
-            f"is there, but neither {SINGLE_NAME} nor {INDEX_NAME}",
-            f"if it is still being written, wait; otherwise name a single file {SINGLE_NAME}, or write the index",
-        ),
-    )
-]
+"""Files with weights of other forms: other safetensors files, parts of distributed checkpoints, LoRA adapters."""
 
 
 @dataclass(frozen=True)
@@ -159,13 +136,9 @@ class _SearchedFolder:
         return self.parts[: with_step[-1]] if with_step else self.parts
 
     @property
-    def unreadable_weights(self) -> tuple[str, str, str] | None:
-        """A file with weights that cannot be read: name, what it is, remedy."""
-        for pattern, what, fix in _UNREADABLE:
-            names = sorted(name for name in self.files if pattern.fullmatch(name))
-            if names:
-                return names[0], what, fix
-        return None
+    def unreadable_weights(self) -> str | None:
+        """The name of a file with weights that cannot be read."""
+        return min((name for name in self.files if _UNREADABLE.fullmatch(name)), default=None)
 
 
 def find_checkpoints(root: Path) -> list[FoundCheckpoint]:
@@ -232,8 +205,11 @@ def _checkpoint(
     elif not holds and says and says[0].left_out:
         reason = says[0].left_out
     elif not holds and says and (weights := says[0].unreadable_weights) is not None:
-        name, what, fix = weights
-        reason = f"{'/'.join((*says[0].parts[len(unit) :], name))} {what}; {fix}"
+        name = "/".join((*says[0].parts[len(unit) :], weights))
+        reason = (
+            f"{name} is not of the form that can be read ({SINGLE_NAME}, or {INDEX_NAME} and its files); if it is "
+            "still being written, wait; otherwise docs/publish.md says what each trainer has to save"
+        )
     elif not holds:
         reason = f"it holds no weights; only safetensors can be read ({SINGLE_NAME}, or {INDEX_NAME} and its files)"
     elif not unit:

@@ -270,10 +270,7 @@ class Committer:
         try:
             self._group.all_or_raise("anchor: baseline", self._check_undamaged)
             return self._run_on_rank0("anchor", self._write_anchor)
-        except ConflictError as error:
-            self.stopped = ConflictError(error.message + self._group.conflict_advice)
-            raise self.stopped from error
-        except LostRankError as error:
+        except (ConflictError, LostRankError) as error:
             self.stopped = error
             raise
 
@@ -381,7 +378,7 @@ class Committer:
             own.error = error
             match error:
                 case ConflictError():
-                    return {"outcome": "conflict", "message": error.message + self._group.conflict_advice}
+                    return {"outcome": "conflict", "message": error.message}
                 case UncertainError():
                     return {"outcome": "uncertain", "message": error.message, "manifest": text}
                 case FormerVersionError():
@@ -392,14 +389,12 @@ class Committer:
 
     def _manifest(self, reports: list[Json], step: int, own: _RankContents, progress: PublishProgress) -> Manifest:
         objects = [ObjectRef(**ref) for item in reports for ref in item["objects"]]
-        contents = manifests.DeltaContents(
-            sum(item["changed"] for item in reports),
-            sum((Fingerprint.from_hex(item["fingerprint"]) for item in reports), Fingerprint()),
-            all(item["reversible"] for item in reports),
-        )
+        changed = sum(item["changed"] for item in reports)
+        change = sum((Fingerprint.from_hex(item["fingerprint"]) for item in reports), Fingerprint())
+        reversible = all(item["reversible"] for item in reports)
         return manifests.delta(
-            self.newest, self.current, step, (own.codec, self._options.compression), objects, contents,
-            self.writer.epoch, progress.quarantined, [item for item, _ in own.sidecars], progress.held_back,
+            self.newest, self.current, step, (own.codec, self._options.compression), objects, changed, change,
+            reversible, self.writer.epoch, progress.quarantined, [item for item, _ in own.sidecars], progress.held_back,
         )  # fmt: skip
 
     def _apply_outcome(self, answer: Json, pending: PendingDelta, own: _RankContents, version: int, step: int) -> None:

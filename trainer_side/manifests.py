@@ -46,15 +46,6 @@ class FullState:
         return {spec.name: value.hex() for spec, value in zip(self.table, self.fingerprints, strict=True)}
 
 
-@dataclass(frozen=True)
-class DeltaContents:
-    """What the objects of a delta contain together."""
-
-    changed: int
-    fingerprint: Fingerprint
-    reversible: bool
-
-
 class Shards:
     """Files of an anchor: each is written to a temporary folder, and stored while the next one is written.
 
@@ -214,7 +205,9 @@ def delta(
     step: int,
     coding: tuple[Codec, Compression],
     objects: list[ObjectRef],
-    changes: DeltaContents,
+    changed: int,
+    change: Fingerprint,
+    reversible: bool,
     epoch: int,
     reasons: Sequence[str] = (),
     sidecars: Sequence[Sidecar] = (),
@@ -225,7 +218,8 @@ def delta(
     Args:
         base: the version that the objects change; if it is not ``parent``, the run gets a break.
         coding: of the objects.
-        objects: empty if nothing changed. changes: what they contain together.
+        objects: empty if nothing changed. changed, change, reversible: elements that they contain together, what these
+            add to the fingerprint, and whether they can be reverted.
         reasons: why the version is quarantined, if it is. sidecars: stored with it.
         held_back: how far it is from the trainer's weights; None if it is exact.
 
@@ -245,7 +239,7 @@ def delta(
         parent=parent.digest,
         breaks=breaks,
         # Codec tiled needs the base bits to decode, which is just what a revert has to produce.
-        reversible=changes.reversible and not (objects and codec in BASE_CODECS),
+        reversible=reversible and not (objects and codec in BASE_CODECS),
         epoch=epoch,
         quarantine=_quarantine(reasons, parent),
         codec=codec if objects else None,
@@ -254,10 +248,10 @@ def delta(
         objects=objects,
         sidecars=list(sidecars),
         held_back=held_back,
-        changed=changes.changed,
+        changed=changed,
         total=parent.total,
         payload_bytes=sum(ref.bytes for ref in objects),
         full_bytes=parent.full_bytes,
-        fingerprint=(base.model_fingerprint + changes.fingerprint).hex(),
+        fingerprint=(base.model_fingerprint + change).hex(),
         created_at=timestamp(),
     )

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from trainer_side.diff.buffers import BaselineLocation
 from trainer_side.manifests import SHARD_BYTES
-from trainer_side.model.selection import Patterns, Rename, Selection
+from trainer_side.model.module import Patterns, Rename, Selection
 from trainer_side.model.sources import ModelLike
 from trainer_side.result import OnVersion
 from vllm_delta_sync.bucket import Bucket
@@ -177,7 +177,6 @@ class PublisherOptions(Checked):
         resume: False refuses an existing run.
         anchor_every: write an anchor of each k-th version; if None, when replaying costs more than an anchor.
         merge: write merged deltas, so that a receiver that is far behind catches up with few objects.
-        read_back: read each object and manifest back and compare before a version counts as durable.
         rescan_bytes: at each version, compare this many bytes of the baseline in memory with what was published,
             rotating over the tensors; 0 for none.
         shard_bytes: bytes of tensors in one object of a full snapshot; a delta that is larger when decoded is
@@ -226,7 +225,6 @@ class PublisherOptions(Checked):
     resume: bool = True
     anchor_every: Count | None = None
     merge: bool = True
-    read_back: bool = False
     rescan_bytes: Annotated[int, Field(ge=0, strict=True)] = 1 << 26  # 64 MiB
     shard_bytes: Count = SHARD_BYTES
     # Without InstanceOf, pydantic would also make a Gate of a dictionary.

@@ -32,10 +32,7 @@ logger = guarded_logger(__name__)
 
 def check_folder(files: str | Path | None) -> None:
     """Raise UsageError unless ``files`` is None or a folder of files that a run can keep; StoreError: unreadable."""
-    if files is not None:
-        budget = _SizeBudget()
-        for path in _files_in(files):
-            _check(budget, path)
+    _contents_of(files, _SizeBudget())
 
 
 def collect_files(model: object, files: str | Path | None, base: ResolvedBase | None) -> dict[str, bytes]:
@@ -48,9 +45,7 @@ def collect_files(model: object, files: str | Path | None, base: ResolvedBase | 
         model: as of ``Publisher``. files: folder of the user. base: checkpoint that version 0 starts from.
     """
     budget = _SizeBudget()
-    kept: dict[str, bytes] = {}
-    for path in _files_in(files) if files is not None else ():
-        kept[path.name] = _content(path, _check(budget, path))
+    kept = _contents_of(files, budget)
     pretrained = _pretrained(model)
     with ProcessFolder() as folder:
         found = {} if base is None or not base.path.is_dir() else model_files(base.path)
@@ -61,11 +56,11 @@ def collect_files(model: object, files: str | Path | None, base: ResolvedBase | 
         for name in sorted(found, key=lambda name: (not name.startswith(("config.", "generation", "tokenizer")), name)):
             if budget.has(name):
                 continue
-            size = _size(found[name])
-            if (reason := budget.refusal(name, size)) is not None:
+            data = _read(found[name])
+            if (reason := budget.refusal(name, len(data))) is not None:
                 logger.warning("the run does not keep the model's file %r: %s", name, reason)
                 continue
-            kept[name] = _content(found[name], size)
+            kept[name] = data
     return kept
 
 
@@ -88,7 +83,7 @@ def tokenizer_folder(processing_class: Any) -> Iterator[Path | None]:
         budget = _SizeBudget()
         for name, path in list(found.items()):
             # Skipped, not refused: the user did not name these files.
-            if (reason := budget.refusal(name, _size(path))) is not None:
+            if (reason := budget.refusal(name, len(_read(path)))) is not None:
                 logger.warning("the run does not keep the Trainer's file %r: %s", name, reason)
                 path.unlink()
                 del found[name]
@@ -114,7 +109,7 @@ class _SizeBudget:
         if self.has(name):
             return f"it differs from {self._names[name.lower()]!r} in upper and lower case only"
         if size > MAX_RUN_FILE_BYTES:
-            return f"it has {size:,} bytes, and a file may have {MAX_RUN_FILE_BYTES:,} (MAX_RUN_FILE_BYTES)"
+            return f"it has more than {MAX_RUN_FILE_BYTES:,} bytes (MAX_RUN_FILE_BYTES)"
         if len(self._names) == MAX_RUN_FILES:
             return f"a run keeps at most {MAX_RUN_FILES} files (MAX_RUN_FILES)"
         if self._bytes + size > MAX_RUN_FILES_BYTES:
@@ -147,30 +142,23 @@ def _files_in(files: str | Path) -> list[Path]:
     return found
 
 
-def _check(budget: _SizeBudget, path: Path) -> int:
-    """Choose a file that the user named, and return its size; raise UsageError if it cannot be kept."""
-    size = _size(path)
-    if (reason := budget.refusal(path.name, size)) is not None:
-        raise UsageError(f"files: {str(path)!r} cannot be kept: {reason}; rename it or remove it from that folder")
-    return size
+def _contents_of(files: str | Path | None, budget: _SizeBudget) -> dict[str, bytes]:
+    """Choose the files of a folder that the user named, and return them; UsageError: one cannot be kept."""
+    found: dict[str, bytes] = {}
+    for path in _files_in(files) if files is not None else ():
+        found[path.name] = _read(path)
+        if (reason := budget.refusal(path.name, len(found[path.name]))) is not None:
+            raise UsageError(f"files: {str(path)!r} cannot be kept: {reason}; rename it or remove it from that folder")
+    return found
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise StoreError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-
-
-def _content(path: Path, size: int) -> bytes:
+def _read(path: Path) -> bytes:
+    """Return a file's content; of one that is too large to be kept, only its beginning, which is too large as well."""
     try:
         with path.open("rb") as file:
-            data = file.read(size + 1)
+            return file.read(MAX_RUN_FILE_BYTES + 1)
     except OSError as error:
         raise StoreError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-    if len(data) != size:
-        raise StoreError(f"{str(path)!r} changed while it was read; start again")
-    return data
 
 
 def _pretrained(model: object) -> Any:

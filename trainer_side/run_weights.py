@@ -13,8 +13,7 @@ from trainer_side import manifests
 from trainer_side.background_thread import BackgroundThread
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.engine import compile_kernels
-from trainer_side.diff.pending_delta import PendingDelta
-from trainer_side.diff.version_changes import VersionChanges
+from trainer_side.diff.pending_delta import PendingDelta, VersionChanges
 from trainer_side.encode.budget_selection import check_dtypes
 from trainer_side.encode.encoder import BaseCopies
 from trainer_side.encode.update_gate import nonfinite_by_tensor
@@ -93,9 +92,6 @@ class RunWeights(Protocol):
 
     def checkout(self, manifest: Manifest) -> None:
         """Replace all bits by those of a version.
-
-        The first time, at a takeover, a ``base`` that was given must hold version 0 if that is the way to the version;
-        later another way is taken.
 
         Raises:
             BaseUnavailableError: the base of any rank is needed, and missing, damaged or another one.
@@ -195,9 +191,7 @@ class WholeWeights:
 
     def checkout(self, manifest: Manifest) -> None:
         # At a takeover the baseline has no values yet, and keeps the arrays.
-        first = not self.baseline.fingerprints
-        room = self.baseline.room if first else None
-        state = self._restored(manifest, room, require_base=first and self.base is not None)
+        state = self._restored(manifest, None if self.baseline.fingerprints else self.baseline.room)
         self.baseline.replace(state.bits, manifest.model_fingerprint)
 
     def nonfinite(self) -> dict[int, int]:
@@ -213,9 +207,9 @@ class WholeWeights:
     def restore(self, manifest: Manifest) -> list[Bits]:
         return self._restored(manifest).bits
 
-    def _restored(self, manifest: Manifest, room: AllocateBits | None = None, require_base: bool = False) -> ModelState:
+    def _restored(self, manifest: Manifest, room: AllocateBits | None = None) -> ModelState:
         in_memory = False if self._options.baseline == "disk" else None
-        return restore(self.run, manifest, self.base, in_memory, room=room, require_base=require_base).state
+        return restore(self.run, manifest, self.base, in_memory, room=room).state
 
     def base_tensor(self, tensor: int) -> BaseTensor:
         return BaseTensor(np.array(self.baseline.read(tensor)))

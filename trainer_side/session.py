@@ -18,7 +18,6 @@ from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.model.sources import ModelLike
 from trainer_side.options import Budget, Gate, PublisherOptions, SidecarData, check_step, checked_sidecars
 from trainer_side.ranks.group import (
-    ONE_PUBLISHER,
     Json,
     LostRankError,
     ProcessGroup,
@@ -57,19 +56,13 @@ _Value = TypeVar("_Value")
 _Job = TypeVar("_Job", bound=BackgroundJob)
 
 
-class HandedWeights:
-    """Weights that come with a call. ``error``: what the caller's iterator raised."""
-
-    def __init__(self, pairs: Weights) -> None:
-        self._pairs = pairs
-        self.error: Exception | None = None
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        try:
-            yield from self._pairs
-        except Exception as error:
-            self.error = error
-            raise
+def _handed(pairs: Weights, raised: list[Exception]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights that come with a call; note in ``raised`` what the caller's iterator raises."""
+    try:
+        yield from pairs
+    except Exception as error:
+        raised.append(error)
+        raise
 
 
 @dataclass(frozen=True)
@@ -192,14 +185,14 @@ class PublishSession:
             if not waits:
                 return self._skipped_result(step, watch)
         watch.lap()
-        handed = None if weights is None else HandedWeights(weights)
+        raised: list[Exception] = []
         try:
-            pending = self._diff(handed)
+            pending = self._diff(None if weights is None else _handed(weights, raised))
         except BaseException as error:  # including interrupts: other ranks would wait for this one
             self.record.failed(error)
             if not self._group.alone:
                 self._withdraw(error, step, watch)
-            if handed is not None and (handed.error is error or isinstance(error, DeltaSyncError)):
+            if weights is not None and (error in raised or isinstance(error, DeltaSyncError)):
                 self._last = before  # the call is refused for what was handed over
                 raise
             if not isinstance(error, Exception) or isinstance(error, DeltaSyncError):
@@ -208,7 +201,7 @@ class PublishSession:
                 f"step {step} is not published, because the comparison failed unexpectedly: {error!r}; the baseline "
                 "was reverted, and the next publish carries the changes"
             )
-            self._last = LastCall(step, handed is not None, failure=failure.message)
+            self._last = LastCall(step, weights is not None, failure=failure.message)
             raise failure from error
         if skips_equal and not pending.changed:
             self._background.call(pending.revert)
@@ -585,11 +578,12 @@ def ranks_of(model: ModelLike) -> RankGroups:
         from trainer_side.ranks.shard_parts import needs_ranks
 
         alone = not needs_ranks(model)
-    place = rank_in_world()
-    if alone and place is not None and 0 < place.rank < place.size:
+    rank = rank_in_world()
+    if alone and rank:
         logger.warning(
-            "%s and this is rank %d, which makes a publisher alone: if another rank publishes to the same URL, they "
-            "take the run over from each other. %s", place.source, place.rank, ONE_PUBLISHER,
+            "this is rank %d, which makes a publisher alone: if another rank publishes to the same URL, they take the "
+            "run over from each other. Make the publisher on rank 0 only; or, of a model that is wrapped in "
+            "DistributedDataParallel or sharded by fully_shard, on every rank, after init_process_group", rank,
         )  # fmt: skip
     return RankGroups(alone=alone)
 

@@ -4,12 +4,23 @@ A takeover first does everything that has no effect: it checks whether the keys,
 head, and reads the weights back, on every rank. Only then it claims the run, which fences the former writer. So a
 takeover that cannot succeed leaves the former writer alone; if the store fails after the claim, a claim is left, and
 the next takeover continues.
+
+``claim`` begins a writer epoch: it writes claims/<e>.json, if absent. ``find_tail`` and ``check_tail`` find and check
+the end of the run; they do so after the claim, even if they have before. A writer looks for the claim after its own
+before each commit, after the last one. So at most one more version of the former writer can appear, the one whose check
+(``RunWriter.check_not_fenced``) ran before the claim.
+
+Where create-if-absent is not atomic (``Bucket.supports_conditional_put`` is False), two writers may both believe that
+they were first. Users must then run one publisher at a time, and these checks keep mistakes from doing harm: a claim
+and run.json count as ours only if they read back as ours after a settling time; before and after each commit a writer
+checks that claim, run.json and its manifests are still its own, and stops if not; no writer overwrites another's
+objects. What remains: a write that the network delays beyond the settling time, after its writer's last check, may
+replace another writer's object. That writer notices at its next commit at the latest, and stops.
 """
 
 import secrets
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -17,15 +28,15 @@ from pathlib import Path
 from trainer_side import manifests
 from trainer_side.background_thread import BackgroundThread
 from trainer_side.encode.update_gate import judge_state
-from trainer_side.epochs import HistoryTail, check_tail, claim, find_tail, open_trusted, raise_if_forged
 from trainer_side.options import PublisherOptions
 from trainer_side.ranks.group import Json, ProcessGroup, check_same
 from trainer_side.run_weights import RunWeights
-from trainer_side.writer import FormerVersionError, RunWriter, UncertainError
+from trainer_side.writer import FormerVersionError, RunWriter, UncertainError, stored_digest
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.base import exists
-from vllm_delta_sync.bucket.conditional_put import confirm_created, has_content
+from vllm_delta_sync.bucket.conditional_put import confirm_created, create_if_absent, has_content
 from vllm_delta_sync.bucket.verified import fetch_object
+from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
     ChainError,
     ConflictError,
@@ -33,17 +44,19 @@ from vllm_delta_sync.errors import (
     DeltaSyncError,
     DigestError,
     FingerprintError,
+    ForkError,
     FormatError,
     LimitError,
     NotFoundError,
     SignatureError,
     StoreError,
     TensorMismatchError,
+    UnsupportedError,
     UsageError,
 )
 from vllm_delta_sync.format import limits
 from vllm_delta_sync.format.base_document import timestamp
-from vllm_delta_sync.format.documents import CLAIMS_PREFIX
+from vllm_delta_sync.format.documents import CLAIMS_PREFIX, Claim, claim_key
 from vllm_delta_sync.format.manifest import (
     HEAD_KEY,
     RUN_KEY,
@@ -60,9 +73,10 @@ from vllm_delta_sync.format.manifest import (
 from vllm_delta_sync.format.safetensors_file import shard_tables
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.checks import check_base, document_limit
-from vllm_delta_sync.run.read_plan import Root, plan_read
+from vllm_delta_sync.run.checks import check_base, check_follows, document_limit
+from vllm_delta_sync.run.newest_good import last_consecutive
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve_base
+from vllm_delta_sync.trust import Keyring
 
 logger = guarded_logger(__name__)
 
@@ -73,6 +87,23 @@ UNREADABLE = (NotFoundError, FormatError, ChainError, FingerprintError, TensorMi
 """Errors that mean bad data in the bucket. A StoreError or BaseUnavailableError says nothing about it."""
 
 _ATTEMPTS = 8
+
+
+@dataclass
+class HistoryTail:
+    """The end of a run.
+
+    Attributes:
+        version: the highest number that has a manifest, without a gap before it.
+        digest: SHA-256 of that manifest as stored.
+        manifest: the newest good manifest; None if there is none.
+        problem: why ``manifest`` is not that of ``version``; None if it is.
+    """
+
+    version: int
+    digest: str
+    manifest: Manifest | None
+    problem: DeltaSyncError | None
 
 
 @dataclass
@@ -322,9 +353,8 @@ class RunStart:
         self._writer = writer
         self._info = info
         self._table = table
-        # Keys that it has certainly created; key → content, of puts whose outcome is unknown.
-        self._created: list[str] = []
-        self._uncertain: dict[str, bytes] = {}
+        # Keys that it has written, or tried to.
+        self._tried: list[str] = []
         self._committing: Manifest | None = None
 
     def replace(self, unfinished: bytes) -> None:
@@ -372,23 +402,16 @@ class RunStart:
 
     def put_files(self, files: Mapping[str, bytes]) -> None:
         """Store the files that run.json lists."""
-        for key, item in {item.key: item for item in self._info.files}.items():
-            # Garbage collection never removes these: after a failure, remove puts of unknown outcome and leftovers too.
-            self._uncertain[key] = files[item.name]
+        for item in {item.key: item for item in self._info.files}.values():
             self.put(item, files[item.name])
-            del self._uncertain[key]
-            if key not in self._created:
-                self._created.append(key)
 
     def put(self, ref: Stored, content: bytes | Path) -> None:
-        """Store an object that is named by its content, from any thread."""
-        try:
-            self._bucket.put(ref.key, content, if_absent=True)
-            self._created.append(ref.key)
-        except ConflictError:
-            # Left by an earlier start, and possibly damaged since.
-            self._bucket.put(ref.key, content)
-        self._writer.check_object(ref)
+        """Store an object that is named by its content, from any thread.
+
+        It replaces one that an earlier start has left, which may be damaged.
+        """
+        self._tried.append(ref.key)
+        self._bucket.put(ref.key, content)
 
     def commit(self, manifest: Manifest) -> None:
         """Commit version 0."""
@@ -428,7 +451,7 @@ class RunStart:
         logger.warning("interrupted while the run began; %s", state)
 
     def _create(self, key: str, data: bytes) -> None:
-        self._uncertain[key] = data
+        self._tried.append(key)
         try:
             self._bucket.put(key, data, if_absent=True)
         except ConflictError as error:
@@ -437,39 +460,27 @@ class RunStart:
             if not has_content(self._bucket, key, data):
                 raise self._conflict(key) from error
             if key != RUN_KEY:
-                del self._uncertain[key]
-                return
+                self._tried.remove(key)
         if key == RUN_KEY and not confirm_created(self._bucket, key, data):
             raise self._conflict(key)
-        self._created.append(key)
-        del self._uncertain[key]
 
     def _conflict(self, key: str) -> ConflictError:
-        del self._uncertain[key]
+        self._tried.remove(key)
         return ConflictError(f"{self._bucket.url} holds {key} of another publisher; publish to a new run URL")
 
     def _remove_written(self) -> list[str]:
-        """Remove what this start has created; return the keys that may still be there."""
-        left: list[str] = []
-        if RUN_KEY in self._created and self._is_replaced():
-            # The writer that replaced run.json may use the table and the objects too, which are named by content.
-            return left
-        # run.json last: while it exists, no other publisher writes here.
-        for key in [*reversed(self._uncertain), *reversed(self._created)]:
-            try:
-                if key in self._created or has_content(self._bucket, key, self._uncertain[key]):
-                    self._bucket.delete(key)
-            except DeltaSyncError as error:
-                logger.warning("%s of a failed start was not removed: %s", key, error)
-                left.append(key)
-        return left
-
-    def _is_replaced(self) -> bool:
+        """Remove what this start has written; return the keys that may still be there."""
         try:
-            return not has_content(self._bucket, RUN_KEY, self._info.to_bytes())
-        except StoreError as error:
-            logger.warning("what a failed start has written stays, as %s cannot be read: %s", RUN_KEY, error)
-            return True
+            # A writer that replaced run.json may use the table and the objects too, which are named by content.
+            if not has_content(self._bucket, RUN_KEY, self._info.to_bytes()):
+                return []
+            # run.json last: while it exists, no other publisher writes here.
+            while self._tried:
+                self._bucket.delete(self._tried[-1])
+                self._tried.pop()
+        except DeltaSyncError as error:
+            logger.warning("what a failed start has written was not removed: %s", error)
+        return self._tried
 
 
 def _files_of(info: bytes) -> list[RunFile]:
@@ -519,7 +530,14 @@ class Takeover:
                 another writer commits at the same time.
         """
         found = self._background.call(self._find_tail)
-        self._background.call(lambda: self._announce_and_check_base(found))
+        logger.info(
+            "taking over run %s at %s: this reads version %d back; then it claims the run, and writes nothing else "
+            "unless that version is lost",
+            self._run.info.run, self._bucket.url, found.version,
+        )  # fmt: skip
+        # Also if it is not needed now: it would be needed later, such as for a rebase.
+        if self._weights.base is not None:
+            self._background.call(self._weights.check_base)
         lost = self._check_out(found)
         self._epoch, self._claim = self._background.call(lambda: claim(self._run, found))
         newest = self._background.call(self._find_tail)
@@ -532,30 +550,6 @@ class Takeover:
         found = find_tail(self._run)
         check_tail(self._run, found)
         return found
-
-    def _announce_and_check_base(self, found: HistoryTail) -> None:
-        """Log what this takeover reads and writes; check the base that was given, unless reading back does.
-
-        A base that is not needed now is checked too: it would be needed later, such as for a rebase.
-        """
-        base, first, plan = self._weights.base, None, None
-        with suppress(DataError):
-            first = Root(self._run.manifest(0))
-        with suppress(DataError):  # reading back meets the error again, and deals with it
-            if found.problem is None and found.manifest is not None:
-                plan = plan_read(self._run, found.manifest)
-        refers = first is not None and not (first.is_stored or first.is_branch)
-        read_from_base = refers and plan is not None and not plan.root.is_stored
-        from_base = "none from a base"
-        if first is not None and first.manifest.base is not None and (read_from_base or (refers and base is not None)):
-            from_base = f"{self._run.table.full_bytes:,} from base {str(base or first.manifest.base.location)!r}"
-        logger.info(
-            "taking over run %s at %s: this reads version %d back, %s bytes from the bucket and %s; then it claims the "
-            "run, and writes nothing else unless that version is lost",
-            self._run.info.run, self._bucket.url, found.version, "no" if plan is None else f"{plan.bytes:,}", from_base,
-        )  # fmt: skip
-        if base is not None and not read_from_base:
-            self._weights.check_base()
 
     def _check_out(self, found: HistoryTail) -> bool:
         """Fill ``weights`` with the newest version or, if that is lost, with the model's; return whether it is lost."""
@@ -663,3 +657,185 @@ def _release_frames(error: BaseException | None) -> None:
 
 def _checkpoint(base: str | Path | None) -> Checkpoint | None:
     return Checkpoint(base) if base is not None and Path(base).is_dir() else None
+
+
+def find_tail(run: Run) -> HistoryTail:
+    """Find the newest version, even a damaged one.
+
+    Raises:
+        NotFoundError: the run has no version. UnsupportedError: a later release wrote it.
+        StoreError: the store failed, or returned different bytes on a second read.
+    """
+    tail = _find_tail(run)
+    if tail.problem is not None:
+        # Damage in the store persists; bytes that flipped on the way do not.
+        tail = _find_tail(run)
+    for key, same in (
+        (RUN_KEY, run.is_current),
+        (version_key(tail.version), lambda: stored_digest(run.bucket, version_key(tail.version)) == tail.digest),
+    ):
+        if not same():
+            raise StoreError(
+                f"{key} of {run.bucket.url} reads differently than a moment ago: it was overwritten, or the store or "
+                "the network damages what it delivers; start this publisher again"
+            )
+    return tail
+
+
+def _find_tail(run: Run) -> HistoryTail:
+    manifest: Manifest | None = None
+    try:
+        manifest, problem = run.reachable_head()
+    except DataError as error:
+        problem = error
+    if manifest is not None and problem is None:
+        return HistoryTail(manifest.version, manifest.digest, manifest, None)
+    if isinstance(problem, UnsupportedError):
+        raise problem
+    highest = _highest(run, manifest)
+    last = _verified(run, highest)
+    if last is not None:
+        # Only HEAD.json, or what it points at, is wrong, and a writer has continued after that.
+        return HistoryTail(last.version, last.digest, last, None)
+    return HistoryTail(highest, stored_digest(run.bucket, version_key(highest)), manifest, problem)
+
+
+def _highest(run: Run, newest: Manifest | None) -> int:
+    """Return the highest version without a gap from ``newest``, or from the first if no manifest is good.
+
+    A run has no gaps: a version beyond one was not written by its writer, and must not stop a takeover. A lost manifest
+    that HEAD.json names is no gap.
+    """
+    versions = run.versions()
+    if not versions:
+        raise NotFoundError(f"{run.bucket.url} has no version yet")
+    lost = run.pointer.version if run.pointer is not None else versions[0]
+    highest = last_consecutive({*versions, lost}, versions[0] if newest is None else newest.version)
+    if highest not in versions:
+        highest -= 1
+    # A listing may not show the latest versions yet.
+    while exists(run.bucket, version_key(highest + 1)):
+        highest += 1
+    return highest
+
+
+def _verified(run: Run, version: int) -> Manifest | None:
+    """Return a version's manifest if it is good and names the previous manifest as it is stored, good or not."""
+    try:
+        manifest = run.manifest(version)
+        if version:
+            _check_link(run, manifest)
+        return manifest
+    except DataError:
+        return None
+
+
+def _check_link(run: Run, manifest: Manifest) -> None:
+    before = manifest.version - 1
+    if manifest.parent != stored_digest(run.bucket, version_key(before)):
+        raise ChainError(f"version {manifest.version} does not follow version {before} as that is stored")
+    try:
+        parent = run.manifest(before)
+    except (FormatError, SignatureError):
+        # Damaged, or its key is not trusted any more: the writer that continued after it named it as it is stored.
+        return
+    check_follows(parent, manifest)
+
+
+def claim(run: Run, tail: HistoryTail) -> tuple[int, bytes]:
+    """Begin the next epoch; return its number, and its claim as it is stored.
+
+    Once this returns, the former writer commits at most one more version.
+
+    Raises:
+        StoreError: the store failed; at worst a claim is left that fences the former writer.
+    """
+    bucket, writer = run.bucket, secrets.token_hex(16)
+    epoch = max(run.newest_epoch(), 0 if tail.manifest is None else tail.manifest.epoch) + 1
+    while True:
+        document = run.keyring.signed(
+            Claim(
+                run=run.info.run,
+                epoch=epoch,
+                version=tail.version,
+                manifest=tail.digest,
+                writer=writer,
+                created_at=timestamp(),
+            )
+        )
+        data = document.to_bytes()
+        if create_if_absent(bucket, claim_key(epoch), data) and confirm_created(bucket, claim_key(epoch), data):
+            return epoch, data
+        epoch += 1
+
+
+def open_trusted(bucket: Bucket, keyring: Keyring) -> Run:
+    """Open a run in order to continue it.
+
+    Raises:
+        SignatureError: it is signed and there is no signing key, or the reverse; or a key is not trusted.
+        DeltaSyncError: run.json or tensors.json is missing or damaged.
+    """
+    info = RunInfo.from_bytes(bucket.get(RUN_KEY, max_bytes=limits.MAX_JSON_BYTES), RUN_KEY)
+    if keyring.has_signing_key and info.signature is None:
+        raise SignatureError(
+            f"the run at {bucket.url} is not signed, and signing_key is set: its content cannot be trusted; "
+            "publish to a new run URL, or without signing_key"
+        )
+    if info.signature is not None:
+        _check_has_key(bucket, keyring)
+    keyring.check_signing_key()
+    return Run(bucket, keyring)
+
+
+def check_tail(run: Run, tail: HistoryTail) -> None:
+    """Raise SignatureError if a signed run ends with data that no trusted key has signed.
+
+    Continuing after it would sign it, and publish its weights as ours. Damaged data count too: they may replace a
+    version that receivers have, which would take the next version for another history.
+    """
+    if not run.keyring.has_signing_key:
+        if tail.manifest is not None and tail.manifest.signature is not None:
+            _check_has_key(run.bucket, run.keyring)
+    elif tail.problem is not None or tail.manifest is None:
+        raise _untrusted_error(run, tail, tail.problem)
+
+
+def forgery_cause(error: BaseException | None) -> DeltaSyncError | None:
+    """Return the signature or fork error that caused ``error``; None if something else did."""
+    seen: list[BaseException] = []
+    # An error may have been raised from itself.
+    while error is not None and error not in seen:
+        if isinstance(error, SignatureError | ForkError):
+            return error
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def raise_if_forged(run: Run, tail: HistoryTail, error: DeltaSyncError) -> None:
+    """Raise SignatureError if a version cannot be rebuilt because it needs data that no trusted key has signed."""
+    reason = forgery_cause(error) if run.keyring.checks_signatures else None
+    if reason is not None:
+        raise _untrusted_error(run, tail, reason) from error
+
+
+def _check_has_key(bucket: Bucket, keyring: Keyring) -> None:
+    if not keyring.has_signing_key:
+        raise SignatureError(
+            f"the run at {bucket.url} is signed, and its receivers would refuse a version without a signature; "
+            "pass signing_key= with a key that may sign it, or publish to a new run URL"
+        )
+
+
+def _untrusted_error(run: Run, tail: HistoryTail, problem: DeltaSyncError | None) -> SignatureError:
+    url, last = run.bucket.url, tail.manifest
+    remedy = "restore the original objects (delta-sync repair, with a mirror), or publish to a new run URL"
+    if last is not None and last.version < tail.version:
+        remedy = (
+            f"remove {version_key(last.version + 1)} and what follows to continue from version {last.version}, {remedy}"
+        )
+    return SignatureError(
+        f"version {tail.version} of {url} is not signed by a trusted key, so nothing is built on it: {problem}. "
+        f"Another party may have written to the bucket: find out who. Then {remedy}"
+    )

@@ -138,7 +138,6 @@ class RunWriter:
     def put_file(self, ref: Stored, content: bytes | Path) -> None:
         """Store an object whose reference is known, from any thread."""
         self._bucket.put(ref.key, content)
-        self.check_object(ref)
 
     def put_sidecars(self, sidecars: Mapping[str, bytes]) -> list[tuple[Sidecar, bytes]]:
         """Store sidecars under their digests, several at once; the manifest that lists them follows."""
@@ -149,17 +148,6 @@ class RunWriter:
         for _ in in_parallel(lambda item: self.put_file(*item), stored):
             pass
         return stored
-
-    def check_object(self, ref: Stored) -> None:
-        """If objects are read back, raise StoreError unless this one is stored correctly."""
-        if not self._options.read_back:
-            return
-        try:
-            intact = reads_back(lambda: stored_digest(self._bucket, ref.key), ref.sha256)
-        except NotFoundError as error:
-            raise StoreError(f"object {ref.key} was stored and is not there: check the store") from error
-        if not intact:
-            raise StoreError(f"object {ref.key} reads back with another SHA-256 than its name: check the store")
 
     def restore_if_collected(self, ref: Stored, data: EncodedObject) -> None:
         """Store a committed version's object again if it was collected before the manifest was written.
@@ -220,8 +208,6 @@ class RunWriter:
                 raise StoreError(error.message) from error
         if not self._bucket.supports_conditional_put:
             self._check_written(manifest)
-        if self._options.read_back:
-            self._check_manifest(manifest)
         self.set_newest(manifest)
 
     def set_newest(self, manifest: Manifest) -> None:
@@ -439,17 +425,6 @@ class RunWriter:
                 return FormerVersionError(theirs)
         self._fenced = True
         return ConflictError(reason)
-
-    def _check_manifest(self, manifest: Manifest) -> None:
-        """Read the manifest back, and repair it once if it is damaged: no other writer writes at its key any more."""
-        if self.is_stored(manifest):
-            return
-        try:
-            self._bucket.put(version_key(manifest.version), manifest.to_bytes())
-        except StoreError as error:
-            raise UncertainError(f"{version_key(manifest.version)} was damaged by the store: {error}") from error
-        if not self.is_stored(manifest):
-            raise UncertainError(f"{version_key(manifest.version)} reads back differently: check the store")
 
 
 def stored_digest(bucket: Bucket, key: str) -> str:

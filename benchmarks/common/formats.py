@@ -19,7 +19,7 @@ from benchmarks.common.training_data import Bits, Weights
 from trainer_side.diff.buffers import HostBuffer
 from trainer_side.diff.change_log import ChangeLog
 from trainer_side.diff.engine import Detector
-from trainer_side.diff.version_changes import SparseTensor, VersionChanges
+from trainer_side.diff.pending_delta import SparseTensor, VersionChanges
 from vllm_delta_sync.codec import delta_reader, delta_writer
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.merge import merge

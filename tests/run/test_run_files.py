@@ -356,20 +356,10 @@ def test_a_start_that_fails_takes_them_back(
     assert begin(trainer.live, bucket, files=own) == SMALL
 
 
-def test_an_interrupted_start_or_damaged_files_begin_no_run(bucket: Hooked, trainer: Trainer, own: Path) -> None:
+def test_an_interrupted_start_begins_no_run(bucket: Hooked, trainer: Trainer, own: Path) -> None:
     bucket.before = FailAt("objects/", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         Publisher(trainer.live, bucket, files=own)
-    assert list(bucket.list()) == []
-
-    def spoil(key: str) -> None:
-        if key == key_of(TOKENIZER):
-            bucket.after = nothing
-            damage(bucket.url, key)
-
-    bucket.before, bucket.after = nothing, spoil
-    with pytest.raises(StoreError, match="SHA-256"):
-        Publisher(trainer.live, bucket, files=own, read_back=True)
     assert list(bucket.list()) == []
 
 

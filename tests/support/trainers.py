@@ -1,7 +1,7 @@
 """Real Trainers of transformers on a tiny model, with ``DeltaSyncCallback`` and what watches it."""
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from tests.support.publishing import Tensors
 from tests.support.tiny import VOCABULARY
 from trainer_side import DeltaSyncCallback
-from vllm_delta_sync.bucket import Bucket, ObjectInfo
+from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import StoreError
@@ -33,12 +33,7 @@ class HeldBucket(BucketMiddleware):
         super().__init__(inner)
         self.gate = threading.Event()
         self.gate.set()
-        self.down = self.unlisted = False
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        if self.unlisted:
-            raise StoreError("the store lists nothing; wait")
-        return self._inner.list(prefix)
+        self.down = False
 
     def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
         assert self.gate.wait(300)

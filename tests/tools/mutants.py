@@ -87,7 +87,7 @@ CORE: Mapping[str, tuple[str, ...]] = {
         "trainer/test_single_writer.py",
         "trust/test_signed_publisher.py",
     ),
-    "trainer_side/epochs.py": (
+    "trainer_side/takeover.py": (
         "trainer/test_fencing.py",
         "trainer/test_single_writer.py",
         "trainer/test_resume.py",

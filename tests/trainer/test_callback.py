@@ -31,11 +31,9 @@ from tests.support.trainers import (
     trainer_of,
 )
 from trainer_side import DeltaSyncCallback, Publisher, PublishResult
-from trainer_side.integrations import reports as lag_module
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.client import Run, open_run
+from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import ConflictError, ModelError, PublishError, StoreError, UsageError
-from vllm_delta_sync.fleet.heartbeats import write_heartbeat
 
 ROOT = Path(__file__).parents[2]
 
@@ -153,12 +151,12 @@ def test_a_failure_is_logged_and_made_up_for(
 
         seen.at = dict.fromkeys((2, 4, 5, 6), settle)
         seen.at |= {1: lambda: settle(True), 3: lambda: settle(False)}
-        with caplog.at_level(logging.WARNING, "trainer_side.integrations.reports"):
+        with caplog.at_level(logging.WARNING, "trainer_side.integrations.training"):
             trainer_of(model, tmp_path, [callback, seen], max_steps=6).train()
     run = open_run(url)
     assert steps_of(run) == [1, 4, 5, 6]
     assert_holds(run, 4, seen.weights[6])
-    said = [record.getMessage() for record in caplog.records if record.name == "trainer_side.integrations.reports"]
+    said = [record.getMessage() for record in caplog.records if record.name == "trainer_side.integrations.training"]
     assert len(said) == 2
     assert "training continues" in said[0]
     assert "the store is down" in said[0]
@@ -306,26 +304,6 @@ def test_skips_are_told_once(
     assert_holds(open_run(url), 3, seen.weights[6])
 
 
-def test_metrics_have_the_lag(
-    model: PreTrainedModel, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lag_module, "REFRESH_SECONDS", 0.0)
-    callback = DeltaSyncCallback(bucket=url)
-    logged, seen = Logged(), Settled(callback)
-    seen.at[1] = lambda: serve(Run(open_bucket(url)), "slow", 0)
-    trainer_of(model, tmp_path, [callback, logged, seen], max_steps=6).train()
-    lags = [line.get("delta_sync/receivers_lag") for line in logged.published]
-    # Heartbeats are read beside training: a line has what was known by then.
-    assert lags[0] is None
-    known = [lag for lag in lags if lag is not None]
-    assert known == sorted(known)
-    assert all(lag <= version for version, lag in enumerate(lags, 1) if lag is not None)
-
-
-def serve(run: Run, name: str, served: int | None, state: str = "serving") -> None:
-    write_heartbeat(run, name, served, seconds=600, state=state)
-
-
 def test_what_is_no_trainer_is_told_that_loggers_get_nothing(
     model: PreTrainedModel, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -333,7 +311,7 @@ def test_what_is_no_trainer_is_told_that_loggers_get_nothing(
     handler = CallbackHandler([DefaultFlowCallback(), callback, Settled(callback), logged], model, None, None, None)
     given = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     state, control = TrainerState(max_steps=2), TrainerControl()
-    with caplog.at_level(logging.INFO, "trainer_side.integrations.reports"):
+    with caplog.at_level(logging.INFO, "trainer_side.integrations.training"):
         handler.on_train_begin(given, state, control)
         for state.global_step in (1, 2):
             with torch.no_grad():
@@ -349,44 +327,11 @@ def test_what_is_no_trainer_is_told_that_loggers_get_nothing(
     ]
 
 
-def test_lag_is_that_of_the_slowest_receiver(model: PreTrainedModel, url: str) -> None:
-    Publisher(model, bucket=url).close()
-    now = 0.0
-    with open_bucket(url) as store:
-        bucket = HeldBucket(store)
-        lag = lag_module.ReceiverLag(bucket, lambda: 3, lambda: now)
-
-        def looked(expected: int | None) -> None:
-            nonlocal now
-            now += lag_module.REFRESH_SECONDS
-            deadline = time.monotonic() + 60
-            while lag.lag != expected:
-                assert time.monotonic() < deadline, lag.lag
-                lag.refresh()
-                time.sleep(0.01)
-                now += lag_module.REFRESH_SECONDS
-
-        serve(Run(bucket), "one", 1)
-        looked(2)
-        serve(Run(bucket), "slow", 0)
-        serve(Run(bucket), "new", None)
-        looked(3)
-        bucket.unlisted = True
-        looked(None)
-        bucket.unlisted = False
-        serve(Run(bucket), "slow", 0, "left")
-        looked(2)
-        serve(Run(bucket), "one", 3)
-        lag.refresh()
-        assert lag.lag == 2, "heartbeats were read again at once"
-        lag.close()
-
-
 @pytest.mark.slow
 def test_the_documentation_runs(tmp_path: Path) -> None:
     """All of its code, on a tiny model in place of the one downloaded; and it lists the metrics that there are."""
     text = DOCUMENT.read_text()
-    assert set(re.findall(r"^\| `(delta_sync/\w+)` \|", text, re.MULTILINE)) == {*FIGURES, "delta_sync/receivers_lag"}
+    assert set(re.findall(r"^\| `(delta_sync/\w+)` \|", text, re.MULTILINE)) == FIGURES
     checkpoint = save_checkpoint(make_model("qwen3", **SIZES), tmp_path / "Qwen3-0.6B")
     blocks = [
         block.replace("/mnt/shared", str(tmp_path / "shared")).replace("bf16=True,", "bf16=True, use_cpu=True,")

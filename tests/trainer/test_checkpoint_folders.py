@@ -174,10 +174,10 @@ def reserve(folder: Path) -> None:
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 HALF_WRITTEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda folder: (folder / SECOND).unlink(), f"{SECOND} is missing"),
-    "empty": (cut(SECOND, 0), f"{SECOND} has 0 bytes of at least 8"),
-    "no header": (cut(SECOND, 5), f"{SECOND} has 5 bytes of at least 8"),
-    "half a header": (cut(SECOND, 20), f"{SECOND} has 20 bytes of at least "),
-    "half the data": (cut(FIRST, 9000), f"{FIRST} has 9,000 bytes of at least "),
+    "empty": (cut(SECOND, 0), f"{SECOND}: 0 bytes are too few"),
+    "no header": (cut(SECOND, 5), f"{SECOND}: 5 bytes are too few"),
+    "half a header": (cut(SECOND, 20), "in a file of 20: truncated"),
+    "half the data": (cut(FIRST, 9000), "data bytes"),
     "too long": (lengthen, f"{FIRST}: 4 bytes after the last entry"),
     "reserved": (reserve, f"{SECOND} header"),
     "half an index": (cut(INDEX_NAME, 30), INDEX_NAME),
@@ -562,7 +562,7 @@ def test_a_folder_that_is_left_out_is_named_once(
             logged = [record.getMessage() for record in caplog.records if record.name.startswith("trainer_side")]
             assert [message.partition(" ")[0] for message in logged] == left_out
     assert "no step is in its name" in watcher.left_out["Qwen3-0.6B-v2025"]
-    assert "pytorch_model.bin is no safetensors file" in watcher.left_out["checkpoint-2"]
+    assert "pytorch_model.bin is not of the form that can be read" in watcher.left_out["checkpoint-2"]
 
 
 def test_a_watcher_that_is_stopped_publishes_what_it_sees(out: Path, url: str) -> None:

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.adapters import adapted, randomize
-from tests.support.architectures import qwen3
 from tests.support.notices import LOOPBACK
 from tests.support.publishers import Hooked
 from tests.support.publishing import assert_holds, snapshot
@@ -24,7 +22,6 @@ from tests.trainer.sharded.nursery import Nursery
 from trainer_side import DeltaSyncCallback, Publisher
 from trainer_side.background_thread import BackgroundJob, BackgroundThread
 from trainer_side.diff import engine
-from trainer_side.integrations.peft import adapter_publisher
 from trainer_side.integrations.trl import DeltaWeightTransfer
 from vllm_delta_sync import open_run
 
@@ -150,17 +147,6 @@ def test_idle_thread_keeps_nothing_of_its_last_call() -> None:
         time.sleep(0.01)
     assert seen() is None
     thread.close()
-
-
-def test_adapter_publisher(url: str, earlier: set[threading.Thread], caplog: pytest.LogCaptureFixture) -> None:
-    model = adapted(qwen3())
-    publisher = adapter_publisher(model, url)
-    randomize(model, 1)
-    publisher.publish(step=1, wait=True)
-    kept = references(publisher, model)
-    del publisher, model
-    assert_gone(*kept, earlier=earlier)
-    assert caplog.text.count("without close()") == 1
 
 
 def test_weight_transfer(

@@ -15,7 +15,6 @@ from tests.support.publishers import (
     Hooked,
     Trainer,
     assert_holds,
-    expect_failure,
     left_to_the_test,
     left_unfinished,
 )
@@ -114,14 +113,6 @@ def test_refused_version_is_raised_by_the_next_call_and_leaves_no_trace(bucket: 
         trainer.live["a"][5] = 1
         publisher.publish(3, wait=True)
     assert_holds(bucket, 1, trainer.live)
-
-
-def test_close_says_that_the_last_version_was_refused(bucket: Hooked, trainer: Trainer) -> None:
-    publisher = Publisher(trainer.live, bucket, gate=Gate())
-    trainer.live["b"][3, 3] = INF
-    publisher.publish(1)
-    with pytest.raises(GateError, match="'b'"):
-        publisher.close()
 
 
 def test_integers_and_nothing_are_let_pass(bucket: Hooked) -> None:
@@ -237,54 +228,6 @@ def test_quarantine_has_its_reasons(bucket: Hooked, trainer: Trainer, caplog: py
     assert open_run(bucket.url).verify().replayed
 
 
-def test_quarantine_lasts_as_long_as_what_is_bad(bucket: Hooked, trainer: Trainer) -> None:
-    live = trainer.live
-    with Publisher(live, bucket, gate=MARK) as publisher:
-
-        def quarantined() -> bool:
-            return bool(publisher.publish(1, wait=True).quarantined)
-
-        trainer.step()
-        assert not quarantined()
-        live["a"][5] = NAN
-        assert quarantined()
-        live["b"][0, 0] += 1
-        assert quarantined(), "in a tensor that does not change any more"
-        live["a"][6] += 1
-        assert quarantined(), "in a tensor of which something else changes"
-        assert quarantined(), "where nothing changes"
-        live["a"][5], live["b"][2, 2] = 1, INF
-        assert quarantined(), "one went and another came"
-        live["b"][2, 2] = 1
-        assert not quarantined()
-    assert marks(bucket) == [0, 1, 1, 1, 1, 1, 1, 7]
-
-
-def test_rebase_to_the_sound_version_leaves_quarantine(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket, gate=MARK) as publisher:
-        trainer.step()
-        publisher.publish(1, wait=True)
-        good = trainer.copy()
-        trainer.live["a"][5] = NAN
-        for step in (2, 3):
-            trainer.step()
-            assert publisher.publish(step, wait=True).quarantined
-        publisher.flush()
-        publisher.rebase(1)
-        assert publisher.publish(4).quarantined, "the weights are bad still"
-        publisher.flush()
-        publisher.rebase(1)
-        for name, tensor in trainer.live.items():
-            tensor.copy_(good[name])
-        trainer.live["b"][0, 0] += 1
-        assert publisher.publish(5).quarantined == ()
-        publisher.flush()
-        publisher.rebase(2)
-        trainer.live["a"][5] = NAN
-        assert publisher.publish(6).quarantined, "held is the NaN already, so that it does not even change"
-    assert marks(bucket) == [0, 1, 1, 1, 1, 5, 5]
-
-
 def test_version_whose_outcome_was_unknown_is_noted(bucket: Hooked, trainer: Trainer) -> None:
     with Publisher(trainer.live, bucket, gate=MARK) as publisher:
         trainer.live["a"][5] = NAN
@@ -301,34 +244,7 @@ def test_version_whose_outcome_was_unknown_is_noted(bucket: Hooked, trainer: Tra
     assert marks(bucket) == [0, 0, 0, 3]
 
 
-def test_version_that_failed_changes_nothing(bucket: Hooked, trainer: Trainer) -> None:
-    gate = Gate(max_norm_jump=1, action="quarantine")
-    with Publisher(trainer.live, bucket, gate=gate) as publisher:
-        trainer.live["a"][5] = NAN
-        bucket.before = FailAt("versions/")
-        publisher.publish(1)
-        expect_failure(publisher, "injected")
-        trainer.live["a"][5] = 1
-        assert publisher.publish(2).quarantined == ()
-    assert marks(bucket) == [0, 1]
-
-
 # Resume
-
-
-def test_resumed_quarantine_is_judged_as_it_was(bucket: Hooked, trainer: Trainer) -> None:
-    trainer.live["c"][9] = INF
-    with Publisher(trainer.live, bucket, gate=MARK) as publisher:
-        trainer.live["a"][5] = NAN
-        publisher.publish(1)
-    with Publisher(trainer.live, bucket, gate=MARK) as publisher:
-        trainer.live["b"][0, 0] += 1
-        assert publisher.publish(2).quarantined
-    with Publisher(trainer.live, bucket, gate=Gate()) as publisher:
-        assert "1 in tensor 'a'" in refused(publisher)
-        trainer.live["a"][5] = 1
-        assert publisher.publish(3).quarantined == ()
-    assert marks(bucket) == [0, 0, 0, 3]
 
 
 def test_wider_bounds_or_no_gate_end_quarantine(bucket: Hooked) -> None:

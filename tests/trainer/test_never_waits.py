@@ -19,7 +19,7 @@ from trainer_side.diff.engine import Detector
 from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.errors import ConflictError, PublishError, StoreError
+from vllm_delta_sync.errors import PublishError, StoreError
 
 AWAY = ["objects/", "versions/", "HEAD.json", "notices", "tags/"]
 """What of a version fails: an object, its manifest, the head, a notice, a listing."""
@@ -134,20 +134,6 @@ def test_a_repair_of_the_baseline_is_not_waited_for(bucket: Hooked, trainer: Tra
         trainer.step()
     assert [manifest.step for manifest in open_run(bucket.url).log()] == [0, 1, 4]
     assert_holds(bucket, 2, trainer.live)
-
-
-def test_a_fenced_publisher_raises_at_the_second_call(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as former:
-        train(former, trainer, range(1, 2))
-        former.flush()
-        Publisher(trainer.copy(), Hooked(bucket.folder)).close()
-        result = former.publish(2)
-        with pytest.raises(ConflictError):
-            result.wait()
-        for call in (lambda: former.publish(3), lambda: former.publish(4, wait=True)):
-            with pytest.raises(ConflictError, match="taken over"):
-                call()
-        former.close(finish=False)
 
 
 # Errors that training tolerates

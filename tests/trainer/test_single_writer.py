@@ -91,7 +91,7 @@ def test_a_claim_that_is_written_over_later_stops_its_writer(shared: Shared, tra
 
 
 def test_a_manifest_that_was_written_over_is_left_and_stops_its_writer(shared: Shared, trainer: Trainer) -> None:
-    publisher = Publisher(trainer.live, shared, read_back=True)
+    publisher = Publisher(trainer.live, shared)
     shared.after = late = Late(shared, version_key(1), their_manifest)
     trainer.step()
     publisher.publish(step=1)

@@ -101,7 +101,7 @@ def test_calls_before_the_beginning_and_after_the_end(transfer: DeltaWeightTrans
 def test_without_a_trainer_sends_are_counted_and_a_run_is_gone_on_with(
     transfer: DeltaWeightTransfer, url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "trainer_side.integrations.reports"):
+    with caplog.at_level(logging.INFO, "trainer_side.integrations.training"):
         transfer.init_weight_transfer()
         for _ in range(3):
             weights.change()
@@ -187,7 +187,7 @@ def test_resume_says_who_is_late(url: str, base: Path, weights: Weights, caplog:
     strict.destroy()
     lenient.init_weight_transfer()
     lenient.send_weights(weights.stream())
-    with caplog.at_level(logging.ERROR, "trainer_side.integrations.reports"):
+    with caplog.at_level(logging.ERROR, "trainer_side.integrations.training"):
         lenient.resume()
     assert "slow" in caplog.text
     lenient.destroy()
@@ -212,29 +212,6 @@ def test_a_failure_is_raised_and_made_up_for(url: str, base: Path, weights: Weig
         transfer.destroy()
     assert [manifest.version for manifest in open_run(url).log()] == [0, 1]
     assert_holds(open_run(url), 1, weights.served, base)
-
-
-def test_training_goes_on_if_wanted(url: str, base: Path, weights: Weights, caplog: pytest.LogCaptureFixture) -> None:
-    with open_bucket(url) as store, caplog.at_level(logging.WARNING, "trainer_side.integrations.reports"):
-        bucket = HeldBucket(store)
-        transfer = DeltaWeightTransfer(bucket, base, stop_on_error=False)
-        transfer.init_weight_transfer()
-        bucket.down = True
-        for _ in range(4):
-            weights.change()
-            stream = weights.stream()
-            transfer.send_weights(stream)
-            transfer.resume()
-            assert not stream.left
-        bucket.down = False
-        weights.change()
-        transfer.send_weights(weights.stream())
-        transfer.send_weights(weights.stream())
-        transfer.destroy()
-    assert_holds(open_run(url), open_run(url).head().version, weights.served, base)
-    said = [line for line in caplog.messages if "training continues" in line or "works again" in line]
-    assert "the store is down" in said[0]
-    assert said[1:] == ["version 1 is published: publishing works again"]
 
 
 @pytest.mark.parametrize("stop_on_error", [True, False])

@@ -54,10 +54,9 @@ class ChangeSpool:
             # One for each thread, so that none has to know where another one writes.
             thread = threading.get_ident()
             file = self._files.get(thread) or self._files.setdefault(thread, _File())
-            offset, runs = file.end, _are_runs(arrays)
+            offset = file.end
             file.append(arrays.distances[:used])
-            if not runs:
-                file.append(arrays.relative[:used])
+            file.append(arrays.relative[:used])
         except OSError as error:
             if not self._failed:
                 logger.warning(
@@ -67,7 +66,7 @@ class ChangeSpool:
                 )  # fmt: skip
             self._failed = True
             return
-        arrays.move(_Spilled(file.file, offset, used, arrays.distances.dtype, runs))
+        arrays.move(_Spilled(file.file, offset, used, arrays.distances.dtype))
 
     def close(self) -> None:
         """Remove the files; arrays in them can no longer be read."""
@@ -93,30 +92,19 @@ class _File:
 
 @dataclass(frozen=True)
 class _Spilled:
-    """Entries in the file: first all distances, then, unless each chunk is one run, the indices in their chunks."""
+    """Entries in the file: first all distances, then the indices in their chunks."""
 
     file: IO[bytes]
     offset: int
     used: int
     dtype: np.dtype[np.unsignedinteger]
-    runs: bool
 
     def distances(self, first: int, size: int) -> Bits:
         return _read(self.file.fileno(), self.dtype, size, self.offset + first * self.dtype.itemsize)
 
-    def relative(self, first: int, size: int) -> npt.NDArray[np.uint16] | None:
-        if self.runs:
-            return None
+    def relative(self, first: int, size: int) -> npt.NDArray[np.uint16]:
         start = self.offset + self.used * self.dtype.itemsize
         return _read(self.file.fileno(), np.dtype(np.uint16), size, start + first * 2)
-
-
-def _are_runs(arrays: SegmentArrays) -> bool:
-    """Return whether the entries of each chunk are the first elements of the chunk, all of them."""
-    ends = arrays.ends[: int(arrays.state[1])]
-    counts = np.diff(ends, prepend=0)
-    # They ascend, so the last one is at least as large as the count says.
-    return bool(np.all(arrays.relative[ends - 1] == counts - 1))
 
 
 def _read(file: int, dtype: np.dtype, size: int, offset: int) -> np.ndarray:
@@ -143,10 +131,6 @@ class ExpandedChanges:
     @property
     def size(self) -> int:
         return self.positions.size
-
-    def expand(self, positions: Positions) -> None:
-        """Write the positions into (n,) int64."""
-        positions[:] = self.positions
 
 
 @dataclass
@@ -201,16 +185,6 @@ class ChangeLog:
             yield positions[:SAMPLE_ELEMENTS], distances[:SAMPLE_ELEMENTS]
             del positions, distances
 
-    def join_into(self, positions: Positions, distances: Bits) -> None:
-        """Write all elements into arrays of that size, and keep views of these instead of the entries."""
-        cursor = 0
-        for entry in self._entries():
-            end = cursor + entry.size
-            entry.expand(positions[cursor:end])
-            distances[cursor:end] = entry.distances
-            cursor = end
-        self.parts = [[ExpandedChanges(positions, distances)]]
-
     def hold_back(self, buffer: BaselineBuffer, keep: npt.NDArray[np.bool_]) -> tuple[Positions, Bits, Bits]:
         """Restore the baseline where (n,) ``keep`` is False, and forget these elements.
 
@@ -218,7 +192,12 @@ class ChangeLog:
             Their positions (m,), and their bits before and after the change.
         """
         positions, distances = np.empty(self.size, np.int64), np.empty(self.size, self.element.uint)
-        self.join_into(positions, distances)
+        cursor = 0
+        for where, moved in self.pieces():
+            end = cursor + where.size
+            positions[cursor:end], distances[cursor:end] = where, moved
+            cursor = end
+        self.parts = [[ExpandedChanges(positions, distances)]]
         kept = ExpandedChanges(positions[keep], distances[keep])
         held = positions[~keep]
         after = buffer.get(held)

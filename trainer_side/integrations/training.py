@@ -1,31 +1,134 @@
 """``TrainingPublisher``: the publisher of one training, for the integration of any framework.
 
 It makes the publisher, reports each version, keeps the other processes waiting while the store is slow, ends a training
-at SIGTERM (``StopSignal``), and decides whether an error of publishing ends it too."""
+at SIGTERM (``StopSignal``), and decides whether an error of publishing ends it too. ``MetricReporter`` reports versions
+as metrics, to the Trainer and to this project's log.
+"""
 
+import inspect
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import distributed
 
-from trainer_side.integrations.reports import MetricReporter
 from trainer_side.model.sources import ModelLike
 from trainer_side.options import PublisherOptions
 from trainer_side.publisher import Publisher
 from trainer_side.ranks.group import WORK_SECONDS, ProcessGroup, in_world
-from trainer_side.result import Deadline
+from trainer_side.result import METRICS, Deadline, PublishResult
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError
 from vllm_delta_sync.redaction import guarded_logger
 
 logger = guarded_logger(__name__)
+
+
+def find_calling_trainer() -> Any:
+    """Return the Trainer of transformers among the callers; None if there is none.
+
+    Callbacks and weight transfers do not receive their Trainer. Loggers named by ``report_to`` are called before a
+    callback, so that metrics added to the ``logs`` of ``on_log`` never reach them; only ``Trainer.log`` does. To be
+    removed once events name their Trainer.
+    """
+    module = sys.modules.get("transformers.trainer")
+    frame = inspect.currentframe()
+    while module is not None and frame is not None:
+        # Of other frames the locals stay unread: before Python 3.13, a frame keeps alive what is read of it.
+        if frame.f_globals is vars(module):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, module.Trainer):
+                return owner
+        frame = frame.f_back
+    return None
+
+
+class MetricReporter:
+    """Reports each version once it is durable, and errors of publishing.
+
+    Attributes:
+        trainer: its log gets the metrics; if None, only this project's log does.
+    """
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self._ended: SimpleQueue[PublishResult] = SimpleQueue()
+        self._skipped = 0
+        self._skipped_before: dict[int, int] = {}
+        self._failure: str | None = None
+
+    def begin(self) -> None:
+        """Report to the Trainer that called."""
+        self.trainer = find_calling_trainer()
+        if self.trainer is None:
+            logger.warning("no Trainer is found among the callers: metrics go to this log only")
+
+    def listening(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return options of ``Publisher`` with an ``on_version`` that tells this reporter, and then the one given."""
+        # Not this reporter, which knows the publisher: the publisher's thread would keep it alive for ever.
+        given, ended = options.get("on_version"), self._ended
+
+        def on_version(result: PublishResult) -> None:
+            ended.put(result)
+            if given is not None:
+                given(result)
+
+        return {**options, "on_version": on_version}
+
+    def published(self, result: PublishResult) -> None:
+        """Count what ``publish`` returned."""
+        if result.version is None:
+            self._skipped += 1
+        else:
+            self._skipped_before[result.version], self._skipped = self._skipped, 0
+
+    def report(self) -> None:
+        """Log the versions that have become durable. The publisher's next call raises the error of one that failed."""
+        while True:
+            try:
+                result = self._ended.get_nowait()
+            except Empty:
+                return
+            if not result.failed:
+                self._report(result)
+
+    def _report(self, result: PublishResult) -> None:
+        skipped = self._skipped_before.pop(result.version or 0, self._skipped)
+        metrics = result.metrics() | {f"{METRICS}skipped": skipped}
+        if self._failure is not None:
+            logger.warning("version %d is published: publishing works again", result.version)
+            self._failure = None
+        logger.info("%s", ", ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
+        if self.trainer is not None:
+            _log(self.trainer, metrics)
+
+    def failed(self, error: DeltaSyncError) -> None:
+        """Log that training continues without a version; once per kind of error until a version is published again."""
+        if error.kind != self._failure:
+            # Otherwise a store that is down would be logged at every step.
+            self._failure = error.kind
+            logger.error(
+                "not published (%s), training continues and the next version makes up for it: %s", error.kind, error
+            )
+
+
+def _log(trainer: Any, metrics: dict[str, float]) -> None:
+    """Call the Trainer's log, without the side effects of its own logging."""
+    from transformers import Trainer
+
+    # ``log`` clears the flag that requests logging, and the Trainer's own log of this step is still to come.
+    wanted = trainer.control.should_log
+    # Call the base class: subclasses such as TRL's average over the time since their last call.
+    Trainer.log(trainer, metrics)
+    trainer.control.should_log = wanted
 
 
 GRACE_SECONDS = 25.0
@@ -105,7 +208,6 @@ class TrainingPublisher:
     Args:
         bucket, options: as of ``Publisher``.
         stop_on_error: whether ``attempt`` raises every error. always_raised: kinds that it raises in any case.
-        receivers_lag: whether metrics have the lag of receivers.
         close_seconds: how long the end of a training may take. grace_seconds: the same after SIGTERM.
 
     Raises:
@@ -117,7 +219,6 @@ class TrainingPublisher:
         bucket: str | Bucket,
         options: dict[str, Any],
         stop_on_error: bool,
-        receivers_lag: bool,
         close_seconds: float,
         grace_seconds: float,
         always_raised: tuple[type[DeltaSyncError], ...] = (),
@@ -125,7 +226,6 @@ class TrainingPublisher:
         PublisherOptions(bucket, **options)
         self._bucket, self._options = bucket, options
         self._raised = (DeltaSyncError,) if stop_on_error else always_raised
-        self._report_lag = receivers_lag
         self._close_seconds, self._grace_seconds = close_seconds, grace_seconds
         self.publisher: Publisher | None = None
         self.reports = MetricReporter()
@@ -163,9 +263,9 @@ class TrainingPublisher:
         """
         self.reports, self._end = MetricReporter(), None
         options = self.reports.listening(more | self._options)
-        self.publisher = publisher = Publisher(model, self._bucket, **options)
+        self.publisher = Publisher(model, self._bucket, **options)
         if reports:
-            self.reports.begin(self._bucket, publisher, self._report_lag)
+            self.reports.begin()
 
     def on_rank0(self, what: str, work: Callable[[], None]) -> None:
         """Do ``work`` in each process that publishes; where only one does, the others wait, and raise its error."""
@@ -210,7 +310,6 @@ class TrainingPublisher:
             publisher.close(self.seconds_left, finish=finish)
         finally:
             self.reports.report()
-            self.reports.close()
 
     def release(self) -> None:
         """Put the handler of SIGTERM back, and leave the group of waiting processes."""

@@ -24,8 +24,7 @@ class DeltaSyncCallback(TrainerCallback):
     When training begins, the run is begun, or taken over if it exists: the next version follows the newest one, even
     if training resumes from a checkpoint. When training ends, the callback waits until all versions are durable, and
     closes the run. The metrics of each version go to the progress log, ``state.log_history`` and the loggers of
-    ``report_to`` once it is durable; ``PublishResult.metrics`` lists them, and ``delta_sync/receivers_lag`` is added
-    if receivers write heartbeats. Training waits for the comparison only.
+    ``report_to`` once it is durable; ``PublishResult.metrics`` lists them. Training waits for the comparison only.
 
     SIGTERM ends the training at the next step, and what is left of ``grace_seconds`` goes to publishing its weights.
 
@@ -47,7 +46,6 @@ class DeltaSyncCallback(TrainerCallback):
         every: int = 1,
         *,
         stop_on_error: bool = False,
-        receivers_lag: bool = True,
         close_seconds: float = CLOSE_SECONDS,
         grace_seconds: float = GRACE_SECONDS,
         **options: Any,
@@ -58,7 +56,6 @@ class DeltaSyncCallback(TrainerCallback):
             bucket: as of ``Publisher``. every: publish after optimizer steps that are multiples of it.
             stop_on_error: let errors of publishing stop training. Otherwise they are logged, training continues, and
                 the changes go out with the next version; errors at the beginning of training are always raised.
-            receivers_lag: read the heartbeats of receivers, in another thread, at most every 10 s.
             close_seconds: how long the end of training tries to publish the last weights while the store fails.
             grace_seconds: how long the process may still work after SIGTERM.
             options: of ``Publisher``, such as ``base``, ``notice`` and ``codec``. Without ``files`` a new run keeps the
@@ -70,7 +67,7 @@ class DeltaSyncCallback(TrainerCallback):
         if type(every) is not int or every < 1:
             raise UsageError(f"every is {every!r}; give a number of optimizer steps from 1 on")
         self._every, self._stop_on_error = every, stop_on_error
-        self._training = TrainingPublisher(bucket, options, stop_on_error, receivers_lag, close_seconds, grace_seconds)
+        self._training = TrainingPublisher(bucket, options, stop_on_error, close_seconds, grace_seconds)
         self._last_step: int | None = None
 
     @property

@@ -56,7 +56,6 @@ class DeltaWeightTransfer:
         replicas: int = 1,
         *,
         stop_on_error: bool = True,
-        receivers_lag: bool = True,
         send_seconds: float | None = 300.0,
         close_seconds: float = CLOSE_SECONDS,
         grace_seconds: float = GRACE_SECONDS,
@@ -73,7 +72,6 @@ class DeltaWeightTransfer:
             stop_on_error: let errors of publishing and waiting stop training. Otherwise they are logged, training
                 continues, and the changes go out with the next version; errors at the beginning, and of another writer
                 that has taken over the run, are always raised.
-            receivers_lag: read the heartbeats of receivers, in another thread, at most every 10 s.
             send_seconds: how long a sync waits for the version before it; None means no limit. The other processes wait
                 meanwhile in a collective call of TRL, whose limit is that of the trainer's process group.
             close_seconds: how long ``destroy`` waits for the last version.
@@ -95,7 +93,6 @@ class DeltaWeightTransfer:
             bucket,
             {**options, "base": base},
             stop_on_error,
-            receivers_lag,
             close_seconds,
             grace_seconds,
             (ConflictError, UsageError),

@@ -233,37 +233,16 @@ def _compressed_tensors(
         _refuse("kv_cache_scheme", document["kv_cache_scheme"], "which needs calibration data")
     if config.quantization_status != "compressed":
         _refuse("quantization_status", config.quantization_status.value, "and only 'compressed' has quantized weights")
-    functions: dict[str, Quantize] = {}
-    recipes = {}
-    for name in names:
-        group, scheme = _scheme_of(name.removesuffix(".weight"), config)
-        if group not in functions:
-            functions[group] = _compressor(group, scheme, scheme.format or config.format)
-        scale = _scale(name, "_scale", specs)
-        # The library makes scales in the dtype that the weights had.
-        recipes[name] = WeightRecipe(name, scale, TORCH_DTYPES[specs[scale].dtype], functions[group])
-    return recipes
-
-
-def _scheme_of(module: str, config: Any) -> tuple[str, Any]:
-    """Return the group of a module, in the library's order: exact names, patterns, names of classes."""
-    from compressed_tensors.utils import match_name
-
     groups = {group: scheme for group, scheme in config.config_groups.items() if scheme.weights is not None}
-    if len(groups) == 1:
-        return next(iter(groups.items()))
-    targets = sorted(
-        ((target.startswith("re:"), target, group) for group, scheme in groups.items() for target in scheme.targets)
-    )
-    for _, target, group in targets:
-        if match_name(module, target):
-            return group, groups[group]
-    # The class of a module is not known from the tensors of a checkpoint.
-    by_class = {group for _, target, group in targets if target[:1].isupper()}
-    if len(by_class) != 1:
-        _refuse("config_groups", sorted(groups), f"and none of their targets names module {module!r}")
-    group = by_class.pop()
-    return group, groups[group]
+    if len(groups) != 1:
+        _refuse("config_groups", sorted(groups), "and only one group that quantizes weights can be repeated")
+    [(group, scheme)] = groups.items()
+    function = _compressor(group, scheme, scheme.format or config.format)
+    scales = {name: _scale(name, "_scale", specs) for name in names}
+    # The library makes scales in the dtype that the weights had.
+    return {
+        name: WeightRecipe(name, scale, TORCH_DTYPES[specs[scale].dtype], function) for name, scale in scales.items()
+    }
 
 
 def _compressor(group: str, scheme: Any, compression: str) -> Quantize:

@@ -20,8 +20,7 @@ from trainer_side.model.live_tensors import (
     pairs,
     storage_key,
 )
-from trainer_side.model.module import ModuleTensors
-from trainer_side.model.selection import Selection
+from trainer_side.model.module import ModuleTensors, Selection
 from trainer_side.model.streamed import StreamedWeights
 from vllm_delta_sync.errors import ModelError, TensorMismatchError, UsageError
 from vllm_delta_sync.format.dtypes import DTYPES

@@ -8,8 +8,7 @@ from torch import nn
 
 from trainer_side.model.conversion_trace import Route
 from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, NamedTensors, check_readable, pairs
-from trainer_side.model.module import ModuleForm, assume_loaded_from
-from trainer_side.model.selection import Selection
+from trainer_side.model.module import ModuleForm, Selection, assume_loaded_from
 from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, resolve_base

@@ -1,23 +1,33 @@
 """``RankCoordinator``: run the code of a single process on rank 0, and the steps on weights on every rank.
 
 Where rank 0's code reads or writes weights it sends a command, which every rank executes on its own parts.
+``put_shards`` writes an anchor of a sharded model: ranks take turns at writing files, one tensor at a time.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 from torch import nn
 
 from trainer_side.diff.baseline import Baseline
-from trainer_side.diff.pending_delta import PendingDelta
-from trainer_side.diff.version_changes import VersionChanges
+from trainer_side.diff.pending_delta import PendingDelta, VersionChanges
 from trainer_side.encode.update_gate import nonfinite_by_tensor
-from trainer_side.manifests import FullState, Put
+from trainer_side.manifests import FullState, Put, Shards
 from trainer_side.model.sources import ModelLike
 from trainer_side.options import PublisherOptions
-from trainer_side.ranks.gather import put_shards
-from trainer_side.ranks.group import Json, LostRankError, ProcessGroup, added_rows, error_from_rank
+from trainer_side.ranks.group import (
+    Json,
+    LostRankError,
+    ProcessGroup,
+    added_rows,
+    encode_document,
+    error_document,
+    error_from_rank,
+)
 from trainer_side.ranks.shard_baseline import ShardBaseline, changes_of_tensors, check_same_tables
 from trainer_side.ranks.shard_parts import ModuleParts, boxes_document, check_coverage
 from trainer_side.run_weights import prepare
@@ -28,12 +38,15 @@ from vllm_delta_sync.errors import (
     BaseUnavailableError,
     DeltaSyncError,
     FingerprintError,
+    LimitError,
     PublishError,
+    TensorMismatchError,
     UsageError,
 )
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest, ObjectRef
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.format.safetensors_file import shard_tables
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.partial import restore_boxes
 from vllm_delta_sync.run.restore import check_base_bits
@@ -110,10 +123,9 @@ class RankCoordinator:
         difference = next((item["difference"] for item in reports if item["difference"] is not None), None)
         return _gathered_state(self.table, reports), difference
 
-    def restore(self, manifest: Manifest, require_base: bool = False) -> list[Bits]:
+    def restore(self, manifest: Manifest) -> list[Bits]:
         baseline = self._shards
-        found = restore_boxes(self.run, manifest, baseline.wanted(), self.base, require_base)
-        return baseline.in_part_order(found)
+        return baseline.in_part_order(restore_boxes(self.run, manifest, baseline.wanted(), self.base))
 
     def changes(self, pending: PendingDelta) -> VersionChanges:
         return changes_of_tensors(self._shards, pending)
@@ -205,8 +217,7 @@ class RankCoordinator:
         restored: list[tuple[list[Bits], dict[int, Fingerprint]]] = []
 
         def work() -> str:
-            # At a takeover the baseline has no values yet.
-            bits = self.restore(manifest, self.base is not None and not self.baseline.fingerprints)
+            bits = self.restore(manifest)
             restored.append((bits, self._shards.shares_of(bits)))
             return sum(restored[0][1].values(), Fingerprint()).hex()
 
@@ -256,3 +267,132 @@ def _gathered_state(table: TensorTable, reports: list[Json]) -> FullState:
         for tensor, share in item["shares"].items():
             fingerprints[int(tensor)] += Fingerprint.from_hex(share)
     return FullState(table, fingerprints)
+
+
+# An anchor of a sharded model
+
+
+def put_shards(group: ProcessGroup, baseline: ShardBaseline, shard_bytes: int, put: Put) -> list[ObjectRef]:
+    """Store all tensors as an anchor's objects; every rank calls it. A rank holds one whole tensor at a time.
+
+    Args:
+        put: as in ``manifests.Shards``.
+
+    Returns:
+        On rank 0 the objects, in the order of their tensors; none elsewhere.
+    """
+    tables = list(enumerate(shard_tables(baseline.whole, shard_bytes)))
+    own: list[tuple[int, ObjectRef]] = []
+
+    def work() -> list[tuple[int, dict[str, Any]]]:
+        with ExitStack() as stack:
+
+            def prepare() -> tuple[Shards, Bits]:
+                specs = (spec for number, table in tables if number % group.size == group.rank for spec in table)
+                largest = max(specs, key=lambda spec: spec.nbytes, default=None)
+                return stack.enter_context(Shards(put)), _room_for(largest, group.rank)
+
+            # From here on a rank can receive whatever comes, even if its own file fails.
+            files, room = group.on_every_rank("anchor: memory", prepare)
+            failure: Exception | None = None
+            for number, table in tables:
+                writer = number % group.size
+                if writer != group.rank:
+                    _send_all(group, writer, baseline, table)
+                    continue
+                tensors = _gathered(group, baseline, table, room)
+                try:
+                    try:
+                        if failure is None:
+                            own.append((number, files.add(table, tensors)))
+                    finally:
+                        for _ in tensors:  # the others keep sending
+                            pass
+                except LostRankError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - raised below, once no rank waits for this one
+                    failure = failure or error
+            if failure is not None:
+                raise failure
+        return [(number, ref.model_dump()) for number, ref in own]
+
+    reports = group.all_or_raise("anchor", work)
+    rows = sorted((number, rank, ref) for rank, theirs in enumerate(reports) for number, ref in theirs)
+    return [ObjectRef(**{**ref, "rank": rank}) for _, rank, ref in rows]
+
+
+def _room_for(spec: TensorSpec | None, rank: int) -> Bits:
+    """Return memory for the bytes of the largest tensor that a rank writes."""
+    try:
+        return np.empty(0 if spec is None else spec.nbytes, np.uint8)
+    except MemoryError as error:
+        assert spec is not None
+        raise LimitError(
+            f"tensor {spec.name!r} has {spec.nbytes} bytes, for which rank {rank} has no memory: no snapshot is "
+            "written; a rank holds one whole tensor at a time for it"
+        ) from error
+
+
+def _gathered(
+    group: ProcessGroup, baseline: ShardBaseline, table: TensorTable, room: Bits
+) -> Iterator[tuple[str, Bits]]:
+    """Yield (name, (numel,) bits) of the tensors of one file, assembled in ``room`` from the parts of all ranks.
+
+    An error that a rank reports is raised at the end, once all that the others send is received.
+    """
+    failure: Exception | None = None
+    for spec in table:
+        bits, filled = room[: spec.nbytes].view(spec.element.uint), 0
+        for rank in range(group.size):
+            try:
+                filled += _fill(group, baseline, rank, spec, bits)
+            except LostRankError:
+                raise
+            except Exception as error:  # noqa: BLE001 - raised below
+                failure = failure or error
+        if filled != spec.numel and failure is None:
+            failure = TensorMismatchError(
+                f"the ranks hold {filled} of the {spec.numel} elements of tensor {spec.name!r}: no snapshot is written"
+            )
+        yield spec.name, bits
+    if failure is not None:
+        raise failure
+
+
+def _fill(group: ProcessGroup, baseline: ShardBaseline, rank: int, spec: TensorSpec, bits: Bits) -> int:
+    """Write the parts that a rank has of a tensor into the (numel,) bits of the whole; return how many elements."""
+    if rank == group.rank:
+        for box, here in _own_pieces(baseline, spec):
+            box.view(bits)[...] = here.reshape(box.shape)
+        return sum(box.numel for _, box in baseline.parts_of(spec.name))
+    header = json.loads(group.receive(rank).tobytes())
+    if "error" in header:
+        raise error_from_rank(header["error"], rank)
+    boxes = [Box(tuple(offsets), tuple(shape), spec.shape) for offsets, shape in header["boxes"]]
+    for box in boxes:
+        if box.is_range:  # received in place: tensors may be large
+            group.receive(rank, bits[box.start : box.stop].view(np.uint8))
+        else:
+            box.view(bits)[...] = group.receive(rank).view(bits.dtype).reshape(box.shape)
+    return sum(box.numel for box in boxes)
+
+
+def _own_pieces(baseline: ShardBaseline, spec: TensorSpec) -> list[tuple[Box, Bits]]:
+    return [(box, baseline.parts.read(part)) for part, box in baseline.parts_of(spec.name)]
+
+
+def _send_all(group: ProcessGroup, writer: int, baseline: ShardBaseline, table: TensorTable) -> None:
+    """Send this rank's parts of a file's tensors to the writing rank: for each tensor its boxes, then their bits."""
+    for spec in table:
+        try:
+            # torch needs writable memory, and bits mapped from a base are read only.
+            pieces = [
+                (box, np.require(bits, requirements=["C", "W"]).view(np.uint8))
+                for box, bits in _own_pieces(baseline, spec)
+            ]
+        except Exception as error:  # noqa: BLE001 - the writing rank waits for an answer, and raises it
+            group.send(writer, encode_document({"error": error_document(error)}))
+            continue
+        group.send(writer, encode_document({"boxes": [(box.offsets, box.shape) for box, _ in pieces]}))
+        for _, data in pieces:
+            group.send(writer, data)

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ WORK_SECONDS = 4 * 3600.0
 """How long the background threads wait for each other: one may still be storing gigabytes over a slow link."""
 
 PIECE_BYTES = 16 * 1024 * 1024
-"""Bytes sent at once, so that a rank without memory for all of them can still receive and discard them."""
+"""Bytes sent at once."""
 _HEAD_BYTES = 512
 """Bytes of the first message between two ranks: the size of the data, and its beginning. Most documents fit in."""
 _PARTING_SECONDS = 5.0
@@ -48,30 +48,12 @@ def in_world() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-ONE_PUBLISHER = (
-    "Make the publisher on rank 0 only; or, of a model that is wrapped in DistributedDataParallel or sharded by "
-    "fully_shard, on every rank, after init_process_group"
-)
-
-
-class RankInWorld(NamedTuple):
-    """The place of this process among the ranks that were started together. ``source`` says how it is known."""
-
-    rank: int
-    size: int
-    source: str
-
-
-def rank_in_world() -> RankInWorld | None:
-    """Return the place of this process, also before ``init_process_group``; None if nothing says that it has one."""
+def rank_in_world() -> int:
+    """Return the rank of this process, also before ``init_process_group``; 0 if nothing says that it has one."""
     if distributed.is_available() and distributed.is_initialized():
-        size = distributed.get_world_size()
-        return RankInWorld(distributed.get_rank(), size, f"torch.distributed is initialized with world size {size}")
-    rank, count = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    if not (rank.isdecimal() and count.isdecimal()):
-        return None
-    source = f"WORLD_SIZE is {count} in the environment, torch.distributed is not initialized,"
-    return RankInWorld(int(rank), int(count), source)
+        return distributed.get_rank()
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
 
 
 class ProcessGroup:
@@ -97,20 +79,6 @@ class ProcessGroup:
         if not alone:
             self._join_world()
         self.is_rank0 = self.rank == 0
-
-    @property
-    def conflict_advice(self) -> str:
-        """What to add to an error about another publisher of the run: that each rank of a world may have made one.
-
-        Empty where the ranks publish together, and where this process is not one of several ranks.
-        """
-        place = rank_in_world() if self.alone else None
-        if place is None or place.size == 1:
-            return ""
-        return (
-            f". {place.source} and this is rank {place.rank}: if every rank makes a publisher, they take the run over "
-            f"from each other. {ONE_PUBLISHER}"
-        )
 
     def _join_world(self) -> None:
         try:
@@ -289,11 +257,6 @@ class ProcessGroup:
         self.check()
         return self._receive_bytes(rank, into=into)
 
-    def skip(self, rank: int) -> None:
-        """Receive and discard what a rank sends, in the memory of one piece."""
-        self.check()
-        self._receive_bytes(rank, skip=True)
-
     def check(self) -> None:
         """Raise LostRankError if the connection of the ranks is broken."""
         if self._broken is not None:
@@ -360,29 +323,22 @@ class ProcessGroup:
         except RuntimeError as error:
             raise self._lost(rank, error) from error
 
-    def _receive_bytes(
-        self, rank: int, seconds: float | None = None, into: Bytes | None = None, skip: bool = False
-    ) -> Bytes:
+    def _receive_bytes(self, rank: int, seconds: float | None = None, into: Bytes | None = None) -> Bytes:
         head = np.zeros(_HEAD_BYTES, np.uint8)
         try:
             self._wait(distributed.irecv(torch.from_numpy(head), group=self._group, group_src=rank), seconds)
             size = int(head[:8].view(np.int64)[0])
             first = head[8 : 8 + min(size, _HEAD_BYTES - 8)]
-            rest = size - first.size
-            if skip:
-                # All pieces are received in the same memory.
-                found = np.empty(min(rest, PIECE_BYTES), np.uint8)
-                pieces = [found[: min(PIECE_BYTES, rest - at)] for at in range(0, rest, PIECE_BYTES)]
-            else:
-                found = np.empty(size, np.uint8) if into is None else into
-                if found.size != size:
-                    raise self._break(f"rank {rank} sends {size} bytes where {found.size} belong; start the job again")
-                found[: first.size] = first
-                pieces = _pieces(found[first.size :])
-            for data in map(torch.from_numpy, pieces):
+            found = np.empty(size, np.uint8) if into is None else into
+            if found.size != size:
+                raise self._break(f"rank {rank} sends {size} bytes where {found.size} belong; start the job again")
+            found[: first.size] = first
+            for data in map(torch.from_numpy, _pieces(found[first.size :])):
                 self._wait(distributed.irecv(data, group=self._group, group_src=rank), seconds)
         except RuntimeError as error:
             raise self._lost(rank, error) from error
+        except MemoryError as error:
+            raise self._break(f"rank {self.rank} has no memory for {size} bytes that rank {rank} sends") from error
         return found
 
     def _wait(self, work: "distributed.Work | None", seconds: float | None) -> None:

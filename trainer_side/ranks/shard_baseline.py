@@ -11,8 +11,7 @@ import torch
 
 from trainer_side.diff.baseline import Baseline, names_in_run, new_run_tensors
 from trainer_side.diff.buffers import BaselineLocation
-from trainer_side.diff.pending_delta import PendingDelta
-from trainer_side.diff.version_changes import FullTensor, SparseTensor, VersionChanges
+from trainer_side.diff.pending_delta import FullTensor, PendingDelta, SparseTensor, VersionChanges
 from trainer_side.model.live_tensors import LiveTensors
 from trainer_side.ranks.shard_parts import ModuleParts
 from vllm_delta_sync.codec.tiles.rectangles import CutTileError, covered_rectangles, view_of

@@ -12,8 +12,7 @@ from torch import distributed, nn
 
 from trainer_side.model.conversion_trace import JoinedViews, Route, View
 from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, changed, check_readable
-from trainer_side.model.module import ModuleForm
-from trainer_side.model.selection import Selection
+from trainer_side.model.module import ModuleForm, Selection
 from trainer_side.ranks.group import Json
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorSpec, TensorTable

@@ -73,6 +73,10 @@ def write_container(arrays: Mapping[str, tuple[str, npt.NDArray[Any]]], metadata
     return b"".join(pieces)
 
 
+class TruncatedFileError(FormatError):
+    """A safetensors file ends before what it declares."""
+
+
 class Container:
     """A parsed container over a buffer (bytes, or a memory map of a file).
 
@@ -81,7 +85,8 @@ class Container:
         entries: by name.
 
     Raises:
-        FormatError: truncated, or the header does not describe each byte that follows exactly once.
+        TruncatedFileError: it ends too early. FormatError: the header does not describe each byte that follows exactly
+            once.
         LimitError: the header or a declared size is above its limit.
     """
 
@@ -89,11 +94,11 @@ class Container:
         view = (buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)).cast("B")
         self._what = what
         if len(view) < _LENGTH_BYTES:
-            raise FormatError(f"{what}: {len(view)} bytes are too few for a safetensors file")
+            raise TruncatedFileError(f"{what}: {len(view)} bytes are too few for a safetensors file")
         header_size = int.from_bytes(view[:_LENGTH_BYTES], "little")
         check_limit(f"{what}: header size", header_size, limits.MAX_HEADER_BYTES, "MAX_HEADER_BYTES")
         if header_size > len(view) - _LENGTH_BYTES:
-            raise FormatError(f"{what}: header of {header_size} bytes in a file of {len(view)}: truncated")
+            raise TruncatedFileError(f"{what}: header of {header_size} bytes in a file of {len(view)}: truncated")
         if bytes(view[_LENGTH_BYTES : _LENGTH_BYTES + 1]) != b"{":
             raise FormatError(f"{what}: header does not begin with an opening brace")
         header = load_json(bytes(view[_LENGTH_BYTES : _LENGTH_BYTES + header_size]), f"{what} header")
@@ -122,7 +127,7 @@ class Container:
             check_limit(f"{what}: a dimension", size, limits.MAX_TENSOR_ELEMENTS, "MAX_TENSOR_ELEMENTS")
         start, end = offsets
         if not 0 <= start <= end <= len(self._data):
-            raise FormatError(
+            raise (TruncatedFileError if 0 <= start <= end else FormatError)(
                 f"{what}: data_offsets {shown(start)} to {shown(end)} lie outside the {len(self._data)} data bytes"
             )
         if math.prod(shape) * element.itemsize != end - start:

@@ -43,7 +43,7 @@ TargetTensors = Mapping[str, torch.Tensor]
 
 
 def restore_boxes(
-    run: RunReader, manifest: Manifest, boxes: Boxes, base: str | Path | None = None, require_base: bool = False
+    run: RunReader, manifest: Manifest, boxes: Boxes, base: str | Path | None = None
 ) -> dict[str, list[Bits]]:
     """Rebuild some boxes of a version; like ``restore``, takes another path around damaged or missing objects.
 
@@ -53,7 +53,7 @@ def restore_boxes(
     because decoding the tile needs all of its base bits.
 
     Args:
-        boxes: of tensors of the run. base, require_base: as ``restore``.
+        boxes: of tensors of the run. base: as ``restore``.
 
     Returns:
         for each name, the flat (numel,) bits of its boxes, in their order; writable.
@@ -71,20 +71,13 @@ def restore_boxes(
             )
 
     try:
-        _, held = execute_plan(
-            run, manifest, lambda found: _load_root_boxes(run, found, boxes, base), require_base=require_base
-        )
+        _, held = execute_plan(run, manifest, lambda found: _load_root_boxes(run, found, boxes, base))
         return held.bits(boxes)
     except CutTileError as error:
         logger.info(
             "rebuilding all of version %d in a temporary file to extract this rank's parts: %s", manifest.version, error
         )
-    _, state = execute_plan(
-        run,
-        manifest,
-        lambda found: load_root(run, found.root, base, in_memory=False),
-        require_base=require_base,
-    )
+    _, state = execute_plan(run, manifest, lambda found: load_root(run, found.root, base, in_memory=False))
     return {name: [_copied(box, state.bits[run.table.index(name)]) for box in wanted] for name, wanted in boxes.items()}
 
 

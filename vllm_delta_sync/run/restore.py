@@ -93,7 +93,6 @@ def restore(
     avoid: set[str] | None = None,
     scratch: str | Path | None = None,
     room: AllocateBits | None = None,
-    require_base: bool = False,
 ) -> Restored:
     """Rebuild a version, in O(model) memory or on O(model) of the temporary directory's disk.
 
@@ -104,7 +103,6 @@ def restore(
         avoid: keys of documents known to be bad; keys that turn out to be bad are added.
         scratch: folder for temporary files; None for the system's.
         room: allocates the memory of the weights, and overrides ``in_memory``; may be called more than once.
-        require_base: raise the error of a base at once, rather than take a path without it.
 
     Raises:
         BaseUnavailableError: version 0 refers to a checkpoint or run that is needed, and missing, damaged or another.
@@ -121,7 +119,7 @@ def restore(
 
         return load_root(run, found.root, base, in_memory, scratch, room, filled)
 
-    found, state = execute_plan(run, target, load, progress, avoid, scratch, require_base)
+    found, state = execute_plan(run, target, load, progress, avoid, scratch)
     return Restored(state, found)
 
 
@@ -132,12 +130,11 @@ def execute_plan(
     progress: Progress | None = None,
     avoid: set[str] | None = None,
     scratch: str | Path | None = None,
-    require_base: bool = False,
 ) -> tuple[Plan, _Weights]:
     """Rebuild a version by the cheapest plan; if that fails, by the next cheapest.
 
     Args:
-        load: loads the weights of a plan's root. progress, avoid, scratch, require_base: as ``restore``.
+        load: loads the weights of a plan's root. progress, avoid, scratch: as ``restore``.
 
     Raises:
         Whatever ``load`` raises for the last root. CutTileError: ``load`` returned parts of tensors, which cut a tile.
@@ -164,7 +161,7 @@ def execute_plan(
             # The caller can name another base, so what is wrong with this one matters more than damage in the bucket.
             if first is None or (isinstance(error, BaseUnavailableError) > isinstance(first, BaseUnavailableError)):
                 first = error
-            if attempt.key in avoid or (require_base and isinstance(error, BaseUnavailableError)):
+            if attempt.key in avoid:
                 raise first from error
             avoid.add(attempt.key)
             logger.warning(

@@ -23,8 +23,7 @@ class StoredEntries(Protocol):
 
     def distances(self, first: int, size: int) -> Bits: ...
 
-    def relative(self, first: int, size: int) -> npt.NDArray[np.uint16] | None:
-        """Return None if each chunk's entries are its first elements: 0, 1, 2 …"""
+    def relative(self, first: int, size: int) -> npt.NDArray[np.uint16]: ...
 
 
 @dataclass
@@ -76,13 +75,7 @@ class SegmentArrays:
         """(size,) indices in their chunks, from entry ``first`` on."""
         if self.stored is None:
             return self.relative[first : first + size]
-        found = self.stored.relative(first, size)
-        if found is not None:
-            return found
-        ends = self.ends[: int(self.state[1])]
-        entries = np.arange(first, first + size)
-        chunks = np.searchsorted(ends, entries, side="right")
-        return (entries - np.concatenate([[0], ends])[chunks]).astype(np.uint16)
+        return self.stored.relative(first, size)
 
 
 class Segment:

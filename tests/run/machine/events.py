@@ -100,7 +100,7 @@ class Events(RuleBasedStateMachine):
     def start(self, place: Place, tensors: dict[str, Any], fault: Fault = NO_FAULT, kind: int = 0) -> Writer | None:
         """A publisher, of one of several kinds."""
         codec = {3: "plain", 4: "raw"}.get(kind % 5, "tiled")
-        options: dict[str, Any] = {"codec": codec, "read_back": kind % 3 == 2}
+        options: dict[str, Any] = {"codec": codec}
         options |= {"compression": "none" if kind % 7 == 6 else "zstd", "anchor_every": 3 if kind % 2 else None}
         if self.based and place.read("run.json") is None:
             options["base"] = self.base

@@ -5,7 +5,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,25 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.publishers import FailAt, Hook, Hooked, Trainer, assert_holds, logs, nothing
+from tests.support.publishers import Hooked, Trainer, assert_holds, logs
 from trainer_side import Publisher
 from trainer_side.diff import reader as detection_live
 from vllm_delta_sync import open_run
-
-
-def publish_and_break(trainer: Trainer, bucket: Hooked, before: Hook = nothing) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        bucket.before = before
-        trainer.step()
-        publisher.publish(step=1)
-        raise ZeroDivisionError
-
-
-def test_exceptions_in_the_body_come_first(bucket: Hooked, trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ZeroDivisionError):
-        publish_and_break(trainer, bucket, FailAt("objects/"))
-    assert "closing the publisher: version 1 (step 1) could not be made durable: injected at objects/" in caplog.text
-    assert "the last version of this publisher is 0 (step 0)" in caplog.text
 
 
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
@@ -68,18 +52,6 @@ def test_weights_that_move_while_they_are_compared_make_whole_versions(
     assert boxes
     assert max(boxes) <= 1000
     assert open_run(bucket.url).verify().replayed
-
-
-def test_iterator_that_breaks_changes_nothing(bucket: Hooked, trainer: Trainer) -> None:
-    def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "a", torch.zeros(3000).bfloat16()
-        raise ZeroDivisionError
-
-    with Publisher(trainer.live, bucket) as publisher:
-        with pytest.raises(ZeroDivisionError):
-            publisher.publish(step=1, weights=weights())
-        assert publisher.publish(step=2).changed == 0
-    assert_holds(bucket, 1, trainer.live)
 
 
 def test_interrupts_at_any_moment_lose_nothing(bucket: Hooked, trainer: Trainer) -> None:

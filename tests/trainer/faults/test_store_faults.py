@@ -21,7 +21,6 @@ from tests.support.publishers import (
     flip,
     publish,
 )
-from tests.support.publishing import damage
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import Bucket, conditional_put, open_bucket
@@ -284,9 +283,8 @@ def flipping(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
     return Flipping(open_bucket(str(tmp_path / "run")), request.param)
 
 
-@pytest.mark.parametrize("read_back", [False, True])
-def test_a_byte_that_flips_in_a_read_stops_no_publisher(read_back: bool, flipping: Flipping, trainer: Trainer) -> None:
-    with Publisher(trainer.live, flipping, read_back=read_back) as publisher:
+def test_a_byte_that_flips_in_a_read_stops_no_publisher(flipping: Flipping, trainer: Trainer) -> None:
+    with Publisher(trainer.live, flipping) as publisher:
         for at in range(MOST_READS):
             flipping.at, flipping.reads = at, 0
             trainer.step()
@@ -321,69 +319,6 @@ def test_a_byte_that_flips_in_any_read_of_a_takeover_does_no_harm(flipping: Flip
         last.flush()
         assert last.version is not None
         assert_holds(flipping, last.version, trainer.live)
-
-
-class Spoiled(Hooked):
-    """A store that keeps other bytes than it was given, so many times."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.prefix = "none"
-        self.times = 0
-
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        super().put(key, data, if_absent=if_absent)
-        if key.startswith(self.prefix) and self.times:
-            self.times -= 1
-            damage(self.url, key)
-
-
-@pytest.fixture
-def spoiled(tmp_path: Path) -> Spoiled:
-    return Spoiled(tmp_path / "spoiled")
-
-
-def test_object_that_reads_back_otherwise_is_never_committed(spoiled: Spoiled, trainer: Trainer) -> None:
-    with Publisher(trainer.live, spoiled, read_back=True) as publisher:
-        spoiled.prefix, spoiled.times = "objects/", 1
-        trainer.step()
-        publisher.publish(step=1)
-        expect_failure(publisher, "reads back with another SHA-256")
-        assert open_run(spoiled.url).head().version == 0
-        publisher.publish(step=2)
-    assert open_run(spoiled.url).verify().head == 1
-    assert_holds(spoiled, 1, trainer.live)
-
-
-def test_manifest_that_reads_back_otherwise_is_written_again(spoiled: Spoiled, trainer: Trainer) -> None:
-    with Publisher(trainer.live, spoiled, read_back=True) as publisher:
-        spoiled.prefix, spoiled.times = "versions/", 1
-        trainer.step()
-        assert publisher.publish(step=1).payload_bytes > 0
-        publisher.publish(step=2)
-    assert open_run(spoiled.url).verify().head == 2
-
-
-def test_manifest_that_cannot_be_written_right_is_not_durable(spoiled: Spoiled, trainer: Trainer) -> None:
-    publisher = Publisher(trainer.live, spoiled, read_back=True)
-    spoiled.prefix, spoiled.times = "versions/", 2
-    trainer.step()
-    publisher.publish(step=1)
-    expect_failure(publisher, "reads back differently")
-    assert publisher.version == 0
-    publisher.publish(step=2)
-    with pytest.raises(DeltaSyncError):
-        publisher.close()
-    with Publisher(trainer.live, spoiled) as resumed:
-        assert resumed.version == 2
-    assert_holds(spoiled, 2, trainer.live)
-
-
-@pytest.mark.parametrize("at", ["objects/", "versions/"])
-def test_version_0_is_read_back_too(at: str, spoiled: Spoiled, trainer: Trainer) -> None:
-    spoiled.prefix, spoiled.times = at, 2
-    with pytest.raises(StoreError if at == "objects/" else PublishError):
-        Publisher(trainer.live, spoiled, read_back=True)
 
 
 def test_own_manifest_that_arrives_late_is_gone_on_from(trainer: Trainer, tmp_path: Path) -> None:
