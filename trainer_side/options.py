@@ -200,7 +200,8 @@ class PublisherOptions(Checked):
         include, exclude: glob patterns (one, or a sequence) of names of a module's parameters and buffers, without
             what wrappers add: only those that match ``include`` (default: all) and not ``exclude`` are published.
             What the base has under the name of a tensor that is left out must keep the bits that servers have,
-            which each ``publish`` checks; without a base, none may be left out that the model's class loads.
+            which each ``publish`` checks; without a base, the run has what is published, and servers refuse to load a
+            run that lacks parameters of their model.
         rename: applied last, to names as in a checkpoint: a mapping of prefixes, such as ``{"actor.": ""}``, of
             which the longest that matches is replaced; or a function from name to name.
         on_version: called with the result of each version once it is durable or has failed (``result.failed``), in
@@ -337,25 +338,20 @@ def checked_sidecars(sidecars: Mapping[str, SidecarData] | None) -> dict[str, by
         raise UsageError(f"sidecars is a {type(sidecars).__name__}; give a mapping of names to bytes, or None")
     if len(sidecars) > MAX_SIDECARS:
         raise UsageError(f"sidecars has {len(sidecars)} entries; give at most {MAX_SIDECARS}, and join small ones")
-    return {_checked_name(name): _checked_bytes(name, data) for name, data in sidecars.items()}
-
-
-def _checked_name(name: str) -> str:
-    if not isinstance(name, str) or not re.fullmatch(FILE_NAME, name):
-        raise UsageError(
-            f"sidecar name {str(name)[:120]!r} is invalid; give 1 to 100 of A-Z a-z 0-9 . _ -, beginning with a letter "
-            "or a digit"
-        )
-    return name
-
-
-def _checked_bytes(name: str, data: SidecarData) -> bytes:
-    if not isinstance(data, SidecarData):
-        raise UsageError(f"sidecar {name!r} is a {type(data).__name__}; give bytes, such as torch.save writes")
-    size = memoryview(data).nbytes
-    if size > MAX_SIDECAR_BYTES:
-        raise UsageError(
-            f"sidecar {name!r} has {size:,} bytes; give at most {MAX_SIDECAR_BYTES:,} each, and keep larger data in "
-            "checkpoints of your own"
-        )
-    return bytes(data)
+    found: dict[str, bytes] = {}
+    for name, data in sidecars.items():
+        if not isinstance(name, str) or not re.fullmatch(FILE_NAME, name):
+            raise UsageError(
+                f"sidecar name {str(name)[:120]!r} is invalid; give 1 to 100 of A-Z a-z 0-9 . _ -, beginning with a "
+                "letter or a digit"
+            )
+        if not isinstance(data, SidecarData):
+            raise UsageError(f"sidecar {name!r} is a {type(data).__name__}; give bytes, such as torch.save writes")
+        size = memoryview(data).nbytes
+        if size > MAX_SIDECAR_BYTES:
+            raise UsageError(
+                f"sidecar {name!r} has {size:,} bytes; give at most {MAX_SIDECAR_BYTES:,} each, and keep larger data "
+                "in checkpoints of your own"
+            )
+        found[name] = bytes(data)
+    return found

@@ -3,8 +3,8 @@
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -277,9 +277,8 @@ class Publisher:
         pairs = None if weights is None else iter(weights.items() if isinstance(weights, Mapping) else weights)
         interrupted = False
         try:
-            with self._lock:
-                self._check_open()
-                return self._session.publish(step, wait, pairs, watch, sidecars, skip_unchanged, exact, timeout)
+            with self._open() as session:
+                return session.publish(step, wait, pairs, watch, sidecars, skip_unchanged, exact, timeout)
         except (KeyboardInterrupt, SystemExit):
             interrupted = True
             raise
@@ -298,9 +297,8 @@ class Publisher:
             PublishError, ConflictError: a version could not be made durable.
             PublishTimeoutError: that is not known after ``timeout`` seconds; it goes on in the background.
         """
-        with self._lock:
-            self._check_open()
-            self._session.wait_durable(timeout)
+        with self._open() as session:
+            session.wait_durable(timeout)
 
     def finish(self, timeout: float = CLOSE_SECONDS) -> None:
         """Leave the run at the weights of the last ``publish``, as ``close`` does, and stay open.
@@ -308,9 +306,8 @@ class Publisher:
         Raises:
             PublishError, GateError, ConflictError: as ``close``.
         """
-        with self._lock:
-            self._check_open()
-            self._session.publish_last(timeout)
+        with self._open() as session:
+            session.publish_last(timeout)
 
     def rebase(self, version: int, timeout: float | None = None) -> None:
         """Build the next version on an older one instead of the newest; version numbers continue.
@@ -323,10 +320,9 @@ class Publisher:
             PublishError, ConflictError: as ``flush``. DeltaSyncError: the version cannot be rebuilt; the next publish
                 builds on the same version as before this call.
         """
-        with self._lock:
-            self._check_open()
-            number = self._session.check_same_arguments("version", lambda: check_version(version))
-            self._session.call(lambda: self._committer.rebase(number), timeout)
+        with self._open() as session:
+            number = session.check_same_arguments("version", lambda: check_version(version))
+            session.call(lambda: self._committer.rebase(number), timeout)
 
     def rescan(self, timeout: float | None = None) -> list[str]:
         """Compare the whole baseline in memory with what was published, and repair differences from the bucket.
@@ -339,9 +335,8 @@ class Publisher:
         Raises:
             PublishError: they cannot be repaired now. Other errors as ``flush``.
         """
-        with self._lock:
-            self._check_open()
-            return self._session.call(self._committer.rescan, timeout)
+        with self._open() as session:
+            return session.call(self._committer.rescan, timeout)
 
     def anchor(self, timeout: float | None = None) -> int:
         """Write a standalone anchor from memory: it helps readers, and replaces what the bucket has lost.
@@ -354,9 +349,8 @@ class Publisher:
         Raises:
             StoreError: it could not be stored. PublishError: the baseline is damaged. Other errors as ``flush``.
         """
-        with self._lock:
-            self._check_open()
-            return self._session.call(self._committer.write_anchor, timeout)
+        with self._open() as session:
+            return session.call(self._committer.write_anchor, timeout)
 
     def tag(
         self, name: str, version: int | None = None, milestone: bool = False, timeout: float | None = None
@@ -378,10 +372,9 @@ class Publisher:
         def checked_arguments() -> list[str | int | bool | None]:
             return [tag_key(name), None if version is None else check_version(version), bool(milestone)]
 
-        with self._lock:
-            self._check_open()
-            self._session.check_same_arguments("tag", checked_arguments)
-            self._session.wait_durable(timeout)
+        with self._open() as session:
+            session.check_same_arguments("tag", checked_arguments)
+            session.wait_durable(timeout)
             number = self.version if version is None else check_version(version)
             run = self._committer.run
             text: str = self._ranks.caller.from_rank0(
@@ -409,10 +402,9 @@ class Publisher:
         """
         from vllm_delta_sync.fleet.fleet import Fleet
 
-        with self._lock:
-            self._check_open()
+        with self._open() as session:
             if version is None:
-                self._session.wait_durable(timeout)
+                session.wait_durable(timeout)
             wanted = self.version if version is None else check_version(version)
             run = self._committer.run
         return Fleet(run).wait(wanted, replicas, timeout)
@@ -421,8 +413,7 @@ class Publisher:
         """Return one of the small files that the run keeps (``files``), such as ``config.json``; see ``Run.file``."""
         from vllm_delta_sync.run.model_files import read_file
 
-        with self._lock:
-            self._check_open()
+        with self._open():
             return read_file(self._committer.run, name)
 
     def close(self, timeout: float = CLOSE_SECONDS, *, finish: bool | None = None) -> None:
@@ -491,9 +482,13 @@ class Publisher:
         except Exception as failure:  # noqa: BLE001 - whatever it is, it must not replace the exception of the block
             logger.error("closing the publisher after %s: %s", type(error).__name__, failure)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("the publisher is closed; make a new one with a new run URL")
+    @contextmanager
+    def _open(self) -> Iterator[PublishSession]:
+        """Take the lock for one call; raise UsageError if the publisher is closed."""
+        with self._lock:
+            if self._closed:
+                raise UsageError("the publisher is closed; make a new one with a new run URL")
+            yield self._session
 
 
 def _end_unclosed(background: BackgroundThread, writer: RunWriter, resources: ExitStack) -> None:

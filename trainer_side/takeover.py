@@ -21,6 +21,7 @@ replace another writer's object. That writer notices at its next commit at the l
 import secrets
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -373,7 +374,10 @@ class RunStart:
         found: dict[str, bytes | None] = {RUN_KEY: unfinished, TABLE_KEY: None}
         if exists(self._bucket, TABLE_KEY):
             found[TABLE_KEY] = self._bucket.get(TABLE_KEY, max_bytes=limits.MAX_JSON_BYTES)
-        for item in _files_of(unfinished):
+        files: list[RunFile] = []
+        with suppress(DeltaSyncError):
+            files = RunInfo.from_bytes(unfinished, RUN_KEY).files
+        for item in files:
             try:
                 found[item.key] = fetch_object(self._bucket, item)
             except (NotFoundError, LimitError, DigestError):
@@ -481,14 +485,6 @@ class RunStart:
         except DeltaSyncError as error:
             logger.warning("what a failed start has written was not removed: %s", error)
         return self._tried
-
-
-def _files_of(info: bytes) -> list[RunFile]:
-    """Return the files that a run.json lists; empty if it cannot be read."""
-    try:
-        return RunInfo.from_bytes(info, RUN_KEY).files
-    except DeltaSyncError:
-        return []
 
 
 class Takeover:

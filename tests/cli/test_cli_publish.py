@@ -130,7 +130,7 @@ def test_nothing_published_says_why(out: Path, run: Path, tmp_path: Path) -> Non
     reasons = {row["checkpoint"]: row["message"] for row in report["data"]["left_out"]}
     assert reasons.keys() == {"Qwen3-0.6B-v2025", "global_step_10"}
     assert "no step is in its name" in reasons["Qwen3-0.6B-v2025"]
-    assert "verl.model_merger" in reasons["global_step_10"]
+    assert "docs/publish.md" in reasons["global_step_10"]
     done = delta_sync(*watch)
     assert (done.code, done.out) == (1, "")
     assert all(f"{name}: {reason}" in done.err for name, reason in reasons.items())

@@ -174,12 +174,12 @@ def reserve(folder: Path) -> None:
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 HALF_WRITTEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda folder: (folder / SECOND).unlink(), f"{SECOND} is missing"),
-    "empty": (cut(SECOND, 0), f"{SECOND}: 0 bytes are too few"),
+    "empty": (cut(SECOND, 0), f"checkpoint file '{SECOND}' is empty"),
     "no header": (cut(SECOND, 5), f"{SECOND}: 5 bytes are too few"),
     "half a header": (cut(SECOND, 20), "in a file of 20: truncated"),
     "half the data": (cut(FIRST, 9000), "data bytes"),
     "too long": (lengthen, f"{FIRST}: 4 bytes after the last entry"),
-    "reserved": (reserve, f"{SECOND} header"),
+    "reserved": (reserve, f"{SECOND}: header does not begin"),
     "half an index": (cut(INDEX_NAME, 30), INDEX_NAME),
 }
 

@@ -89,12 +89,6 @@ def test_changes_start_from_the_version_before(bucket: Hooked, trainer: Trainer)
         assert_holds(bucket, version, history[version])
 
 
-def test_the_default_is_tiled(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        publish(publisher, trainer)
-    assert open_run(bucket.url).manifest(1).codec == "tiled"
-
-
 # Merging beside training
 
 

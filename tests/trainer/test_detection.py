@@ -275,19 +275,6 @@ def test_only_small_contiguous_tensors_of_the_served_dtype_are_compared_in_one_c
     assert [tensor is not None for tensor in taken] == [True, False, False, False, False]
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F32"])
-def test_samples_are_bounded_pieces(dtype: str) -> None:
-    live = torch.randn(5 * ROOM)
-    found, difference = compared(dtype, HostBuffer(~served(live, dtype)), live, Detector())
-    pairs = set(zip(difference.positions, difference.distances, strict=True))
-    for most, least in ((1, 1), (3, 3), (16, 4)):
-        samples = list(found.samples(most))
-        assert least <= len(samples) <= most
-        for positions, distances in samples:
-            assert 0 < positions.size <= ROOM
-            assert set(zip(positions[:50].tolist(), distances[:50].tolist(), strict=True)) <= pairs
-
-
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3"])
 def test_everything_is_compiled_before_the_first_comparison(dtype: str) -> None:
     table = TensorTable([TensorSpec("a", dtype, (3,))])

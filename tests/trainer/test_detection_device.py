@@ -78,21 +78,6 @@ def test_every_pattern_on_a_device(name: str) -> None:
     assert np.array_equal(held.read(), old)
 
 
-@pytest.mark.parametrize("hold", [device_held, HostBuffer])
-def test_held_bits_are_read_and_written(hold: Callable[[np.ndarray], BaselineBuffer]) -> None:
-    start = np.arange(100, dtype=np.uint16)
-    held = hold(start.copy())
-    positions = np.array([3, 50, 99])
-    assert held.get(positions).tolist() == [3, 50, 99]
-    held.revert(DTYPES["U16"], positions, np.array([1, 2, 65_535], np.uint16))
-    assert held.get(positions).tolist() == [2, 48, 100]
-    assert held.window(2, 5, torch.device("cpu")).tolist() == [2, 2, 4]
-    read = held.read().copy()
-    held.write(start)
-    assert held.read().tolist() == start.tolist()
-    assert read[3] == 2
-
-
 def test_bits_are_placed_where_they_are_compared() -> None:
     """The meta device stands for one with memory of its own."""
     far, here = torch.device("meta"), torch.device("cpu")

@@ -47,19 +47,6 @@ def test_models_are_read_as_saved_and_not_copied(build: Callable[[], PreTrainedM
     assert {tensor.untyped_storage().data_ptr() for tensor in read(live).values()} <= owned
 
 
-def test_experts_have_their_checkpoint_names() -> None:
-    live = live_tensors(qwen3_moe())
-    assert live.tensors["model.layers.0.mlp.experts.5.gate_proj.weight"].shape == (16, 32)
-    assert live.tensors["model.layers.1.mlp.experts.0.down_proj.weight"].shape == (32, 16)
-    assert not any("gate_up" in name for name in live.tensors)
-
-
-def test_tied_weights_come_once_and_their_other_name_is_known() -> None:
-    live = live_tensors(qwen3(tied=True))
-    assert "lm_head.weight" not in live.tensors
-    assert live.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
-
-
 def test_plain_module_is_published_under_its_own_names() -> None:
     model = Plain()
     live = live_tensors(model)
@@ -224,29 +211,6 @@ def test_conversion_is_followed(case: str) -> None:
     assert isinstance(routes["out"], kind)
     for live in (source, source + 100):
         assert torch.equal(routes["out"].read({"w": live}), move(live))
-
-
-def test_concatenation_of_windows_is_known_piece_by_piece() -> None:
-    sources = {"a": torch.arange(24.0).reshape(4, 6), "b": torch.arange(24.0, 42.0).reshape(3, 6)}
-
-    def convert(given: Tensors) -> Tensors:
-        turned = torch.cat([given["a"][:, 4:], given["a"][:, :4]], dim=1)
-        return {
-            "joined": torch.cat([given["b"][1:], turned], dim=-2).clone(),
-            "more": torch.cat([given["a"], given["a"].t().reshape(4, 6)]),
-        }
-
-    routes = trace(sources, convert)
-    joined, more = routes["joined"], routes["more"]
-    assert isinstance(joined, Replay)
-    assert isinstance(more, Replay)
-    assert joined.joined is not None
-    assert more.joined is None
-    whole = torch.zeros(joined.shape)
-    for place, view in joined.joined:
-        whole[tuple(slice(at, at + size) for at, size in zip(place, view.shape, strict=True))] += view.read(sources) + 1
-    assert torch.equal(whole - 1, convert(sources)["joined"])
-    assert [view.source for _, view in joined.joined] == ["b", "a", "a"]
 
 
 def test_conversion_is_followed_on_a_window_of_a_larger_storage() -> None:

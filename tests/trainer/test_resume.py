@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from tests.support.architectures import adamw, qwen3, same_bits, saved, train
+from tests.support.architectures import adamw, qwen3, saved, train
 from tests.support.checkpoints import write_checkpoint
 from tests.support.publishers import Hooked
 from tests.support.publishing import Tensors, assert_holds, assert_versions, damage, keys, snapshot
@@ -384,19 +384,6 @@ def test_gap_in_the_chain_is_no_reason_to_begin_anew_where_the_head_can_be_rebui
                 bucket.delete(info.key)
     with Publisher(live, url) as publisher:
         assert publisher.version == 2
-
-
-def test_sharded_version_0_holds_every_tensor_once(url: str) -> None:
-    live = tensors()
-    with Publisher(live, url, shard_bytes=6000):
-        pass
-    manifest = open_run(url).manifest(0)
-    assert len(manifest.objects) == 2
-    assert manifest.payload_bytes == sum(ref.bytes for ref in manifest.objects)
-    assert_holds(open_run(url), 0, live)
-    parts = [load_file(Path(url) / ref.key) for ref in manifest.objects]
-    assert sorted(name for part in parts for name in part) == sorted(live)
-    assert all(same_bits(part[name], live[name]) for part in parts for name in part)
 
 
 def test_manifests_say_whether_they_can_be_taken_back(url: str) -> None:

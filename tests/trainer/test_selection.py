@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 
 from tests.support.architectures import Plain, qwen3, qwen3_moe, saved
 from tests.support.publishers import left_unfinished
@@ -118,27 +118,6 @@ def test_what_differs_from_the_base_at_once_is_refused_before_anything_is_writte
         model.lm_head.weight.data[0, 0] += 1
         with pytest.raises(TensorMismatchError, match="lm_head"):
             publisher.publish(2, wait=True)
-
-
-class ValueModel(Qwen3ForCausalLM):
-    """A user's class, with a head that servers do not know."""
-
-    def __init__(self, config: Qwen3Config) -> None:
-        super().__init__(config)
-        self.v_head = nn.Linear(config.hidden_size, 1)
-
-
-def test_without_a_base_nothing_that_the_class_loads_is_left_out(url: str) -> None:
-    model = ValueModel(qwen3(tied=False).config)
-    with pytest.raises(
-        ModelError, match=r"leave out tensor 'lm_head.weight' .1 in all., which the model's class loads"
-    ):
-        Publisher(model, url, exclude=["v_head.*", "lm_head.weight"])
-    with pytest.raises(ModelError, match=r"leave out tensor 'actor.lm_head.weight'"):
-        Publisher(ActorCritic(qwen3(tied=False)), url, exclude=["*lm_head*", "critic.*"])
-    with Publisher(model, url, exclude="v_head.*") as publisher:
-        assert publisher.version == 0
-    assert not [spec.name for spec in open_run(url).table if "v_head" in spec.name]
 
 
 def test_tied_tensor_is_published_unless_all_its_names_are_left_out(url: str, tmp_path: Path) -> None:

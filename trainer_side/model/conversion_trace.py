@@ -87,21 +87,13 @@ class View:
         return source.as_strided(self.shape, self.strides, source.storage_offset() + self.offset)
 
 
-JoinedViews = tuple[tuple[tuple[int, ...], View], ...]
-"""Windows that make up a result, each with its offsets in the result."""
-
-
 @dataclass(frozen=True)
 class Replay:
-    """A result that no single window describes, such as a concatenation: assembled again at each read.
-
-    ``joined`` is None if it is more than a concatenation of windows.
-    """
+    """A result that no single window describes, such as a concatenation: assembled again at each read."""
 
     node: _Node
     sources: tuple[str, ...]
     shape: tuple[int, ...]
-    joined: JoinedViews | None
 
     def read(self, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():
@@ -137,51 +129,20 @@ def trace(
     storages = {tensor.untyped_storage()._cdata: name for name, tensor in stand_ins.items()}
     cache: dict[_Node, Any] = {}
     routes: dict[str, Route] = {}
-
-    def window(node: _Node) -> View | None:
-        with torch.no_grad():
-            reached = _evaluate(node, stand_ins, cache)
-        source = storages.get(reached.untyped_storage()._cdata)
-        if source is None:
-            return None
-        whole = stand_ins[source]
-        is_source = (reached.shape, reached.stride()) == (whole.shape, whole.stride())
-        return View(source, tuple(reached.shape), reached.stride(), reached.storage_offset(), is_source)
-
     for name, result in results.items():
         node = recorder.node_of(result)
         if node is None:
             raise ModelError(f"checkpoint tensor {name!r} does not come from a parameter, so it cannot be traced")
-        view = window(node)
-        routes[name] = view or Replay(node, tuple(_sources_of(node)), tuple(result.shape), _joined(node, window))
+        with torch.no_grad():
+            reached = _evaluate(node, stand_ins, cache)
+        source = storages.get(reached.untyped_storage()._cdata)
+        if source is None:
+            routes[name] = Replay(node, tuple(_sources_of(node)), tuple(result.shape))
+            continue
+        whole = stand_ins[source]
+        is_source = (reached.shape, reached.stride()) == (whole.shape, whole.stride())
+        routes[name] = View(source, tuple(reached.shape), reached.stride(), reached.storage_offset(), is_source)
     return routes
-
-
-def _joined(node: _Node, window: Callable[[_Node], View | None]) -> JoinedViews | None:
-    view = window(node)
-    if view is not None:
-        return (((0,) * len(view.shape), view),)
-    if not isinstance(node, _TracedCall):
-        return None
-    if node.op.overloadpacket in _SAME:
-        return _joined(node.args[0], window)
-    if node.op.overloadpacket is not aten.cat:
-        return None
-    axis: int = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    found: list[tuple[tuple[int, ...], View]] = []
-    start = 0
-    for part in node.args[0]:
-        inner = _joined(part, window)
-        if inner is None:
-            return None
-        end = start
-        for place, piece in inner:
-            moved = list(place)
-            moved[axis] += start
-            end = max(end, moved[axis] + piece.shape[axis])
-            found.append((tuple(moved), piece))
-        start = end
-    return tuple(found)
 
 
 class _CallRecorder(TorchDispatchMode):

@@ -50,10 +50,6 @@ class LiveTensors(ABC):
     unused: Collection[str] = ()
     """Names in ``excluded`` that the run does not have: ``read`` may leave them out."""
 
-    def needed(self) -> list[str]:
-        """Return the names in ``excluded`` without which the model's class cannot be loaded."""
-        return []
-
     def convert(self, weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (checkpoint name, detached tensor) from the ``weights=`` of a publish, one at a time."""
         for name, value in pairs(weights):

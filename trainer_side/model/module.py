@@ -168,8 +168,8 @@ class ModuleForm:
         self.routes = self._trace(state)
         # Of tied sources, the selection must leave out all names.
         kept = {self._ties.get(name, name) for name in state if self._selection.keeps(name)}
-        self._left_out = state.keys() - self._ties.keys() - kept
-        self.excluded = {name for name, route in self.routes.items() if not self._left_out.isdisjoint(route.sources)}
+        left_out = state.keys() - self._ties.keys() - kept
+        self.excluded = {name for name, route in self.routes.items() if not left_out.isdisjoint(route.sources)}
         self.aliases = self._checkpoint_aliases(state)
         self._selection.check_used(list(state))
         configured = _configured_dtypes(self._model, state)
@@ -237,22 +237,6 @@ class ModuleForm:
             before[renamed], routes[renamed] = name, route
         return routes
 
-    def needed(self) -> list[str]:
-        """See ``LiveTensors.needed``: the class of a transformers model loads tensors that it defines itself."""
-        lost: set[str] = set()
-        if not self._left_out:
-            return []
-        for prefix, pretrained in _pretrained_parts(self._model, inside=True).items():
-            own = {name for name in self._geometry if name.startswith(prefix)}
-            if own - self._ties.keys() <= self._left_out:
-                continue
-            # A subclass of the user's may have more, such as a value head; servers do not know it.
-            for known in (cls for cls in type(pretrained).__mro__ if cls.__module__.startswith("transformers.models.")):
-                with torch.device("meta"):
-                    lost |= {prefix + name for name in known(pretrained.config).state_dict()} & self._left_out
-                break
-        return [name for name in self.excluded if not lost.isdisjoint(self.routes[name].sources)]
-
     def _check_unchanged(self, state: State) -> None:
         geometry = _geometry(state)
         for name in geometry.keys() ^ self._geometry.keys():
@@ -310,9 +294,6 @@ class ModuleTensors(LiveTensors):
         self.tensors, self.aliases, self.excluded = self._form.tensors, self._form.aliases, self._form.excluded
         for _ in self.read():
             pass
-
-    def needed(self) -> list[str]:
-        return self._form.needed()
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         held, lora = self._form.state()

@@ -129,11 +129,6 @@ def target_names(live: LiveTensors, specs: Mapping[str, TensorSpec] | None, wher
             tensors that the run lacks have no name there.
         where: what ``specs`` belong to, for messages.
     """
-    if specs is None and (needed := live.needed()):
-        raise ModelError(
-            f"include= and exclude= leave out tensor {needed[0]!r} ({len(needed)} in all), which the model's class "
-            "loads, and there is no base that has it: publish it, or give base= a checkpoint with the same bits"
-        )
     groups: dict[str, list[str]] = {name: [name] for name in live.tensors}
     for alias, owner in live.aliases.items():
         groups[owner].append(alias)

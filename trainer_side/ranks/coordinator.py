@@ -31,7 +31,6 @@ from trainer_side.ranks.group import (
 from trainer_side.ranks.shard_baseline import ShardBaseline, changes_of_tensors, check_same_tables
 from trainer_side.ranks.shard_parts import ModuleParts, boxes_document, check_coverage
 from trainer_side.run_weights import prepare
-from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import (
@@ -177,7 +176,7 @@ class RankCoordinator:
             case "nonfinite":
                 self.nonfinite()
             case "put_shards":
-                self.put_shards(self._store)
+                self.put_shards(lambda ref, path: self._bucket.put(ref.key, path))
 
     def fit(self, run: Run) -> None:
         self._run = run
@@ -252,9 +251,6 @@ class RankCoordinator:
         reports = self._group.all_or_raise("fingerprints", lambda: _shares_document(self._shards))
         refs = put_shards(self._group, self._shards, self._options.shard_bytes, put)
         return _gathered_state(self.table, reports), refs
-
-    def _store(self, ref: ObjectRef, path: Path) -> None:
-        RunWriter(self._bucket, self.run.info, 0, self._options).put_file(ref, path)
 
 
 def _shares_document(baseline: ShardBaseline) -> Json:

@@ -33,9 +33,6 @@ class _WholeTensors(LiveTensors):
         self._live = live
         self.tensors, self.aliases, self.excluded = live.whole, live.whole_aliases, live.whole_excluded
 
-    def needed(self) -> list[str]:
-        return self._live.needed()
-
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._live.read()
 

@@ -3,14 +3,14 @@
 A checkpoint tensor is a strided window into a source, such as one expert of a stack. A rank holds a box of the source;
 its share of the checkpoint tensor is again a few boxes, each strided in the rank's memory: ``shard_views``."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import torch
 from torch import distributed, nn
 
-from trainer_side.model.conversion_trace import JoinedViews, Route, View
+from trainer_side.model.conversion_trace import View
 from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, changed, check_readable
 from trainer_side.model.module import ModuleForm, Selection
 from trainer_side.ranks.group import Json
@@ -225,20 +225,21 @@ class ModuleParts(LiveTensors):
                 if distributed.get_rank() == 0 and 0 not in route.shape:
                     self._add(ShardPart(name, Box.all_of(route.shape)), None)
                 continue
-            for at, view in _joined(name, route, owned):
-                for piece, (box, index) in enumerate(owned[view.source]):
-                    for window in _windows(name, view, box):
-                        # With an empty index the piece has the shape of its box.
-                        full = Box.all_of(box.shape)
-                        whole = not index and (window.box.shape, window.strides) == (full.shape, full.strides)
-                        place = _PartSource(view.source, piece, None if whole else window)
-                        self._add(ShardPart(name, _in_whole(window.box, at, route.shape)), place)
+            if not isinstance(route, View):
+                raise ModelError(
+                    f"checkpoint tensor {name!r} is composed of {', '.join(route.sources[:3])}, which cannot be traced "
+                    "shard by shard; leave these parameters unsharded, or publish from one rank through a function "
+                    "that yields (checkpoint name, whole tensor)"
+                )
+            for piece, (box, index) in enumerate(owned[route.source]):
+                for window in _windows(name, route, box):
+                    # With an empty index the piece has the shape of its box.
+                    full = Box.all_of(box.shape)
+                    whole = not index and (window.box.shape, window.strides) == (full.shape, full.strides)
+                    self._add(ShardPart(name, window.box), _PartSource(route.source, piece, None if whole else window))
         self.excluded = [name for name, part in self.parts.items() if part.name in self.whole_excluded]
         for _ in self.read():
             pass
-
-    def needed(self) -> list[str]:
-        return self._form.needed()
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         state, _ = self._form.state()
@@ -305,24 +306,6 @@ def _windows(name: str, view: View, box: Box) -> list[ShardView]:
             "dimension, or publish from one rank through a function that yields (checkpoint name, whole tensor)"
         )
     return found
-
-
-def _joined(name: str, route: Route, sharded: Container[str]) -> JoinedViews:
-    """Return the windows into sharded sources that compose a tensor; ModelError if it is more than joined ones."""
-    if isinstance(route, View):
-        return (((0,) * len(route.shape), route),)
-    if route.joined is None or not all(source in sharded for source in route.sources):
-        raise ModelError(
-            f"checkpoint tensor {name!r} is composed of {', '.join(route.sources[:3])} in a way that cannot be "
-            "traced shard by shard; leave these parameters unsharded, or publish from one rank through a function "
-            "that yields (checkpoint name, whole tensor)"
-        )
-    return route.joined
-
-
-def _in_whole(box: Box, at: tuple[int, ...], whole: tuple[int, ...]) -> Box:
-    """Return the box of a window, in the whole tensor that has the window at ``at``."""
-    return Box(tuple(start + more for start, more in zip(box.offsets, at, strict=True)), box.shape, whole)
 
 
 _MAX_LISTED = 8

@@ -15,7 +15,7 @@ from vllm_delta_sync.errors import FormatError, NotFoundError, StoreError, Tenso
 from vllm_delta_sync.format.canonical_json import load_json
 from vllm_delta_sync.format.limits import MAX_JSON_BYTES, check_limit
 from vllm_delta_sync.format.manifest import Base
-from vllm_delta_sync.format.safetensors_file import Container, aligned
+from vllm_delta_sync.format.safetensors_file import Container, TruncatedFileError, aligned
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.tensors.bits import Bits
 
@@ -213,7 +213,7 @@ def _is_file_name(name: object) -> bool:
 def _open(path: Path) -> Container:
     try:
         if path.stat().st_size == 0:
-            raise FormatError(f"checkpoint file {path.name!r} is empty: truncated")
+            raise TruncatedFileError(f"checkpoint file {path.name!r} is empty: truncated")
         return Container(np.memmap(path, np.uint8, mode="r"), path.name)
     except FileNotFoundError as error:
         raise NotFoundError(f"checkpoint file {path.name!r} is missing from {str(path.parent)!r}") from error

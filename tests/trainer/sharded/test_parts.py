@@ -31,7 +31,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.tensors.boxes import Box
 from vllm_delta_sync.tensors.changes import Changes
 
-QUICK = ["fsdp llama tied", "fsdp qwen3 moe", "fsdp split", "ddp plain"]
+QUICK = ["fsdp llama tied", "fsdp qwen3 moe", "ddp plain"]
 SLOW = {
     2: ["fsdp qwen3", "fsdp qwen3 tied", "columns qwen3 moe"],
     4: ["fsdp llama tied", "fsdp qwen3 moe", "hybrid qwen3 tied", "fsdp tp qwen3"],

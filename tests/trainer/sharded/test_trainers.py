@@ -16,24 +16,6 @@ from trainer_side import DeltaSyncCallback
 from vllm_delta_sync.client import open_run
 
 
-def train_replicas(rank: int, size: int, folder: str) -> dict[str, Any]:
-    """Three steps of a Trainer that finds itself in a world of several processes."""
-    from tests.support.tiny import make_model
-    from tests.support.trainers import SIZES, Logged, Settled, checkpoint_of, trainer_of
-
-    model = make_model("qwen3", **SIZES)
-    callback = DeltaSyncCallback(bucket=f"{folder}/run", every=2)
-    seen, logged = Settled(callback), Logged()
-    trainer = trainer_of(model, Path(folder), [callback, seen, logged], max_steps=3)
-    trainer.train()
-    if rank == 0:
-        save_file(checkpoint_of(model), f"{folder}/trained.safetensors")
-    return {
-        "wrapped": type(trainer.model_wrapped).__name__,
-        "versions": [line["delta_sync/version"] for line in logged.published],
-    }
-
-
 def train_shards(rank: int, size: int, folder: str) -> dict[str, Any]:
     """The events of three steps on a model sharded by FSDP2, as Accelerate does on accelerators only."""
     from torch.distributed.fsdp import fully_shard
@@ -70,16 +52,6 @@ def test_a_callback_publishes_shards_from_all_ranks(nursery: Nursery, tmp_path: 
     run = open_run(str(tmp_path / "run"))
     assert [manifest.step for manifest in run.log() if manifest.version] == [2, 3]
     assert {ref.rank for ref in run.manifest(2).objects} == {0, 1}
-    assert_holds(run, 2, load_file(tmp_path / "trained.safetensors"))
-
-
-@pytest.mark.slow
-def test_a_callback_publishes_the_first_of_replicas(nursery: Nursery, tmp_path: Path) -> None:
-    told = nursery.run(2, train_replicas, folder=str(tmp_path))
-    assert [rank["wrapped"] for rank in told] == ["DistributedDataParallel"] * 2
-    assert [rank["versions"] for rank in told] == [[1, 2], []]
-    run = open_run(str(tmp_path / "run"))
-    assert [manifest.step for manifest in run.log() if manifest.version] == [2, 3]
     assert_holds(run, 2, load_file(tmp_path / "trained.safetensors"))
 
 
