@@ -20,12 +20,12 @@ from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors
 from trainer_side.model.sources import IterableTensors, live_tensors
-from trainer_side.ranks.shard_baseline import ShardBaseline, changes_of_tensors, check_same_tables
+from trainer_side.ranks.shard_baseline import ShardBaseline, changes_of_tensors
 from trainer_side.ranks.shard_parts import ModuleParts, ShardPart, needs_ranks, part_name
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_reader import decode
 from vllm_delta_sync.codec.delta_writer import encode
-from vllm_delta_sync.errors import DeltaSyncError, ModelError
+from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.tensors.boxes import Box
@@ -260,24 +260,3 @@ def test_changes_of_parts_are_those_of_the_whole(seed: int, codec: Codec, monkey
         assert baseline.shares_of(list(map(baseline.parts.read, range(len(baseline.boxes))))) == baseline.shares
     assert found == elements(reference)
     assert change == reference.fingerprint
-
-
-def test_parts_find_their_bits_among_those_of_boxes() -> None:
-    tensors = {"a": torch.arange(48.0).reshape(6, 8), "c": torch.tensor(3.0)}
-    boxes = [("a", Box((0, 4), (6, 4), (6, 8))), ("c", Box.all_of(())), ("a", Box((2, 0), (4, 4), (6, 8)))]
-    baseline = ShardBaseline.captured_parts(Cut(tensors, boxes), None, 1)  # type: ignore[arg-type]
-    wanted = baseline.wanted()
-    assert wanted.keys() == {"a", "c"}
-    found = {
-        name: [box.view(tensors[name].numpy().reshape(-1).view(np.uint32)).reshape(-1) for box in of]
-        for name, of in wanted.items()
-    }
-    arranged = baseline.in_part_order(found)
-    assert all((baseline.parts.read(part) == bits).all() for part, bits in enumerate(arranged))
-
-
-def test_other_tensors_on_some_ranks_are_named() -> None:
-    same = {"tensors": "x"}
-    check_same_tables([same, same])
-    with pytest.raises(ModelError, match="rank 1, 3 has other tensors"):
-        check_same_tables([same, {"tensors": "y"}, same, {"tensors": "z"}])
