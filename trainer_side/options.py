@@ -193,7 +193,6 @@ class PublisherOptions(Checked):
             where an H200 compared them in a quarter of the time (docs/gpu.md); or on ``disk``, for models larger
             than memory: in an unnamed file of the temporary directory (TMPDIR), mapped into memory, of which the
             system keeps in memory what there is room for. ``disk`` is not for sharded models.
-        diff_threads: threads that compare large tensors on the host; None means torch's number of threads.
         first_step: optimizer step that version 0 of a new run records.
         expect_run: id of the run to continue, as ``publisher.run`` gave it. Another run at the URL is refused, and
             a URL without a run, before anything is written; None takes over whatever run is there.
@@ -235,7 +234,6 @@ class PublisherOptions(Checked):
     trusted_keys: SkipValidation[str | Sequence[str | Path] | None] = None
     head_seconds: Annotated[int, Field(ge=1, le=MAX_HEAD_SECONDS, strict=True)] = HEAD_SECONDS
     baseline: BaselineLocation = "host"
-    diff_threads: Count | None = None
     first_step: Annotated[int, Field(ge=0, lt=2**53, strict=True)] = 0
     expect_run: Annotated[str, Field(strict=True)] | None = None
     include: SkipValidation[Patterns | None] = None

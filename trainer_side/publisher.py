@@ -159,7 +159,8 @@ class Publisher:
             self._notice = ranks.work.on_every_rank("notice", notice_publisher)
             if self._notice is not None:
                 undo.callback(self._notice.close)
-            self._detector = Detector(options.diff_threads or torch.get_num_threads())
+            self._threads = torch.get_num_threads()
+            self._detector = Detector(self._threads)
             undo.callback(self._detector.close)
 
             def hold_weights() -> RunWeights:
@@ -191,7 +192,6 @@ class Publisher:
             )
             if self._notice is not None:
                 opened.writer.use_notice(self._notice)
-            self._threads = options.diff_threads or torch.get_num_threads()
             self._options = options
             logger.info("memory of the publisher of %s: %s", self.run, self.memory)
             self._unclosed = weakref.finalize(self, _end_unclosed, self._background, opened.writer, undo.pop_all())

@@ -71,9 +71,10 @@ def test_publisher_and_model_are_freed_and_every_thread_ends(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: set[threading.Thread],
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(engine, "PARALLEL_ELEMENTS", 1)  # so that the detector's threads have had a tensor
     model = plain()
-    publisher = Publisher(model, url, notice=LOOPBACK, signing_key=Keys(tmp_path / "keys").private("a"), diff_threads=2)
+    publisher = Publisher(model, url, notice=LOOPBACK, signing_key=Keys(tmp_path / "keys").private("a"))
     publisher.publish(step=1, wait=True)
     change(model)
     publisher.publish(step=2, wait=True)

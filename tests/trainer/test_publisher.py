@@ -198,7 +198,6 @@ OPTIONS: dict[str, list[Any]] = {
     "compression": ["lz4"],
     "every": [0, 1.5],
     "baseline": ["gpu"],
-    "diff_threads": [0, True],
     "rescan_bytes": [-1, 1.5, True],
     "anchor_every": [0, -1, 2.5],
     "gate": ["refuse"],
