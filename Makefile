@@ -12,7 +12,6 @@
 # FUZZ_FLAGS   more arguments for make fuzz, such as --minutes 60, --seed 7 or --only properties
 # GPU_FLAGS    more arguments for make test-gpu, such as --quick or --layers 32
 # WORKERS  that run the tests side by side (one more than cores, 8 at most: each takes some 3 GB)
-# SOAK_VERSIONS that make soak publishes
 # CHECKS   that make release-check makes, such as server-cpu (all of them)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -29,7 +28,6 @@ THREE_FLAGS ?=
 PYTEST_FLAGS ?=
 FUZZ_FLAGS ?=
 GPU_FLAGS ?=
-SOAK_VERSIONS ?= 300
 CHECKS ?=
 SETUPTOOLS := setuptools==84.2.1
 # The pip that comes with Python 3.11 takes twice as long for the requirements.
@@ -52,7 +50,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo example-real example-trl example-three-machines test test-full test-s3 test-gpu test-images test-page support fuzz soak lint docs bench models dist release-check clean
+.PHONY: help demo example-real example-trl example-three-machines test test-full test-gpu test-images test-page support fuzz lint docs bench models dist release-check clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do \
@@ -141,9 +139,6 @@ test-full: $(STAMP) ## the same, and the tests that take many minutes
 	@$(FIRST)
 	@$(ALL) -o faulthandler_timeout=3000 --hypothesis-profile=full $(PYTEST_FLAGS)
 
-test-s3: $(STAMP) ## the contract of buckets over Ceph's S3 gateway, from Debian's packages (it says which)
-	$(BIN)/python -m tests.tools.rados_store $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/bucket/contract -k s3
-
 # Not in .venv, where vLLM is the build for CPUs. .venv-gpu sees all packages of that python, which may itself be of a
 # virtual environment: --system-site-packages alone would pass over that one's. A few small packages are added there.
 test-gpu: ## prove the device path on a machine with a GPU, with the torch and vLLM that are there; writes docs/gpu.md
@@ -172,9 +167,6 @@ support: $(STAMP) ## some tests with each release, in .venv-support/; writes doc
 fuzz: $(STAMP) ## look for failures at random for 20 minutes: damaged delta objects, new examples. Prints all seeds
 	$(BIN)/python -m tests.tools.fuzz $(FUZZ_FLAGS)
 
-soak: $(STAMP) ## a server under load, rolled back, held and killed while SOAK_VERSIONS come; writes soak-out/
-	$(BIN)/python -m tests.tools.soak --versions $(SOAK_VERSIONS)
-
 lint: $(STAMP) ## ruff, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -202,6 +194,6 @@ release-check: dist ## install both in clean environments, publish and serve the
 	$(BIN)/python -m tests.tools.release $(CHECKS)
 
 clean: ## remove what the other targets made, .venv included
-	rm -rf .venv .venv-support .venv-gpu build dist demo-out publish-out real-out real-trl-out trl-out three-out bench-out soak-out site-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-support .venv-gpu build dist demo-out publish-out real-out real-trl-out trl-out three-out bench-out site-out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	rm -rf *.egg-info requirements/vllm_alias/build requirements/vllm_alias/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

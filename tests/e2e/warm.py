@@ -5,7 +5,7 @@ Here they are forks: of a process that has imported both and done nothing else, 
 ``VLLM_WORKER_MULTIPROC_METHOD=fork``, but not on a CPU. ``/proc`` then shows the command line and environment of the
 first process, and OpenMP has one thread, bound to no core. What looks there starts cold (the siege, for the sake of
 tests/e2e/test_secrets.py), and so does what is decided at import (``HF_ENDPOINT``; that several API servers add up
-their metrics), and the demo, the examples and the soak.
+their metrics), and the demo and the examples.
 
 ``python -m tests.e2e.warm`` reads a line of JSON for each process to start or to look at, and answers with a line.
 """
