@@ -2,10 +2,9 @@
 
 import asyncio
 import re
-import threading
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -51,35 +50,19 @@ class CutError(Exception):
 
 
 class Faults:
-    """ASGI layer around the server's routes. Rules and record may be used from any thread."""
+    """ASGI layer around the server's routes, which keeps all requests."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._lock = threading.Lock()
         self.rules: list[Rule] = []
         self.record: deque[dict[str, Any]] = deque(maxlen=RECORDED)
 
     def add(self, **rule: Any) -> None:
-        """Raises TypeError, ValueError: no rule."""
-        with self._lock:
-            self.rules.append(Rule(**rule))
+        self.rules.append(Rule(**rule))
 
     def clear(self, path: str | None = None) -> None:
         """No faults any more, or none by this pattern; stalls end."""
-        with self._lock:
-            self.rules = [rule for rule in self.rules if path is not None and rule.path != path]
-
-    def pending(self) -> list[dict[str, Any]]:
-        with self._lock:
-            return [asdict(rule) for rule in self.rules]
-
-    def requests(self) -> list[dict[str, Any]]:
-        with self._lock:
-            return [dict(entry) for entry in self.record]
-
-    def forget(self) -> None:
-        with self._lock:
-            self.record.clear()
+        self.rules = [rule for rule in self.rules if path is not None and rule.path != path]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].startswith(CONTROL):
@@ -105,20 +88,19 @@ class Faults:
             "sent": 0,
             "fault": None,
         }
-        with self._lock:
-            self.record.append(entry)
-            for rule in self.rules:
-                if not (re.search(rule.path, scope["path"]) and re.fullmatch(rule.method, scope["method"])):
-                    continue
-                if rule.times == 0:
-                    continue
-                if rule.after:
-                    rule.after -= 1
-                    continue
-                if rule.times is not None:
-                    rule.times -= 1
-                entry["fault"] = rule.kind
-                return rule, entry
+        self.record.append(entry)
+        for rule in self.rules:
+            if not (re.search(rule.path, scope["path"]) and re.fullmatch(rule.method, scope["method"])):
+                continue
+            if rule.times == 0:
+                continue
+            if rule.after:
+                rule.after -= 1
+                continue
+            if rule.times is not None:
+                rule.times -= 1
+            entry["fault"] = rule.kind
+            return rule, entry
         return None, entry
 
 
