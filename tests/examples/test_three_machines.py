@@ -524,6 +524,3 @@ def test_a_machine_has_one_way_out_and_an_interrupt_leaves_nothing(tmp_path: Pat
         time.sleep(0.1)
     assert mentioning(out) == set()
     assert shutil.which("ip") is None or left_of(process.pid) == []
-
-
-# What tests/e2e/test_three_machines.py looks with
