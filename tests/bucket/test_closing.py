@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.collecting import TABLE, write_whole
+from tests.support.collecting import TABLE
 from tests.support.running import closes_all_stores
 from tests.support.samples import RunWriter, nudge, random_bits
 from vllm_delta_sync import cli
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> str:
     random = np.random.default_rng(3)
     writer = RunWriter(open_bucket(str(tmp_path / "run")), TABLE)
     bits = random_bits(TABLE, random)
-    writer.anchor(bits, write_whole(tmp_path, bits))
+    writer.anchor(bits)
     for _ in range(2):
         writer.delta(nudge(writer.bits[-1], random, 0.2))
     return str(tmp_path / "run")

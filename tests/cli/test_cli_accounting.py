@@ -17,7 +17,7 @@ from tests.support.commands import answer, delta_sync, kind, refusal, shown
 from tests.support.publishers import small_trainer
 from tests.support.samples import RunWriter, every_dtype_table, random_bits
 from tests.support.sidecars import age, publish
-from tests.support.written import SMALL, TABLE, Written, whole_file
+from tests.support.written import SMALL, TABLE, Written
 from trainer_side import Publisher
 from vllm_delta_sync import cli, open_run
 from vllm_delta_sync.bucket import open_bucket
@@ -303,7 +303,7 @@ def test_diff_is_what_numpy_computes(tmp_path: Path, seed: int) -> None:
         for a, b in zip(old, bits_of_every_dtype(table, random), strict=True)
     ]
     writer = RunWriter(open_bucket(tmp_path / "run"), table)
-    writer.anchor(old, whole_file(tmp_path / "anchor", table, old).read_bytes())
+    writer.anchor(old)
     writer.delta(new)
     with mock.patch("vllm_delta_sync.maintenance.compare.CHUNK_ELEMENTS", 700):
         document = answer("diff", "0", "1", "--bucket", tmp_path / "run")
@@ -325,7 +325,7 @@ def test_diff_of_zeros_signs_and_what_overflows(tmp_path: Path) -> None:
         [array.view(spec.element.uint) for spec, array in zip(table, side, strict=True)] for side in (old, new)
     )
     writer = RunWriter(open_bucket(tmp_path / "run"), table)
-    writer.anchor(before, whole_file(tmp_path / "anchor", table, before).read_bytes())
+    writer.anchor(before)
     writer.delta(after)
     text = shown("diff", "0", "1", "--bucket", tmp_path / "run", "--json")
     document = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["data"]

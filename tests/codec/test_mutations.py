@@ -5,18 +5,17 @@ left as they were.
 """
 
 import random
-from collections.abc import Iterator
 from hashlib import sha256
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.golden.regenerate import DIRECTORY, versions
+from tests.support.collecting import MemoryBucket
 from tests.support.samples import state_of
-from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
+from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run, open_run
-from vllm_delta_sync.errors import DeltaSyncError, LimitError, NotFoundError
+from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.base_document import Document
 from vllm_delta_sync.format.manifest import Head, Manifest, ObjectRef, RunInfo
@@ -56,35 +55,10 @@ def mutate(data: bytes, dice: random.Random) -> bytes:
     return bytes(damaged)
 
 
-class DictBucket(Bucket):
-    """A run held in a dictionary."""
-
-    url = "memory:"
-
-    def __init__(self, objects: dict[str, bytes]) -> None:
-        self.objects = objects
-
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        if key not in self.objects:
-            raise NotFoundError(key)
-        if max_bytes is not None and len(self.objects[key]) > max_bytes:
-            raise LimitError(key)
-        return self.objects[key]
-
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        raise DeltaSyncError("read only")
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        return self.get(key)[start : start + length]
-
-    def stat(self, key: str) -> ObjectInfo:
-        return ObjectInfo(key, len(self.get(key)), 0.0)
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return (self.stat(key) for key in sorted(self.objects) if key.startswith(prefix))
-
-    def delete(self, key: str) -> None:
-        self.objects.pop(key, None)
+def run_of(objects: dict[str, bytes]) -> Run:
+    bucket = MemoryBucket()
+    bucket.held = {key: (data, 0.0) for key, data in objects.items()}
+    return Run(bucket)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +142,7 @@ def test_damaged_runs(golden: dict[str, bytes], expected: list[list[Bits]]) -> N
         else:
             objects[key] = mutate(objects[key], dice)
         try:
-            run = Run(DictBucket(objects))
+            run = run_of(objects)
             report = run.verify()
             state = run.snapshot()
         except DeltaSyncError:
@@ -180,4 +154,4 @@ def test_damaged_runs(golden: dict[str, bytes], expected: list[list[Bits]]) -> N
 
 
 def test_the_undamaged_run_stands(golden: dict[str, bytes]) -> None:
-    assert Run(DictBucket(dict(golden))).verify().replayed
+    assert run_of(golden).verify().replayed

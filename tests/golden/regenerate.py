@@ -25,7 +25,6 @@ from vllm_delta_sync.codec.tiles.rectangles import TensorView, covered_rectangle
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format.base_document import Document
 from vllm_delta_sync.format.documents import Claim, Heartbeat, Retention, Tag
-from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.trust import Keyring
@@ -84,10 +83,7 @@ def write(directory: Path) -> RunWriter:
     """Write the run into an empty or missing directory."""
     writer = RunWriter(open_bucket(str(directory)), table(), RUN)
     bits = versions()
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "anchor.safetensors"
-        write_anchor(path, table(), [(spec.name, bits[0][tensor]) for tensor, spec in enumerate(table())])
-        writer.anchor(bits[0], path.read_bytes())
+    writer.anchor(bits[0])
     writer.delta(bits[1], "plain", "zstd")
     writer.delta(bits[2], "plain", "none")
     writer.delta(bits[3], "raw", "none")
@@ -100,10 +96,8 @@ def write_tree(directory: Path) -> RunWriter:
     """Write the run with everything that lies beside a chain: of 8 versions 6 builds on 2, the object of 3 is gone."""
     writer = RunWriter(open_bucket(str(directory)), table(), RUN)
     bits = versions()
+    writer.anchor(bits[0])
     with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "anchor.safetensors"
-        write_anchor(path, table(), [(spec.name, bits[0][tensor]) for tensor, spec in enumerate(table())])
-        writer.anchor(bits[0], path.read_bytes())
         for version in (1, 2, 3, 4, 5):
             writer.delta(bits[version])
         writer.epoch = 1
@@ -145,10 +139,8 @@ def write_signed(directory: Path) -> RunWriter:
     first, second = (Keyring([], key_pair(number)) for number in (1, 2))
     writer = RunWriter(open_bucket(str(directory)), table(), RUN, first)
     bits = versions()
+    writer.anchor(bits[0])
     with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "anchor.safetensors"
-        write_anchor(path, table(), [(spec.name, bits[0][tensor]) for tensor, spec in enumerate(table())])
-        writer.anchor(bits[0], path.read_bytes())
         writer.delta(bits[1])
         writer.keyring = second
         writer.delta(bits[2])
@@ -215,10 +207,7 @@ def write_tiles(directory: Path) -> RunWriter:
     """Write a run of three deltas in codec tiled: with zstd and without, and by two ranks that cut tiles."""
     writer, table = RunWriter(open_bucket(str(directory)), tiles_table(), RUN), tiles_table()
     bits = tiles_versions()
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "anchor.safetensors"
-        write_anchor(path, table, [(spec.name, bits[0][i]) for i, spec in enumerate(table)])
-        writer.anchor(bits[0], path.read_bytes())
+    writer.anchor(bits[0])
     # Of these tensors only the last one is small.
     with patch.object(coder, "SMALL_ELEMENTS", 1000):
         writer.delta(bits[1], "tiled", "zstd")

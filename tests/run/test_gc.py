@@ -286,7 +286,7 @@ def test_a_version_published_lately_keeps_its_delta(tmp_path: Path) -> None:
     grown = of_versions(tmp_path, 6, 1)
     for key in objects(grown.memory):
         grown.memory.held[key] = (grown.memory.held[key][0], 0.0)
-    grown.fold_all()
+    grown.merge_all()
     assert collect(grown.run_, RetentionPolicy(keep_last=1)).bytes == 0
     grown.memory.clock += HOUR
     assert collect(grown.run_, RetentionPolicy(keep_last=1)).bytes
@@ -554,7 +554,7 @@ def test_sound_version_stays_readable_whatever_is_collected(
 ) -> None:
     run = marked(tmp_path, marks)
     if merged_deltas:
-        run.fold_all()
+        run.merge_all()
     for version in anchors:
         if version <= run.newest:
             run.beside(version, tmp_path)

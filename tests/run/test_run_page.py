@@ -244,7 +244,7 @@ def test_many_receivers_and_tags_stay_within_bounds(tmp_path: Path) -> None:
     for number in range(MAX_RECEIVERS + 5):
         write_heartbeat(opened, f"r{number}", 1, seconds=300, error=error)
     for number in range(MAX_TAGS + 5):
-        run.tag(f"t{number}", 1)
+        run.writer.tag(f"t{number}", 1)
     found = overview(reader(run.folder).read())
     assert (len(found["run"]["receivers"]), found["run"]["fleet"]["live"]) == (MAX_RECEIVERS, MAX_RECEIVERS + 5)
     assert len(found["run"]["tags"]) == MAX_TAGS

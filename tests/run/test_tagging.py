@@ -110,7 +110,7 @@ def test_a_version_that_was_damaged_gets_no_tag(grown: Grown, truncated: bool) -
 
 def test_what_a_collection_is_about_to_remove_gets_no_tag(grown: Grown) -> None:
     """The objects are all there; only retention.json says that they will not be."""
-    grown.fold_all()
+    grown.merge_all()
     run = grown.run_
     record = empty_record(run).model_copy(update={"gone": [[1, 3]]})
     grown.memory.put(RETENTION_KEY, record.to_bytes())

@@ -13,7 +13,6 @@ from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.format.documents import Anchor, MergedDelta, anchor_key
 from vllm_delta_sync.format.manifest import Manifest, version_key
-from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.settings import Settings
 from vllm_delta_sync.tensors.bits import Bits
@@ -81,9 +80,7 @@ class Chain(RunWriter):
 
     def inside(self, bits: list[Bits]) -> Manifest:
         """Commit an anchor."""
-        path = self.root / "anchor.safetensors"
-        write_anchor(path, self.table, ((spec.name, bits[tensor]) for tensor, spec in enumerate(self.table)))
-        return self.anchor(bits, path.read_bytes())
+        return self.anchor(bits)
 
     def grow(self, count: int = 1, base: int | None = None, share: float = 0.03, **options: Any) -> None:
         """Commit deltas; the first one builds on version ``base``."""
@@ -94,9 +91,7 @@ class Chain(RunWriter):
     def branch(self, name: str, version: int, seed: int) -> "Chain":
         """A run that begins with a version of this one."""
         branch = Chain(self.root, name, seed, keyring=self.keyring if self.keyring.has_signing_key else None)
-        source = self.manifests[version]
-        base = {"location": self.url, "run": self.run, "version": version, "manifest": source.digest}
-        branch._commit(self.bits[version], [], "reference", 0, requires=[], base=base)
+        branch.branch_of(self, version, self.url)
         return branch
 
     def beside_it(self, version: int) -> Anchor:

@@ -5,21 +5,14 @@ from pathlib import Path
 
 import numpy as np
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
 
-from tests.support.samples import RunWriter, nudge, random_bits
+from tests.support.samples import RunWriter, nudge, random_bits, whole_object
 from vllm_delta_sync.bucket import Bucket, ObjectInfo
 from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import ConflictError, NotFoundError
-from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
-from vllm_delta_sync.format.base_document import timestamp
-from vllm_delta_sync.format.documents import Tag
-from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy
-from vllm_delta_sync.run.read_plan import MERGE_WIDTH
-from vllm_delta_sync.tensors.bits import Bits
 
 TABLE = TensorTable([TensorSpec("a", "F32", (31,)), TensorSpec("b", "I64", (3, 5))])
 LARGE = TensorTable([TensorSpec("a", "F32", (4000,)), TensorSpec("b", "I64", (3, 5))])
@@ -81,13 +74,6 @@ class MemoryBucket(Bucket):
         self.after("delete", key)
 
 
-def write_whole(folder: Path, bits: list[Bits], table: TensorTable = TABLE) -> bytes:
-    """An object with all tensors of the table."""
-    path = folder / "whole.safetensors"
-    write_anchor(path, table, [(spec.name, bits[tensor]) for tensor, spec in enumerate(table)])
-    return path.read_bytes()
-
-
 class Grown(RunWriter):
     """A run that grows at random.
 
@@ -103,16 +89,11 @@ class Grown(RunWriter):
         self.random = np.random.default_rng(seed)
         bits = random_bits(table, self.random)
         if whole:
-            self.anchor(bits, write_whole(folder, bits, table))
+            self.anchor(bits)
         else:
             base = folder / "base"
             base.mkdir(exist_ok=True)
-            kinds = (np.float32, np.int64)
-            tensors = {
-                spec.name: bits[n].view(kind).reshape(spec.shape)
-                for n, (spec, kind) in enumerate(zip(table, kinds, strict=True))
-            }
-            save_file(tensors, base / "model.safetensors")
+            (base / "model.safetensors").write_bytes(whole_object(table, bits))
             self.reference(bits, str(base))
 
     @property
@@ -140,36 +121,13 @@ class Grown(RunWriter):
     def grow_whole(self) -> int:
         """Publish an anchor inside the chain."""
         bits = nudge(self.bits[-1], self.random, 0.2)
-        self.anchor(bits, write_whole(self.folder, bits, self.table))
+        self.anchor(bits)
         return self.newest
-
-    def tag(self, name: str, version: int, milestone: bool = False, branch: str | None = None) -> None:
-        """Set a tag without asking whether it can be."""
-        tag = Tag(
-            run=self.run,
-            name=name,
-            version=version,
-            manifest=self.manifests[version].digest,
-            milestone=milestone,
-            branch=branch,
-            created_at=timestamp(),
-        )
-        self.bucket.put(side.tag_key(name), tag.to_bytes())
 
     def equals(self, version: int) -> bool:
         """Whether a reader who has nothing gets a version's very bits."""
         state = Run(self.memory).snapshot(version)
         return all(np.array_equal(found, bits) for found, bits in zip(state.bits, self.bits[version], strict=True))
-
-    def fold_all(self) -> None:
-        """Every merged delta that readers look for."""
-        breaks = {item.version for item in self.breaks}
-        size = MERGE_WIDTH
-        while size <= self.newest:
-            for first in range(0, self.newest - size + 1, size):
-                if not any(first < number <= first + size for number in breaks):
-                    self.merge(first, first + size)
-            size *= MERGE_WIDTH
 
 
 def objects(bucket: MemoryBucket) -> set[str]:
@@ -182,7 +140,7 @@ def long_run(folder: Path, versions: int = 40, table: TensorTable = TABLE) -> Gr
     grown = Grown(MemoryBucket(), folder, 7, table=table)
     for _ in range(versions):
         grown.grow()
-    grown.fold_all()
+    grown.merge_all()
     grown.memory.clock += 10 * HOUR
     return grown
 
@@ -231,7 +189,7 @@ def play(grown: Grown, steps: list[tuple[str, int]]) -> None:
         elif action == "beside":
             grown.beside(version, grown.folder)
         elif action == "merge":
-            grown.fold_all()
+            grown.merge_all()
         elif action == "repair" and version and version not in breaks:
             grown.merge(version - 1, version)
         elif action in ("tag", "milestone", "branch"):

@@ -20,11 +20,9 @@ from tests.support.samples import RunWriter, nudge, random_bits
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.engine.follow.receiver import Receiver
-from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.settings import Settings
-from vllm_delta_sync.tensors.bits import Bits
-from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, tensor_from_bits
+from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
 
 RANKS = 2
 PATTERNS = {
@@ -86,8 +84,7 @@ def write(root: Path, dtypes: list[str]) -> None:
         # Only small weights: classes of codec ``tiled`` differ in them.
         bits >>= bits.dtype.type(2)
     writer = RunWriter(open_bucket(str(root / "run")), table)
-    write_anchor(root / "base.safetensors", table, ((spec.name, first[i]) for i, spec in enumerate(table)))
-    writer.anchor(first, (root / "base.safetensors").read_bytes())
+    writer.anchor(first)
     for codec, compression in (("plain", "zstd"), ("plain", "none"), ("tiled", "zstd"), ("raw", "none")):
         for share in (0.02, 0.6):
             writer.delta(nudge(writer.bits[-1], random, share), codec, compression)  # type: ignore[arg-type]
@@ -96,18 +93,13 @@ def write(root: Path, dtypes: list[str]) -> None:
     for codec, full in (("plain", ()), ("raw", ()), ("plain", (0, 1)), ("plain", ()), ("tiled", ()), ("raw", ())):
         writer.delta(nudge(writer.bits[-1], random, 0.05), codec, full=full)  # type: ignore[arg-type]
     last = nudge(writer.bits[-1], random, 0.5)
-    write_anchor(root / "last.safetensors", table, ((spec.name, last[i]) for i, spec in enumerate(table)))
-    writer.anchor(last, (root / "last.safetensors").read_bytes())
+    writer.anchor(last)
     writer.delta(nudge(last, random, 0.01))
 
 
 FIRST_MERGED, LAST_MERGED = 10, 15
 IDENTIFY = "identify"
 """The first step."""
-
-
-def tensors_of(bits: list[Bits], table: TensorTable) -> list[tuple[str, torch.Tensor]]:
-    return [(spec.name, tensor_from_bits(bits[tensor].copy(), spec)) for tensor, spec in enumerate(table)]
 
 
 def follow(root: Path) -> None:

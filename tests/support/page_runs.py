@@ -10,19 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.samples import RUN, RunWriter, changes_between, random_bits
-from tests.support.written import whole_file
+from tests.support.samples import RUN, RunWriter, random_bits
 from vllm_delta_sync import __version__
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
-from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.fleet.heartbeats import write_heartbeat
 from vllm_delta_sync.format.base_document import timestamp
-from vllm_delta_sync.format.documents import Tag, tag_key
 from vllm_delta_sync.format.manifest import Manifest, object_key, version_key
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
-from vllm_delta_sync.tensors.bits import BaseTensor
 
 PARTS = (
     *("input_layernorm.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -63,7 +58,7 @@ class PageRun:
         self.began = time.time() - versions * every - 20
         self.writer = RunWriter(open_bucket(str(folder)), table, RUN)
         self._tick(0)
-        self._anchor_bytes(random_bits(table, self.random))
+        self.writer.anchor(random_bits(table, self.random))
 
     @property
     def head(self) -> int:
@@ -73,30 +68,17 @@ class PageRun:
         moment = self.began + (version + 0.3 * math.sin(version)) * self.every
         self.writer.created_at = timestamp(datetime.fromtimestamp(moment, UTC))
 
-    def _anchor_bytes(self, bits: list[Any]) -> None:
-        file = self.folder / "anchor.tmp"
-        self.writer.anchor(bits, whole_file(file, self.writer.table, bits).read_bytes())
-        file.unlink()
-
     def delta(self, share: Callable[[str], float], reasons: list[str] | None = None) -> Manifest:
         """A version that changes a share of each tensor, by its name; ``reasons`` quarantine it."""
-        table, version = self.writer.table, self.head + 1
-        self._tick(version)
-        old = self.writer.bits[-1]
+        self._tick(self.head + 1)
         new = []
-        for spec, bits in zip(table, old, strict=True):
+        for spec, bits in zip(self.writer.table, self.writer.bits[-1], strict=True):
             moved, chosen = bits.copy(), self.random.random(bits.size) < share(spec.name)
             moved[chosen] += self.random.integers(1, 3, int(chosen.sum())).astype(bits.dtype)
             new.append(moved)
-        changes = changes_between(table, old, new, "plain")
-        context = DeltaContext(self.writer.run, version, version - 1)
-        data = encode(changes, table, "plain", "zstd", context, lambda tensor: BaseTensor(old[tensor]))
-        fields: dict[str, Any] = {"codec": "plain", "compression": "zstd", "reversible": changes.reversible}
-        fields |= {"requires": required_features("plain", "zstd"), "base_version": version - 1}
-        if reasons is not None:
-            fields["quarantine"] = {"reasons": reasons, "sound": self.writer.manifests[-1].sound}
+        quarantine = None if reasons is None else {"reasons": reasons, "sound": self.writer.manifests[-1].sound}
         self.writer.bits[:-1] = [[]] * (len(self.writer.bits) - 1)  # only the newest are needed
-        return self.writer._commit(new, [data], "delta", changes.changed, **fields)
+        return self.writer.delta(new, quarantine=quarantine)
 
     def busy(self, versions: int) -> None:
         """Deltas whose share sinks as training settles; the middle layers change most. One of them is quarantined."""
@@ -137,11 +119,6 @@ class PageRun:
             self.writer.bucket.put(key, data)
         self.writer.bits += [self.writer.bits[-1]] * (versions - len(self.writer.bits))
         self.writer.head(self.head)
-
-    def tag(self, name: str, version: int) -> None:
-        digest = self.writer.manifests[version].digest
-        tag = Tag(run=RUN, name=name, version=version, manifest=digest, created_at=timestamp())
-        self.writer.bucket.put(tag_key(name), tag.to_bytes())
 
     def receiver(self, name: str, served: int | None, **more: Any) -> None:
         """A heartbeat of now."""
@@ -198,8 +175,8 @@ def busy_run(folder: Path, layers: int = 28, versions: int = 200, width: int = 4
     """A run that several servers follow: one holds, one follows a tag, one cannot reach the store."""
     run = PageRun(folder, layered_table(layers, width), versions)
     run.busy(versions)
-    run.tag("best", max(1, versions - 20))
-    run.tag("release-1", max(1, versions * 3 // 5))
+    run.writer.tag("best", max(1, versions - 20))
+    run.writer.tag("release-1", max(1, versions * 3 // 5))
     run.receiver("rollout-1", versions, step=10 * versions, pause_ms=9.1, lag=0)
     run.receiver("rollout-2", versions, step=10 * versions, pause_ms=8.04, lag=0)
     held = {"holding": True, "state": "held"}
@@ -261,8 +238,8 @@ def hostile_run(folder: Path) -> PageRun:
     run = PageRun(folder, layered_table(4, 16, named), 12)
     run.busy(10)
     run.delta(lambda name: 0.2, list(HOSTILE))
-    run.tag("constructor", 3)
-    run.tag("__proto__".strip("_"), 4)
+    run.writer.tag("constructor", 3)
+    run.writer.tag("__proto__".strip("_"), 4)
     run.receiver("hasOwnProperty", 10, error={"kind": "store", "message": HOSTILE[0] + HOSTILE[1]}, lag=0)
     run.receiver("toString", 9, holding=True, lag=1)
     (folder / "heartbeats" / f"{HOSTILE[0][:20].replace('/', '')}.json").write_bytes(b"{}")

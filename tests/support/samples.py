@@ -1,5 +1,6 @@
 """Small models, changes and runs that many tests build on; all deterministic."""
 
+import tempfile
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -14,12 +15,13 @@ from vllm_delta_sync.codec.zstd import Compression
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
 from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
-from vllm_delta_sync.format.documents import Anchor, MergedDelta
+from vllm_delta_sync.format.documents import Anchor, MergedDelta, Tag
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Break, Head, Manifest, ObjectRef, RunInfo
 from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.run.read_plan import MERGE_WIDTH
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.changes import Changes, Full, Sparse
 from vllm_delta_sync.tensors.segments import diff
@@ -99,6 +101,14 @@ def nudge(bits: list[Bits], random: np.random.Generator, share: float) -> list[B
     return moved
 
 
+def whole_object(table: TensorTable, bits: list[Bits]) -> bytes:
+    """The object of an anchor: all tensors of a table."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "whole.safetensors")
+        write_anchor(path, table, ((spec.name, bits[tensor]) for tensor, spec in enumerate(table)))
+        return path.read_bytes()
+
+
 class RunWriter:
     """Writes a run into a bucket version by version, the way a publisher does: objects, manifest, HEAD.
 
@@ -124,13 +134,19 @@ class RunWriter:
         bucket.put(keys.RUN_KEY, self.info.to_bytes(), if_absent=True)
         bucket.put(keys.TABLE_KEY, table.to_bytes(), if_absent=True)
 
-    def anchor(self, bits: list[Bits], data: bytes) -> Manifest:
-        """Commit an anchor whose object is ``data``."""
-        return self._commit(bits, [data], "anchor", self.table.total, requires=[])
+    def anchor(self, bits: list[Bits], data: bytes | None = None) -> Manifest:
+        """Commit an anchor, whose object is ``data`` if that is given."""
+        whole = whole_object(self.table, bits) if data is None else data
+        return self._commit(bits, [whole], "anchor", self.table.total, requires=[])
 
     def reference(self, bits: list[Bits], location: str) -> Manifest:
         """Commit a version 0 that lies at ``location``."""
         return self._commit(bits, [], "reference", 0, requires=[], base={"location": location})
+
+    def branch_of(self, source: "RunWriter", version: int, location: str) -> Manifest:
+        """Commit a version 0 that is a version of another run, which lies at ``location``."""
+        at = {"run": source.run, "version": version, "manifest": source.manifests[version].digest}
+        return self._commit(source.bits[version], [], "reference", 0, requires=[], base={"location": location, **at})
 
     def delta(
         self,
@@ -139,8 +155,9 @@ class RunWriter:
         compression: Compression = "zstd",
         full: Iterable[int] = (),
         base: int | None = None,
+        **fields: object,
     ) -> Manifest:
-        """Commit the change to ``bits`` from version ``base``, the last one if None."""
+        """Commit the change to ``bits`` from version ``base``, the last one if None. ``fields``: of the manifest."""
         version = len(self.manifests)
         base = version - 1 if base is None else base
         changes = changes_between(self.table, self.bits[base], bits, codec, full)
@@ -161,6 +178,7 @@ class RunWriter:
             codec=codec if carried else None,
             compression=stored if carried else None,
             reversible=changes.reversible and (codec != "tiled" or not carried),
+            **fields,
         )
 
     def merge(self, first: int, last: int) -> MergedDelta:
@@ -185,6 +203,30 @@ class RunWriter:
         merged_delta = self.keyring.signed(unsigned)
         self.bucket.put(side.merged_delta_key(first, last), merged_delta.to_bytes())
         return merged_delta
+
+    def merge_all(self, longest: int = 10**6) -> None:
+        """Write every merged delta that readers look for, up to a length."""
+        breaks, size = {item.version for item in self.breaks}, MERGE_WIDTH
+        while size < len(self.manifests) and size <= longest:
+            for first in range(0, len(self.manifests) - size, size):
+                if not breaks & set(range(first + 1, first + size + 1)):
+                    self.merge(first, first + size)
+            size *= MERGE_WIDTH
+
+    def tag(
+        self, name: str, version: int, milestone: bool = False, branch: str | None = None, digest: str | None = None
+    ) -> None:
+        """Set a tag without asking whether it can be."""
+        tag = Tag(
+            run=self.run,
+            name=name,
+            version=version,
+            manifest=digest or self.manifests[version].digest,
+            milestone=milestone,
+            branch=branch,
+            created_at=self.created_at or CREATED,
+        )
+        self.bucket.put(side.tag_key(name), self.keyring.signed(tag).to_bytes())
 
     def beside(self, version: int, folder: Path, shards: int = 2) -> Anchor:
         """Write an anchor beside a version, in so many shards at most."""

@@ -5,11 +5,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.support.collecting import MemoryBucket
 from tests.support.damage import TABLE, Whole
-from tests.support.samples import CREATED, RUN, RunWriter, random_bits
+from tests.support.samples import RunWriter, random_bits
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.format import documents as side
-from vllm_delta_sync.format.documents import Tag
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import public_hex
 
@@ -40,11 +38,6 @@ class Signed(Whole):
     @property
     def run(self) -> Run:
         return Run(self.bucket, Keyring(ROOT.trusted))
-
-    def tag(self, name: str, version: int) -> None:
-        digest = self.writer.manifests[version].digest
-        tag = Tag(run=RUN, name=name, version=version, manifest=digest, created_at=CREATED)
-        self.bucket.put(side.tag_key(name), self.writer.keyring.signed(tag).to_bytes())
 
     def grown(self) -> "Signed":
         """Documents of every kind."""

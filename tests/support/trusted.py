@@ -12,10 +12,7 @@ from tests.support.chains import Chain, Server, models_of
 from tests.support.world import expect_equal
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.errors import DeltaSyncError
-from vllm_delta_sync.format import base_document
-from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format import manifest as keys
-from vllm_delta_sync.format.documents import Tag
 from vllm_delta_sync.trust import Keyring
 from vllm_delta_sync.trust.keys import generate
 
@@ -77,11 +74,9 @@ class Trusted:
 
     def tag(self, name: str, version: int, keyring: Keyring, digest: str | None = None) -> None:
         """Let a tag name a version, the true one or another, signed with that keyring."""
-        manifest = digest or self.chain.manifests[version].digest
-        tag = Tag(
-            run=self.chain.run, name=name, version=version, manifest=manifest, created_at=base_document.timestamp()
-        )
-        self.chain.bucket.put(side.tag_key(name), keyring.signed(tag).to_bytes())
+        chain = copy.copy(self.chain)
+        chain.keyring = keyring
+        chain.tag(name, version, digest=digest)
 
     def put(self, folder: Path) -> None:
         """Make the bucket what lies in a folder."""

@@ -8,7 +8,16 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from tests.support.samples import CREATED, RUN, RunWriter, changes_between, nudge, random_bits, state_of
+from tests.support.samples import (
+    CREATED,
+    RUN,
+    RunWriter,
+    changes_between,
+    nudge,
+    random_bits,
+    state_of,
+    whole_object,
+)
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext, required_features
@@ -16,12 +25,10 @@ from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.format import documents as side
 from vllm_delta_sync.format.codecs import Codec
-from vllm_delta_sync.format.documents import Claim, Retention, Tag
+from vllm_delta_sync.format.documents import Claim, Retention
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.format.safetensors_file import write_anchor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.maintenance.gc.record import ranges as spans
-from vllm_delta_sync.run.read_plan import MERGE_WIDTH
 from vllm_delta_sync.run.restore import restore
 from vllm_delta_sync.tensors.bits import BaseTensor, Bits
 from vllm_delta_sync.tensors.state import ModelState
@@ -37,16 +44,11 @@ TABLE = TensorTable(
 SMALL = TensorTable([TensorSpec("w", "BF16", (40, 3)), TensorSpec("b", "F32", (4,))])
 
 
-def whole_file(path: Path, table: TensorTable, bits: list[Bits]) -> Path:
-    """Write all tensors of a table into one safetensors file."""
-    write_anchor(path, table, ((spec.name, bits[tensor]) for tensor, spec in enumerate(table)))
-    return path
-
-
 def save_base(folder: Path, bits: list[Bits], table: TensorTable = SMALL) -> Path:
     """Write a checkpoint folder."""
     folder.mkdir()
-    return whole_file(folder / "model.safetensors", table, bits)
+    (folder / "model.safetensors").write_bytes(whole_object(table, bits))
+    return folder / "model.safetensors"
 
 
 def reference_run(folder: Path, location: str) -> tuple[Run, list[list[Bits]]]:
@@ -92,9 +94,7 @@ class Written:
             bits = source.writer.bits[2]
         self.writer: RunWriter = RunWriter(self.bucket, table, run)
         if source is not None:
-            at = source.writer.manifests[2]
-            base = {"location": source.bucket.url, "run": at.run, "version": 2, "manifest": at.digest}
-            self.writer._commit(bits, [], "reference", 0, requires=[], base=base)
+            self.writer.branch_of(source.writer, 2, source.bucket.url)
         elif start == "checkpoint":
             checkpoint = self.folder.with_name("checkpoint")
             save_base(checkpoint, bits, table)
@@ -117,8 +117,7 @@ class Written:
 
     def anchor(self, bits: list[Bits]) -> None:
         """An anchor in the history."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.writer.anchor(bits, whole_file(Path(folder) / "anchor", self.writer.table, bits).read_bytes())
+        self.writer.anchor(bits)
 
     def publish(
         self, share: float = 0.01, codec: Codec = "plain", full: Iterable[int] = (), base: int | None = None
@@ -158,13 +157,7 @@ class Written:
 
     def merged_deltas(self, longest: int = 10**6) -> None:
         """Every merged delta that a run of this length may have, up to a length."""
-        size = MERGE_WIDTH
-        breaks = {item.version for item in self.writer.breaks}
-        while size <= min(self.head, longest):
-            for first in range(0, self.head - size + 1, size):
-                if not breaks & set(range(first + 1, first + size + 1)):
-                    self.writer.merge(first, first + size)
-            size *= MERGE_WIDTH
+        self.writer.merge_all(longest)
 
     def beside(self, version: int, shards: int = 2) -> None:
         """A standalone anchor."""
@@ -172,9 +165,7 @@ class Written:
             self.writer.beside(version, Path(folder), shards)
 
     def tag(self, name: str, version: int) -> None:
-        digest = self.writer.manifests[version].digest
-        tag = Tag(run=self.writer.run, name=name, version=version, manifest=digest, created_at=CREATED)
-        self.bucket.put(side.tag_key(name), tag.to_bytes())
+        self.writer.tag(name, version)
 
     def claim(self) -> None:
         """Another writer takes over."""

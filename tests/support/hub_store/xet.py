@@ -24,9 +24,6 @@ HEADER_BYTES = 8
 FOOTER_MARK = b"XETBLOB"
 MAX_XORB_BYTES = 65 << 20
 """The client fills a xorb with 64 MiB of chunks; their headers and the footer come on top."""
-CHUNK_BYTES = 64 << 10
-"""Of the chunks into which the server itself cuts what came through the S3 gateway."""
-CHUNKS_PER_XORB = 1000
 READ_CHUNKS = 16
 RAW, LZ4, GROUPED_LZ4 = 0, 1, 2
 
