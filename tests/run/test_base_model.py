@@ -63,8 +63,8 @@ def test_version_0_refers_to_the_models_commit(model: Path, tmp_path: Path) -> N
     absent = {"org/model@nothing": "not_found", "org/other@main": "not_found", "org/model@": "not_found"}
     refused = {**absent, "org/--model@main": "usage"}
     with serving(model) as hub:
-        answers = publish(model, hub.endpoint, ("run", "org/model@main", 0), *(("never", base, 0) for base in refused))
-        asked = hub.asked[:]
+        answers = publish(model, hub.url, ("run", "org/model@main", 0), *(("never", base, 0) for base in refused))
+        asked = [one.path for one in hub.asked]
     assert answers[0] == 1
     assert [kind for kind, _ in answers[1:]] == list(refused.values())
     for base, (_, message) in zip(absent, answers[1:], strict=False):
