@@ -49,7 +49,7 @@ def test_a_failure_is_printed_with_its_seed_and_repeats_exactly(folder: Path, tm
         cwd=ROOT, env={**os.environ, "TMPDIR": str(scratch)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "properties: seed 77: 2 tests, 1 failed" in done.stdout
+    assert "properties: seed 77: 1 failed, 1 passed, 1 deselected" in done.stdout
     assert "1 failure\n" in done.stdout
     assert list(scratch.iterdir()) == []
     again = next(line for line in done.stdout.splitlines() if line.startswith("again: "))
