@@ -1,32 +1,28 @@
 """What a plain ``vllm serve`` is like where this package is installed, for ``tests/e2e/test_installed.py``.
 
 Starts two servers of a small model one after the other, with nothing of ours set: one as vLLM starts it, and one that
-loads all plugins but ours (``VLLM_PLUGINS``). Says which attributes of vLLM's modules and classes differ
-between their processes, and what each takes to start and in memory.
+loads all plugins but ours (``VLLM_PLUGINS``). Says which attributes of vLLM's modules and classes differ between their
+processes.
 """
 
 import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.servers import VLLM_FLAGS, Server, free_port
+from tests.e2e.servers import VLLM_FLAGS, serving
 from tests.e2e.warm import ENVIRONMENT
 from tests.support.snapshot import differences
 from tests.support.tiny import make_model, save_checkpoint
 from vllm_delta_sync.engine.names import PLUGIN_NAME
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 600.0
 OTHERS = ",".join(
     sorted({entry.name for entry in entry_points(group="vllm.general_plugins")} - {PLUGIN_NAME}) or ["none"]
 )
@@ -50,14 +46,10 @@ class Seen:
     """A server that has answered a request.
 
     Attributes:
-        ready_seconds: from its start until it was healthy.
-        memory_mib: proportional set size of all its processes together.
         processes: what each holds (``tests.support.snapshot``), by the module that tells what it is.
         answer: tokens of a greedy completion.
     """
 
-    ready_seconds: float
-    memory_mib: float
     processes: dict[str, dict[str, Any]]
     answer: list[int]
 
@@ -66,62 +58,22 @@ def serve(base: Path, root: Path, **environment: str) -> Seen:
     """Start ``vllm serve`` as a user does, look at all of its processes, and end it."""
     root.mkdir()
     (root / "sitecustomize.py").write_text(SITE)
-    port = free_port()
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("DELTA_SYNC_", "VLLM_"))}
     # vLLM keeps tables whose keys are hashes of strings.
     site = {"PYTHONPATH": f"{root}{os.pathsep}{ROOT}", "SNAPSHOTS": str(root), "PYTHONHASHSEED": "0"}
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(base), *VLLM_FLAGS, "--port", str(port)]
-    began = time.monotonic()
-    with (root / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, env={**clean, **ENVIRONMENT, **site, **environment}, stdout=log, stderr=log, process_group=0
-        )
-    server = Server(f"http://127.0.0.1:{port}", process, root / "log")
-    with ended(process):
-        while not healthy(server):
-            if process.poll() is not None or time.monotonic() > began + START_SECONDS:
-                raise RuntimeError(f"the server does not start:\n{server.logged()[-4000:]}")
-            time.sleep(0.05)
-        ready = time.monotonic() - began
+    foreign = [name for name in os.environ if name.startswith(("DELTA_SYNC_", "VLLM_"))]
+    clean = ["env", *(f"--unset={name}" for name in foreign if name not in {**ENVIRONMENT, **environment})]
+    command = [*clean, sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(base), *VLLM_FLAGS]
+    with serving(base, root / "log", command, {**site, **environment}, cold=True) as server:
         body = {"model": "tiny", "prompt": "fox", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
         answer = server.post("/v1/completions", body).json()["choices"][0]["token_ids"]
-        pids = group_of(process.pid)
-        memory = sum(proportional_kib(pid) for pid in pids) / 1024
+        pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _group(folder) == server.process.pid]
         processes = {role: held for pid in pids if (role := role_of(pid)) for held in [ask(pid, root)]}
-    return Seen(ready, memory, processes, answer)
+    return Seen(processes, answer)
 
 
-def healthy(server: Server) -> bool:
-    import httpx
-
+def _group(folder: Path) -> int | None:
     try:
-        return bool(server.get("/health").status_code == 200)
-    except httpx.TransportError:
-        return False
-
-
-@contextmanager
-def ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(60)
-
-
-def group_of(leader: int) -> list[int]:
-    """Processes of a group."""
-    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if _group(pid) == leader]
-
-
-def _group(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
+        return os.getpgid(int(folder.name))
     except ProcessLookupError:
         return None
 
@@ -133,12 +85,6 @@ def role_of(pid: int) -> str | None:
         return None
     named = re.match(r"VLLM::(\w+)", title)
     return named.group(1) if named else "APIServer"
-
-
-def proportional_kib(pid: int) -> int:
-    """Proportional set size, in KiB: what processes share is counted once."""
-    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    return int(re.search(r"^Pss:\s+(\d+)", rollup, re.MULTILINE)[1])  # type: ignore[index]
 
 
 def ask(pid: int, folder: Path) -> dict[str, Any]:
