@@ -6,18 +6,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 import pytest
 import torch
 
-from tests.support.architectures import same_bits
+from tests.support import publishing
 from trainer_side import Publisher
 from trainer_side.maintenance import THREAD_NAME
 from vllm_delta_sync import open_run
-from vllm_delta_sync.bucket import Bucket, ObjectInfo, open_bucket
+from vllm_delta_sync.bucket import Bucket, open_bucket
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call
 from vllm_delta_sync.errors import ConflictError, PublishError, StoreError
 
 Hook = Callable[[str], None]
+_Result = TypeVar("_Result")
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -41,51 +44,32 @@ def logs(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-class Hooked(Bucket):
+class Hooked(BucketMiddleware):
     """A real local bucket that calls back around each put and before each read, except those of upkeep.
 
     ``reading`` comes before each get, ``looking`` before each stat, ``maintain`` before each put of upkeep.
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(open_bucket(str(folder)))
         self.folder = folder
-        self._inner = open_bucket(str(folder))
-        self.url = self._inner.url
         self.before: Hook = nothing
         self.after: Hook = nothing
         self.reading: Hook = nothing
         self.looking: Hook = nothing
         self.upkeep: Hook = nothing
 
-    def put(self, key: str, data: bytes | Path, *, if_absent: bool = False) -> None:
-        watched = threading.current_thread().name != THREAD_NAME
-        (self.before if watched else self.upkeep)(key)
-        self._inner.put(key, data, if_absent=if_absent)
-        if watched:
-            self.after(key)
-
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        self._read(key)
-        return self._inner.get(key, max_bytes=max_bytes)
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        self._read(key)
-        return self._inner.get_range(key, start, length)
-
-    def _read(self, key: str) -> None:
-        if threading.current_thread().name != THREAD_NAME:
-            self.reading(key)
-
-    def stat(self, key: str) -> ObjectInfo:
-        if threading.current_thread().name != THREAD_NAME:
-            self.looking(key)
-        return self._inner.stat(key)
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return self._inner.list(prefix)
-
-    def delete(self, key: str) -> None:
-        self._inner.delete(key)
+    def _around(self, call: Call, run: Callable[[], _Result]) -> _Result:
+        if threading.current_thread().name == THREAD_NAME:
+            if call.method == "put":
+                self.upkeep(call.key)
+            return run()
+        before = {"put": self.before, "get": self.reading, "get_range": self.reading, "stat": self.looking}
+        before.get(call.method, nothing)(call.key)
+        result = run()
+        if call.method == "put":
+            self.after(call.key)
+        return result
 
 
 class Late(Hooked):
@@ -196,13 +180,9 @@ def flip(publisher: Publisher, tensor: str | int, element: int = 5) -> None:
 
 
 def assert_holds(bucket: Bucket, version: int, expected: Weights) -> None:
-    held = dict(open_run(bucket.url).tensors(version))
-    assert [name for name in expected if not same_bits(held[name], expected[name])] == []
+    publishing.assert_holds(open_run(bucket.url), version, dict(expected))
 
 
 def assert_history(bucket: Bucket, history: Sequence[Weights]) -> None:
     """The run verifies, and its versions are these, bit for bit."""
-    report = open_run(bucket.url).verify()
-    assert (report.versions, report.replayed) == (len(history), True)
-    for version, expected in enumerate(history):
-        assert_holds(bucket, version, expected)
+    publishing.assert_versions(bucket.url, [dict(expected) for expected in history])
