@@ -10,7 +10,8 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import Qwen3ForCausalLM
 
 from examples.three_machines import environment, rollouts, trainer
 from examples.three_machines.trainer import read_batch
+from tests.support.answers import Answer, answering
 from tests.support.running import mentioning
 from tests.support.three import RUN, key_of, packed, save_policy, some_batch, write_batch
 from tests.tools import three_machines_verdict as verdict
@@ -239,77 +241,51 @@ def test_what_the_trainer_warms_up_on_is_what_rollouts_play() -> None:
             assert rollouts.reply(guess, environment.feedback(secret, guess)) == trainer.marked(secret, guess) + ">"
 
 
-class Answers(BaseHTTPRequestHandler):
-    """A server that guesses at random; ``server`` is the Server."""
+class World:
+    """A server, an environment, a bucket, and rollouts that play.
 
-    protocol_version = "HTTP/1.1"
-    server: "Server"
+    Attributes:
+        version: that the server serves. It writes random words, of which one half is another version's.
+        failing: answers of the server that are errors.
+    """
 
-    def do_GET(self) -> None:
-        version = self.server.version
-        self._send(200, {"run": RUN, "served": None if version is None else {"version": version}, "recent": []})
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
-        if "prompt" not in asked:
-            self._send(200, {"verdict": True, "fingerprint": "f"})
-            return
-        if self.server.failing:
-            self.server.failing -= 1
-            self._send(503, {"error": "not now"})
-            return
-        choices, spans, version = [], [], self.server.version
-        for index in range(len(asked["prompt"])):
-            tokens = rollouts.encode(self.server.chance.choice(environment.WORDS))
-            logprobs = {"token_logprobs": [-1.5, -0.5, -0.25]}
-            choices.append({"index": index, "token_ids": tokens, "logprobs": logprobs})
-            later = version if version is None else version + 1
-            spans.append({"index": index, "version": version, "start": 0, "end": 1})
-            spans.append({"index": index, "version": later, "start": 1, "end": 3})
-        self._send(200, {"choices": choices[::-1], "delta_sync": {"spans": spans}})
-
-    def _send(self, status: int, value: Any) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
-
-
-class Server(ThreadingHTTPServer):
-    """What rollouts see of a server: random words, their versions, a status. ``failing``: answers that are errors."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.version: int | None = 0
         self.failing = 0
         self.chance = random.Random(1)
-
-
-class World:
-    """A server, an environment, a bucket, and rollouts that play."""
-
-    def __init__(self, folder: Path) -> None:
+        server = stack.enter_context(answering())
+        server.reply = lambda asked: self.reply(json.loads(asked.body) if asked.method == "POST" else None)
         environment.Handler.seed = 3
-        self.server, self.environment = Server(), ThreadingHTTPServer(("127.0.0.1", 0), environment.Handler)
+        rated = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), environment.Handler))
+        threading.Thread(target=rated.serve_forever, daemon=True).start()
+        stack.callback(rated.shutdown)
         self.games = str(folder / "games")
-        for service in (self.server, self.environment):
-            threading.Thread(target=service.serve_forever, daemon=True).start()
+        self.urls = {"server": server.url, "environment": f"http://127.0.0.1:{rated.server_address[1]}"}
+
+    def reply(self, asked: dict[str, Any] | None) -> Answer:
+        """What rollouts see of a server: a status, a verification, completions."""
+        version = self.version
+        if asked is None:
+            found: Any = {"run": RUN, "served": None if version is None else {"version": version}, "recent": []}
+        elif "prompt" not in asked:
+            found = {"verdict": True, "fingerprint": "f"}
+        elif self.failing:
+            self.failing -= 1
+            return Answer(503, b'{"error": "not now"}')
+        else:
+            choices, spans = [], []
+            for index in range(len(asked["prompt"])):
+                tokens = rollouts.encode(self.chance.choice(environment.WORDS))
+                logprobs = {"token_logprobs": [-1.5, -0.5, -0.25]}
+                choices.append({"index": index, "token_ids": tokens, "logprobs": logprobs})
+                later = version if version is None else version + 1
+                spans.append({"index": index, "version": version, "start": 0, "end": 1})
+                spans.append({"index": index, "version": later, "start": 1, "end": 3})
+            found = {"choices": choices[::-1], "delta_sync": {"spans": spans}}
+        return Answer(200, json.dumps(found).encode())
 
     def rollouts(self, **options: Any) -> "subprocess.Popen[str]":
-        server, rated = (f"http://127.0.0.1:{one.server_address[1]}" for one in (self.server, self.environment))
-        settings: dict[str, Any] = {
-            "server": server,
-            "environment": rated,
-            "games": self.games,
-            "bucket": "unused",
-            "folder": "unused",
-        }
+        settings: dict[str, Any] = {**self.urls, "games": self.games, "bucket": "unused", "folder": "unused"}
         settings |= {"worker": "w1", "groups": 3, "plays": 4, "versions": 9, **options}
         words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
         command = [sys.executable, str(FOLDER / "rollouts.py"), *words]
@@ -319,17 +295,11 @@ class World:
         with open_bucket(self.games) as bucket:
             return [read_batch(bucket.get(item.key), item.key) for item in bucket.list("trajectories/")]
 
-    def close(self) -> None:
-        for service in (self.server, self.environment):
-            service.shutdown()
-            service.server_close()
-
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path)
-    yield made
-    made.close()
+    with ExitStack() as stack:
+        yield World(tmp_path, stack)
 
 
 def told(process: "subprocess.Popen[str]", kind: str) -> dict[str, Any]:
@@ -344,22 +314,22 @@ def told(process: "subprocess.Popen[str]", kind: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_batches_hold_whole_games_and_killed_it_goes_on_under_the_next_number(world: World) -> None:
-    world.server.version, world.server.failing = None, 3
+    world.version, world.failing = None, 3
     with world.rollouts(ahead=2) as process:
         told(process, "ready")
-        world.server.version = 0
+        world.version = 0
         assert "503" in told(process, "away")["error"]
         assert told(process, "back")["what"] == "server"
         assert [told(process, "batch")["version"] for _ in range(2)] == [0, 0]
         # It has played as many as it may for this version.
-        world.server.version = 1
+        world.version = 1
         assert told(process, "batch")["version"] == 1
         process.kill()
     held = world.batches()
     with world.rollouts() as process:
         assert told(process, "ready")["number"] == len(held)
         told(process, "batch")
-        world.server.version = 9
+        world.version = 9
         assert told(process, "verified")["fingerprint"] == "f"
         assert process.wait(SECONDS) == 0
     batches = world.batches()
@@ -379,11 +349,11 @@ def test_batches_hold_whole_games_and_killed_it_goes_on_under_the_next_number(wo
 
 
 def test_a_batch_that_another_process_has_written_is_left_alone(world: World) -> None:
-    world.server.version = None
+    world.version = None
     with world.rollouts() as process:
         assert told(process, "ready")["number"] == 0
         write_batch(world.games, some_batch(0, run="f" * 32))
-        world.server.version = 0
+        world.version = 0
         assert told(process, "batch")["key"] == key_of("w1", 1)
         process.kill()
     assert [(batch.number, batch.run) for batch in world.batches()] == [(0, "f" * 32), (1, RUN)]
