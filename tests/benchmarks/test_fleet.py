@@ -149,7 +149,7 @@ def test_inward_traffic_comes_down_the_link_of_who_is_reached_and_who_is_away_en
     with connect(links.forward("replica", port)) as connection:
         assert connection.recv(1) == b""
     links.process.kill()
-    links.process.wait(SECONDS)
+    links.process.join(SECONDS)
     with pytest.raises(RuntimeError, match="the process of the links is gone"):
         links.passed()
 

@@ -5,26 +5,20 @@ rate, whatever connection they belong to, and delivers them a fixed time later. 
 before its first byte, as a handshake would have it; where asked for, it starts slowly, as TCP does. Not imitated: loss,
 TLS, headers of packets. No rights are needed.
 
-The links run in a process of their own, ``python -m tests.support.links BYTES_PER_SECOND ROUND_TRIP_SECONDS
-[slow-start]``, which ``Links`` starts and talks to in JSON lines.
+The links run in a process of their own, which ``Links`` starts and talks to.
 """
 
 import asyncio
 import contextlib
-import json
-import subprocess
-import sys
+import multiprocessing
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
+from multiprocessing.connection import Connection
 from typing import Any, Self
 
 HOST = "127.0.0.1"
-SLOW_START = "slow-start"
 CHUNK_BYTES = 16 * 1024
 QUEUE_SECONDS = 0.02
 """Bytes that stand in line, in time: enough for the line never to be idle because this process woke up late."""
@@ -183,11 +177,12 @@ class Links:
     """
 
     def __init__(self, bits_per_second: float, round_trip_seconds: float, slow_start: bool = False) -> None:
-        words = [str(bits_per_second / 8), str(round_trip_seconds), *([SLOW_START] if slow_start else [])]
-        command = [sys.executable, "-m", __name__, *words]
-        root = Path(__file__).resolve().parents[2]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        made = (theirs, bits_per_second / 8, round_trip_seconds, slow_start)
+        self.process = context.Process(target=_serve, args=made, daemon=True)
+        self.process.start()
+        theirs.close()
         self._lock = threading.Lock()
 
     def forward(self, link: str, port: int, *, host: str = HOST, target: str = HOST, inward: bool = False) -> int:
@@ -201,39 +196,28 @@ class Links:
         Raises:
             RuntimeError: the process is gone.
         """
-        return int(self._ask({"link": link, "target": [target, port], "inward": inward, "host": host}))
+        return int(self._ask((link, (target, port), inward, host)))
 
     def passed(self) -> dict[str, Passed]:
         """Bytes so far, of every link. Raises RuntimeError: the process is gone."""
-        answer: dict[str, Passed] = self._ask({})
+        answer: dict[str, Passed] = self._ask(None)
         return answer
 
-    def _ask(self, question: dict[str, Any]) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
+    def _ask(self, question: tuple[Any, ...] | None) -> Any:
         with self._lock:
             try:
-                self.process.stdin.write(json.dumps(question) + "\n")
-                self.process.stdin.flush()
-            except BrokenPipeError:
-                pass
-            line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError("the process of the links is gone")
-        return json.loads(line)
+                self._pipe.send(question)
+                return self._pipe.recv()
+            except (EOFError, OSError) as error:
+                raise RuntimeError("the process of the links is gone") from error
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.process.terminate()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                if pipe is not None:
-                    pipe.close()
+        self.process.join()
+        self._pipe.close()
 
 
 def difference(after: dict[str, Passed], before: dict[str, Passed]) -> dict[str, Passed]:
@@ -242,26 +226,18 @@ def difference(after: dict[str, Passed], before: dict[str, Passed]) -> dict[str,
     return {name: {way: ways[way] - before.get(name, none)[way] for way in ways} for name, ways in after.items()}
 
 
-def main(arguments: list[str]) -> None:
-    """Serve until standard input ends."""
-    rate, round_trip = map(float, arguments[:2])
+def _serve(pipe: Connection, bytes_per_second: float, round_trip: float, slow_start: bool) -> None:
+    """Answer questions until the other end of the pipe is gone."""
     links: dict[str, Link] = {}
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-
-    def run(work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, loop).result()
-
-    for line in sys.stdin:
-        question = json.loads(line)
-        if question:
-            name = question["link"]
-            links.setdefault(name, Link.make(rate, round_trip, SLOW_START in arguments[2:]))
-            answer = run(links[name].forward(tuple(question["target"]), question["inward"], question["host"]))
-        else:
-            answer = {name: {"up": link.up.passed, "down": link.down.passed} for name, link in links.items()}
-        print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    with contextlib.suppress(EOFError):
+        while True:
+            question = pipe.recv()
+            if question is None:
+                pipe.send({name: {"up": link.up.passed, "down": link.down.passed} for name, link in links.items()})
+                continue
+            name, target, inward, host = question
+            links.setdefault(name, Link.make(bytes_per_second, round_trip, slow_start))
+            work = links[name].forward(target, inward, host)
+            pipe.send(asyncio.run_coroutine_threadsafe(work, loop).result())
