@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.merging import merged
-from tests.support.samples import CONTEXT, changes_between, every_dtype_table, nudge, patterns, random_bits, state_of
+from tests.support.samples import changes_between, every_dtype_table, nudge, patterns, random_bits, state_of
 from vllm_delta_sync.codec import delta_reader as reading
 from vllm_delta_sync.codec import merge_kernels
-from vllm_delta_sync.codec.delta_reader import decode
-from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.codec.merge import warm_up
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import DTYPES
@@ -175,22 +173,6 @@ def test_batches_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
             versions.append(new)
         check_merge(table, versions, parts)
         check_merge(table, versions[2:], parts[2:])
-
-
-def test_what_was_decoded_merges() -> None:
-    """Objects as they are read, every dtype, a scalar and an empty tensor; arrays may be views of read-only bytes."""
-    table = every_dtype_table(100)
-    random = np.random.default_rng(5)
-    versions = [random_bits(table, random)]
-    parts: list[Changes] = []
-    codecs: list[Codec] = ["plain", "raw", "raw", "plain"]
-    for codec in codecs:
-        new = nudge(versions[-1], random, 0.3)
-        changes = changes_between(table, versions[-1], new, codec, full=[len(parts), table.index("empty")])
-        parts.append(decode(encode(changes, table, codec, "zstd", CONTEXT), table, CONTEXT))
-        versions.append(new)
-    found = check_merge(table, versions, parts)
-    assert {tensor.id for tensor in found.full} == {0, 1, 2, 3, table.index("empty")}
 
 
 def test_each_rule_on_one_element() -> None:

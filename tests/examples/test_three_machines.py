@@ -254,7 +254,7 @@ class World:
         self.failing = 0
         self.chance = random.Random(1)
         server = stack.enter_context(answering())
-        server.reply = lambda asked: self.reply(json.loads(asked.body) if asked.method == "POST" else None)
+        server.reply = lambda asked: self.reply(json.loads(asked.body or b"{}") if asked.method == "POST" else None)
         environment.Handler.seed = 3
         rated = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), environment.Handler))
         threading.Thread(target=rated.serve_forever, daemon=True).start()

@@ -75,23 +75,30 @@ def anonymous() -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
-def main(url: str, folder: str, version: str, way: str = "export") -> None:
-    run = open_run(url)
-    run.head()
-    before = most = anonymous()
-    done = threading.Event()
+@contextmanager
+def watched() -> Iterator[list[int]]:
+    """The most that ``anonymous`` was within the block, more than before it."""
+    before, done = anonymous(), threading.Event()
+    most, found = [before], list[int]()
 
     def watch() -> None:
-        nonlocal most
         while not done.wait(0.002):
-            most = max(most, anonymous())
+            most[0] = max(most[0], anonymous())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    reached = export(run, folder, int(version)) if way == "export" else next(follow(url, folder, int(version)))
+    yield found
     done.set()
     watcher.join()
-    print(json.dumps({"version": reached.version, "anonymous": most - before}))
+    found.append(most[0] - before)
+
+
+def main(url: str, folder: str, version: str, way: str = "export") -> None:
+    run = open_run(url)
+    run.head()
+    with watched() as most:
+        reached = export(run, folder, int(version)) if way == "export" else next(follow(url, folder, int(version)))
+    print(json.dumps({"version": reached.version, "anonymous": most[0]}))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ Before that it publishes a small one of the same dtypes to a run of its own, so 
 import json
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 from tests.support.checkpoints import weights, write_checkpoint
-from tests.support.exporting import anonymous
+from tests.support.exporting import watched
 from trainer_side.checkpoint_folders import CheckpointPublisher
 
 
@@ -18,21 +17,9 @@ def main(url: str, *folders: str) -> None:
     with tempfile.TemporaryDirectory() as small, CheckpointPublisher(f"{small}/run") as publisher:
         for step in (1, 2):
             publisher.publish(write_checkpoint(Path(small) / f"checkpoint-{step}", weights(step)))
-    before = most = anonymous()
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not done.wait(0.002):
-            most = max(most, anonymous())
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    with CheckpointPublisher(url) as publisher:
+    with watched() as most, CheckpointPublisher(url) as publisher:
         versions = [publisher.publish(folder).manifest.version for folder in folders]
-    done.set()
-    watcher.join()
-    print(json.dumps({"versions": versions, "anonymous": most - before}))
+    print(json.dumps({"versions": versions, "anonymous": most[0]}))
 
 
 if __name__ == "__main__":
