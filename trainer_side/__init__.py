@@ -4,12 +4,13 @@ from typing import TYPE_CHECKING
 
 from trainer_side.options import Budget, Gate
 from trainer_side.publisher import Publisher
+from trainer_side.ranks.given_parts import Part
 from trainer_side.result import PublisherStatus, PublishResult
 
 if TYPE_CHECKING:
     from trainer_side.integrations.transformers import DeltaSyncCallback
 
-__all__ = ["Budget", "DeltaSyncCallback", "Gate", "PublishResult", "Publisher", "PublisherStatus"]
+__all__ = ["Budget", "DeltaSyncCallback", "Gate", "Part", "PublishResult", "Publisher", "PublisherStatus"]
 
 
 def __getattr__(name: str) -> object:

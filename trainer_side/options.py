@@ -25,6 +25,7 @@ from trainer_side.diff.buffers import BaselineLocation
 from trainer_side.manifests import SHARD_BYTES
 from trainer_side.model.module import Patterns, Rename, Selection
 from trainer_side.model.sources import ModelLike
+from trainer_side.ranks.given_parts import GivenParts, PartSource
 from trainer_side.result import OnVersion
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.codec.zstd import Compression
@@ -203,6 +204,9 @@ class PublisherOptions(Checked):
             run that lacks parameters of their model.
         rename: applied last, to names as in a checkpoint: a mapping of prefixes, such as ``{"actor.": ""}``, of
             which the longest that matches is replaced; or a function from name to name.
+        parts: in place of a model: a function that yields each ``Part`` of checkpoint tensors that this process holds,
+            with the current values, whenever it is called. All ranks of a ``torch.distributed`` world publish together;
+            ranks may hold different tensors and boxes, and of equal boxes one is published (docs/sharded.md).
         on_version: called with the result of each version once it is durable or has failed (``result.failed``), in
             the background thread. Keep it short, because the next version waits for it; of this publisher it may
             only call ``status``. An exception of it is logged.
@@ -239,6 +243,7 @@ class PublisherOptions(Checked):
     include: SkipValidation[Patterns | None] = None
     exclude: SkipValidation[Patterns | None] = None
     rename: SkipValidation[Rename | None] = None
+    parts: SkipValidation[PartSource | None] = None
     on_version: SkipValidation[OnVersion | None] = None
     selection: SkipValidation[Selection] = field(init=False)
     keyring: SkipValidation[Keyring] = field(init=False, default_factory=Keyring)
@@ -276,18 +281,23 @@ def takes_options(
     options: Callable[_Arguments, PublisherOptions],
 ) -> Callable[
     [Callable[[_Publisher, ModelLike, MakeOptions], None]],
-    Callable[Concatenate[_Publisher, ModelLike, _Arguments], None],
+    Callable[Concatenate[_Publisher, ModelLike | None, _Arguments], None],
 ]:
     """Let a constructor take a model and the arguments of ``options``; it calls what makes them when all ranks do."""
 
     def decorate(
         construct: Callable[[_Publisher, ModelLike, MakeOptions], None],
-    ) -> Callable[Concatenate[_Publisher, ModelLike, _Arguments], None]:
+    ) -> Callable[Concatenate[_Publisher, ModelLike | None, _Arguments], None]:
         @wraps(construct)
         def constructor(
-            publisher: _Publisher, model: ModelLike, *args: _Arguments.args, **given: _Arguments.kwargs
+            publisher: _Publisher, model: ModelLike | None = None, *args: _Arguments.args, **given: _Arguments.kwargs
         ) -> None:
             signature(options).bind(*args, **given)  # raises TypeError, as of any function
+            parts = given.get("parts")
+            if parts is not None and model is None:
+                model = GivenParts(parts)  # type: ignore[arg-type]  # checked when it is called
+            elif parts is not None or model is None:
+                raise UsageError(f"{'model and parts= are both' if parts else 'neither model nor parts= is'} given")
             construct(publisher, model, partial(options, *args, **given))
 
         own = list(signature(construct).parameters.values())[:2]

@@ -24,6 +24,7 @@ from trainer_side.options import (
     set_log_format,
     takes_options,
 )
+from trainer_side.ranks.given_parts import GivenParts
 from trainer_side.result import PublisherStatus, PublishResult, Stopwatch
 from trainer_side.run_files import check_folder, collect_files
 from trainer_side.run_weights import RunWeights, WholeWeights
@@ -111,7 +112,7 @@ class Publisher:
 
         Args:
             model: a module, an iterable of (checkpoint name, tensor) pairs that can be read repeatedly, or a function
-                without arguments that returns one.
+                without arguments that returns one. Left out with ``parts``.
             make_options: stands for the arguments of ``PublisherOptions``, by position or name.
 
         Raises:
@@ -164,7 +165,7 @@ class Publisher:
             undo.callback(self._detector.close)
 
             def hold_weights() -> RunWeights:
-                if ranks.alone:
+                if ranks.alone and not isinstance(model, GivenParts):
                     live = live_tensors(model, options.selection)
                     return WholeWeights(live, self._bucket, options, self._background)
                 from trainer_side.ranks.coordinator import RankCoordinator

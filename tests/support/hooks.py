@@ -8,7 +8,7 @@ import torch
 from tests.support.modules import ModulePort, named
 from tests.support.world import World
 from vllm_delta_sync.engine.model import device_patch, patch
-from vllm_delta_sync.engine.model.device_batch import PackedBatch, Part
+from vllm_delta_sync.engine.model.device_batch import BatchPart, PackedBatch
 from vllm_delta_sync.engine.model.route import Destination
 from vllm_delta_sync.engine.protocol import A, RankFailure, RankRequest
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
@@ -100,7 +100,7 @@ class WatchedDestination(Destination):
 
 
 def _watched_piece(
-    scratch: torch.Tensor, packed: PackedBatch, part: Part, piece: slice, sums: torch.Tensor, reverse: bool
+    scratch: torch.Tensor, packed: PackedBatch, part: BatchPart, piece: slice, sums: torch.Tensor, reverse: bool
 ) -> None:
     if isinstance(part.destination, WatchedDestination):
         part.destination.on_take()

@@ -19,6 +19,7 @@ from trainer_side.encode.update_gate import nonfinite_by_tensor
 from trainer_side.manifests import FullState, Put, Shards
 from trainer_side.model.sources import ModelLike
 from trainer_side.options import PublisherOptions
+from trainer_side.ranks.given_parts import GivenParts
 from trainer_side.ranks.group import (
     Json,
     LostRankError,
@@ -29,7 +30,7 @@ from trainer_side.ranks.group import (
     error_from_rank,
 )
 from trainer_side.ranks.shard_baseline import ShardBaseline, changes_of_tensors, check_same_tables
-from trainer_side.ranks.shard_parts import ModuleParts, boxes_document, check_coverage
+from trainer_side.ranks.shard_parts import ModuleParts, RankParts, boxes_document, check_coverage
 from trainer_side.run_weights import prepare
 from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.client import Run
@@ -67,9 +68,13 @@ class RankCoordinator:
     """
 
     def __init__(self, model: ModelLike, bucket: Bucket, options: PublisherOptions, group: ProcessGroup) -> None:
-        if not isinstance(model, nn.Module):
-            raise UsageError("only a module can be published by several ranks together")
-        self.live = ModuleParts(model, options.selection)
+        if isinstance(model, GivenParts):
+            model.agree(group, options.selection)
+            self.live: RankParts = model
+        elif isinstance(model, nn.Module):
+            self.live = ModuleParts(model, options.selection)
+        else:
+            raise UsageError("only a module, or parts=, can be published by several ranks together")
         self.base: str | Path | None = None
         self._bucket, self._options, self._group = bucket, options, group
         self._baseline: ShardBaseline | None = None
@@ -116,7 +121,7 @@ class RankCoordinator:
 
         def judge(reports: list[Json]) -> None:
             check_same_tables(reports)
-            check_coverage(self.table, [item["boxes"] for item in reports])
+            check_coverage(self.table, [item["boxes"] for item in reports], self.live.remedy)
 
         reports = self._group.all_or_raise("weights", work, judge)
         difference = next((item["difference"] for item in reports if item["difference"] is not None), None)
@@ -196,7 +201,9 @@ class RankCoordinator:
             prepare(baseline.parts, baseline.whole, self._options)
             return boxes_document(baseline.boxes)
 
-        self._group.all_or_raise("parts", work, lambda reports: check_coverage(self.run.table, reports))
+        self._group.all_or_raise(
+            "parts", work, lambda reports: check_coverage(self.run.table, reports, self.live.remedy)
+        )
 
     def check_base(self) -> None:
         self._command("check_base")

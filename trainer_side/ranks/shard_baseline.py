@@ -13,7 +13,7 @@ from trainer_side.diff.baseline import Baseline, names_in_run, new_run_tensors
 from trainer_side.diff.buffers import BaselineLocation
 from trainer_side.diff.pending_delta import FullTensor, PendingDelta, SparseTensor, VersionChanges
 from trainer_side.model.live_tensors import LiveTensors
-from trainer_side.ranks.shard_parts import ModuleParts
+from trainer_side.ranks.shard_parts import RankParts
 from vllm_delta_sync.codec.tiles.rectangles import CutTileError, covered_rectangles, view_of
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
@@ -29,7 +29,7 @@ _PIECE_ELEMENTS = 1024**2
 class _WholeTensors(LiveTensors):
     """The whole tensors of a sharded model, for matching them to the tensors of a run."""
 
-    def __init__(self, live: ModuleParts) -> None:
+    def __init__(self, live: RankParts) -> None:
         self._live = live
         self.tensors, self.aliases, self.excluded = live.whole, live.whole_aliases, live.whole_excluded
 
@@ -51,7 +51,7 @@ class ShardBaseline:
 
     def __init__(
         self,
-        live: ModuleParts,
+        live: RankParts,
         table: TensorTable,
         names: Mapping[str, list[str]],
         checkpoint: Checkpoint | None,
@@ -85,7 +85,7 @@ class ShardBaseline:
 
     @classmethod
     def captured_parts(
-        cls, live: ModuleParts, base: str | Path | None, rank: int, location: BaselineLocation = "host"
+        cls, live: RankParts, base: str | Path | None, rank: int, location: BaselineLocation = "host"
     ) -> Self:
         """Return the baseline of a new run, from the current parts."""
         table, names, checkpoint = new_run_tensors(_WholeTensors(live), base)
@@ -105,7 +105,7 @@ class ShardBaseline:
         self.parts.compare(bits_of, excluded)
 
     @classmethod
-    def parts_of_run(cls, live: ModuleParts, table: TensorTable, rank: int) -> Self:
+    def parts_of_run(cls, live: RankParts, table: TensorTable, rank: int) -> Self:
         """Return the baseline of an existing run, still without values."""
         baseline = cls(live, table, names_in_run(_WholeTensors(live), table), None, rank)
         baseline.parts.warn_of_missing("run")

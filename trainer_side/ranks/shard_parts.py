@@ -3,9 +3,10 @@
 A checkpoint tensor is a strided window into a source, such as one expert of a stack. A rank holds a box of the source;
 its share of the checkpoint tensor is again a few boxes, each strided in the rank's memory: ``shard_views``."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import ClassVar
 
 import torch
 from torch import distributed, nn
@@ -13,7 +14,7 @@ from torch import distributed, nn
 from trainer_side.model.conversion_trace import View
 from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, changed, check_readable
 from trainer_side.model.module import ModuleForm, Selection
-from trainer_side.ranks.group import Json
+from trainer_side.ranks.group import Json, in_world
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.boxes import Box, boxes_of_range
@@ -180,21 +181,38 @@ class _PartSource:
     window: ShardView | None
 
 
-class ModuleParts(LiveTensors):
-    """The parts of a module that this rank publishes: the parts of all ranks contain every element exactly once.
+class RankParts(LiveTensors):
+    """The parts of checkpoint tensors that this rank publishes: those of all ranks contain every element exactly once.
 
     The keys of ``tensors`` and ``read`` are names of parts, with the shapes of their boxes: a part that is a whole
-    tensor has the checkpoint name, another is called ``name[start:stop,…]``. A rank may have no parts. Constructing it
-    does not communicate, but every rank must do so, at the same point of the program.
+    tensor has the checkpoint name, another is called ``name[start:stop,…]``. A rank may have no parts.
 
     Attributes:
-        whole: checkpoint name → the whole tensor, in the model's order, the same on every rank.
+        whole: checkpoint name → the whole tensor, the same on every rank.
         whole_aliases: name of a tied duplicate → name in ``whole``; ``aliases`` is empty.
         whole_excluded: names in ``whole`` that the selection leaves out.
-        parts: name of the part → the part, in the order of ``whole``.
+        parts: name of the part → the part.
+        remedy: what to do if the parts of all ranks do not contain every element exactly once.
     """
 
+    remedy: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.tensors, self.aliases = {}, {}
+        self.whole: dict[str, CheckpointTensor] = {}
+        self.whole_aliases: dict[str, str] = {}
+        self.whole_excluded: Collection[str] = ()
+        self.parts: dict[str, ShardPart] = {}
+
+
+class ModuleParts(RankParts):
+    """The parts of a module. Constructing it does not communicate; do so on every rank, at one point of the program."""
+
     lasting = True
+    remedy = (
+        "make the same model on every rank, and shard each parameter in the same way, over a mesh that rank 0 is in; "
+        "or publish from one rank through a function that yields (checkpoint name, whole tensor)"
+    )
 
     def __init__(self, model: nn.Module, selection: Selection | None = None) -> None:
         """Find this rank's parts. Args: selection: as of ``ModuleForm``.
@@ -203,12 +221,10 @@ class ModuleParts(LiveTensors):
             ModelError: a tensor cannot be published, see ``check_readable``, ``local_boxes`` and ``trace``; or one that
                 comes from sharded parameters is not composed of strided windows into them.
         """
+        super().__init__()
         self._form = ModuleForm(model, selection)
         self.whole, self.whole_aliases = self._form.tensors, self._form.aliases
         self.whole_excluded = self._form.excluded
-        self.tensors = {}
-        self.aliases = {}
-        self.parts: dict[str, ShardPart] = {}
         self._places: dict[str, _PartSource] = {}
         self._owned: dict[str, _OwnedSource] = {}
         state, _ = self._form.state()
@@ -270,12 +286,12 @@ class ModuleParts(LiveTensors):
 def needs_ranks(model: object) -> bool:
     """Return True if all ranks of a world have to publish the model together.
 
-    A plain module, and anything but a module, belongs to the process that publishes it, in any world.
+    A plain module, and anything else but parts, belongs to the process that publishes it, in any world.
     """
-    if not (distributed.is_available() and distributed.is_initialized() and isinstance(model, nn.Module)):
+    if not in_world() or not isinstance(model, nn.Module | RankParts):
         return False
-    if distributed.get_world_size() == 1:
-        return False
+    if isinstance(model, RankParts):
+        return True
     classes = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
     tensors = [*model.parameters(), *model.buffers()]
     return bool(classes & _OF_ALL_RANKS) or any(is_sharded(tensor) for tensor in tensors)
@@ -319,11 +335,11 @@ def boxes_document(boxes: Sequence[tuple[int, Box]]) -> Json:
     return [[tensor] if box.is_whole else [tensor, box.offsets, box.shape] for tensor, box in boxes]
 
 
-def check_coverage(table: TensorTable, reports: Sequence[Json]) -> None:
+def check_coverage(table: TensorTable, reports: Sequence[Json], remedy: str) -> None:
     """Raise ModelError unless the ranks hold every element of every tensor exactly once.
 
     Args:
-        reports: ``boxes_document`` of each rank.
+        reports: ``boxes_document`` of each rank. remedy: see ``RankParts``.
     """
     boxes_by_tensor: list[list[RankBox]] = [[] for _ in table]
     for rank, rows in enumerate(reports):
@@ -338,13 +354,12 @@ def check_coverage(table: TensorTable, reports: Sequence[Json]) -> None:
         if twice is not None:
             raise ModelError(
                 f"{_named(spec, twice)} share elements of tensor {spec.name!r}; of its {spec.numel} elements the ranks "
-                f"hold {covered}; make the same model on every rank, and shard it there in the same way"
+                f"hold {covered}; {remedy}"
             )
         if covered != spec.numel:
             raise ModelError(
                 f"the ranks hold {covered} of the {spec.numel} elements of tensor {spec.name!r} "
-                f"({_named(spec, pieces)}); shard each parameter over a mesh that rank 0 is in, in the same way on "
-                "every rank, or publish from one rank through a function that yields (checkpoint name, whole tensor)"
+                f"({_named(spec, pieces)}); {remedy}"
             )
 
 

@@ -188,7 +188,7 @@ def refusal(shape: tuple[int, ...], boxes: list[list[Box]]) -> str:
     told = [boxes_document([(1, box) for box in theirs]) for theirs in boxes]
     told[0] += boxes_document([(0, Box.all_of((2,)))])
     try:
-        check_coverage(table, told)
+        check_coverage(table, told, "remedy")
     except ModelError as error:
         return error.message
     return ""

@@ -51,7 +51,7 @@ class PackedBatch:
 
 
 @dataclass
-class Part:
+class BatchPart:
     """Elements ``start`` … ``stop`` − 1 of a patch; ``row`` of the sums is that of the patch's group."""
 
     patch: SparsePatch
@@ -73,7 +73,7 @@ class Batch:
         uploaded: has the packed batch on the device; None if it is in host memory only.
     """
 
-    parts: list[Part]
+    parts: list[BatchPart]
     uploaded: Slab | None = None
 
     @cached_property
@@ -142,7 +142,7 @@ class Batch:
 
 def cut_batches(patches: list[SparsePatch], routes: RouteMap, groups: list[int], most: int) -> Iterator[Batch]:
     """Cut patches into batches of at most ``most`` bytes, in their order."""
-    parts: list[Part] = []
+    parts: list[BatchPart] = []
     kind: tuple[Any, ...] = ()
     room = 0
     for patch in patches:
@@ -158,7 +158,7 @@ def cut_batches(patches: list[SparsePatch], routes: RouteMap, groups: list[int],
             if not parts:
                 kind, room = (patch.element, patch.relative, patch.positions.dtype), most - PACKED_ARRAYS * ALIGNMENT
                 count = min(patch.positions.size - start, (room - PART_BYTES) * BLOCK // block_bytes)
-            parts.append(Part(patch, destination, row, start, start + count))
+            parts.append(BatchPart(patch, destination, row, start, start + count))
             room -= PART_BYTES + -(-count * block_bytes // BLOCK)
             start += count
     if parts:

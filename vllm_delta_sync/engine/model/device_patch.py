@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.engine.model.accelerator import Accelerator, Workspace
-from vllm_delta_sync.engine.model.device_batch import Batch, PackedBatch, Part, cut_batches
+from vllm_delta_sync.engine.model.device_batch import Batch, BatchPart, PackedBatch, cut_batches
 from vllm_delta_sync.engine.model.route import Addresses, Destination, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.undo_writes import undo_writes
@@ -174,7 +174,7 @@ def compile_kernels(elements: set[DType], routes: RouteMap, wide: bool) -> None:
         positions = [*narrow, np.zeros(1, np.int64)] if wide else narrow
         for element, position, relative in product(elements, positions, (True, False)):
             patch = SparsePatch(0, 0, element, relative, position, np.zeros(1, element.uint), np.zeros(1, np.uint64))
-            batch = Batch([Part(patch, routes.destinations[0], 0, 0, 1)])
+            batch = Batch([BatchPart(patch, routes.destinations[0], 0, 0, 1)])
             sums = workspace.on_device[-16:].view(torch.int64)
             for reverse in (False, True):
                 module.commit_triton(batch.views(workspace.on_device), batch, sums, reverse)
@@ -195,7 +195,7 @@ def commit_torch(scratch: torch.Tensor, packed: PackedBatch, batch: Batch, sums:
     Args:
         scratch: (TORCH_SCRATCH · TORCH_ELEMENTS · 8,) uint8 on the device.
     """
-    done: list[tuple[Part, slice]] = []
+    done: list[tuple[BatchPart, slice]] = []
     at = 0
     try:
         for part in batch.parts:
@@ -213,7 +213,7 @@ def commit_torch(scratch: torch.Tensor, packed: PackedBatch, batch: Batch, sums:
 
 
 def _commit_piece(
-    scratch: torch.Tensor, packed: PackedBatch, part: Part, piece: slice, sums: torch.Tensor, reverse: bool
+    scratch: torch.Tensor, packed: PackedBatch, part: BatchPart, piece: slice, sums: torch.Tensor, reverse: bool
 ) -> None:
     flat, data = part.destination.flat, packed.data[piece]
     rows = scratch.view(torch.int64).view(TORCH_SCRATCH, -1)
