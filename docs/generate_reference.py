@@ -40,9 +40,9 @@ from vllm_delta_sync.engine import WORKER_EXTENSION
 from vllm_delta_sync.engine.api import access
 from vllm_delta_sync.engine.api import routes as http
 from vllm_delta_sync.engine.api.admission import SESSION_PATHS, VERSIONED_PATHS, LateError
+from vllm_delta_sync.engine.api.exact_requests import MIN_VERSION_HEADER, VERSION_HEADER, VersionError
 from vllm_delta_sync.engine.api.version_waiters import UnreachableError
 from vllm_delta_sync.engine.compat import patches
-from vllm_delta_sync.engine.observe.exact import HEADER, MIN_HEADER, VersionError
 from vllm_delta_sync.engine.observe.states import STATES
 
 ROOT = Path(__file__).parents[1]
@@ -278,10 +278,10 @@ def routes() -> Iterator[str]:
             f"`{access.AdminRefused.kind}`: the client may not change state, or the request comes from a page of "
             f"another site",
         ),
-        ("400", f"kind `usage`: `{MIN_HEADER}` or `{HEADER}` is not a version, or not supported there"),
-        ("409", f"`{VersionError.kind}`: `{HEADER}` is not the version served, or a commit ended the request"),
+        ("400", f"kind `usage`: `{MIN_VERSION_HEADER}` or `{VERSION_HEADER}` is not a version, or not supported there"),
+        ("409", f"`{VersionError.kind}`: `{VERSION_HEADER}` is not the version served, or a commit ended the request"),
         ("409", f"`{UnreachableError.kind}`: the version will not be served without an operator's action"),
-        ("503", f"`{LateError.kind}`: `{MIN_HEADER}` is not served in time; retry after `Retry-After`"),
+        ("503", f"`{LateError.kind}`: `{MIN_VERSION_HEADER}` is not served in time; retry after `Retry-After`"),
         ("503", "kind `busy`: too many clients wait; retry after `Retry-After`"),
         ("503", "`ready`: not ready"),
     ]

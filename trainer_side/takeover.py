@@ -74,7 +74,7 @@ from vllm_delta_sync.format.manifest import (
 from vllm_delta_sync.format.safetensors_file import shard_tables
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.checks import check_base, check_follows, document_limit
+from vllm_delta_sync.run.checks import check_base_exists, check_follows, document_limit
 from vllm_delta_sync.run.newest_good import last_consecutive
 from vllm_delta_sync.tensors.checkpoint import Checkpoint, ResolvedBase, resolve_base
 from vllm_delta_sync.trust import Keyring
@@ -187,7 +187,7 @@ def _locate_base(
         found.append(resolve_base(base))
         weights.base = found[0].path
         if exists:
-            check_base(found[0].path)
+            check_base_exists(found[0].path)
         return True
 
     # If rank 0 has to download it, ranks that share its cache find it there.

@@ -9,7 +9,7 @@ from vllm_delta_sync.bucket import StoreOptions, open_bucket
 from vllm_delta_sync.bucket.factory import OpenedBucket
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.fleet.fleet import Fleet
-from vllm_delta_sync.run.checks import check_base
+from vllm_delta_sync.run.checks import check_base_exists
 from vllm_delta_sync.run.model_files import read_file, read_sidecar
 from vllm_delta_sync.run.restore import Progress, restore
 from vllm_delta_sync.run.run_reader import RunReader
@@ -81,7 +81,7 @@ class Run(RunReader):
             FingerprintError, TensorMismatchError: the weights, or those of the base, are not as declared.
             DeltaSyncError: a document or object that is needed is damaged or missing.
         """
-        check_base(base)
+        check_base_exists(base)
         return restore(self, self.resolve(version), base, in_memory, progress).state
 
     def tensors(

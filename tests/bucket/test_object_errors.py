@@ -11,7 +11,7 @@ from tests.support.answers import Answer, Answers, Asked, answering, closed_port
 from tests.support.clouds import ANYBODY, KEYS, SECRET, far_from_clouds, opened
 from vllm_delta_sync.bucket import Bucket, StoreOptions
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
-from vllm_delta_sync.bucket.middleware.usage import Metrics
+from vllm_delta_sync.bucket.middleware.usage import StoreUsage
 from vllm_delta_sync.bucket.obstore_clients import PART_BYTES
 from vllm_delta_sync.errors import (
     AccessError,
@@ -208,7 +208,7 @@ def test_a_transfer_that_is_cut_fails_whole(answers: Answers, tmp_path: Path) ->
         with pytest.raises(UnavailableError):
             call()
     left[0] = 1
-    tried = RetryingBucket(bucket, StoreOptions(), Metrics())
+    tried = RetryingBucket(bucket, StoreOptions(), StoreUsage())
     assert tried.get("key") == data
 
 

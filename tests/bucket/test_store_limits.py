@@ -8,7 +8,7 @@ import pytest
 from tests.support.store_faults import PlannedBucket, ReportingBucket, SilentBucket, fail
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
-from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, Metrics
+from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, StoreUsage
 from vllm_delta_sync.errors import (
     AccessError,
     ConflictError,
@@ -44,7 +44,7 @@ def test_no_more_calls_at_once_than_connections(local: Bucket) -> None:
             return b"x"
 
     counting = Counting(local)
-    bucket = LimitedBucket(counting, StoreOptions(store_connections=3), Metrics())
+    bucket = LimitedBucket(counting, StoreOptions(store_connections=3), StoreUsage())
     threads = [threading.Thread(target=bucket.get, args=("key",)) for _ in range(12)]
     for thread in threads:
         thread.start()
@@ -56,12 +56,12 @@ def test_no_more_calls_at_once_than_connections(local: Bucket) -> None:
 def test_who_reads_a_listing_has_no_connection_meanwhile(local: Bucket) -> None:
     for number in range(5):
         local.put(f"key{number}", b"%d" % number)
-    bucket = LimitedBucket(local, StoreOptions(store_connections=1), Metrics())
+    bucket = LimitedBucket(local, StoreOptions(store_connections=1), StoreUsage())
     assert [bucket.get(item.key) for item in bucket.list()] == [b"0", b"1", b"2", b"3", b"4"]
 
 
 def test_metrics_add_up(local: Bucket, tmp_path: Path) -> None:
-    metrics = Metrics()
+    metrics = StoreUsage()
     for inner in (local, SilentBucket(local), ReportingBucket(local, 30)):
         bucket = LimitedBucket(inner, StoreOptions(), metrics)
         before = metrics.snapshot()
@@ -84,7 +84,7 @@ def test_metrics_add_up(local: Bucket, tmp_path: Path) -> None:
 
 
 def test_failures_are_counted_by_kind(local: Bucket) -> None:
-    metrics = Metrics()
+    metrics = StoreUsage()
     errors: list[type[DeltaSyncError]] = [AccessError, UnavailableError, UnavailableError, StoreError, ConflictError]
     bucket = LimitedBucket(PlannedBucket(local, *(fail(error("no")) for error in errors)), StoreOptions(), metrics)
     for error in errors:

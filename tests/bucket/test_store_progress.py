@@ -18,7 +18,7 @@ from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.middleware import progress
 from vllm_delta_sync.bucket.middleware.progress import Mode, ProgressBucket
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
-from vllm_delta_sync.bucket.middleware.usage import Metrics
+from vllm_delta_sync.bucket.middleware.usage import StoreUsage
 from vllm_delta_sync.errors import StoreError, UnavailableError
 
 MB = 1_000_000
@@ -172,7 +172,7 @@ def test_a_repetition_starts_over(local: Bucket, lines: Lines) -> None:
             failures.pop()
             raise UnavailableError("the connection was cut")
 
-    retried = RetryingBucket(ReportingBucket(local, MB, cut_late), StoreOptions(), Metrics())
+    retried = RetryingBucket(ReportingBucket(local, MB, cut_late), StoreOptions(), StoreUsage())
     ProgressBucket(retried, "log", after=0, every=0).put("key", bytes(4 * MB))
     moved = [line.partition(": ")[2][:3] for line in lines.seen if "MB/s" in line]
     assert moved[3:6] == ["4.0", "0.0", "1.0"]

@@ -30,7 +30,7 @@ from vllm_delta_sync.bucket import Bucket, ObjectInfo, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.middleware import retry
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
-from vllm_delta_sync.bucket.middleware.usage import Metrics
+from vllm_delta_sync.bucket.middleware.usage import StoreUsage
 from vllm_delta_sync.bucket.transfer_observers import observed_by
 from vllm_delta_sync.errors import (
     AccessError,
@@ -65,7 +65,7 @@ def test_another_writers_object_is_a_conflict_after_a_failure_too(local: Bucket,
     mine.write_bytes(b"mine")
     source = mine if as_file else b"mine"
     for theirs in (b"them", b"other length"):
-        bucket = RetryingBucket(PlannedBucket(local, CUT), OPTIONS, Metrics())
+        bucket = RetryingBucket(PlannedBucket(local, CUT), OPTIONS, StoreUsage())
         local.put("key", theirs)
         with pytest.raises(ConflictError):
             bucket.put("key", source, if_absent=True)
@@ -73,12 +73,12 @@ def test_another_writers_object_is_a_conflict_after_a_failure_too(local: Bucket,
     # Without an unknown outcome even the same bytes are somebody else's.
     local.put("key", b"mine")
     with pytest.raises(ConflictError):
-        RetryingBucket(local, OPTIONS, Metrics()).put("key", source, if_absent=True)
+        RetryingBucket(local, OPTIONS, StoreUsage()).put("key", source, if_absent=True)
 
 
 @pytest.mark.parametrize("error", [StoreError, AccessError, NotFoundError, ConflictError, UsageError, DeadlineError])
 def test_nothing_else_is_repeated(local: Bucket, error: type[DeltaSyncError]) -> None:
-    metrics = Metrics()
+    metrics = StoreUsage()
     failing = PlannedBucket(local, fail(error("no")))
     with pytest.raises(error, match="no"):
         RetryingBucket(failing, OPTIONS, metrics).put("key", b"x")
@@ -87,7 +87,7 @@ def test_nothing_else_is_repeated(local: Bucket, error: type[DeltaSyncError]) ->
 
 @pytest.mark.usefixtures("hurried")
 def test_when_time_is_over_the_error_says_what_was_tried(local: Bucket) -> None:
-    metrics = Metrics()
+    metrics = StoreUsage()
     failing = PlannedBucket(local, *[CUT] * 100_000)
     options = StoreOptions(store_deadline=0.5)
     bucket = RetryingBucket(failing, options, metrics)
@@ -112,7 +112,7 @@ def test_a_long_try_that_broke_off_is_repeated_all_the_same(local: Bucket) -> No
         CUT()
 
     failing = PlannedBucket(local, long)
-    assert RetryingBucket(failing, StoreOptions(store_deadline=0.01), Metrics()).get("key") == b"x"
+    assert RetryingBucket(failing, StoreOptions(store_deadline=0.01), StoreUsage()).get("key") == b"x"
     assert failing.tries == 2
 
 
@@ -126,7 +126,7 @@ def test_watchers_outside_count_no_byte_twice(local: Bucket) -> None:
     left = [1, 2]
     counted: list[int] = []
     with observed_by(counted.append):
-        RetryingBucket(ReportingBucket(local, 20, cut_at_60), OPTIONS, Metrics()).put("key", bytes(100))
+        RetryingBucket(ReportingBucket(local, 20, cut_at_60), OPTIONS, StoreUsage()).put("key", bytes(100))
     assert (left, sum(counted)) == ([], 100)
 
 
@@ -135,7 +135,7 @@ def test_a_pipe_is_read_once(local: Bucket, tmp_path: Path) -> None:
     os.mkfifo(pipe)
     failing = PlannedBucket(local, CUT)
     with pytest.raises(UnavailableError, match="was cut"):
-        RetryingBucket(failing, OPTIONS, Metrics()).put("key", pipe)
+        RetryingBucket(failing, OPTIONS, StoreUsage()).put("key", pipe)
     assert failing.tries == 1
 
 
@@ -157,7 +157,7 @@ def test_a_listing_goes_on_where_it_broke_off(local: Bucket) -> None:
     for key in keys:
         local.put(key, b"x")
     breaking = Breaking(local)
-    assert [item.key for item in RetryingBucket(breaking, OPTIONS, Metrics()).list("a/")] == keys
+    assert [item.key for item in RetryingBucket(breaking, OPTIONS, StoreUsage()).list("a/")] == keys
     assert breaking.breaks == 6
 
 
@@ -171,7 +171,7 @@ def test_a_listing_that_is_given_up_is_closed_through_all_wrappers(local: Bucket
             finally:
                 closed.set()
 
-    items = dressed(Endless(local), OPTIONS, Metrics()).list()
+    items = dressed(Endless(local), OPTIONS, StoreUsage()).list()
     assert next(items).key == "key/000000000"
     del items
     assert closed.is_set()
@@ -219,7 +219,7 @@ def interrupt_main(when: threading.Event) -> threading.Thread:
 
 @pytest.mark.usefixtures("handler")
 def test_interrupts_end_a_pause(local: Bucket, waiting: threading.Event) -> None:
-    bucket = RetryingBucket(PlannedBucket(local, CUT), StoreOptions(store_deadline=3600), Metrics())
+    bucket = RetryingBucket(PlannedBucket(local, CUT), StoreOptions(store_deadline=3600), StoreUsage())
     thread = interrupt_main(waiting)
     with pytest.raises(KeyboardInterrupt):
         bucket.put("key", b"x")
@@ -227,7 +227,7 @@ def test_interrupts_end_a_pause(local: Bucket, waiting: threading.Event) -> None
 
 
 def test_close_ends_a_pause(local: Bucket, waiting: threading.Event) -> None:
-    bucket = RetryingBucket(PlannedBucket(local, CUT), StoreOptions(store_deadline=3600), Metrics())
+    bucket = RetryingBucket(PlannedBucket(local, CUT), StoreOptions(store_deadline=3600), StoreUsage())
     errors: list[str] = []
 
     def put() -> None:
@@ -247,7 +247,7 @@ def test_close_ends_a_pause(local: Bucket, waiting: threading.Event) -> None:
 
 @pytest.mark.usefixtures("hurried")
 def test_the_log_says_it_once_a_minute(local: Bucket, caplog: pytest.LogCaptureFixture) -> None:
-    bucket = RetryingBucket(PlannedBucket(local, *[CUT] * 200), OPTIONS, Metrics())
+    bucket = RetryingBucket(PlannedBucket(local, *[CUT] * 200), OPTIONS, StoreUsage())
     bucket.put("some/key", b"x")
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1
@@ -272,7 +272,7 @@ def test_a_store_that_breaks_off_at_random_is_still_a_dict(all_of_them: bool) ->
             self.folder = tempfile.TemporaryDirectory()
             self.file = Path(self.folder.name) / "file"
             self.flaky = FlakyBucket(open_bucket(Path(self.folder.name) / "bucket"), random.Random(seed))
-            self.metrics = Metrics()
+            self.metrics = StoreUsage()
             self.bucket = (
                 dressed(self.flaky, OPTIONS, self.metrics)
                 if all_of_them
@@ -338,7 +338,7 @@ def test_a_hanging_request_is_tried_again_through_all_wrappers(local: Bucket, mo
     gated = GatedBucket(local, "put")
     # Once it is given up there is time again.
     monkeypatch.setattr(retry.logger, "warning", lambda *arguments, **options: gated.begun["put"].clear())
-    metrics = Metrics()
+    metrics = StoreUsage()
     bucket = dressed(gated, Impatience.while_set(gated.begun["put"]), metrics)
     bucket.put("HEAD.json", b"new", if_absent=True)
     assert local.get("HEAD.json") == b"new"

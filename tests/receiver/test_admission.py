@@ -23,11 +23,10 @@ from tests.support.tiny import make_model, save_checkpoint
 from tests.support.web import Site, listening
 from vllm_delta_sync.engine.api import routes
 from vllm_delta_sync.engine.api.admission import OWN_PREFIX, SESSION_PATHS, VERSIONED_PATHS
+from vllm_delta_sync.engine.api.exact_requests import MIN_VERSION_HEADER, VERSION_HEADER, ExactRequest
 from vllm_delta_sync.engine.entrypoints.endpoint import EndpointPlugin
-from vllm_delta_sync.engine.observe import exact
-from vllm_delta_sync.engine.observe.exact import ExactRequest
 
-MINIMUM, EXACT = exact.MIN_HEADER, exact.HEADER
+MINIMUM, EXACT = MIN_VERSION_HEADER, VERSION_HEADER
 OURS = "data: {…}"
 KINDS: dict[str, tuple[tuple[str, ...], list[str], dict[str, str]]] = {
     "generate": (("generate",), ["--enable-scale-out", "--enable-fault-tolerance"], {}),

@@ -162,7 +162,7 @@ observe/spans.py | SPANS
 compat/patches.py | vLLM shows labels that are no versions
     vllm.v1.engine.async_llm: AsyncLLM.get_weight_version(self) only; AsyncLLM.output_processor
     vllm.v1.engine.output_processor: OutputProcessor.process_outputs(weight_version)
-observe/exact.py | EXACT
+api/exact_requests.py | EXACT
     vllm.v1.engine.async_llm: AsyncLLM.generate(lora_request); AsyncLLM.encode(lora_request); AsyncLLM.abort(request_id,
         internal)
     vllm.v1.engine.output_processor: OutputProcessor.add_request(self, request);

@@ -18,8 +18,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
+from vllm_delta_sync.engine.api.exact_requests import ExactRequest, ExactRequests, VersionError
 from vllm_delta_sync.engine.compat import patches
-from vllm_delta_sync.engine.observe.exact import ExactRequest, ExactRequests, VersionError
 from vllm_delta_sync.errors import EngineError, UsageError
 
 STREAM = SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False)

@@ -21,7 +21,7 @@ from tests.support.written import Written
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
-from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, Metrics
+from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, StoreUsage
 from vllm_delta_sync.bucket.threads import PARALLEL, in_parallel
 from vllm_delta_sync.cli.log import log_document
 from vllm_delta_sync.client import Run, open_run
@@ -137,7 +137,7 @@ class Slow:
     """
 
     def __init__(self, folder: Path, together: int, keyring: Keyring | None = None) -> None:
-        self.metrics = Metrics()
+        self.metrics = StoreUsage()
         bucket = Hooked(folder)
         self.run = Run(LimitedBucket(bucket, StoreOptions(), self.metrics), keyring)
         self.reads: Counter[str] = Counter()

@@ -14,7 +14,7 @@ from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
-from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, Metrics
+from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, StoreUsage
 from vllm_delta_sync.bucket.transfer_observers import report_bytes
 from vllm_delta_sync.errors import DeltaSyncError, UnavailableError
 
@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 GATE_SECONDS = 600.0
 
 
-def dressed(bucket: Bucket, options: StoreOptions, metrics: Metrics) -> Bucket:
+def dressed(bucket: Bucket, options: StoreOptions, metrics: StoreUsage) -> Bucket:
     """A store with all its wrappers, in the order in which they are worn."""
     tried = RetryingBucket(LimitedBucket(DeadlineBucket(bucket, options), options, metrics), options, metrics)
     return ProgressBucket(tried, options.store_progress)

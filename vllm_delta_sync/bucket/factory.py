@@ -16,7 +16,7 @@ from vllm_delta_sync.urls import (
 )
 
 if TYPE_CHECKING:
-    from vllm_delta_sync.bucket.middleware.usage import Metrics
+    from vllm_delta_sync.bucket.middleware.usage import StoreUsage
 
 
 class OpenedBucket(BucketMiddleware):
@@ -27,7 +27,9 @@ class OpenedBucket(BucketMiddleware):
         origin: the same bucket without its mirror; closed with this one.
     """
 
-    def __init__(self, inner: Bucket, options: StoreOptions, metrics: "Metrics", origin: Bucket | None = None) -> None:
+    def __init__(
+        self, inner: Bucket, options: StoreOptions, metrics: "StoreUsage", origin: Bucket | None = None
+    ) -> None:
         super().__init__(inner)
         self.origin: Bucket = self if origin is None else origin
         self.options = options
@@ -95,9 +97,9 @@ def _wrap(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBucket:
     from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
     from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
     from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
-    from vllm_delta_sync.bucket.middleware.usage import PROCESS, LimitedBucket, Metrics
+    from vllm_delta_sync.bucket.middleware.usage import PROCESS, LimitedBucket, StoreUsage
 
-    metrics = Metrics(PROCESS)
+    metrics = StoreUsage(PROCESS)
     if network:
         bucket = DeadlineBucket(bucket, options)
     bucket = LimitedBucket(bucket, options, metrics)

@@ -49,14 +49,14 @@ def compact(options: argparse.Namespace) -> Report:
       delta-sync compact --bucket /data/runs/a --signing-key trainer.key   (if the run is signed)
     """
     from vllm_delta_sync.maintenance.compact import compact
-    from vllm_delta_sync.run.checks import check_base
+    from vllm_delta_sync.run.checks import check_base_exists
 
     anchor = options.anchor
     if options.no_merge and anchor is None:
         raise UsageError("--no-merge without --anchor leaves nothing to do; name the version that gets an anchor")
     run = opened(options, writes=not options.dry_run)
     # First check what the arguments name: NotFoundError after that means that the run is damaged.
-    check_base(options.base)
+    check_base_exists(options.base)
     if anchor is not None:
         anchor = run.resolve(anchor).version
     try:

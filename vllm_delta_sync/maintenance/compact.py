@@ -32,7 +32,7 @@ from vllm_delta_sync.maintenance.anchor_writer import existing_anchor, make_anch
 from vllm_delta_sync.maintenance.merge_writer import PlainObjects, RawCodecError, make_merged_delta
 from vllm_delta_sync.maintenance.rolling_weights import RollingWeights, Stop, StoppedError, never_stop
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.checks import check_base
+from vllm_delta_sync.run.checks import check_base_exists
 from vllm_delta_sync.run.read_plan import MERGE_WIDTH, ReadPlanner
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.run.service_policy import ServicePolicy, newest_to_serve
@@ -295,7 +295,7 @@ def compact(
         DeltaSyncError: the anchor cannot be made. Ranges that cannot be made are reported as skipped.
     """
     began = time.monotonic()
-    check_base(base)
+    check_base_exists(base)
     head = run.head()
     report = CompactReport(head.version)
     target = None if anchor is None else run.resolve(anchor)

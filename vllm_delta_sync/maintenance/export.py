@@ -33,7 +33,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES, WEIGHTS_SUFFIX, WeightFiles, model_files_of_run
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.checks import check_base
+from vllm_delta_sync.run.checks import check_base_exists
 from vllm_delta_sync.run.model_files import write_file
 from vllm_delta_sync.run.restore import Progress, restore
 from vllm_delta_sync.run.run_reader import RunReader
@@ -143,7 +143,7 @@ def export(
     """
     if shard_bytes < 1:
         raise UsageError(f"shard_bytes is {shard_bytes}; give at least 1 byte")
-    check_base(base)
+    check_base_exists(base)
     manifest, notes = choose_version(run, version)
     target = Path(folder)
     _refuse_base(run, target, base)

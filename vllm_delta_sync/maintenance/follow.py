@@ -36,7 +36,7 @@ from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES, WeightFiles, model_files_of_run
 from vllm_delta_sync.maintenance.export import ExportRecord, choose_version, read_record
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.checks import check_base
+from vllm_delta_sync.run.checks import check_base_exists
 from vllm_delta_sync.run.model_files import write_file
 from vllm_delta_sync.run.read_plan import ReadPlanner, plan_read
 from vllm_delta_sync.run.restore import Progress, apply_step, restore
@@ -129,7 +129,7 @@ def follow(
         raise UsageError(f"shard_bytes is {shard_bytes}; give at least 1 byte")
     if not 0 < poll_seconds < float("inf"):
         raise UsageError(f"poll_seconds is {poll_seconds}; give a number of seconds above 0")
-    check_base(base)
+    check_base_exists(base)
     if version == HEAD:
         version = None
     if isinstance(version, str) and version.startswith(MOVING):

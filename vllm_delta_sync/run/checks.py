@@ -142,7 +142,7 @@ def check_bits(manifest: Manifest | Anchor, spec: TensorSpec, bits: Bits) -> Non
     check_tensor(manifest, spec.name, fingerprint_tensor(spec.name, bits))
 
 
-def check_base(base: str | Path | None) -> None:
+def check_base_exists(base: str | Path | None) -> None:
     """Raise NotFoundError if ``base`` is given and is not a directory, URL or public model, even if not needed."""
     if base is None or "://" in str(base) or names_model(base) or Path(base).is_dir():
         return

@@ -22,7 +22,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_strided
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.run.checks import check_base, check_bits, check_tensor
+from vllm_delta_sync.run.checks import check_base_exists, check_bits, check_tensor
 from vllm_delta_sync.run.read_plan import Plan
 from vllm_delta_sync.run.restore import execute_plan, load_root, root_tensors
 from vllm_delta_sync.run.roots import open_branch_source
@@ -61,7 +61,7 @@ def restore_boxes(
     Raises:
         TensorMismatchError: the run has no such tensor, or its shape is not the one in a box. Otherwise as ``restore``.
     """
-    check_base(base)
+    check_base_exists(base)
     for name, wanted in boxes.items():
         shape = run.table.by_name(name).shape
         mismatch = next((box for box in wanted if box.whole != shape), None)

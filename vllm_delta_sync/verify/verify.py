@@ -4,7 +4,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from vllm_delta_sync.run.checks import check_base
+from vllm_delta_sync.run.checks import check_base_exists
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.trust.keyring import short
 from vllm_delta_sync.verify.document_audit import DocumentAudit
@@ -55,7 +55,7 @@ def examine(
     run: RunReader, base: str | Path | None, progress: Progress | None, found: Findings
 ) -> tuple[VerifyReport, DocumentAudit]:
     """As ``verify_run``, and return the document audit as well."""
-    check_base(base)
+    check_base_exists(base)
     with run.caching_manifests():
         return _examine(run, base, progress, found)
 

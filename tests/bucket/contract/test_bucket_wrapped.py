@@ -15,15 +15,15 @@ from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
 from vllm_delta_sync.bucket.middleware.deadline import DeadlineBucket
 from vllm_delta_sync.bucket.middleware.progress import ProgressBucket
 from vllm_delta_sync.bucket.middleware.retry import RetryingBucket
-from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, Metrics
+from vllm_delta_sync.bucket.middleware.usage import LimitedBucket, StoreUsage
 
 OPTIONS = StoreOptions(store_progress="log")
 WORN: dict[str, Callable[[Bucket], Bucket]] = {
-    "all": lambda bucket: dressed(bucket, OPTIONS, Metrics()),
+    "all": lambda bucket: dressed(bucket, OPTIONS, StoreUsage()),
     "deadline": lambda bucket: DeadlineBucket(bucket, OPTIONS),
-    "limited": lambda bucket: LimitedBucket(bucket, OPTIONS, Metrics()),
+    "limited": lambda bucket: LimitedBucket(bucket, OPTIONS, StoreUsage()),
     "progress": lambda bucket: ProgressBucket(bucket, "log"),
-    "retrying": lambda bucket: RetryingBucket(bucket, OPTIONS, Metrics()),
+    "retrying": lambda bucket: RetryingBucket(bucket, OPTIONS, StoreUsage()),
 }
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from vllm_delta_sync.bucket.base import Bucket, ObjectInfo, read_pieces
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call, size_of
-from vllm_delta_sync.bucket.middleware.usage import Metrics
+from vllm_delta_sync.bucket.middleware.usage import StoreUsage
 from vllm_delta_sync.bucket.threads import wait_interruptibly
 from vllm_delta_sync.bucket.transfer_observers import observed_by, report_bytes
 from vllm_delta_sync.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError
@@ -39,7 +39,7 @@ class RetryingBucket(BucketMiddleware):
     a negative number.
     """
 
-    def __init__(self, inner: Bucket, options: StoreOptions, metrics: Metrics) -> None:
+    def __init__(self, inner: Bucket, options: StoreOptions, metrics: StoreUsage) -> None:
         super().__init__(inner)
         self._options = options
         self._metrics = metrics

@@ -1,4 +1,4 @@
-"""``LimitedBucket`` limits the requests in flight, and counts all of them in ``Metrics``."""
+"""``LimitedBucket`` limits the requests in flight, and counts all of them in ``StoreUsage``."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ _SUMS = {"up": ("sent_bytes", "send_seconds"), "down": ("received_bytes", "recei
 _Result = TypeVar("_Result")
 
 
-class Metrics:
+class StoreUsage:
     """Sums over all calls of the buckets that share this object. Any number of threads may use it.
 
     ``calls``: requests to the store; a listing counts once. ``failures``: calls that raised StoreError, and by its kind
@@ -31,7 +31,7 @@ class Metrics:
         parent: metrics to which everything is added too.
     """
 
-    def __init__(self, parent: "Metrics | None" = None) -> None:
+    def __init__(self, parent: "StoreUsage | None" = None) -> None:
         self._parent = parent
         self._lock = threading.Lock()
         self._values: dict[str, float | int] = dict.fromkeys((*_COUNTS, *_COUNTS_OF_BYTES), 0)
@@ -60,14 +60,14 @@ class Metrics:
         return {name: value - earlier.get(name, 0) for name, value in self.snapshot().items()}
 
 
-PROCESS = Metrics()
-"""Metrics of all stores that this process uses, except plain directories."""
+PROCESS = StoreUsage()
+"""StoreUsage of all stores that this process uses, except plain directories."""
 
 
 class LimitedBucket(BucketMiddleware):
     """Counts the calls of this instance, and makes a call beyond ``store_connections`` wait until another one ends."""
 
-    def __init__(self, inner: Bucket, options: StoreOptions, metrics: Metrics) -> None:
+    def __init__(self, inner: Bucket, options: StoreOptions, metrics: StoreUsage) -> None:
         super().__init__(inner)
         self._metrics = metrics
         self._slots = threading.Semaphore(options.store_connections)

@@ -16,11 +16,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_delta_sync.engine.api.access import CrowdedError, answer_error
 from vllm_delta_sync.engine.api.api_servers import Serving
+from vllm_delta_sync.engine.api.exact_requests import (
+    MIN_VERSION_HEADER,
+    VERSION_HEADER,
+    ExactRequest,
+    ExactRequests,
+    VersionError,
+)
 from vllm_delta_sync.engine.api.version_waiters import UnreachableError, VersionWaiters
 from vllm_delta_sync.engine.observe import metrics
-from vllm_delta_sync.engine.observe.exact import HEADER as VERSION_HEADER
-from vllm_delta_sync.engine.observe.exact import MIN_HEADER as MIN_VERSION_HEADER
-from vllm_delta_sync.engine.observe.exact import ExactRequest, ExactRequests, VersionError
 from vllm_delta_sync.errors import DeltaSyncError, UsageError
 from vllm_delta_sync.format.limits import MAX_VERSION
 

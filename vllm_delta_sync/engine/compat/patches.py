@@ -22,7 +22,7 @@ Other places that use vLLM's internals have their own files; where they replace 
 ``entrypoints/load_format.py``         a load format
 ``observe/spans.py``                   wraps ``generate`` of the client and two OpenAI routes, and changes the
                                        text of the last chunk that they stream
-``observe/exact.py``                   wraps ``generate`` and ``encode`` of the client, and its output processor's two
+``api/exact_requests.py``              wraps ``generate`` and ``encode`` of the client, and its output processor's two
                                        methods that see every request and every step
 ``observe/metrics.py``                 its ``/metrics`` shows what ``prometheus_client`` has registered
 ``entrypoints/endpoint.py``            the endpoint plugin's two methods, and the tasks of models

@@ -46,13 +46,13 @@ class EndpointPlugin:
         from vllm_delta_sync.engine.api import weight_transfer
         from vllm_delta_sync.engine.api.adapters import announce, check_lora, make_adapter, reserve_names
         from vllm_delta_sync.engine.api.api_servers import LeaderElection, Serving, find_api_server_group
+        from vllm_delta_sync.engine.api.exact_requests import ExactRequests
         from vllm_delta_sync.engine.api.live_page import LivePage
         from vllm_delta_sync.engine.compat.features import check_engine, fit_pause_mode
         from vllm_delta_sync.engine.core.engine_core import fail_when_engine_died, watch_shutdown
         from vllm_delta_sync.engine.core.ports import ServerEnginePort
         from vllm_delta_sync.engine.follow.service import ReceiverService
         from vllm_delta_sync.engine.observe import spans
-        from vllm_delta_sync.engine.observe.exact import ExactRequests
         from vllm_delta_sync.settings import Settings, load_settings
 
         settings = fit_pause_mode(load_settings(), engine_client.vllm_config)

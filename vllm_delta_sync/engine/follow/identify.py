@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from vllm_delta_sync.engine.follow.rank_group import GatheredWeights, RankGroup
+from vllm_delta_sync.engine.follow.rank_group import HeldWeights, RankGroup
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.observe.status import StatusBoard
 from vllm_delta_sync.engine.planning.commit_plan import WeightPosition
@@ -48,11 +48,11 @@ class WeightIdentifier:
         self._refuse = refuse
         self._unread: DeltaSyncError | None = None
 
-    def identify(self, may_serve: Callable[[WeightPosition], bool]) -> WeightPosition | None:
+    def identify(self, is_due: Callable[[WeightPosition], bool]) -> WeightPosition | None:
         """Trace and hash the engine's weights, find the version, and set it as the ranks' baseline.
 
         Args:
-            may_serve: whether a version of this run may be served. If not, an update leads on from it, as from a
+            is_due: whether a version of this run is one to serve now. If not, an update leads on from it, as from a
                 version of another run.
 
         Returns:
@@ -73,17 +73,17 @@ class WeightIdentifier:
         own = claimed is not None and claimed.run == first.run
         position = None if claimed is None or not own else self._claimed_position(claimed, held)
         if claimed is not None and position is not None:
-            return self._accept(position, claimed.fingerprints, may_serve)
+            return self._accept(position, claimed.fingerprints, is_due)
         mismatches = held.mismatches(base)
         if not mismatches:
-            return self._accept(WeightPosition(self._history.run, first), base, may_serve)
+            return self._accept(WeightPosition(self._history.run, first), base, is_due)
         position = None if claimed is None or own else self._claimed_position(claimed, held)
         if claimed is not None and position is not None:
-            return self._accept(position, claimed.fingerprints, may_serve)
+            return self._accept(position, claimed.fingerprints, is_due)
         for source, _ in self._history.origins():
             version_0, of_source = version_0_of(source)
             if not held.mismatches(of_source):
-                return self._accept(WeightPosition(source, version_0), of_source, may_serve)
+                return self._accept(WeightPosition(source, version_0), of_source, is_due)
         if self._engines_differ(held):
             logger.info(
                 "the engines loaded different versions, because the head moved meanwhile; replacing all weights"
@@ -94,7 +94,7 @@ class WeightIdentifier:
         self._ranks.set_baseline(None, base)
         return None
 
-    def _gather(self) -> GatheredWeights:
+    def _gather(self) -> HeldWeights:
         cache = self._settings.cache_folder()
         request = Identify(
             url=self._settings.bucket,
@@ -107,7 +107,7 @@ class WeightIdentifier:
         )
         table = self._history.run.table
         try:
-            held = self._ranks.gather(table, request)
+            held = self._ranks.identify(table, request)
         except REFUSALS as error:
             self._refuse(error)
             raise
@@ -140,7 +140,7 @@ class WeightIdentifier:
             )
         return held
 
-    def _claimed_position(self, claimed: ClaimedVersion, held: GatheredWeights) -> WeightPosition | None:
+    def _claimed_position(self, claimed: ClaimedVersion, held: HeldWeights) -> WeightPosition | None:
         """Return the position that ranks claim; None if their weights differ or no update leads from it to this run."""
         run = self._history.run
         try:
@@ -171,7 +171,7 @@ class WeightIdentifier:
             return None
         return position
 
-    def _engines_differ(self, held: GatheredWeights) -> bool:
+    def _engines_differ(self, held: HeldWeights) -> bool:
         """Return whether each data parallel engine holds a version of this run, proven, but not all the same one.
 
         Engines of a dense model load independently, each the head of its moment (``--load-format delta_sync``).
@@ -189,9 +189,9 @@ class WeightIdentifier:
         )
 
     def _accept(
-        self, position: WeightPosition, fingerprints: list[Fingerprint], may_serve: Callable[[WeightPosition], bool]
+        self, position: WeightPosition, fingerprints: list[Fingerprint], is_due: Callable[[WeightPosition], bool]
     ) -> WeightPosition:
-        own = self._history.is_followed_run(position) and may_serve(position)
+        own = self._history.is_followed_run(position) and is_due(position)
         self._ranks.set_baseline(position.version if own else None, fingerprints, None if own else position)
         logger.info(
             "weights identified: %d tensors are version %d of run %s",

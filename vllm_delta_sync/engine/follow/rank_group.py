@@ -21,7 +21,7 @@ POLL_LONGEST_S = 0.02
 
 
 @dataclass
-class GatheredWeights:
+class HeldWeights:
     """Hashes of an engine's weights, over all ranks.
 
     Attributes:
@@ -47,7 +47,7 @@ class GatheredWeights:
             if tensor in self.conflicting or (found is not None and found != right)
         ]
 
-    def by_claim(self, table: TensorTable) -> list["GatheredWeights"]:
+    def by_claim(self, table: TensorTable) -> list["HeldWeights"]:
         """Return the weights of each set of ranks that claim one version. ModelError: a set holds tensors in part."""
         ranks: dict[tuple[str, int] | None, list[Identified]] = {}
         for answer in self.answers:
@@ -77,7 +77,7 @@ class RankGroup:
     """The ranks behind an engine port.
 
     Attributes:
-        ownership: which rank holds which part of each tensor; known after ``gather``.
+        ownership: which rank holds which part of each tensor; known after ``identify``.
     """
 
     def __init__(self, port: EnginePort, stage_seconds: float) -> None:
@@ -86,7 +86,7 @@ class RankGroup:
         self.ownership: Ownership | None = None
         self._declared = Fingerprint()
 
-    def gather(self, table: TensorTable, request: protocol.Identify) -> GatheredWeights:
+    def identify(self, table: TensorTable, request: protocol.Identify) -> HeldWeights:
         """Trace every rank's routes, prove that all ranks together hold whole tensors, and hash the tensors.
 
         Raises:
@@ -101,7 +101,7 @@ class RankGroup:
         """Set what all ranks together hold; version None means weights that are no version of the run followed.
 
         Args:
-            position: the version of another run that they are instead; ranks claim it in the next ``gather``.
+            position: the version of another run that they are instead; ranks claim it in the next ``identify``.
         """
         ownership = self._known_ownership()
         loaded = [ownership.is_loaded(i) for i in range(len(fingerprints))]
@@ -186,7 +186,7 @@ class RankGroup:
 
     def _known_ownership(self) -> Ownership:
         if self.ownership is None:
-            raise EngineError("the ranks' weights were not gathered yet")
+            raise EngineError("the ranks' weights were not identified yet")
         return self.ownership
 
     def run_operation(self, request: BackgroundRequest[A]) -> list[A]:
@@ -211,7 +211,7 @@ class RankGroup:
             pause = min(2 * pause, POLL_LONGEST_S)
 
 
-def _combine_ranks(table: TensorTable, answers: list[Identified]) -> tuple[Ownership, GatheredWeights]:
+def _combine_ranks(table: TensorTable, answers: list[Identified]) -> tuple[Ownership, HeldWeights]:
     """Prove that ranks together hold whole tensors, and combine what they measured. Raises ModelError."""
     ownership = prove_ownership(table, [answer.regions for answer in answers])
     found: list[Fingerprint | None] = []
@@ -223,4 +223,4 @@ def _combine_ranks(table: TensorTable, answers: list[Identified]) -> tuple[Owner
         found.append(value if ownership.is_loaded(tensor) else None)
     claimed = answers[0].claimed
     common = claimed if all(answer.claimed == claimed for answer in answers) else None
-    return ownership, GatheredWeights(found, conflicting, common, answers)
+    return ownership, HeldWeights(found, conflicting, common, answers)

@@ -443,14 +443,15 @@ class Receiver:
         """Find out what the engine holds; None means weights that an anchor may replace."""
         newest, order = self.goal_version, self._pending_order
 
-        def may_serve(position: WeightPosition) -> bool:
+        def is_due(position: WeightPosition) -> bool:
             # Only the version that is to be held, and nothing newer than requested, not even in between.
             if order is not None and newest in (None, order.version):
                 return position.version == order.version
+            # Weights that are quarantined by now are served on: a server that skips them never goes back by itself.
             return newest is None or position.version <= newest
 
-        position = self._identifier.identify(may_serve)
-        if position is not None and self.history.is_followed_run(position) and may_serve(position):
+        position = self._identifier.identify(is_due)
+        if position is not None and self.history.is_followed_run(position) and is_due(position):
             self.port.label(position.version, position.run.info.run)
             self.board.set(served=position.manifest, invalidated=False, error=None)
         return position

@@ -42,7 +42,7 @@ from vllm_delta_sync.tensors.torch_views import SIGNED
 
 
 def store_usage() -> dict[str, Any]:
-    """Return how this process has used stores so far, see ``Metrics``; ``process`` identifies the process."""
+    """Return how this process has used stores so far, see ``StoreUsage``; ``process`` identifies the process."""
     return {"process": f"{socket.gethostname()}:{os.getpid()}", **PROCESS.snapshot()}
 
 

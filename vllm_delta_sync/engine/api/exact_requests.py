@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.errors import BusyError, EngineError, UsageError
 
-HEADER = "X-Delta-Sync-Version"
-MIN_HEADER = "X-Delta-Sync-Min-Version"
+VERSION_HEADER = "X-Delta-Sync-Version"
+MIN_VERSION_HEADER = "X-Delta-Sync-Min-Version"
 _current: "ContextVar[ExactRequest | None]" = ContextVar("delta_sync_exact", default=None)
 
 
@@ -57,7 +57,7 @@ class ExactRequest:
     def check_step(self, label: str | None, adapter: str | None) -> None:
         """Compare the label of a step that made a part of the answer, with an adapter whose run is followed or none."""
         if label is None:
-            self.fail("and vLLM does not say which weights made its answer; use " + MIN_HEADER)
+            self.fail("and vLLM does not say which weights made its answer; use " + MIN_VERSION_HEADER)
             return
         if patches.label_of(label, adapter) in {patches.label_of(each, adapter) for each in self.labels}:
             return
@@ -71,7 +71,7 @@ class ExactRequest:
     def fail(self, reason: str, kind: type[VersionError | UsageError] = VersionError) -> None:
         """Note why there is no answer of the version alone, unless a reason is known."""
         if self.error is None:
-            self.error = kind(f"version {self.version} is asked for ({HEADER}), {reason}")
+            self.error = kind(f"version {self.version} is asked for ({VERSION_HEADER}), {reason}")
 
     def raise_in_vllm(self) -> None:
         """Raise the error as one that vLLM's routes answer with our status code, in streams too."""
@@ -134,13 +134,13 @@ class ExactRequests:
         if self._prefix_cache == "keep":
             return (
                 "and prefix_cache is 'keep': the version would sample from keys and values that older weights "
-                f"computed; set prefix_cache to reset, or use {MIN_HEADER}"
+                f"computed; set prefix_cache to reset, or use {MIN_VERSION_HEADER}"
             )
         config = getattr(self._client, "vllm_config", None)
         for field in ("kv_transfer_config", "ec_transfer_config"):
             if getattr(config, field, None) is not None:
                 flag = f"--{field.replace('_', '-')}"
-                return f"and {flag} is set: what other weights computed may come from there; use {MIN_HEADER}"
+                return f"and {flag} is set: what other weights computed may come from there; use {MIN_VERSION_HEADER}"
         return None
 
     async def admit(self, version: int) -> ExactRequest:
@@ -164,7 +164,7 @@ class ExactRequests:
             request.fail("and a commit is under way; retry")
         elif version not in served:
             newer = version > max(served, default=-1)
-            remedy = f"send {MIN_HEADER}: {version} too" if newer else f"roll this server back to {version}"
+            remedy = f"send {MIN_VERSION_HEADER}: {version} too" if newer else f"roll this server back to {version}"
             request.fail(
                 f"and {' and '.join(map(str, served)) or 'none'} is served; ask for that one, {remedy}, or ask another "
                 "server"
