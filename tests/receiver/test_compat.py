@@ -4,7 +4,6 @@ A failure here says what moved in vLLM and what of ours needs it, before a serve
 """
 
 import ast
-import asyncio
 import importlib
 import inspect
 import re
@@ -19,8 +18,8 @@ from packaging.version import Version
 from safetensors.torch import save_file
 
 from vllm_delta_sync.engine.compat import features, patches, tied_head, write_hooks
-from vllm_delta_sync.engine.entrypoints import endpoint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.settings import Settings
 
 ENGINE = Path(patches.__file__).parents[1]
 
@@ -343,23 +342,10 @@ def serve_parser() -> Any:
     return module.make_arg_parser(arguments.FlexibleArgumentParser())
 
 
-def test_a_flag_that_vllm_has_too_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    parser = serve_parser()
-
-    def started() -> list[str]:
-        caplog.clear()
-        with pytest.raises(SystemExit), caplog.at_level("WARNING", "vllm.delta_sync"):
-            asyncio.run(endpoint.EndpointPlugin().init_state(None, None, parser.parse_args([])))
-        ours = [record for record in caplog.records if record.name == "vllm.delta_sync"]
-        return [record.getMessage() for record in ours if record.levelname == "WARNING"]
-
-    # No bucket is set, so the server ends; a release that has one of our flags fails here first.
-    assert started() == []
-    parser.add_argument("--mirror")
-    parser.add_argument("--max-lag", type=int)
-    [line] = started()
-    for word in ("--max-lag, --mirror", INSTALLED[1], "delta-sync serve", "`--`"):
-        assert word in line
+def test_vllm_has_none_of_our_flags() -> None:
+    """``delta-sync serve`` takes both, so ours would hide vLLM's of the same name."""
+    theirs = serve_parser()._option_string_actions
+    assert [flag for name in Settings.model_fields if (flag := f"--{name.replace('_', '-')}") in theirs] == []
 
 
 def test_draft_methods_are_those_that_vllm_has() -> None:
