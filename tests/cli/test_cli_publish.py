@@ -23,9 +23,17 @@ START = (
     "import signal, sys\n"
     # Inherited as ignored where the tests run in the background of a shell without job control.
     "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "import os, time\n"
     "from vllm_delta_sync import cli\n"
+    "from vllm_delta_sync.bucket.local import LocalBucket\n"
+    "put, seconds = LocalBucket.put, float(os.environ.get('SECONDS_PER_OBJECT', '0'))\n"
+    "def slow(bucket, key, *given, **named):\n"
+    "    time.sleep(seconds if key.startswith('objects/') else 0)\n"
+    "    put(bucket, key, *given, **named)\n"
+    "LocalBucket.put = slow\n"
     "sys.exit(cli.main())\n"
 )
+"""The command, over a store that takes so long for each object."""
 
 
 @pytest.fixture
@@ -227,7 +235,7 @@ def test_what_is_left_at_the_end_is_named(
     delta_sync("publish", "--from", write_checkpoint(out / "checkpoint-1", weights(1)), "--bucket", run)
     write_checkpoint(out / "checkpoint-200", weights(200))
     grace = "1" if second is None else "1h"
-    with watching(out, run, "--grace", grace, DELTA_SYNC_STORE_UPLOAD_LIMIT="100") as command:
+    with watching(out, run, "--grace", grace, SECONDS_PER_OBJECT="240") as command:
         eventually(lambda: any((run / "claims").glob("*")))
         command.send_signal(ends)
         if second is not None:
@@ -256,7 +264,7 @@ def test_a_signal_in_the_middle_of_a_version_leaves_the_run_whole(
     """While the run is taken over, and while the object of the version is uploaded, which takes some seconds."""
     delta_sync("publish", "--from", write_checkpoint(out / "checkpoint-1", weights(1)), "--bucket", run)
     write_checkpoint(out / "checkpoint-200", weights(200))
-    with watching(out, run, DELTA_SYNC_STORE_UPLOAD_LIMIT="2000") as command:
+    with watching(out, run, SECONDS_PER_OBJECT="4") as command:
         eventually(lambda: any((run / "claims").glob("*")))
         time.sleep(seconds)
         assert open_run(str(run)).head().version == 0

@@ -270,6 +270,7 @@ def test_takes_the_memory_of_the_boxes_and_little_more(
     start: Literal["anchor", "checkpoint"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_delta_sync.run.objects.MAPPED_BYTES", 1024 * 1024)
+    monkeypatch.setattr("vllm_delta_sync.bucket.ranged.PIECE_BYTES", 256 * 1024)
     monkeypatch.setattr(chain_read, "DECODED_ELEMENTS", 0)
     monkeypatch.setattr("vllm_delta_sync.codec.delta_reader.LAZY_ELEMENTS", 64 * 1024)
     made = Grove(tmp_path, start, table=WIDE)

@@ -19,7 +19,9 @@ class Shared(Hooked):
     """Looks a key up and then writes, as the Hub's own interface has it. ``after`` stands for another writer that had
     looked before, and is served later."""
 
-    supports_conditional_put = False
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.supports_conditional_put = False
 
     def overwrite(self, key: str, data: bytes) -> None:
         """As another writer, who is not hooked."""

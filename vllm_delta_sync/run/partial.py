@@ -48,9 +48,10 @@ def restore_boxes(
     """Rebuild some boxes of a version; like ``restore``, takes another path around damaged or missing objects.
 
     Takes the memory of the boxes, of one object of up to ``MAPPED_BYTES`` (larger ones go through a temporary file or
-    the run's cache), and of one decoded step of up to ``DECODED_ELEMENTS`` (larger ones are decoded in pieces, except
-    those of codec ``raw``). If the boxes cut a tile that is not plain, the whole model is rebuilt in a temporary file,
-    because decoding the tile needs all of its base bits.
+    the run's cache, in pieces of at most ``ranged.BUFFER_BYTES`` together), and of one decoded step of up to
+    ``DECODED_ELEMENTS`` (larger ones are decoded in pieces, except those of codec ``raw``). If the boxes cut a tile
+    that is not plain, the whole model is rebuilt in a temporary file, because decoding the tile needs all of its base
+    bits.
 
     Args:
         boxes: of tensors of the run. base: as ``restore``.

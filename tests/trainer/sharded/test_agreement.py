@@ -475,7 +475,7 @@ def holes_and_overlaps(rank: int, size: int, folder: str) -> None:
     pair = Pair()
     # A mesh without rank 0: nobody answers for it.
     hole = pair.put(distribute_tensor(values, DeviceMesh("cpu", list(range(1, size))), [Shard(0)]))
-    message = "the ranks hold 0 of the 8 elements of tensor 'second' (no rank has any); shard each"
+    message = "the ranks hold 0 of the 8 elements of tensor 'second' (no rank has any); make the same model"
     refused(lambda: Publisher(hole, folder), ModelError, message)
     # Rank 0 takes it for replicated, the others for sharded.
     local, place = (values, Replicate()) if rank == 0 else (values[2 * rank :][:2], Shard(0))
