@@ -1,4 +1,4 @@
-"""``Publisher``: publish a model's weights while it trains. ``PublisherMemory``: what it takes, known before."""
+"""``Publisher``: publish a model's weights while it trains."""
 
 import sys
 import threading
@@ -15,6 +15,7 @@ from trainer_side.background_thread import BackgroundJob, BackgroundThread
 from trainer_side.committer import Committer
 from trainer_side.diff.engine import Detector
 from trainer_side.maintenance import BackgroundMaintenance
+from trainer_side.memory import PublisherMemory, publisher_memory
 from trainer_side.model.sources import ModelLike, live_tensors
 from trainer_side.options import (
     MakeOptions,
@@ -40,44 +41,10 @@ if TYPE_CHECKING:
     from vllm_delta_sync.fleet.fleet import Replica
     from vllm_delta_sync.format.documents import Tag
 
-from dataclasses import dataclass
-
-from trainer_side.diff.baseline import Baseline
-from trainer_side.diff.buffers import MemoryLimits, MemoryUse
-from trainer_side.diff.change_log import SAMPLE_ELEMENTS
-from trainer_side.diff.device import WINDOW_ELEMENTS
-from trainer_side.diff.differences import TORCH_ELEMENTS
-from trainer_side.diff.pending_delta import SAMPLE_PIECES
-from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.tensors.segments import ROOM
-
 logger = guarded_logger(__name__)
 
 CLOSE_SECONDS = 600.0
 """How long ``close`` tries to publish the last weights: longer than most outages of a store."""
-
-
-THREAD_BYTES = 10 * 1024 * 1024
-"""Scratch memory of a thread that compares: 1.5 MB, and 8 MB for tensors that are strided."""
-ROOM_SHARE = 4
-"""A device has output for a quarter of a window; see ``triton.ROOM_SHARE``, which only CUDA builds can import."""
-
-
-@dataclass(frozen=True)
-class PublisherMemory:
-    """Bytes that a publisher takes in this process, beside the model and what the store's client buffers.
-
-    Attributes:
-        at_rest: between two versions: the baseline.
-        largest: the most, while a version is compared and written in which every element changed. It includes
-            ``at_rest``. If the temporary files cannot be written, their bytes are host memory too.
-    """
-
-    at_rest: MemoryUse
-    largest: MemoryUse
-
-    def __str__(self) -> str:
-        return f"{self.at_rest} at rest; {self.largest} at most, for a version in which every element changed"
 
 
 class Publisher:
@@ -509,67 +476,3 @@ def _end_unclosed(background: BackgroundThread, writer: RunWriter, resources: Ex
         resources.close()
 
     background.submit(BackgroundJob(), release)
-
-
-def publisher_memory(
-    baseline: Baseline, options: PublisherOptions, threads: int, keeps_deltas: bool
-) -> PublisherMemory:
-    """Return what a publisher takes.
-
-    Args:
-        baseline: its bits. threads: that compare. keeps_deltas: whether it has ``RecentDeltas``.
-    """
-    own, limits, at_rest = baseline.table, MemoryLimits.of(baseline.table), baseline.memory()
-    host = _comparing(own, threads) + _encoding(baseline, options) + keeps_deltas * limits.loaded_bytes
-    if options.gate is not None and options.gate.action == "quarantine":
-        host += own.full_bytes  # the bits of the sound version
-    if options.budget is not None:
-        # Sizes of all changes, and what is kept of them, expanded; for one tensor masks, and what is held back.
-        host += (4 + 8) * own.total + own.full_bytes + max((40 * spec.numel for spec in own), default=0)
-    # The log, the pieces of an object with the planes of one tensor, and all objects.
-    log = own.full_bytes + 2 * own.total
-    disk = max(0, log - limits.log_bytes) + 2 * own.full_bytes + own.total
-    return PublisherMemory(at_rest, at_rest + MemoryUse(host=host, disk=disk) + _on_devices(baseline))
-
-
-def _width(table: TensorTable) -> int:
-    return max((spec.element.itemsize for spec in table), default=0)
-
-
-def _comparing(table: TensorTable, threads: int) -> int:
-    """Return the host memory of a comparison, beside the log: of threads, and of samples of one tensor's changes."""
-    width = _width(table)
-    return threads * (THREAD_BYTES + ROOM * (2 + width)) + SAMPLE_PIECES * SAMPLE_ELEMENTS * (3 + 4 * width)
-
-
-def _encoding(baseline: Baseline, options: PublisherOptions) -> int:
-    """Return the host memory of log and encoding: of the largest version that is encoded in memory, or of one that is
-    encoded in pieces."""
-    own, limits = baseline.table, MemoryLimits.of(baseline.table)
-    width, largest = _width(own), max((spec.nbytes for spec in own), default=0)
-    # Positions and distances, what is made of them, and their log, which is half as large. Of tensors in full: planes,
-    # the object, and the log.
-    in_memory = 7 * limits.loaded_bytes // 2
-    # Positions and distances of a block twice, since they are joined, its planes, and the mask of a large tensor.
-    block = limits.block_elements * (2 * (8 + width) + 2 + 2 * width)
-    in_pieces = limits.log_bytes + block + max((spec.numel // 8 for spec in own), default=0)
-    # A copy of one tensor: its base bits or, if the baseline is on a device, its bits.
-    copied = largest if options.codec == "tiled" or baseline.location == "device" else 0
-    return max(in_memory, in_pieces) + copied
-
-
-def _on_devices(baseline: Baseline) -> MemoryUse:
-    """Return what a comparison on a device takes there, and in pinned memory to copy its outcome."""
-    width, device = _width(baseline.table), baseline.on_cuda
-    if not device:
-        return MemoryUse()
-    window = min(WINDOW_ELEMENTS, max(spec.numel for spec in baseline.table))
-    room = window // ROOM_SHARE
-    pinned = _rounded(2 * room) + 2 * _rounded(width * room)
-    copied = 0 if baseline.location == "device" else window * width
-    return MemoryUse(pinned=pinned, device=copied + room * (4 + 2 * width) + room * (14 + 3 * width) + TORCH_ELEMENTS)
-
-
-def _rounded(nbytes: int) -> int:
-    """torch rounds pinned memory up to a power of two."""
-    return 1 << max(0, nbytes - 1).bit_length()

@@ -215,9 +215,9 @@ def test_a_refusal_is_not_repeated(
     request_: tuple[Call, str],
     refusal: tuple[int, type[StoreError], str],
 ) -> None:
-    (call, path), (code, error, mend) = request_, refusal
+    (call, path), (code, error, remedy) = request_, refusal
     hub.fault("status", path, code=code, **FOREVER)
-    with pytest.raises(error, match=mend) as caught:
+    with pytest.raises(error, match=remedy) as caught:
         call(bucket, tmp_path)
     assert type(caught.value) is error
     assert len([one for one in hub.requests() if one["fault"]]) <= 8

@@ -112,7 +112,7 @@ def test_a_role_without_a_token_file_is_left_to_boto3(answers: Answers, monkeypa
 def test_no_credentials_at_all(scheme: str, how: str, answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
-    mend = {"s3": "AWS_ACCESS_KEY_ID", "gs": "GOOGLE_APPLICATION_CREDENTIALS", "az": "AZURE_STORAGE_ACCOUNT_KEY"}
+    remedy = {"s3": "AWS_ACCESS_KEY_ID", "gs": "GOOGLE_APPLICATION_CREDENTIALS", "az": "AZURE_STORAGE_ACCOUNT_KEY"}
     with silent() as nobody:
         if how == "silent":
             monkeypatch.setenv("AWS_METADATA_ENDPOINT", nobody)
@@ -122,7 +122,7 @@ def test_no_credentials_at_all(scheme: str, how: str, answers: Answers, monkeypa
         bucket = opened(f"{scheme}://bucket/run", answers.url, deadline=1)
         began = time.monotonic()
         for call in (lambda: bucket.get("key"), lambda: bucket.put("key", b"x", if_absent=True)):
-            with pytest.raises(AccessError, match=mend[scheme]):
+            with pytest.raises(AccessError, match=remedy[scheme]):
                 call()
         assert time.monotonic() - began < 120
     assert answers.asked == []

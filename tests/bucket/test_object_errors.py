@@ -59,7 +59,7 @@ def calls(bucket: Bucket, folder: Path) -> dict[str, Callable[[], object]]:
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "expected", "mend"),
+    ("status", "code", "expected", "remedy"),
     [
         (400, "Foo", StoreError, "check the bucket URL"),
         (400, "ExpiredToken", AccessError, "new credentials"),
@@ -79,7 +79,7 @@ def calls(bucket: Bucket, folder: Path) -> dict[str, Callable[[], object]]:
     ],
 )
 def test_refusals(
-    status: int, code: str, expected: type[DeltaSyncError], mend: str, answers: Answers, tmp_path: Path
+    status: int, code: str, expected: type[DeltaSyncError], remedy: str, answers: Answers, tmp_path: Path
 ) -> None:
     answers.reply = refusing(status, code)
     for name, call in calls(opened(URL, answers.url), tmp_path).items():
@@ -88,7 +88,7 @@ def test_refusals(
         message = caught.value.message
         if name != "stat" or not code:
             assert type(caught.value) is expected, name
-            assert mend in message, name
+            assert remedy in message, name
         assert URL in message
         assert "a/" in message
         assert SECRET not in message
@@ -97,11 +97,13 @@ def test_refusals(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("scheme", "mend"), [("gs", "Storage Object Admin"), ("az", "Storage Blob Data Contributor")])
-def test_refusals_by_other_clouds(scheme: str, mend: str, answers: Answers) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "remedy"), [("gs", "Storage Object Admin"), ("az", "Storage Blob Data Contributor")]
+)
+def test_refusals_by_other_clouds(scheme: str, remedy: str, answers: Answers) -> None:
     bucket = opened(f"{scheme}://bucket/run", answers.url)
     answers.reply = refusing(403, "AuthorizationFailure")
-    with pytest.raises(AccessError, match=mend):
+    with pytest.raises(AccessError, match=remedy):
         bucket.get("key")
     answers.reply = refusing(503, "ServerBusy")
     with pytest.raises(UnavailableError):

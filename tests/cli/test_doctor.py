@@ -506,7 +506,7 @@ def test_hub_with_tokens_that_do_not_do(hub: hub_store.Hub) -> None:
     reading = {**hub.environment, "HF_TOKEN": "hf_may_only_read"}
     code, bad, found = over(URL, reading)
     assert (code, bad, found["put"]["kind"]) == (4, {"put": "failed"}, "access")
-    assert "--read-only" in found["put"]["mend"]
+    assert "--read-only" in found["put"]["remedy"]
     assert over(URL, reading, "--read-only")[0] == 0
     for token in ("hf_wrong", ""):
         code, bad, found = over(URL, {**hub.environment, "HF_TOKEN": token})
@@ -641,8 +641,8 @@ def test_nothing_but_the_unknown_run_is_wrong_with_that_status() -> None:
 
 AHEAD = {**POINT, "version": 9}
 STATES: dict[str, tuple[dict[str, Any], str, str, str]] = {
-    "refused": ({"state": "refused", "served": None, "last_error": {"kind": "tensor", "message": "w is odd; mend it"}},
-                "state", "failed", "refused: w is odd; mend it"),
+    "refused": ({"state": "refused", "served": None, "last_error": {"kind": "tensor", "message": "w is odd; fix it"}},
+                "state", "failed", "refused: w is odd; fix it"),
     "lost": ({"state": "lost"}, "state", "failed", "lost: the server gives no reason"),
     "identifying": ({"state": "identifying", "served": None}, "state", "warning", "serves no version"),
     "unknown state": ({"state": "\x1b[2J"}, "state", "failed", "no reason"),
@@ -653,7 +653,7 @@ STATES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "quarantined": ({"head": AHEAD, "lag": 0}, "lag", "ok", "quarantined"),
     "versions of nonsense": ({"served": {"version": "3"}, "head": []}, "lag", "warning", "serves no version"),
     "booleans for numbers": ({"served": {"version": True}}, "lag", "warning", "serves no version"),
-    "error": ({"last_error": {"kind": "store", "message": "disk; mend"}}, "last error", "warning", "disk; mend"),
+    "error": ({"last_error": {"kind": "store", "message": "disk; remedy"}}, "last error", "warning", "disk; remedy"),
     "fatal error": ({"served": None, "last_error": {"kind": "store", "message": "x"}}, "last error", "failed", "x"),
     "deaf": ({"notice": {"listens": True, "heard_seconds": None}}, "notice", "warning", "none came yet"),
     "gone deaf": ({"notice": {"listens": True, "heard_seconds": 99.5}}, "notice", "warning", "came 100 s ago"),
@@ -781,7 +781,7 @@ def test_as_json(run: Path) -> None:
         done = delta_sync("doctor", "--bucket", run, "--read-only", "--server", other.url)
     document = whole["data"]
     assert [row["check"] for row in document["findings"]] == [*BUCKET_CHECKS, *SERVER_CHECKS]
-    assert {"check", "verdict", "kind", "said", "mend", "figures"} == set(document["findings"][0])
+    assert {"check", "verdict", "kind", "said", "remedy", "figures"} == set(document["findings"][0])
     # The golden run is another one than the server says that it follows.
     assert (document["verdict"], whole["error"]["kind"]) == (False, "chain")
     found = {row["check"]: row["verdict"] for row in document["findings"]}

@@ -53,4 +53,4 @@ def test_a_server_without_the_plugin(tmp_path: Path) -> None:
         code, found = doctor(str(tmp_path / "run"), server.url)
     assert (code, bad(found)) == (1, {"url": "warning", "plugin": "failed"})
     assert (found["plugin"]["kind"], found["server"]["figures"]["api_key"]) == ("engine", True)
-    assert "VLLM_PLUGINS" in found["plugin"]["mend"]
+    assert "VLLM_PLUGINS" in found["plugin"]["remedy"]

@@ -21,7 +21,7 @@ from tests.support.publishers import (
 from tests.support.publishing import damage
 from tests.support.samples import CONTEXT
 from trainer_side import Gate, Publisher
-from trainer_side.diff import buffers
+from trainer_side.diff import memory_limits
 from trainer_side.diff.change_log import ChangeLog, ExpandedChanges
 from trainer_side.diff.pending_delta import SPARSE_RATIO, full_is_smaller
 from trainer_side.encode.encoder import KEPT_VERSIONS, RecentDeltas
@@ -138,7 +138,7 @@ def test_old_copies_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     kept_of(single, 1)
     size = len((single.of(1) or [b""])[0])
     for limit, kept in ((3 * size + size // 2, [17, 18, 19]), (size - 1, [])):
-        monkeypatch.setattr(buffers, "LEAST_BYTES", limit)
+        monkeypatch.setattr(memory_limits, "LEAST_BYTES", limit)
         # Numbers of versions with more digits make their headers a little longer.
         assert kept_of(RecentDeltas(), 19) == kept
 

@@ -16,14 +16,15 @@ from transformers import PretrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3C
 
 from tests.support.publishers import FailAt, Hooked, Trainer, assert_history, expect_failure, publish
 from trainer_side import Budget, Gate, Publisher
-from trainer_side.diff import buffers
+from trainer_side.diff import memory_limits
 from trainer_side.diff.baseline import Baseline
-from trainer_side.diff.buffers import BaselineLocation, HostSlab, MemoryUse
+from trainer_side.diff.buffers import BaselineLocation, HostSlab
 from trainer_side.diff.change_log import ChangeSpool
+from trainer_side.diff.memory_limits import MemoryUse
 from trainer_side.encode.encoder import EncodedObject, ObjectFile
+from trainer_side.memory import publisher_memory
 from trainer_side.model.sources import live_tensors
 from trainer_side.options import PublisherOptions
-from trainer_side.publisher import publisher_memory
 from trainer_side.writer import RunWriter
 from vllm_delta_sync import open_run
 from vllm_delta_sync.format.manifest import ObjectRef
@@ -125,9 +126,9 @@ def test_a_baseline_on_a_device_is_none_on_the_host() -> None:
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits at which versions of the small trainer are large."""
-    monkeypatch.setattr(buffers, "LEAST_BYTES", 300)
-    monkeypatch.setattr(buffers, "SHARE", 1 << 30)
-    monkeypatch.setattr(buffers, "LEAST_BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr(memory_limits, "LEAST_BYTES", 300)
+    monkeypatch.setattr(memory_limits, "SHARE", 1 << 30)
+    monkeypatch.setattr(memory_limits, "LEAST_BLOCK_ELEMENTS", 64)
     # So that the first few entries of a log are moved.
     monkeypatch.setattr("vllm_delta_sync.tensors.segments.CHUNKS", 1)
 

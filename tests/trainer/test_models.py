@@ -405,7 +405,7 @@ def test_yielded_tensors_that_change_are_refused_by_name_and_the_run_stays(url: 
 
 
 def test_model_of_another_dtype_goes_on_with_a_new_publisher(url: str) -> None:
-    """The mend that the message names: the run keeps its dtype, and what is published is rounded to it."""
+    """The remedy that the message names: the run keeps its dtype, and what is published is rounded to it."""
     model = Plain().to(torch.bfloat16)
     history = [published(model)]
     with Publisher(model, url):

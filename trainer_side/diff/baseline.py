@@ -13,9 +13,9 @@ from trainer_side.diff.buffers import (
     DeviceBuffer,
     HostBuffer,
     HostSlab,
-    MemoryUse,
     move_buffer,
 )
+from trainer_side.diff.memory_limits import MemoryUse
 from trainer_side.diff.reader import host_bits
 from trainer_side.model.live_tensors import LiveTensors
 from trainer_side.model.sources import check_fits, own_spec, target_names

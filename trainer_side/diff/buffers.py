@@ -2,23 +2,19 @@
 
 ``HostSlab`` is the host memory of a whole baseline in one piece, which CUDA can pin as it is. torch rounds its own
 pinned memory up to a power of two per tensor: 29.0 GB for the 15.2 GB of Qwen2.5-7B. A slab takes the tensors' bytes,
-and up to 63 between two of them.
-
-``MemoryUse``: bytes by kind. ``MemoryLimits``: what a version may take beside the baseline, by the model's size."""
+and up to 63 between two of them."""
 
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 import torch
 
-from vllm_delta_sync.codec.merge_spool import SPOOL_ELEMENTS
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.dtypes import DType
-from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.restore import scratch_file
 from vllm_delta_sync.tensors.bits import Bits, Positions, revert_distances
@@ -26,61 +22,6 @@ from vllm_delta_sync.tensors.state import slab_layout
 from vllm_delta_sync.tensors.torch_views import bits_of
 
 logger = guarded_logger(__name__)
-
-SHARE = 16
-"""The log may take one part in so many of the model, and so may decoded changes, whose encoding takes as much twice
-more. Together that is a quarter of the model, or half of it with a copy of a tensor that is a quarter."""
-LEAST_BYTES = 4 * 1024 * 1024
-"""Models so small that the shares are below this get it: a file costs more than the memory."""
-BLOCKS = 256
-"""A block of an object that is written in pieces has at most one in this many of the model's elements …"""
-LEAST_BLOCK_ELEMENTS = 64 * 1024
-"""… and at least so many, if they changed."""
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Bytes by kind of memory.
-
-    Attributes:
-        host: pageable host memory. pinned: host memory that CUDA devices copy from directly, not counted in ``host``.
-        device: of all devices. disk: in temporary files, which may be mapped into memory.
-    """
-
-    host: int = 0
-    pinned: int = 0
-    device: int = 0
-    disk: int = 0
-
-    def __add__(self, other: "MemoryUse") -> "MemoryUse":
-        return MemoryUse(
-            self.host + other.host, self.pinned + other.pinned, self.device + other.device, self.disk + other.disk
-        )
-
-    def __str__(self) -> str:
-        kinds = ((self.host, "host"), (self.pinned, "pinned"), (self.device, "device"), (self.disk, "disk"))
-        return ", ".join(f"{size / 1e9:.2f} GB {kind}" for size, kind in kinds if size) or "nothing"
-
-
-@dataclass(frozen=True)
-class MemoryLimits:
-    """Limits for one process that publishes.
-
-    Attributes:
-        log_bytes: of the changes that wait for encoding, and for a revert; what is more goes to a temporary file.
-        loaded_bytes: of decoded changes; a version with more is encoded in pieces, to temporary files.
-        block_elements: changed elements that are encoded at once, if it is encoded in pieces.
-    """
-
-    log_bytes: int
-    loaded_bytes: int
-    block_elements: int
-
-    @classmethod
-    def of(cls, table: TensorTable) -> Self:
-        share = max(LEAST_BYTES, table.full_bytes // SHARE)
-        return cls(share, share, min(SPOOL_ELEMENTS, max(LEAST_BLOCK_ELEMENTS, table.total // BLOCKS)))
-
 
 BaselineLocation = Literal["host", "device", "disk"]
 

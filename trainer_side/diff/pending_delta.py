@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 
 from trainer_side.diff.baseline import Baseline
-from trainer_side.diff.buffers import MemoryLimits
 from trainer_side.diff.change_log import ChangeLog, ChangeSpool
 from trainer_side.diff.engine import BATCH_ELEMENTS, Detector, SmallTensor
+from trainer_side.diff.memory_limits import MemoryLimits
 from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS
 from vllm_delta_sync.codec.tiles.coder import zigzag
 from vllm_delta_sync.codec.zstd import Compression

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer_side.diff.buffers import MemoryLimits
+from trainer_side.diff.memory_limits import MemoryLimits
 from trainer_side.diff.pending_delta import VersionChanges
 from trainer_side.options import PublisherOptions
 from vllm_delta_sync.codec.delta_object import DeltaContext

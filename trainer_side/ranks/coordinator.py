@@ -326,10 +326,11 @@ def put_shards(group: ProcessGroup, baseline: ShardBaseline, shard_bytes: int, p
 
 def _room_for(spec: TensorSpec | None, rank: int) -> Bits:
     """Return memory for the bytes of the largest tensor that a rank writes."""
+    if spec is None:
+        return np.empty(0, np.uint8)
     try:
-        return np.empty(0 if spec is None else spec.nbytes, np.uint8)
+        return np.empty(spec.nbytes, np.uint8)
     except MemoryError as error:
-        assert spec is not None
         raise LimitError(
             f"tensor {spec.name!r} has {spec.nbytes} bytes, for which rank {rank} has no memory: no snapshot is "
             "written; a rank holds one whole tensor at a time for it"

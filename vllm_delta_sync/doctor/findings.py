@@ -32,7 +32,7 @@ class CheckResult:
             "verdict": self.verdict,
             "kind": None if self.error is None else self.error.kind,
             "said": self.summary,
-            "mend": self.remedy or None,
+            "remedy": self.remedy or None,
             "figures": self.figures,
         }
 

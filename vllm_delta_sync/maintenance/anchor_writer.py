@@ -83,8 +83,7 @@ def existing_anchor(run: RunReader, target: Manifest) -> Anchor | None:
 
 def contradicts_manifests(document: Anchor | MergedDelta, *manifests: Manifest) -> bool:
     """Return whether a document was made for other versions of these numbers; see ``run.graph.contradiction``."""
-    digests = {manifest.version: manifest.digest for manifest in manifests}
-    return contradiction(document, digests, {manifest.version: manifest for manifest in manifests}) is not None
+    return contradiction(document, {manifest.version: manifest for manifest in manifests}) is not None
 
 
 def read_if_valid(read: Callable[[], _Document]) -> _Document | None:

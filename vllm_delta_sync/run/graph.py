@@ -214,23 +214,27 @@ def contradicted(manifests: Iterable[Linked], trusted: Mapping[int, str]) -> tup
     return known, wrong
 
 
-class Fingerprinted(Protocol):
+class Described(Protocol):
     """A manifest, or a note of one."""
 
+    @property
+    def digest(self) -> str: ...
     @property
     def fingerprint(self) -> str: ...
 
 
 def contradiction(
-    document: Standalone, known: Mapping[int, str], manifests: Mapping[int, Fingerprinted]
+    document: Standalone, manifests: Mapping[int, Described], known: Mapping[int, str] | None = None
 ) -> DataError | None:
     """Return what contradicts a document beside the chain; None if nothing does.
 
     Args:
-        known: version → digest of its manifest, as ``contradicted`` returns it. manifests: version → its manifest.
+        manifests: version → its manifest. known: version → digest of its manifest, as ``contradicted`` returns it, also
+            of manifests that are not here; None for the digests of ``manifests``.
     """
+    digests = {version: manifest.digest for version, manifest in manifests.items()} if known is None else known
     for version, digest, fingerprint in named_versions(document):
-        if (right := known.get(version, digest)) != digest:
+        if (right := digests.get(version, digest)) != digest:
             return ChainError(f"it names manifest {digest} as version {version}, which has digest {right}")
         manifest = manifests.get(version)
         if manifest is not None and fingerprint not in (None, manifest.fingerprint):

@@ -398,7 +398,7 @@ class ReadPlanner:
             if merged_delta_of_key(key) is not None:
                 return self._run.merged_delta(edge.low, edge.high)
             anchor, manifest = self._run.anchor(edge.high), self.manifest(edge.high)
-            return contradiction(anchor, {edge.high: manifest.digest}, {edge.high: manifest}) or anchor
+            return contradiction(anchor, {edge.high: manifest}) or anchor
         except DataError as error:
             return error
 
@@ -436,7 +436,7 @@ class ReadPlanner:
             for key, item in merged:
                 for version, digest, _ in named_versions(item):
                     named.setdefault(version, set()).add(digest)
-                if (error := contradiction(item, known, right)) is not None:
+                if (error := contradiction(item, right, known)) is not None:
                     self._drop(key, error)
             # Of two that disagree, the manifest of that version, or the one after it, tells which is right.
             doubtful = [at for at, digests in named.items() if len(digests) > 1 and at not in known and at not in tried]

@@ -126,7 +126,7 @@ class DocumentAudit:
         for named in named_versions(document):
             if named.version > self.top:
                 return NotFoundError(f"it names version {named.version}, which does not exist")
-        return contradiction(document, self.known, self.manifests)
+        return contradiction(document, self.manifests, self.known)
 
     def _add(self, rank: int, key: str, error: DeltaSyncError, version: int | None = None) -> None:
         self._found.append((rank, Finding(key, error, version)))

@@ -194,7 +194,7 @@ bucket.put("objects/next", b"n" * 1000, if_absent=True)
 
 
 def _full_disks() -> dict[str, tuple[list[str], int, str]]:
-    """Ways to a disk that takes no 4 MB: command prefix, file size limit, mend that the error must name."""
+    """Ways to a disk that takes no 4 MB: command prefix, file size limit, remedy that the error must name."""
     disks: dict[str, tuple[list[str], int, str]] = {"file size limit": ([], 1_000_000, "ulimit -f")}
     unshare = shutil.which("unshare")
     if unshare is not None:
@@ -210,7 +210,7 @@ FULL_DISKS = _full_disks()
 
 @pytest.mark.parametrize("disk", sorted(FULL_DISKS))
 def test_a_full_disk(disk: str, tmp_path: Path) -> None:
-    inside, limit, mend = FULL_DISKS[disk]
+    inside, limit, remedy = FULL_DISKS[disk]
     place = tmp_path / "disk"
     place.mkdir()
     prefix = [*inside, str(place)] if inside else []
@@ -220,7 +220,7 @@ def test_a_full_disk(disk: str, tmp_path: Path) -> None:
     first, second = done.stdout.splitlines()
     assert first.startswith("store cannot write key 'objects/large' of file://")
     assert second.startswith("store cannot write key 'objects/old' of file://")
-    assert mend in first
+    assert remedy in first
 
 
 def _all_descriptors() -> Iterator[int]:

@@ -12,9 +12,9 @@ from torch import distributed
 from tests.support.publishing import Tensors, assert_holds, assert_versions, snapshot
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 from tests.trainer.sharded.nursery import Nursery
-from trainer_side import Part, Publisher
+from trainer_side import Budget, Gate, Part, Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import DeltaSyncError, TensorMismatchError, UsageError
+from vllm_delta_sync.errors import DeltaSyncError, GateError, TensorMismatchError, UsageError
 
 STEPS = 5
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "vocab_size": 300}
@@ -255,3 +255,24 @@ def test_parts_that_change_later_are_refused_and_nothing_is_published(tmp_path: 
         publisher.publish(1)
     with open_run(url) as run:
         assert_holds(run, 1, {"w": weight})
+
+
+def test_a_gate_and_a_budget_judge_parts_as_the_whole(tmp_path: Path) -> None:
+    url, weight = str(tmp_path / "run"), torch.randn(8, 10)
+    shards = Shards(Part("w", (8, 10), (0, 0), weight[:, :4]), Part("w", (8, 10), (0, 4), weight[:, 4:]))
+    with Publisher(None, url, parts=shards, gate=Gate(), budget=Budget(max_share=0.25)) as publisher:
+        before = weight.clone()
+        weight[:, ::2] *= torch.arange(2.0, 10.0)[:, None]
+        publisher.publish(1, wait=True)
+        publisher.flush()
+        expected = before.clone()
+        expected[4:, ::2] = weight[4:, ::2]  # the larger half of forty changes, of which twenty may go out
+        assert_holds(open_run(url), 1, {"w": expected})
+        weight[0, 9] = torch.nan
+        publisher.publish(2, wait=True)
+        with pytest.raises(GateError, match="NaN"):
+            publisher.flush()
+        weight[0, 9] = 1.0
+        publisher.publish(3, exact=True)
+    with open_run(url) as run:
+        assert_holds(run, None, {"w": weight})

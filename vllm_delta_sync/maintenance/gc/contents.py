@@ -307,7 +307,7 @@ def _of_standalone(run: RunReader, item: ObjectInfo, history: list[Listed]) -> t
         document = run.merged_delta(first, last)
         listed = Listed(item, first, last, _refs(document.objects), document.reversible)
     named = {at: history[at] for at, _, _ in named_versions(document) if at < len(history)}
-    fits = listed.end in named and contradiction(document, {at: named[at].digest for at in named}, named) is None
+    fits = listed.end in named and contradiction(document, named) is None
     return listed, fits
 
 
