@@ -44,6 +44,7 @@ FOREIGN_FLAGS = {
     "--port",
     "--worker-extension-cls",
     "--weight-transfer-config",
+    "--speculative-config",
     "--kv-transfer-config",
     "--ec-transfer-config",
     "--local-dir",

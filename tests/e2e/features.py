@@ -6,7 +6,6 @@ on, an adapter is asked as well as the served weights. Everything said at the en
 says that loads the last version's checkpoint under the same options.
 """
 
-import hashlib
 import json
 import os
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tests.e2e.fresh import MAX_TOKENS, PROMPTS, worker_model
+from tests.e2e.fresh import MAX_TOKENS, PROMPTS, digests, draft_model, worker_model
 from tests.support.adapters import lose_adapter_memory
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 
@@ -24,8 +23,8 @@ FAMILY = "qwen3"
 VERSIONS = 3
 RATE = 1e-3
 """Of learning: high enough for other tokens after each version."""
-DRAFT = "DRAFT"
-"""Stands in OPTIONS for the folder of a second model."""
+DRAFT, SERVED = "DRAFT", "SERVED"
+"""Stand in OPTIONS for the folder of a second model, and for that of the served model."""
 
 
 def main(root: Path, options: dict[str, Any]) -> None:
@@ -45,7 +44,11 @@ def main(root: Path, options: dict[str, Any]) -> None:
         llm = make_engine(base, options)
         sync = attach(llm, bucket=str(root / "run"))
         sync.to()
-        seen: dict[str, Any] = {"first": digests(llm) if silent else say(llm, adapter), "verdicts": [], "asleep": []}
+        seen: dict[str, Any] = {
+            "first": digests(worker_model(llm)) if silent else say(llm, adapter),
+            "verdicts": [],
+            "asleep": [],
+        }
         places = addresses(llm)
         for step in range(1, VERSIONS + 1):
             next(steps)
@@ -57,9 +60,11 @@ def main(root: Path, options: dict[str, Any]) -> None:
             seen["verdicts"].append(sync.verify()["verdict"])
         seen["served"] = sync.status()["served"]["version"]
         seen["same_places"] = addresses(llm) == places
-        seen["last"] = digests(llm) if silent else say(llm, adapter)
+        seen["last"] = digests(worker_model(llm)) if silent else say(llm, adapter)
     fresh = make_engine(save_checkpoint(model, root / "last"), options)
-    seen["fresh"] = digests(fresh) if silent else say(fresh, adapter)
+    seen["fresh"] = digests(worker_model(fresh)) if silent else say(fresh, adapter)
+    if "model" in speculative:
+        seen["drafts"] = [digests(draft_model(engine)) for engine in (llm, fresh)]
     (root / "seen.json").write_text(json.dumps(seen))
 
 
@@ -68,6 +73,9 @@ def make_engine(checkpoint: Path, options: dict[str, Any]) -> Any:
 
     from vllm_delta_sync.engine import WORKER_EXTENSION
 
+    speculative = options.get("speculative_config", {})
+    if speculative.get("model") == SERVED:
+        options = {**options, "speculative_config": {**speculative, "model": str(checkpoint)}}
     return LLM(
         str(checkpoint),
         worker_extension_cls=WORKER_EXTENSION,
@@ -119,14 +127,6 @@ def _say(llm: Any, lora: Any) -> list[Any]:
     return said
 
 
-def digests(llm: Any) -> dict[str, str]:
-    """SHA-256 of each parameter's bytes."""
-    return {
-        name: hashlib.sha256(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
-        for name, parameter in worker_model(llm).named_parameters()
-    }
-
-
 def addresses(llm: Any) -> dict[str, int]:
     """Where each parameter and buffer lies: captured graphs and compiled code go on reading there."""
     model = worker_model(llm)
@@ -134,10 +134,11 @@ def addresses(llm: Any) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in found}
 
 
-def sleep(llm: Any, sync: Any, level: int) -> str:
+def sleep(llm: Any, sync: Any, level: int, *drafts: Any) -> str:
     """Send the workers to sleep, try to move them, and wake them; what was said to the attempt.
 
-    CPU workers keep their memory while they sleep. At level 2 others do not, so it is overwritten here.
+    CPU workers keep their memory while they sleep. At level 2 others do not, so it is overwritten here, also that of
+    ``drafts``.
     """
     from vllm_delta_sync.errors import BusyError, FingerprintError
 
@@ -149,8 +150,9 @@ def sleep(llm: Any, sync: Any, level: int) -> str:
         said = error.message
     if level == 2:
         with torch.no_grad():
-            for parameter in worker_model(llm).parameters():
-                parameter.zero_()
+            for model in (worker_model(llm), *drafts):
+                for parameter in model.parameters():
+                    parameter.zero_()
             if llm.llm_engine.vllm_config.lora_config is not None:
                 lose_adapter_memory(worker_model(llm))
     llm.collective_rpc("wake_up")

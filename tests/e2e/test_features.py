@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import warm
-from tests.e2e.features import DRAFT, VERSIONS
+from tests.e2e.features import DRAFT, SERVED, VERSIONS
 from tests.e2e.servers import plain_vllm_serve, refused
 from tests.support.tiny import make_model, save_checkpoint
 
@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("offline")]
 
 EAGER = {"enforce_eager": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+SERVED_MODEL = {"method": "draft_model", "model": SERVED, "num_speculative_tokens": 3}
 DRAFT_MODEL = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 3}
 
 
@@ -47,6 +48,7 @@ def run(root: Path, options: dict[str, Any]) -> warm.Ended:
             {**EAGER, "enable_lora": True, "max_lora_rank": 8, "sleep": 2}, id="lora-sleep-2", marks=pytest.mark.slow
         ),
         pytest.param({**EAGER, "speculative_config": DRAFT_MODEL}, id="draft-model", marks=pytest.mark.slow),
+        pytest.param({**EAGER, "speculative_config": SERVED_MODEL}, id="served-model-drafts", marks=pytest.mark.slow),
         pytest.param({**EAGER, "sleep": 1}, id="sleep-1", marks=pytest.mark.slow),
         pytest.param({**EAGER, "kv_cache_dtype": "fp8"}, id="kv-cache-fp8", marks=pytest.mark.slow),
         pytest.param({**EAGER, "speculative_config": NGRAM}, id="ngram", marks=pytest.mark.slow),
@@ -64,6 +66,8 @@ def test_followed_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
         assert seen["last"]["adapter"] != seen["last"]["plain"], "the adapter does too little to tell"
         assert seen["last"]["adapter"] != seen["first"]["adapter"]
         assert seen["last"]["plain again"] == seen["last"]["plain"]
+    if "drafts" in seen:
+        assert seen["drafts"][0] == seen["drafts"][1]
     if "sleep" in options:
         assert all("wake it up" in said for said in seen["asleep"]), seen["asleep"]
     if options == {}:

@@ -17,7 +17,7 @@ import torch
 from packaging.version import Version
 from safetensors.torch import save_file
 
-from vllm_delta_sync.engine.compat import features, patches, tied_head, write_hooks
+from vllm_delta_sync.engine.compat import features, patches, speculation, tied_head, write_hooks
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.settings import Settings
 
@@ -349,10 +349,10 @@ def test_vllm_has_none_of_our_flags() -> None:
 
 
 def test_draft_methods_are_those_that_vllm_has() -> None:
-    from vllm.config import speculative
+    from vllm.config.speculative import SpeculativeMethod
 
-    methods = set(flat(get_args(speculative.SpeculativeMethod)))
-    assert {*features.WITHOUT_WEIGHTS, features.OWN_WEIGHTS} <= methods
+    methods = set(flat(get_args(SpeculativeMethod)))
+    assert {*speculation.WITHOUT_WEIGHTS, speculation.OWN_MODEL, *speculation.UNKNOWN} <= methods
 
 
 def test_front_end_is_chosen_as_we_refuse_it() -> None:

@@ -18,6 +18,7 @@ from vllm_delta_sync.engine.protocol import (
     serve,
 )
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
+from vllm_delta_sync.format.table import DRAFT_PREFIX
 
 WIDTH = 128
 
@@ -69,11 +70,14 @@ def checkpoint_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def save_base(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """Write a bfloat16 checkpoint directory."""
+    """Write a bfloat16 checkpoint directory, with the tensors of a draft in a subfolder."""
     from safetensors.torch import save_file
 
     path.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, path / "model.safetensors")
+    served = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items() if not name.startswith(DRAFT_PREFIX)}
+    save_file(served, path / "model.safetensors")
+    if draft := {name.removeprefix(DRAFT_PREFIX): tensors[name] for name in tensors.keys() - served.keys()}:
+        save_base(path / "draft", draft)
     return path
 
 

@@ -12,6 +12,10 @@ from vllm_delta_sync.format.canonical_json import check_format_version, dump_can
 from vllm_delta_sync.format.dtypes import DType, dtype_of
 from vllm_delta_sync.format.limits import check_limit
 
+DRAFT_PREFIX = "draft."
+"""Begins the names of tensors that are not of the served model's checkpoint, but of the one that drafts for it
+(speculative decoding) and has a checkpoint of its own; what follows is their name there."""
+
 
 @dataclass(frozen=True)
 class TensorSpec:

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_delta_sync.durable_files import sync_file
+from vllm_delta_sync.durable_files import sync_file, sync_folder
 from vllm_delta_sync.errors import DeltaSyncError, DigestError, FormatError, LimitError, NotFoundError, StoreError
-from vllm_delta_sync.format.safetensors_file import header_bytes, layout, shard_tables
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.format.safetensors_file import Entry, header_bytes, layout, shard_tables
+from vllm_delta_sync.format.table import DRAFT_PREFIX, TensorSpec, TensorTable
 from vllm_delta_sync.run.model_files import fetch_run_file, write_file
 from vllm_delta_sync.run.roots import open_branch_source
 from vllm_delta_sync.run.run_reader import RunReader
 from vllm_delta_sync.tensors.bits import Bits
 from vllm_delta_sync.tensors.checkpoint import (
+    DRAFT_FOLDER,
     INDEX_NAME,
     SINGLE_NAME,
     is_model_file,
@@ -29,6 +30,8 @@ from vllm_delta_sync.tensors.checkpoint import (
 SHARD_BYTES = 5 * 10**9
 """Default bytes of tensors in one file, the size that transformers long used."""
 WEIGHTS_SUFFIX = ".safetensors"
+DRAFT_FILE = f"{DRAFT_FOLDER}/{SINGLE_NAME}"
+"""The weights of a draft with a checkpoint of its own, under their names there."""
 
 
 class WeightFiles:
@@ -38,18 +41,23 @@ class WeightFiles:
         shard_bytes: bytes of tensors in one file; a larger tensor gets its own file.
 
     Attributes:
-        shards: names of the safetensors files. names: those and the index, if there are several.
-        shard_of: per tensor id, the name of its file.
+        shards: paths of the safetensors files below the folder → what is in them. names: those paths, and the index, if
+            there are several without the draft's.
+        shard_of: per tensor id, the path of its file.
 
     Raises:
         LimitError: ``shard_bytes`` is so small that there would be too many files.
     """
 
     def __init__(self, table: TensorTable, shard_bytes: int) -> None:
-        tables = shard_tables(table, shard_bytes) or [table]
+        served = TensorTable(spec for spec in table if not spec.name.startswith(DRAFT_PREFIX))
+        draft = TensorTable(spec for spec in table if spec.name.startswith(DRAFT_PREFIX))
+        tables = shard_tables(served, shard_bytes) or [served]
         count = len(tables)
         names = [f"model-{number:05d}-of-{count:05d}{WEIGHTS_SUFFIX}" for number in range(1, count + 1)]
         self.shards = dict(zip([SINGLE_NAME] if count == 1 else names, tables, strict=True))
+        if len(draft):
+            self.shards[DRAFT_FILE] = draft
         self.names = [*self.shards, *([INDEX_NAME] if count > 1 else [])]
         self.shard_of = [""] * len(table)
         for name, shard in self.shards.items():
@@ -67,6 +75,7 @@ class WeightFiles:
         for name in self.shards:
             header, size = self._header(name), self._size(name)
             try:
+                (folder / name).parent.mkdir(exist_ok=True)
                 # A second attempt gets new files, so that maps of the first attempt keep their pages.
                 (folder / name).unlink(missing_ok=True)
                 with (folder / name).open("wb+") as file:
@@ -96,10 +105,10 @@ class WeightFiles:
             raise StoreError(f"{name} in {str(folder)!r} cannot be read: {error.strerror or error}") from error
         if memory[: len(header)].tobytes() != header:
             raise FormatError(f"{name} in {str(folder)!r} does not have the header of this model's file")
-        placed = layout({spec.name: (spec.element, spec.shape) for spec in self.shards[name]})
+        placed = self._layout(name)
         tensors: dict[int, Bits] = {}
         for spec in self.shards[name]:
-            start = len(header) + placed[spec.name].start
+            start = len(header) + placed[_name_there(name, spec)].start
             tensors[self._table.index(spec.name)] = memory[start : start + spec.nbytes].view(spec.element.uint)
         return tensors
 
@@ -108,21 +117,36 @@ class WeightFiles:
         try:
             for name in self.shards:
                 sync_file(folder / name)  # pages that were changed through maps, too
+                if name == DRAFT_FILE:
+                    sync_folder((folder / name).parent)
         except OSError as error:
             raise StoreError(f"weights in {str(folder)!r} cannot be written: {error.strerror or error}") from error
         if INDEX_NAME in self.names:
+            served = {name: shard for name, shard in self.shards.items() if name != DRAFT_FILE}
             index = {
-                "metadata": {"total_size": self._table.full_bytes},
-                "weight_map": {spec.name: name for name, shard in self.shards.items() for spec in shard},
+                "metadata": {"total_size": sum(shard.full_bytes for shard in served.values())},
+                "weight_map": {spec.name: name for name, shard in served.items() for spec in shard},
             }
             write_file(folder / INDEX_NAME, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
 
+    def _layout(self, name: str) -> dict[str, Entry]:
+        return layout({_name_there(name, spec): (spec.element, spec.shape) for spec in self.shards[name]})
+
     def _header(self, name: str) -> bytes:
-        placed = layout({spec.name: (spec.element, spec.shape) for spec in self.shards[name]})
-        return header_bytes(placed, {"format": "pt"})
+        return header_bytes(self._layout(name), {"format": "pt"})
 
     def _size(self, name: str) -> int:
         return len(self._header(name)) + self.shards[name].full_bytes
+
+
+def files_in(folder: Path) -> list[str]:
+    """Return the paths of all files below a folder, relative to it, sorted."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _name_there(file: str, spec: TensorSpec) -> str:
+    """Return the name of a tensor in a file."""
+    return spec.name.removeprefix(DRAFT_PREFIX) if file == DRAFT_FILE else spec.name
 
 
 def model_files_of_run(

@@ -31,7 +31,14 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
-from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES, WEIGHTS_SUFFIX, WeightFiles, model_files_of_run
+from vllm_delta_sync.maintenance.checkpoint_files import (
+    DRAFT_FILE,
+    SHARD_BYTES,
+    WEIGHTS_SUFFIX,
+    WeightFiles,
+    files_in,
+    model_files_of_run,
+)
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base_exists
 from vllm_delta_sync.run.model_files import write_file
@@ -175,7 +182,7 @@ def export(
             there = target / name
             if not (report.present and there.is_file() and there.read_bytes() == data):
                 write_file(made / name, data)
-        if report.present and (added := sorted(path.name for path in made.iterdir() if path.name != EXPORT_NAME)):
+        if report.present and (added := [name for name in files_in(made) if name != EXPORT_NAME]):
             notes.append(f"the folder already held the weights; wrote only {', '.join(added)}")
         _put_in_place(made, target, work, report.files)
     return report
@@ -330,7 +337,7 @@ def read_record(folder: Path) -> ExportRecord | None:
 
 
 def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name
+    return isinstance(name, str) and (name == DRAFT_FILE or (name not in ("", ".", "..") and "/" not in name))
 
 
 def _exported_names(*folders: Path) -> set[str]:
@@ -359,7 +366,7 @@ def _put_in_place(made: Path, target: Path, work: Path, names: list[str]) -> Non
     between, the folder holds no checkpoint.
     """
     before = _exported_names(target, work)
-    moved = {path.name for path in made.iterdir()}
+    moved = set(files_in(made))
     deleted = before - set(names)
     if not moved and not deleted:
         return
@@ -371,5 +378,8 @@ def _put_in_place(made: Path, target: Path, work: Path, names: list[str]) -> Non
     for name in sorted(deleted, key=lambda name: (name not in identifying, name)):
         (target / name).unlink(missing_ok=True)
     for name in sorted(moved, key=lambda name: (identifying.index(name) if name in identifying else -1, name)):
+        (target / name).parent.mkdir(exist_ok=True)
         os.replace(made / name, target / name)
+    if DRAFT_FILE in moved:
+        sync_folder((target / DRAFT_FILE).parent)
     sync_folder(target)

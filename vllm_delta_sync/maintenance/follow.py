@@ -33,7 +33,7 @@ from vllm_delta_sync.errors import (
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorTable
-from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES, WeightFiles, model_files_of_run
+from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES, WeightFiles, files_in, model_files_of_run
 from vllm_delta_sync.maintenance.export import ExportRecord, choose_version, read_record
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base_exists
@@ -336,7 +336,7 @@ class _Folder:
             for note in notes:
                 logger.warning("%s", note)
         files.finish(new)
-        names = sorted({path.name for path in new.iterdir()} | {EXPORT_NAME})
+        names = sorted({*files_in(new), EXPORT_NAME})
         write_file(new / EXPORT_NAME, ExportRecord.of(target, names).to_bytes())
         sync_folder(new)
         name, number = f"{FOLDER_PREFIX}{target.version}-{target.digest[:8]}", 1
@@ -461,6 +461,7 @@ class _NextWeights:
         unchanged = [name for name in self._files.shards if name not in self._copied]
         small = [name for name in names if is_model_file(name)]
         for name in [*unchanged, *small]:
+            (self._new / name).parent.mkdir(exist_ok=True)
             try:
                 os.link(self._current / name, self._new / name)
             except OSError:  # a file system without hard links
@@ -470,6 +471,7 @@ class _NextWeights:
     def _writable(self, tensor: int) -> HeldPieces:
         name = self._files.shard_of[tensor]
         if name not in self._copied:
+            (self._new / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(self._current / name, self._new / name)
             self._bits.update(self._files.open(self._new, name, writable=True))
             self._copied.add(name)

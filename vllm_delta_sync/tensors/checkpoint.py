@@ -16,12 +16,15 @@ from vllm_delta_sync.format.canonical_json import load_json
 from vllm_delta_sync.format.limits import MAX_JSON_BYTES, check_limit
 from vllm_delta_sync.format.manifest import Base
 from vllm_delta_sync.format.safetensors_file import Container, TruncatedFileError, aligned
-from vllm_delta_sync.format.table import TensorSpec
+from vllm_delta_sync.format.table import DRAFT_PREFIX, TensorSpec
 from vllm_delta_sync.tensors.bits import Bits
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
+DRAFT_FOLDER = "draft"
+"""Subfolder with the checkpoint of the model that drafts for the one in the folder. Its tensors have ``DRAFT_PREFIX``
+before their names, as in a run. vLLM and transformers do not look into subfolders."""
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 """Configuration of a LoRA adapter, as PEFT writes it; the run of an adapter keeps it."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model")
@@ -138,11 +141,11 @@ def _download(model: str, revision: str, wanted: list[str]) -> Path:
 
 
 class Checkpoint:
-    """The safetensors files of a checkpoint directory.
+    """The safetensors files of a checkpoint directory, and of a draft in ``DRAFT_FOLDER``.
 
     Attributes:
         path: the directory.
-        files: file name → its container.
+        files: path below it → the file's container.
         specs: name → dtype and shape, of every tensor in it.
 
     Raises:
@@ -157,13 +160,15 @@ class Checkpoint:
                 f"checkpoint directory {str(path)!r} does not exist; give the path of a local one, or org/name@revision"
             )
         self.files = {name: _open(self.path / name) for name in weight_files(self.path)}
-        self._container_of: dict[str, Container] = {}
+        self._places: dict[str, tuple[Container, str]] = {}
         self.specs: dict[str, TensorSpec] = {}
         for file_name, container in self.files.items():
-            for name, entry in container.entries.items():
-                if name in self._container_of:
+            prefix = DRAFT_PREFIX if file_name.startswith(f"{DRAFT_FOLDER}/") else ""
+            for name_there, entry in container.entries.items():
+                name = prefix + name_there
+                if name in self._places:
                     raise FormatError(f"checkpoint {str(path)!r}: tensor {name!r} is in two files, also {file_name}")
-                self._container_of[name] = container
+                self._places[name] = container, name_there
                 self.specs[name] = TensorSpec(name, entry.dtype.name, entry.shape)
 
     def bits(self, name: str) -> Bits:
@@ -171,13 +176,25 @@ class Checkpoint:
 
         Raises TensorMismatchError if the checkpoint has no such tensor.
         """
-        if name not in self._container_of:
+        if name not in self._places:
             raise TensorMismatchError(f"checkpoint {str(self.path)!r} has no tensor {name[:120]!r}")
-        return aligned(self._container_of[name].bits(name))
+        container, name_there = self._places[name]
+        return aligned(container.bits(name_there))
 
 
 def weight_files(path: Path) -> list[str]:
-    """Return the names of a checkpoint's safetensors files: those that its index names, or the single one.
+    """Return the paths of a checkpoint's safetensors files below its folder, those of its draft last.
+
+    Raises:
+        NotFoundError: there is none. Otherwise as ``Checkpoint``.
+    """
+    draft = path / DRAFT_FOLDER
+    drafts = _weight_files(draft) if any((draft / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)) else []
+    return [*_weight_files(path), *(f"{DRAFT_FOLDER}/{name}" for name in drafts)]
+
+
+def _weight_files(path: Path) -> list[str]:
+    """Return the names of the safetensors files in a folder: those that its index names, or the single one.
 
     Raises:
         NotFoundError: there is neither. FormatError, LimitError: the index is malformed. StoreError: it is unreadable.

@@ -90,7 +90,7 @@ class WeightTransferCalls:
             raise WeightsLostError(f"nothing can be updated: {status['last_error']['message']}")
 
     async def start_draft_weight_update(self) -> None:
-        """Raises TransferError: a run has no draft model for speculative decoding."""
+        """Raises TransferError: the weights of a draft come with the version of the model."""
         raise TransferError(f"backend {TRANSFER_BACKEND} updates the served model only; call start_weight_update")
 
     async def update_weights(self, request: Any) -> None:

@@ -14,20 +14,15 @@ import importlib
 import inspect
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.engine.compat.caches import check_caches
+from vllm_delta_sync.engine.compat.speculation import check_speculation
 from vllm_delta_sync.engine.names import WORKER_EXTENSION, is_our_extension
 from vllm_delta_sync.errors import EngineError, SettingsError
 from vllm_delta_sync.settings import Settings
 
-WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
-"""Methods of speculative decoding that draft from text."""
-OWN_WEIGHTS = "draft_model"
-"""The method whose drafts come from a separate model; others draft with layers of the served checkpoint, or with heads
-that were trained for it."""
 ONE_RANK_EACH = "external_launcher"
 """The executor of which every process has one, with one rank."""
 RUST_FRONT_END = "VLLM_USE_RUST_FRONTEND"
@@ -128,7 +123,7 @@ def check_features(vllm_config: Any) -> None:
     _check_load_format(vllm_config.load_config.load_format)
     _check_offloading(vllm_config.offload_config)
     if vllm_config.speculative_config is not None:
-        _check_speculation(vllm_config.speculative_config, vllm_config.model_config.model)
+        check_speculation(vllm_config.speculative_config)
 
 
 def _check_load_format(load_format: Any) -> None:
@@ -156,27 +151,6 @@ def _check_offloading(offload: Any) -> None:
                 f"{flag} is {size:g}: offloaded weights are moved while the engine runs, so they have no address to "
                 "patch; leave it out, or use more tensor parallel ranks"
             )
-
-
-def _check_speculation(speculative: Any, served: str) -> None:
-    method = str(speculative.method)
-    if method in WITHOUT_WEIGHTS:
-        return
-    if method != OWN_WEIGHTS:
-        raise EngineError(
-            f"--speculative-config has method {method!r}: its draft weights belong to the served checkpoint and would "
-            f"go stale; use {', '.join(WITHOUT_WEIGHTS)} or {OWN_WEIGHTS}, or leave it out"
-        )
-    draft = speculative.draft_model_config.model
-    if _same_folder(draft, served):
-        raise EngineError(
-            f"--speculative-config has model {draft!r}, which is the served one: the draft's copy would go stale; use "
-            "another model, or leave it out"
-        )
-
-
-def _same_folder(first: str, second: str) -> bool:
-    return first == second or (Path(first).exists() and Path(second).exists() and Path(first).samefile(second))
 
 
 def check_layout(vllm_config: Any, *, offline: bool = False) -> None:

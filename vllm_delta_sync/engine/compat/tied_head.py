@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from vllm_delta_sync.engine.compat.speculation import is_draft
 from vllm_delta_sync.engine.model.load_record import TensorPath, dotted_path
 from vllm_delta_sync.engine.model.model_replica import view_in_storage
-from vllm_delta_sync.format.table import TensorTable
+from vllm_delta_sync.engine.model.model_with_draft import MODEL, ModelWithDraft
+from vllm_delta_sync.format.table import DRAFT_PREFIX, TensorTable
 
 HEAD = "lm_head.weight"
 """How the name of a head ends, in vLLM's ``checkpoint_has_lm_head``."""
@@ -21,7 +23,7 @@ HEAD = "lm_head.weight"
 
 def has_own_head(table: TensorTable) -> bool:
     """Return whether a checkpoint with these tensors has a head of its own, for vLLM."""
-    return any(spec.name.endswith(HEAD) for spec in table)
+    return any(spec.name.endswith(HEAD) and not spec.name.startswith(DRAFT_PREFIX) for spec in table)
 
 
 def _unties(model_config: Any) -> bool:
@@ -50,8 +52,8 @@ def kept_untied(model_config: Any) -> Iterator[None]:
     only one of them changes cannot be served. Remove when: vLLM has an option to leave untied heads alone.
     """
     untied = _unties(model_config)
-    # Drafts of speculative decoding belong to no run.
-    if not untied or getattr(model_config, "runner", None) == "draft":
+    # A draft shares the served model's head, or has one of its own, which no rule ties.
+    if not untied or is_draft(model_config):
         yield
         return
     model_config.word_embeddings_untied_by_checkpoint = False
@@ -115,12 +117,16 @@ class TiedHead:
 
 
 def _embedding_parameters(replica: Any) -> list[tuple[str, Any, str, torch.nn.Parameter]]:
-    """Return (module path, module, name, parameter) of all embeddings and heads, embeddings first as models have it."""
+    """Return (module path, module, name, parameter) of all embeddings and heads, embeddings first as models have it.
+
+    Not of a draft: whether it has its own is not decided by config.json.
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+    served, prefix = (replica.model, MODEL) if isinstance(replica, ModelWithDraft) else (replica, "")
     return [
         (path, module, name, parameter)
-        for path, module in replica.named_modules()
+        for path, module in served.named_modules(prefix=prefix)
         if isinstance(module, VocabParallelEmbedding)
         for name, parameter in module._parameters.items()
         if parameter is not None
@@ -136,7 +142,7 @@ def _set_all_tied(replica: Any, tied: bool) -> None:
     """Tell the modules of a replica, which has configurations of its own, what vLLM would have told them."""
     from transformers import PretrainedConfig
 
-    for module in replica.modules():
+    for module in (replica.model if isinstance(replica, ModelWithDraft) else replica).modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, PretrainedConfig):
                 _set_tied(value, tied)

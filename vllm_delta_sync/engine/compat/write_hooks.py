@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from vllm_delta_sync.engine.compat import lora, patches
+from vllm_delta_sync.engine.compat.speculation import draft_of
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.names import TRANSFER_BACKEND
 
@@ -21,7 +22,7 @@ WAKE = "wake_up"
 
 
 def watch_writes(worker: Any, model: Any, memory: WeightMemory) -> None:
-    """Wrap these methods of one worker and its model, on the instances, for all listeners of its memory.
+    """Wrap these methods of one worker, its model and its draft, on the instances, for all listeners of its memory.
 
     Cause: vLLM has no hook for written or unmapped weights. Symptom: a patch is committed on top of other weights, so
     that the result is no version; or a kernel of the background thread reads memory that ``sleep`` has unmapped, which
@@ -72,6 +73,8 @@ def watch_writes(worker: Any, model: Any, memory: WeightMemory) -> None:
         if not (ours and name in TRANSFER_METHODS):
             wrap(worker, name, partial(write, name))
     wrap(getattr(worker, "model_runner", None), "reload_weights", partial(write, "reload_weights"))
-    wrap(model, "load_weights", partial(write, "load_weights"))
+    drafting = draft_of(worker)
+    for each in (model, *(() if drafting is None else (drafting.model,))):
+        wrap(each, "load_weights", partial(write, "load_weights"))
     wrap(worker, "sleep", sleep)
     wrap(worker, WAKE, wake)

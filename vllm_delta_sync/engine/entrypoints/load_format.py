@@ -3,10 +3,12 @@
 import copy
 import gc
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from vllm.distributed import get_world_group
 from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -14,11 +16,13 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, open_run
 from vllm_delta_sync.engine.compat import tied_head
+from vllm_delta_sync.engine.compat.speculation import is_draft, same_folder
 from vllm_delta_sync.engine.follow.standing_orders import peek_order
 from vllm_delta_sync.engine.logger import logger
+from vllm_delta_sync.engine.model.model_with_draft import load_weights
 from vllm_delta_sync.engine.names import LOAD_FORMAT
 from vllm_delta_sync.engine.planning.trusted_head import TrustedHead
-from vllm_delta_sync.engine.staging.reconstruct import drain_tensors, newest_good_manifest, rebuild
+from vllm_delta_sync.engine.staging.reconstruct import drain_tensors, newest_good_manifest, rebuild, restore_version
 from vllm_delta_sync.errors import (
     ChainError,
     DataError,
@@ -28,6 +32,7 @@ from vllm_delta_sync.errors import (
     TensorMismatchError,
 )
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.format.table import DRAFT_PREFIX
 from vllm_delta_sync.run.run_reader import parse_target
 from vllm_delta_sync.run.service_policy import ServicePolicy
 from vllm_delta_sync.settings import HEAD, Settings, load_settings
@@ -53,22 +58,25 @@ def from_rank_0(value: Any) -> Any:
     return get_world_group().broadcast_object(value)
 
 
-def is_in_run(vllm_config: Any, model_config: Any, prefix: str) -> bool:
-    """Return whether a model that vLLM loads has its weights in the run, which replaces the served model's folder.
+def is_in_run(vllm_config: Any, model_config: Any) -> bool:
+    """Return whether a model that vLLM loads has the run's tensors by their names: the run replaces the served folder.
 
-    vLLM also loads the drafts of speculative decoding with the load format of the served model. Heads that belong to
-    the served checkpoint have its folder; another model, which vLLM loads under a prefix, has a folder of its own.
+    vLLM also loads the drafts of speculative decoding with the load format of the served model. Layers that belong to
+    the served checkpoint have its folder; other drafts have a folder of their own.
     """
     # In a draft's configuration, ``model_config`` may be the draft's.
     target = getattr(vllm_config.speculative_config, "target_model_config", None) or vllm_config.model_config
-    return not prefix and bool(model_config.model == target.model)
+    return same_folder(model_config.model, target.model)
 
 
 class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
     """Loads the version to serve of the run that ``DELTA_SYNC_BUCKET`` names, or else its newest good version.
 
-    A model that is not in the run, such as a draft, is loaded from its own folder.
+    A draft with a folder of its own is loaded from there, but for the tensors that the run has of it.
     """
+
+    served: ClassVar[tuple[Manifest, str] | None] = None
+    """What the served model of this process was last loaded with: the version, and the model folder."""
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(load_config)
@@ -94,22 +102,33 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
         """Do nothing: objects are read when needed."""
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
-        """Load a model from the run, or one that is not in the run as ``--load-format auto`` would."""
-        if is_in_run(vllm_config, model_config, prefix):
+        """Load a model from the run; one of which the run has nothing, as ``--load-format auto`` would."""
+        if is_in_run(vllm_config, model_config) or (is_draft(model_config) and self._has_draft):
             return super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-        logger.info("loading %s from its own folder: it is not the served model", model_config.model)
-        own_config = copy.copy(self.load_config)
-        own_config.load_format = "auto"
-        loader = get_model_loader(own_config)
+        logger.info("loading %s from its own folder: the run has nothing of it", model_config.model)
+        loader = get_model_loader(self._default_config())
         return loader.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+
+    def _default_config(self) -> Any:
+        found = copy.copy(self.load_config)
+        found.load_format = "auto"
+        return found
+
+    @property
+    def _has_draft(self) -> bool:
+        """Whether the run has tensors of a draft with a checkpoint of its own."""
+        return any(spec.name.startswith(DRAFT_PREFIX) for spec in self.run.table)
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
         """Create the model as vLLM does, with the run's own output head if it has one."""
-        tied_head.decide_by(self.run.table, model_config)
+        if is_in_run(vllm_config, model_config):
+            tied_head.decide_by(self.run.table, model_config)
         return super().create_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Rebuild the version, pass every tensor to the model's ``load_weights``, and store a ``LoadedVersion`` on it.
+
+        A draft gets the version that the served model of this process was loaded with.
 
         Raises:
             DeltaSyncError: see ``newest_good_manifest`` and ``rebuild``.
@@ -117,18 +136,40 @@ class DeltaSyncLoader(BaseModelLoader):  # type: ignore[misc, unused-ignore]
             EngineError, ChainError: ranks cannot agree on a version.
         """
         began = time.perf_counter()
-        run, chosen = self.run, self._agree_on_version()
-        held, state = rebuild(run, chosen, model_config.model, _policy(load_settings()))
-        if from_rank_0(held.version) != held.version:
-            raise EngineError(f"this rank could rebuild version {held.version}, rank 0 another one; restart the server")
+        run, served, drafts = self.run, DeltaSyncLoader.served, is_draft(model_config)
+        if drafts and served is not None:
+            held, folder = served
+            state = restore_version(run, held, folder)
+        else:
+            chosen, folder = self._agree_on_version(), model_config.model
+            held, state = rebuild(run, chosen, folder, _policy(load_settings()))
+            if from_rank_0(held.version) != held.version:
+                raise EngineError(
+                    f"this rank could rebuild version {held.version}, rank 0 another one; restart the server"
+                )
+            DeltaSyncLoader.served = held, folder
         fingerprints = tuple(value.hex() for value in state.fingerprints)
-        names = model.load_weights(drain_tensors(run, state))
+        tensors = drain_tensors(run, state)
+        if drafts and not same_folder(model_config.model, folder):
+            names = model.load_weights(self._own_checkpoint(model, model_config, tensors))
+        else:
+            names = load_weights(model, lambda: tensors)
         if names is not None and model_config.quantization is None:
             self._check_all_set(model, set(names))
         model.delta_sync_loaded = LoadedVersion(held.run, run.bucket.url, held.version, fingerprints)
         del state
         gc.collect()
         logger.info("loaded version %d of run %s in %.2f s", held.version, held.run, time.perf_counter() - began)
+
+    def _own_checkpoint(
+        self, model: Any, model_config: Any, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what the draft's own folder holds, with the run's tensors of it in place of the folder's."""
+        own = {name.removeprefix(DRAFT_PREFIX): each for name, each in tensors if name.startswith(DRAFT_PREFIX)}
+        for name, tensor in DefaultModelLoader(self._default_config()).get_all_weights(model_config, model):
+            if name not in own:
+                yield name, tensor
+        yield from own.items()
 
     def _agree_on_version(self) -> Manifest:
         """Return the version that rank 0 chose for all ranks, because the head may move meanwhile."""

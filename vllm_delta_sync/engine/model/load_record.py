@@ -84,6 +84,11 @@ class LoadRecord:
 _records: "weakref.WeakKeyDictionary[Any, LoadRecord]" = weakref.WeakKeyDictionary()
 
 
+def keep_record(model: Any, record: LoadRecord) -> None:
+    """Keep the record of a model's loading for as long as the model lives."""
+    _records[model] = record
+
+
 def load_record_of(model: Any) -> LoadRecord | None:
     """Return the record of a model's loading; None if ``record_load`` did not run for it."""
     return _records.get(model)
@@ -200,7 +205,7 @@ def record_load(
             if seen.storage in storages or (UNKNOWN in storages and is_under(at[0], (path,)))
         }
     record.opaque_operations = sorted(provenance.opaque_operations)
-    _records[model] = record
+    keep_record(model, record)
     return record
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_delta_sync.engine.model.model_replica import walk_tensors
+from vllm_delta_sync.engine.model.model_with_draft import ModelWithDraft, load_weights
 from vllm_delta_sync.engine.model.regions import Region, coalesce
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.table import TensorTable
@@ -80,6 +81,7 @@ class Trace:
         paddings: (target, region, number of copies before it) of each region set to a constant.
         kept: tensors that the loader left on the model outside its targets: (module path, path within the module) →
             ids of the checkpoint tensors they were made of.
+        shared: ids of the tensors that a draft's loader writes to memory which it shares with the served model since.
     """
 
     table: TensorTable
@@ -88,6 +90,7 @@ class Trace:
     paddings: list[tuple[int, Region, int]] = field(default_factory=list)
     computed: list[Computed] = field(default_factory=list)
     kept: dict[tuple[str, str], frozenset[int]] = field(default_factory=dict)
+    shared: set[int] = field(default_factory=set)
 
     @property
     def loaded(self) -> set[int]:
@@ -104,7 +107,7 @@ class Trace:
 class _LoadRecorder(TorchDispatchMode):
     """Tracks checkpoint tensors through all operations. The replica's memory is meta, so nothing is computed."""
 
-    def __init__(self, table: TensorTable, replica: LoadableModel) -> None:
+    def __init__(self, table: TensorTable, replica: LoadableModel | ModelWithDraft) -> None:
         super().__init__()
         self.trace = Trace(table)
         self.current = "(before the first tensor)"
@@ -114,6 +117,9 @@ class _LoadRecorder(TorchDispatchMode):
         self._derived_from: dict[int, frozenset[int]] = {}
         # Storages are identified by address, which may be reused once one is freed.
         self._alive: list[torch.Tensor] = []
+        # (module path, name), and storages, of what a draft's loader fills in vain; see ``ModelWithDraft``.
+        self._shared = replica.shared if isinstance(replica, ModelWithDraft) else frozenset()
+        self._shared_storages: set[int] = set()
         for name, tensor in replica.named_parameters(remove_duplicate=False):
             self._add_target(name, tensor, True)
         for name, tensor in replica.named_buffers(remove_duplicate=False):
@@ -122,6 +128,11 @@ class _LoadRecorder(TorchDispatchMode):
     def _add_target(self, name: str, tensor: torch.Tensor, is_parameter: bool) -> None:
         storage = tensor.untyped_storage()
         if tensor.device.type != "meta" or storage.nbytes() == 0 or tensor.element_size() not in SIGNED:
+            return
+        path, _, attribute = name.rpartition(".")
+        if (path, attribute) in self._shared:
+            self._alive.append(tensor)
+            self._shared_storages.add(storage._cdata)
             return
         known = self._targets.get(storage._cdata)
         if known is not None:
@@ -172,6 +183,8 @@ class _LoadRecorder(TorchDispatchMode):
         if target is None:
             if tensors:
                 self._add_sources(tensor, tensors)
+            if tensor.untyped_storage()._cdata in self._shared_storages:
+                self.trace.shared |= tensors
             return
         memory = self.trace.targets[target]
         where = f"{memory.names[0]} (while loading {self.current})"
@@ -217,8 +230,8 @@ class _LoadRecorder(TorchDispatchMode):
     def record_kept(self, replica: Any) -> None:
         """Record tensors that the loader left on the model outside its targets."""
         for path, name, tensor in walk_tensors(replica):
-            tensors = self._sources_of(tensor)
-            if tensors and tensor.untyped_storage()._cdata not in self._targets:
+            tensors, storage = self._sources_of(tensor), tensor.untyped_storage()._cdata
+            if tensors and storage not in self._targets and storage not in self._shared_storages:
                 self.trace.kept[path, name] = tensors
 
 
@@ -244,7 +257,7 @@ def _region(tensor: torch.Tensor) -> Region:
     return coalesce(tensor.shape, (int(tensor.storage_offset()), tensor.stride()), (0, tensor.stride()))[0]
 
 
-def trace_loader(replica: LoadableModel, table: TensorTable) -> Trace:
+def trace_loader(replica: LoadableModel | ModelWithDraft, table: TensorTable) -> Trace:
     """Let a replica load the tensors of a run, and record what its loader does. The replica is useless afterwards.
 
     Args:
@@ -256,7 +269,7 @@ def trace_loader(replica: LoadableModel, table: TensorTable) -> Trace:
     recorder = _LoadRecorder(table, replica)
     try:
         with torch.no_grad(), recorder:
-            replica.load_weights(recorder.weights())
+            load_weights(replica, recorder.weights)
     except Exception as error:  # the loader is code of the model and may raise anything
         # torch's errors about tensors without data mention the meta device, and have no class of their own.
         fix = (

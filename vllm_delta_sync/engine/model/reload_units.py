@@ -26,6 +26,7 @@ from vllm_delta_sync.engine.model.model_replica import (
     walk_numbers,
     walk_tensors,
 )
+from vllm_delta_sync.engine.model.model_with_draft import load_weights
 from vllm_delta_sync.engine.model.regions import Region, coalesce
 from vllm_delta_sync.engine.model.route import DensePatch, Destination, Route, SparsePatch, region_view
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
@@ -161,12 +162,15 @@ class LoaderReplay:
     @torch.inference_mode(False)
     def _load_replica(self, scope: ReloadScope, bits: dict[int, Bits], meta_leaf: MetaLeaf) -> Any:
         """Load a scope into a replica and run the step after loading on it. ``meta_leaf``: that of the skeleton."""
-        weights = ((self.table[i].name, tensor_from_bits(bits[i].copy(), self.table[i])) for i in scope.tensors)
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            return ((self.table[i].name, tensor_from_bits(bits[i].copy(), self.table[i])) for i in scope.tensors)
+
         name = self.table[scope.tensors[0]].name
         replica = replicate(self._skeleton, self._leaf(scope, meta_leaf))
         try:
             with torch.no_grad(), _LiveMemoryGuard(self.model):
-                replica.load_weights(weights)
+                load_weights(replica, weights)
                 if scope.modules and self.record is not None:
                     self.record.process(replica, self._modules_to_process(scope))
         except ModelError as error:

@@ -16,6 +16,7 @@ from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model.load_record import LoadRecord, load_record_of
 from vllm_delta_sync.engine.model.loader_trace import Copy, LoadableModel, Trace, trace_loader
 from vllm_delta_sync.engine.model.model_replica import MetaLeaf, is_plain, replicate
+from vllm_delta_sync.engine.model.model_with_draft import ModelWithDraft
 from vllm_delta_sync.engine.model.regions import Region, find_overlap
 from vllm_delta_sync.engine.model.reload_units import (
     LoaderReplay,
@@ -37,7 +38,7 @@ from vllm_delta_sync.format.table import TensorTable
 # As in vLLM's own loading: inference mode would show a recorder other operators, and make other tensors.
 @torch.inference_mode(False)
 def trace_routes(
-    model: LoadableModel,
+    model: LoadableModel | ModelWithDraft,
     table: TensorTable,
     load_time_bits: LoadTimeReader | None = None,
     memory: WeightMemory | None = None,
@@ -94,6 +95,12 @@ def trace_routes(
             f"this model loads none of the {len(table)} tensors of the run, such as {table[0].name!r}: the run is of "
             "another model; check the setting bucket, or start vLLM from the checkpoint that the run refers to"
         )
+    if trace.shared and isinstance(model, ModelWithDraft) and model.own_checkpoint:
+        raise ModelError(
+            f"tensor {table[min(trace.shared)].name!r} is of the draft, which uses that of the served model in its "
+            "place, because it had none when vLLM loaded it, or an equal one: versions in which they differ could not "
+            "be served; publish the draft without it (exclude=)"
+        )
     if tie_rule is not None:
         skeleton = fill_untied_heads(trace, tie_rule, skeleton)
         check_left_out(trace, tie_rule, make_replica)
@@ -115,7 +122,9 @@ def trace_routes(
 class _Compiler:
     """Separates memory that is patched by address from memory that must be reloaded."""
 
-    def __init__(self, model: LoadableModel, trace: Trace, record: LoadRecord | None, memory: WeightMemory) -> None:
+    def __init__(
+        self, model: LoadableModel | ModelWithDraft, trace: Trace, record: LoadRecord | None, memory: WeightMemory
+    ) -> None:
         self.trace, self.record, self._memory = trace, record, memory
         # Tensor path → modules that the step after loading left with something made of that tensor.
         self._processed_by: dict[tuple[str, str], list[str]] = defaultdict(list)

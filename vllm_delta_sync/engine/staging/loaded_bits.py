@@ -77,12 +77,20 @@ class RunCache:
 
 
 def load_time_bits(
-    model: Any, folder: str, run: Run, runs: RunCache, previous_routes: RouteMap | None, tensors: list[int]
+    model: Any,
+    folders: Mapping[str, str],
+    run: Run,
+    runs: RunCache,
+    previous_routes: RouteMap | None,
+    tensors: list[int],
 ) -> dict[int, Bits]:
     """Find the bits that a model was loaded with, for tensors of a run that memory cannot give back.
 
     Looks in the host copies of earlier routes, in the version that the model was started from, and in the model folder.
     The caller must prove that the bits are right.
+
+    Args:
+        folders: "" → model folder; a prefix → folder of the tensors whose names begin with it, and have none there.
 
     Returns:
         tensor id → (numel,) bits, each an array that the caller may keep.
@@ -102,18 +110,27 @@ def load_time_bits(
             return {tensor: destinations[numbers[spec]].bits for tensor, spec in zip(tensors, specs, strict=True)}
     loaded = getattr(model, "delta_sync_loaded", None)
     if loaded is None:
-        return _from_folder(folder, dict(zip(tensors, specs, strict=True)))
+        return _from_folders(folders, dict(zip(tensors, specs, strict=True)))
     source = run if loaded.run == run.info.run else runs.open(loaded.url)
     if source.info.run != loaded.run or source.table.digest != run.table.digest:
         raise ModelError(
             f"this model was started from run {loaded.run} at {loaded.url!r}, which is gone or has other tensors, and "
             f"tensor {specs[0].name!r} cannot be read back from memory; start the server again"
         )
-    state = restore_version(source, source.manifest(loaded.version), folder)
+    state = restore_version(source, source.manifest(loaded.version), folders[""])
     return {tensor: np.array(state.bits[tensor]) for tensor in tensors}
 
 
-def _from_folder(folder: str, specs: dict[int, TensorSpec]) -> dict[int, Bits]:
+def _from_folders(folders: Mapping[str, str], specs: dict[int, TensorSpec]) -> dict[int, Bits]:
+    found: dict[int, Bits] = {}
+    for prefix in sorted(folders, reverse=True):
+        inside = {i: spec for i, spec in specs.items() if i not in found and spec.name.startswith(prefix)}
+        if inside:
+            found |= _from_folder(folders[prefix], prefix, inside)
+    return found
+
+
+def _from_folder(folder: str, prefix: str, specs: dict[int, TensorSpec]) -> dict[int, Bits]:
     try:
         path = Path(folder)
         checkpoint = Checkpoint(path if path.is_dir() else resolve_base(f"{folder}@main").path)
@@ -124,13 +141,14 @@ def _from_folder(folder: str, specs: dict[int, TensorSpec]) -> dict[int, Bits]:
         ) from error
     found: dict[int, Bits] = {}
     for tensor, spec in specs.items():
-        found_spec = checkpoint.specs.get(spec.name)
-        if found_spec != spec:
+        name = spec.name.removeprefix(prefix)
+        found_spec = checkpoint.specs.get(name)
+        if found_spec is None or (found_spec.dtype, found_spec.shape) != (spec.dtype, spec.shape):
             difference = "lacks it" if found_spec is None else f"has it as {found_spec.dtype} {found_spec.shape}"
             raise ModelError(
                 f"tensor {spec.name!r} is {spec.dtype} {spec.shape} in the run, cannot be read back from memory, "
                 f"and the model folder {difference}; start vLLM from the checkpoint that the run refers to, or "
                 "with --load-format delta_sync"
             )
-        found[tensor] = np.array(checkpoint.bits(spec.name))
+        found[tensor] = np.array(checkpoint.bits(name))
     return found

@@ -25,6 +25,7 @@ from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.commit.undo_log import UndoEntry, UndoLog
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model import device_patch
+from vllm_delta_sync.engine.model.draft import Draft
 from vllm_delta_sync.engine.model.loader_trace import LoadableModel
 from vllm_delta_sync.engine.model.patch import NARROW_ELEMENTS, StagedPatch, compile_routing
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
@@ -47,6 +48,7 @@ from vllm_delta_sync.format import fingerprint
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.format.table import DRAFT_PREFIX
 
 
 class Background:
@@ -102,6 +104,7 @@ class RankWorker:
     Attributes:
         index: position of this rank among the ranks that one call reaches.
         folder: what vLLM loaded the model from.
+        draft: the model that drafts for it, if there is one.
         tie_rule: see ``trace_routes``.
         routes: None until traced.
         fingerprints: per tensor id of the run: fingerprint of the whole tensor, over all ranks, at ``version``.
@@ -121,11 +124,13 @@ class RankWorker:
         folder: str = "",
         memory: WeightMemory | None = None,
         tie_rule: TieRule | None = None,
+        draft: Draft | None = None,
     ) -> None:
         self.model = model
         self.index = index
         self.folder = folder
         self.tie_rule = tie_rule
+        self.draft = draft
         self.run: Run | None = None
         self.routes: RouteMap | None = None
         self.fingerprints: list[Fingerprint] = []
@@ -176,8 +181,10 @@ class RankWorker:
         compiling = threading.Thread(target=_compile_loops, args=(elements,), name="delta-sync-compile", daemon=True)
         compiling.start()
         claimed = self._claimed_version()
-        bits = partial(load_time_bits, self.model, self.folder, run, runs, self.routes)
-        routes = trace_routes(self.model, run.table, bits, self.memory, self.tie_rule)
+        folders = {"": self.folder} if self.draft is None else {"": self.folder, DRAFT_PREFIX: self.draft.folder}
+        bits = partial(load_time_bits, self.model, folders, run, runs, self.routes)
+        model = self.model if self.draft is None else self.draft.join(self.model, run.table)
+        routes = trace_routes(model, run.table, bits, self.memory, self.tie_rule)
         # Tracing calls the model's loader, which counts as an external write. Reset here; later ones count.
         self.external_writer = None
         traced = time.perf_counter()

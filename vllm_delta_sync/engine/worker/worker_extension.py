@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.compat import patches, write_hooks
+from vllm_delta_sync.engine.compat.speculation import draft_of
 from vllm_delta_sync.engine.compat.tied_head import TiedHead
 from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model.load_record import load_record_of
@@ -52,6 +53,7 @@ class WorkerExtension:
                 config.model,
                 self._delta_sync_memory(),
                 TiedHead(config),
+                draft_of(self),
             )
             record = load_record_of(model)
             if record is not None and record.changed:
