@@ -72,6 +72,18 @@ def test_adapters_are_those_of_the_trainer_after_every_version(tmp_path: Path, r
     assert seen["others stay"]
 
 
+@pytest.mark.slow
+def test_an_adapter_that_trl_trains_is_said_after_every_sync(tmp_path: Path) -> None:
+    done = warm.run("tests.e2e.trl_adapter", str(tmp_path), seconds=600, environment={"VLLM_PLUGINS": "delta_sync"})
+    assert done.status == 0, done.said[-6000:]
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["served"] == [1, 2, 3, 4, 5, 6]
+    assert seen["synced"] == seen["fresh"]
+    said = [seen["plain"], *seen["synced"][1:]]
+    assert seen["synced"][0] == seen["plain"], "a new adapter changes nothing"
+    assert all(before != after for before, after in itertools.pairwise(said)), "the versions do not differ enough"
+
+
 def ask(server: Server, model: str) -> tuple[list[Any], dict[str, Any]]:
     """Greedy tokens and log probabilities under a name, and the spans of the last prompt."""
     found = []

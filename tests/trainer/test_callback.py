@@ -12,11 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import DefaultFlowCallback, PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    DefaultFlowCallback,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_callback import CallbackHandler
 
-from tests.support.publishing import assert_holds
+from tests.support.adapters import adapted
+from tests.support.publishing import Tensors, assert_holds
 from tests.support.tiny import make_model, save_checkpoint
 from tests.support.trainers import (
     FIGURES,
@@ -63,6 +72,27 @@ def test_each_kth_step_and_the_last_are_published(
         assert_holds(run, version, seen.weights[step])
     assert callback.publisher is None
     assert not threads_of_ours(others)
+
+
+def test_an_adapter_alone_is_a_run_of_its_own(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
+    peft_model, callback = adapted(model), DeltaSyncCallback(bucket=url, adapter=True)
+    saved: dict[int, Tensors] = {}
+
+    class Saving(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            found = get_peft_model_state_dict(peft_model)
+            saved[state.global_step] = {name: tensor.clone() for name, tensor in found.items()}
+            assert callback.publisher is not None
+            callback.publisher.flush()
+
+    trainer_of(peft_model, tmp_path, [callback, Saving()], max_steps=3).train()
+    run = open_run(url)
+    assert steps_of(run) == [1, 2, 3]
+    for version in (1, 2, 3):
+        assert_holds(run, version, saved[version])
+    assert run.file("adapter_config.json")
+    with pytest.raises(ModelError, match="has no adapter 'math', but 'default'"):
+        trainer_of(peft_model, tmp_path, [DeltaSyncCallback(f"{url}-other", adapter="math")]).train()
 
 
 @pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "qwen3_moe"])

@@ -1,5 +1,6 @@
 """``DeltaWeightTransfer`` in TRL's real ``AsyncGRPOTrainer``: what is published, and what the trainer sees of it."""
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -17,7 +18,9 @@ from tests.support.publishing import assert_holds
 from tests.support.tiny import make_model, save_checkpoint
 from tests.support.trainers import FIGURES, SIZES, Logged, interrupt, steps_of
 from tests.trainer.sharded.nursery import Nursery
+from trainer_side.integrations.trl import DeltaWeightTransfer
 from vllm_delta_sync.client import open_run
+from vllm_delta_sync.errors import ModelError, UsageError
 
 pytestmark = pytest.mark.slow
 
@@ -133,3 +136,51 @@ def test_a_version_is_the_base_with_the_adapter_merged(url: str, tmp_path: Path)
     moved = {name.split(".")[-2] for name in now if not torch.equal(now[name].bfloat16(), before[name].bfloat16())}
     assert moved == {"q_proj", "v_proj"}
     assert_holds(run, 3, served_form(trainer.model.merge_and_unload()), base)
+
+
+def test_an_adapter_alone_is_a_run_of_its_own(url: str, tmp_path: Path) -> None:
+    """TRL merges nothing meanwhile, so that the base stays what servers have, bit for bit."""
+    base = save_checkpoint(make_model("qwen3", **SIZES), tmp_path / "base")
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    saved: list[dict[str, torch.Tensor]] = []
+
+    class Saving(Watched):
+        def send_weights(self, iterator: Any) -> None:
+            super().send_weights(iterator)
+            saved.append({name: tensor.clone() for name, tensor in get_peft_model_state_dict(trainer.model).items()})
+
+    transfer = Saving(url, adapter=True)
+    trainer = async_trainer(base, tmp_path, transfer, peft=adapter, learning_rate=1e-2, max_steps=5)
+    before = {name: tensor.clone() for name, tensor in trainer.model.named_parameters() if "lora_" not in name}
+    trainer.train()
+    assert transfer.calls == ["init", *SYNC * 6, "destroy"]
+    run = open_run(url)
+    assert [manifest.kind for manifest in run.log()] == ["anchor", *["delta"] * 6]
+    assert [manifest.changed > 0 for manifest in run.log()][1:] == [False, *[True] * 5]
+    assert all(spec.name.startswith("base_model.model.") and "lora_" in spec.name for spec in run.table)
+    for version, tensors in enumerate(saved, start=1):
+        assert_holds(run, version, tensors)
+    assert all(torch.equal(tensor, trainer.model.get_parameter(name)) for name, tensor in before.items())
+    assert json.loads(run.file("adapter_config.json"))["r"] == 4
+    # Afterwards the model merges as before.
+    trainer.model.merge_adapter()
+    moved = {name for name, tensor in before.items() if not torch.equal(tensor, trainer.model.get_parameter(name))}
+    assert {name.split(".")[-3] for name in moved} == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "base is missing"),
+        ({"adapter": True, "base": "base"}, "base= is given with adapter=True"),
+        ({"adapter": "math", "rename": {"a.": ""}}, "rename= is given with adapter='math'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(url: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        DeltaWeightTransfer(url, **options)
+
+
+def test_a_model_without_that_adapter_is_refused_before_training(base: Path, url: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="has no adapter 'math', but none"):
+        async_trainer(base, tmp_path, DeltaWeightTransfer(url, adapter="math")).train()

@@ -7,21 +7,28 @@ does not load, such as DoRA (docs/lora.md).
 """
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from trainer_side.model.module import unwrap
 from trainer_side.publisher import Publisher
-from vllm_delta_sync.errors import ModelError
+from trainer_side.ranks.given_parts import Part
+from trainer_side.ranks.group import in_world
+from vllm_delta_sync.errors import ModelError, UsageError
 from vllm_delta_sync.process_folders import ProcessFolder
 from vllm_delta_sync.tensors.checkpoint import ADAPTER_CONFIG_NAME
+from vllm_delta_sync.tensors.torch_sharding import is_sharded, local_boxes
 
 __all__ = ["adapter_publisher"]
 
 
 def adapter_publisher(model: Any, bucket: Any, *, adapter: str = "default", **options: Any) -> Publisher:
     """Return a publisher of one adapter's tensors; each ``publish`` reads their values at that moment.
+
+    An adapter whose tensors are sharded (FSDP2, ZeRO-3) is published by all ranks of the world together: each calls
+    this, and the publisher's methods, at the same points of the program (docs/sharded.md).
 
     Args:
         model: a ``peft.PeftModel``; wrappers such as DistributedDataParallel may be around it.
@@ -33,36 +40,83 @@ def adapter_publisher(model: Any, bucket: Any, *, adapter: str = "default", **op
         ModelError: not a PEFT model, no adapter of that name, or the run that is taken over has an adapter of another
             configuration. Otherwise as ``Publisher``.
     """
-    from peft import PeftModel
-    from peft.utils import get_peft_model_state_dict
-
-    peft_model: Any = unwrap(model, until=(PeftModel,))
-    known = peft_model.peft_config if isinstance(peft_model, PeftModel) else {}
-    if adapter not in known:
-        raise ModelError(
-            f"{type(model).__name__} has no adapter {adapter!r}, but {', '.join(map(repr, known)) or 'none'}; give the "
-            "PeftModel and one of its adapters"
-        )
-    config = known[adapter]
-
-    def tensors() -> list[tuple[str, torch.Tensor]]:
-        # False: vLLM leaves out a copy of the base's embedding, and PEFT would ask the Hub whether there is to be one.
-        found = get_peft_model_state_dict(peft_model, adapter_name=adapter, save_embedding_layers=False)
-        return list(found.items())
-
+    tensors = AdapterTensors(model, adapter)
+    config = tensors.config
     with ProcessFolder() as folder:
         was_training, config.inference_mode = config.inference_mode, True
         try:
             config.save_pretrained(str(folder.path))
         finally:
             config.inference_mode = was_training
-        publisher = Publisher(tensors, bucket, files=folder.path, **options)
+        if tensors.need_ranks:
+            publisher = Publisher(None, bucket, files=folder.path, parts=tensors.parts, **options)
+        else:
+            publisher = Publisher(tensors.whole, bucket, files=folder.path, **options)
         try:
             _check_same(publisher, (folder.path / ADAPTER_CONFIG_NAME).read_bytes())
         except BaseException:  # including interrupts: the caller gets no publisher to close
             publisher.close()
             raise
         return publisher
+
+
+def adapter_name(adapter: bool | str) -> str | None:
+    """Return the name of the adapter that an integration publishes alone; None if it publishes the model."""
+    return "default" if adapter is True else adapter or None
+
+
+def check_adapter_options(adapter: bool | str, options: dict[str, Any]) -> None:
+    """Raise UsageError if an option of ``Publisher`` is given that does not fit an adapter alone."""
+    unfit = sorted({"base", "files", "include", "exclude", "rename"} & options.keys())
+    if adapter and unfit:
+        raise UsageError(
+            f"{unfit[0]}= is given with adapter={adapter!r}: the run of an adapter has the tensors and the "
+            "configuration that PEFT saves; leave it out"
+        )
+
+
+class AdapterTensors:
+    """The tensors of one adapter of a PEFT model, under PEFT's names, with their values at each call.
+
+    Attributes:
+        model: the ``PeftModel``, without wrappers. config: the adapter's ``LoraConfig``.
+    """
+
+    def __init__(self, model: Any, adapter: str = "default") -> None:
+        """Find the adapter. Raises ModelError: not a PEFT model, or it has no adapter of that name."""
+        from peft import PeftModel
+
+        self.model: Any = unwrap(model, until=(PeftModel,))
+        known = self.model.peft_config if isinstance(self.model, PeftModel) else {}
+        if adapter not in known:
+            raise ModelError(
+                f"{type(model).__name__} has no adapter {adapter!r}, but {', '.join(map(repr, known)) or 'none'}; give "
+                "the PeftModel and one of its adapters"
+            )
+        self._adapter, self.config = adapter, known[adapter]
+
+    @property
+    def need_ranks(self) -> bool:
+        """Whether all ranks of a world have to publish it together."""
+        return in_world() and any(is_sharded(tensor) for _, tensor in self.whole())
+
+    def whole(self) -> list[tuple[str, torch.Tensor]]:
+        """Return (name, tensor) as this process has it."""
+        from peft.utils import get_peft_model_state_dict
+
+        # Parameters as they are, since a detached one of ZeRO-3 no longer says that it is sharded.
+        state = self.model.state_dict(keep_vars=True)
+        # False: vLLM leaves out a copy of the base's embedding, and PEFT would ask the Hub whether there is to be one.
+        found = get_peft_model_state_dict(
+            self.model, state_dict=state, adapter_name=self._adapter, save_embedding_layers=False
+        )
+        return list(found.items())
+
+    def parts(self) -> Iterator[Part]:
+        """Yield what this rank holds."""
+        for name, tensor in self.whole():
+            for box, piece in local_boxes(tensor, name):
+                yield Part(name, box.whole, box.offsets, piece)
 
 
 SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from trainer_side.model.sources import ModelLike
 from trainer_side.options import PublisherOptions
 from trainer_side.publisher import Publisher
 from trainer_side.ranks.group import WORK_SECONDS, ProcessGroup, in_world
@@ -255,15 +254,19 @@ class TrainingPublisher:
         if one_publishes:
             self._waiting = ProcessGroup(WORK_SECONDS, alone=not in_world())
 
-    def open(self, model: ModelLike, reports: bool = True, **more: Any) -> None:
-        """Make the publisher. Args: reports: whether this process reports. more: options that come before the others.
+    def open(self, make: Callable[..., Publisher], reports: bool = True, **more: Any) -> None:
+        """Make the publisher.
+
+        Args:
+            make: called with ``bucket=`` and the options. reports: whether this process reports.
+            more: options that come before the others.
 
         Raises:
             DeltaSyncError: as ``Publisher``.
         """
         self.reports, self._end = MetricReporter(), None
         options = self.reports.listening(more | self._options)
-        self.publisher = Publisher(model, self._bucket, **options)
+        self.publisher = make(bucket=self._bucket, **options)
         if reports:
             self.reports.begin()
 

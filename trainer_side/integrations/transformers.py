@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from trainer_side.integrations.peft import AdapterTensors, adapter_name, adapter_publisher, check_adapter_options
 from trainer_side.integrations.training import GRACE_SECONDS, TrainingPublisher
 from trainer_side.publisher import CLOSE_SECONDS, Publisher
 from trainer_side.run_files import tokenizer_folder
@@ -45,6 +47,7 @@ class DeltaSyncCallback(TrainerCallback):
         bucket: str | Bucket,
         every: int = 1,
         *,
+        adapter: bool | str = False,
         stop_on_error: bool = False,
         close_seconds: float = CLOSE_SECONDS,
         grace_seconds: float = GRACE_SECONDS,
@@ -54,6 +57,8 @@ class DeltaSyncCallback(TrainerCallback):
 
         Args:
             bucket: as of ``Publisher``. every: publish after optimizer steps that are multiples of it.
+            adapter: publish a LoRA adapter alone, as a run of its own (docs/lora.md), and not the model with it merged:
+                that of this name, or with True the one named ``default``. The model is a ``peft.PeftModel``.
             stop_on_error: let errors of publishing stop training. Otherwise they are logged, training continues, and
                 the changes go out with the next version; errors at the beginning of training are always raised.
             close_seconds: how long the end of training tries to publish the last weights while the store fails.
@@ -62,11 +67,13 @@ class DeltaSyncCallback(TrainerCallback):
                 Trainer's tokenizer (``processing_class``), so that servers start from the bucket alone.
 
         Raises:
-            UsageError: ``every`` is not a positive integer, or an option is not one of ``Publisher``.
+            UsageError: ``every`` is not a positive integer, or an option is not one of ``Publisher``, or does not fit.
         """
+        check_adapter_options(adapter, options)
         if type(every) is not int or every < 1:
             raise UsageError(f"every is {every!r}; give a number of optimizer steps from 1 on")
         self._every, self._stop_on_error = every, stop_on_error
+        self._adapter = adapter_name(adapter)
         self._training = TrainingPublisher(bucket, options, stop_on_error, close_seconds, grace_seconds)
         self._last_step: int | None = None
 
@@ -106,7 +113,8 @@ class DeltaSyncCallback(TrainerCallback):
             undo.callback(self.close)
             self._last_step = None
             # One process has all the weights, and the others, if there are any, wait for it; or each has its shards.
-            self._training.begin(one_publishes=not needs_ranks(model))
+            together = needs_ranks(model) if self._adapter is None else AdapterTensors(model, self._adapter).need_ranks
+            self._training.begin(one_publishes=not together)
             self._training.on_rank0("the beginning", lambda: self._open(model, kwargs.get("processing_class"), state))
             undo.pop_all()
 
@@ -151,9 +159,13 @@ class DeltaSyncCallback(TrainerCallback):
     # Helpers of the events
 
     def _open(self, model: nn.Module, tokenizer: Any, state: TrainerState) -> None:
+        if self._adapter is not None:
+            make = partial(adapter_publisher, model, adapter=self._adapter)
+            self._training.open(make, state.is_world_process_zero)
+            return
         with tokenizer_folder(tokenizer) as folder:
             files = {} if folder is None else {"files": folder}
-            self._training.open(model, state.is_world_process_zero, **files)
+            self._training.open(partial(Publisher, model), state.is_world_process_zero, **files)
 
     def _publish(self, step: int) -> None:
         if self.publisher is not None:

@@ -5,13 +5,15 @@ TRL's other trainers take ``DeltaSyncCallback``.
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
-from trainer_side.integrations.training import GRACE_SECONDS, TrainingPublisher
+from trainer_side.integrations.peft import AdapterTensors, adapter_name, adapter_publisher, check_adapter_options
+from trainer_side.integrations.training import GRACE_SECONDS, TrainingPublisher, find_calling_trainer
 from trainer_side.integrations.transformers import DeltaSyncCallback
 from trainer_side.model.streamed import StreamedWeights
 from trainer_side.publisher import CLOSE_SECONDS, Publisher
@@ -20,7 +22,7 @@ from vllm_delta_sync.bucket import Bucket
 from vllm_delta_sync.errors import ConflictError, DeltaSyncError, PublishError, PublishTimeoutError, UsageError
 from vllm_delta_sync.redaction import guarded_logger
 
-__all__ = ["DeltaSyncCallback", "DeltaWeightTransfer"]
+__all__ = ["DeltaSyncCallback", "DeltaWeightTransfer", "NoWeightTransfer"]
 
 logger = guarded_logger(__name__)
 
@@ -51,10 +53,11 @@ class DeltaWeightTransfer:
     def __init__(
         self,
         bucket: str | Bucket,
-        base: str | Path,
+        base: str | Path | None = None,
         wait_served: float | None = None,
         replicas: int = 1,
         *,
+        adapter: bool | str = False,
         stop_on_error: bool = True,
         send_seconds: float | None = 300.0,
         close_seconds: float = CLOSE_SECONDS,
@@ -66,9 +69,13 @@ class DeltaWeightTransfer:
         Args:
             bucket: as of ``Publisher``.
             base: checkpoint that training and servers start from, a directory or ``org/name@revision``. Version 0 is a
-                reference to it, and parameters that TRL leaves out (frozen ones) keep its values.
+                reference to it, and parameters that TRL leaves out (frozen ones) keep its values. Left out with
+                ``adapter``.
             wait_served: maximum seconds that ``resume`` waits until all live servers, and at least ``replicas``, serve
                 the version that was sent; they need a ``receiver_id``. If None, it does not wait.
+            adapter: publish the LoRA adapter alone, as a run of its own, and not the weights with it merged: that of
+                this name, or with True the one named ``default``. Each sync publishes its values at that moment; TRL
+                merges nothing meanwhile. Not for an adapter that is sharded over processes.
             stop_on_error: let errors of publishing and waiting stop training. Otherwise they are logged, training
                 continues, and the changes go out with the next version; errors at the beginning, and of another writer
                 that has taken over the run, are always raised.
@@ -87,11 +94,15 @@ class DeltaWeightTransfer:
             raise UsageError(f"wait_served is {wait_served!r}; give a number of seconds above 0, or None")
         if type(replicas) is not int or replicas < 1:
             raise UsageError(f"replicas is {replicas!r}; give a number of servers from 1 on")
+        check_adapter_options(adapter, {**options, "base": base} if base is not None else options)
+        if base is None and not adapter:
+            raise UsageError("base is missing; give the checkpoint that training and servers start from")
+        self._adapter = adapter_name(adapter)
         self._base, self._wait_served, self._replicas = base, wait_served, replicas
         self._stop_on_error, self._send_seconds = stop_on_error, send_seconds
         self._training = TrainingPublisher(
             bucket,
-            {**options, "base": base},
+            options if self._adapter is not None else {**options, "base": base},
             stop_on_error,
             close_seconds,
             grace_seconds,
@@ -99,6 +110,7 @@ class DeltaWeightTransfer:
         )
         self._sends = 0
         self._sent = False
+        self._merging = ExitStack()
         self.callback = WaitingCallback(self, self._training)
 
     @property
@@ -109,7 +121,8 @@ class DeltaWeightTransfer:
         """Begin the run, or take it over if it exists. Does nothing if ``callback`` has done it for this training.
 
         Raises:
-            DeltaSyncError: see ``Publisher``; or ``base`` is not a checkpoint of a supported model.
+            DeltaSyncError: see ``Publisher`` and ``adapter_publisher``; or ``base`` is not a checkpoint of a supported
+                model.
         """
         if self.callback.opened:
             self.callback.opened = False
@@ -122,7 +135,7 @@ class DeltaWeightTransfer:
                 "callbacks=[transfer.callback] in all of them, or a slow store makes their collective calls time out"
             )
         self._sends, self._sent = 0, False
-        self._training.open(StreamedWeights(self._base))
+        self._training.open(self._make_publisher)
         if self._training.reports.trainer is not None:
             _at_last_log(self._training.reports.trainer, self._settle)
 
@@ -171,6 +184,7 @@ class DeltaWeightTransfer:
             PublishError, ConflictError: it could not be made durable; everything is released in any case. Only logged
                 while another exception is being handled, and without ``stop_on_error``, except for ConflictError.
         """
+        self.let_merge()
         if sys.exc_info()[1] is not None:
             self._close_logging_errors()
             return
@@ -181,7 +195,38 @@ class DeltaWeightTransfer:
                 raise
             logger.error("the last weights are not published: %s", error)
 
+    def keep_from_merging(self, model: Any) -> None:
+        """Until ``let_merge``, let TRL merge no adapter into a PEFT model that is published without its base.
+
+        Nobody reads the merged weights, and taking the adapter out again by subtraction would change last bits of the
+        base, which servers have as it was. Of several processes each calls it, or none: their bases must stay equal.
+        """
+        if self._adapter is not None:
+            self._merging.enter_context(_without_merging(AdapterTensors(model, self._adapter).model))
+
+    def let_merge(self) -> None:
+        """Take ``keep_from_merging`` back."""
+        self._merging.close()
+
     # Helpers
+
+    def _make_publisher(self, **options: Any) -> Publisher:
+        if self._adapter is None:
+            return Publisher(StreamedWeights(self._base or ""), **options)
+        trainer = find_calling_trainer()
+        if trainer is None:
+            raise UsageError("adapter= is given, and no Trainer is among the callers, whose model has the adapter")
+        tensors = AdapterTensors(trainer.model, self._adapter)
+        if tensors.need_ranks:
+            raise UsageError(
+                f"adapter {self._adapter!r} is sharded over processes, and TRL calls a weight transfer in the first "
+                "only; give the trainer callbacks=[DeltaSyncCallback(bucket, adapter=…)] and "
+                "weight_transfer=NoWeightTransfer()"
+            )
+        publisher = adapter_publisher(trainer.model, adapter=self._adapter, **options)
+        if not in_world():
+            self.keep_from_merging(tensors.model)
+        return publisher
 
     def _send(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._sent = False
@@ -194,7 +239,9 @@ class DeltaWeightTransfer:
         trainer = self._training.reports.trainer
         step = self._sends if trainer is None else trainer.state.global_step
         try:
-            result = self.publisher.publish(step, wait=True, weights=iterator, timeout=self._send_seconds)
+            # Of an adapter the publisher reads the tensors itself.
+            weights = iterator if self._adapter is None else None
+            result = self.publisher.publish(step, wait=True, weights=weights, timeout=self._send_seconds)
         except PublishTimeoutError as error:
             logger.warning("this sync is skipped, and the next one carries its changes: %s", error)
             return
@@ -219,6 +266,37 @@ class DeltaWeightTransfer:
             logger.error("closing the weight transfer: %s", failure)
 
 
+@contextmanager
+def _without_merging(model: Any) -> Iterator[None]:
+    """Let calls that merge a PEFT model's adapter and take it out again do nothing in the block."""
+    model.merge_adapter = model.unmerge_adapter = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        del model.merge_adapter, model.unmerge_adapter
+
+
+class NoWeightTransfer:
+    """The argument of ``AsyncGRPOTrainer(weight_transfer=…)`` where a ``DeltaSyncCallback`` publishes."""
+
+    def init_weight_transfer(self) -> None:
+        """Do nothing."""
+
+    def pause(self) -> None:
+        """Do nothing: servers pause themselves."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Read to the end: each tensor may be gathered on all ranks."""
+        for _ in iterator:
+            pass
+
+    def resume(self) -> None:
+        """Do nothing."""
+
+    def destroy(self) -> None:
+        """Do nothing."""
+
+
 class WaitingCallback(TrainerCallback):
     """Opens the transfer when training begins, and settles it at the end, while the other processes wait.
 
@@ -235,6 +313,8 @@ class WaitingCallback(TrainerCallback):
         self._training.begin(one_publishes=True)
         self._training.on_rank0("the beginning", self._transfer.init_weight_transfer)
         self.opened = self._training.is_rank0
+        if in_world():
+            self._transfer.keep_from_merging(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._training.is_stopped(state.global_step):
@@ -245,6 +325,7 @@ class WaitingCallback(TrainerCallback):
             if self._training.waits:
                 self._training.on_rank0("the end", self._transfer.destroy)
         finally:
+            self._transfer.let_merge()
             self._training.release()
 
 

@@ -74,30 +74,35 @@ def offer_plugins() -> None:
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
 
 
-def train_by_plugin(rank: int, size: int, folder: str, kind: str) -> dict[str, Any]:
-    """Three steps; the weights of each, gathered."""
+def train_by_plugin(rank: int, size: int, folder: str, kind: str, adapter: bool = False) -> dict[str, Any]:
+    """Three steps; the weights of each, or those of a LoRA adapter, gathered."""
     offer_plugins()
     if "deepspeed" in SETTINGS[kind]:
         deepspeed_on_cpu()
     from transformers import TrainerCallback
 
+    from tests.support.adapters import adapted
     from tests.support.tiny import make_model
     from tests.support.trainers import SIZES, Logged, trainer_of
     from vllm_delta_sync.tensors.torch_sharding import is_sharded
 
-    callback, logged = DeltaSyncCallback(bucket=f"{folder}/run", shard_bytes=2000), Logged()
+    callback, logged = DeltaSyncCallback(bucket=f"{folder}/run", shard_bytes=2000, adapter=adapter), Logged()
     sharded: set[bool] = set()
 
     class Gathered(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             weights = gathered(model)
+            if adapter:
+                weights = {name.replace(".default", ""): weights[name] for name in weights if "lora_" in name}
             if rank == 0:
                 save_file(weights, f"{folder}/{state.global_step}.safetensors")
             if callback.publisher is not None:
                 callback.publisher.flush()
             sharded.update(map(is_sharded, model.parameters()))
 
-    model = make_model("qwen3", **SIZES)
+    model: Any = make_model("qwen3", **SIZES)
+    if adapter:
+        model = adapted(model)
     given = {"use_cpu": False, "ddp_backend": "gloo", "max_steps": 3, **SETTINGS[kind]}
     trainer = trainer_of(model, Path(folder), [callback, Gathered(), logged], **given)
     trainer.train()
@@ -122,9 +127,9 @@ def gathered(model: Any) -> dict[str, Any]:
     }
 
 
-def published(kind: str, nursery: Nursery, folder: Path) -> list[Any]:
+def published(kind: str, nursery: Nursery, folder: Path, adapter: bool = False) -> list[Any]:
     """Train in two processes → what each told, once every version was found to be the weights of its step."""
-    told = nursery.run(2, train_by_plugin, folder=str(folder), kind=kind)
+    told = nursery.run(2, train_by_plugin, folder=str(folder), kind=kind, adapter=adapter)
     run = open_run(str(folder / "run"))
     assert [manifest.step for manifest in run.log() if manifest.version] == [1, 2, 3]
     for version in (1, 2, 3):
@@ -150,3 +155,15 @@ def test_accelerate_hands_over_to_deepspeed(kind: str, writers: set[int], nurser
     assert [rank["wrapped"] for rank in told] == ["DeepSpeedEngine"] * 2
     assert [rank["sharded"] for rank in told] == [[kind == "zero 3"]] * 2
     assert {ref.rank for ref in open_run(str(tmp_path / "run")).manifest(3).objects} == writers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "sharded"), [("fsdp2", True), ("zero 3", True), ("zero 2", False)])
+def test_an_adapter_alone_is_published_by_those_that_hold_it(
+    kind: str, sharded: bool, nursery: Nursery, tmp_path: Path
+) -> None:
+    published(kind, nursery, tmp_path, adapter=True)
+    run = open_run(str(tmp_path / "run"))
+    assert all("lora_" in spec.name for spec in run.table)
+    assert {ref.rank for ref in run.manifest(3).objects} == ({0, 1} if sharded else {0})
+    assert run.file("adapter_config.json")
