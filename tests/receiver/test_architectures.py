@@ -34,6 +34,7 @@ OTHERS = [
     "AriaForConditionalGeneration", "Qwen3Model@pooling", "LlamaForSequenceClassification@pooling", "BertModel@pooling",
     "BertForSequenceClassification@pooling", "BertForTokenClassification@pooling", "ModernBertModel@pooling",
     "RobertaForSequenceClassification@pooling", "Qwen2ForRewardModel@pooling", "GPT2ForSequenceClassification@pooling",
+    "Glm4MoeForCausalLM@mtp", "DeepseekV3ForCausalLM@mtp", "Qwen3NextForCausalLM@mtp", "ExaoneMoeForCausalLM@mtp",
 ]  # fmt: skip
 
 

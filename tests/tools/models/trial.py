@@ -9,10 +9,12 @@ from tests.support.modules import ModulePort
 from tests.support.tiny import make_tokenizer
 from tests.tools.models import checkpoints, vllm_side, without_transformers
 from tests.tools.models.checkpoints import VERSIONS, NotBuildableError, Tensors
+from tests.tools.models.drafts import Drafting, ModelAndDraft
 from tests.tools.models.reachable import differences, reachable
 from trainer_side import Publisher
 from vllm_delta_sync.engine.compat.tied_head import TiedHead
 from vllm_delta_sync.engine.follow.receiver import Receiver
+from vllm_delta_sync.engine.model.draft import Draft
 from vllm_delta_sync.engine.protocol import A, Identified, RankFailure, RankRequest
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, ModelError
@@ -55,9 +57,9 @@ class WrongError(Exception):
 class _Port(ModulePort):
     """Keeps what ``identify`` answered, which the receiver's status has in part only."""
 
-    def __init__(self, model: Any, config: Any, folder: Path) -> None:
+    def __init__(self, model: Any, config: Any, folder: Path, draft: Draft | None = None) -> None:
         super().__init__()
-        self.ranks = [RankWorker(model, 0, str(folder), tie_rule=TiedHead(config.model_config))]
+        self.ranks = [RankWorker(model, 0, str(folder), tie_rule=TiedHead(config.model_config), draft=draft)]
         self.proof: Identified | None = None
 
     def call_rank(self, rank: RankWorker, request: RankRequest[A]) -> A | RankFailure:
@@ -67,6 +69,7 @@ class _Port(ModulePort):
         return answer
 
 
+MTP = "@mtp"
 RERANKER = "Qwen3ForCausalLM@reranker"
 """Its classifier is made by vLLM, from two rows of the head."""
 RERANKS = {
@@ -80,11 +83,18 @@ def attempt(architecture: str, root: Path) -> Row:
     """Try one architecture in a folder that is empty; the process must be new, as vLLM keeps its state in globals.
 
     Args:
-        architecture: its name; with ``@`` behind it, for vLLM's pooling runner.
+        architecture: its name; with ``@pooling`` behind it, for vLLM's pooling runner; with ``@mtp``, with layers that
+            draft, which are followed and compared with it.
     """
     row = Row(architecture)
+    drafting: Drafting | None = None
     try:
-        versions, config, model = _built(row, root / "v0")
+        if architecture.endswith(MTP):
+            drafting = Drafting(architecture.removesuffix(MTP), root / "v0")
+            versions, config, model = [drafting.tensors], drafting.config, drafting.served
+            row.tensors = len(drafting.tensors)
+        else:
+            versions, config, model = _built(row, root / "v0")
     except NotBuildableError as error:
         row.outcome, row.reason = "not buildable here", str(error)
         return row
@@ -93,7 +103,7 @@ def attempt(architecture: str, root: Path) -> Row:
     # The first load of a process has to import and to warm up.
     row.load_ms = 1e3 * (time.perf_counter() - began)
     try:
-        _follow(row, model, config, versions, root)
+        _follow(row, model, config, versions, root, drafting)
     except (ModelError, ChainError) as error:
         # Before the first version is served these are refusals; later on they would be a wrong start.
         row.outcome, row.reason = ("WRONG" if row.compared else "refused"), error.message
@@ -129,15 +139,20 @@ def _built(row: Row, folder: Path) -> tuple[list[Tensors], Any, Any]:
     return [tensors], config, model
 
 
-def _follow(row: Row, model: Any, config: Any, versions: list[Tensors], root: Path) -> None:
+def _follow(row: Row, served: Any, config: Any, versions: list[Tensors], root: Path, drafting: Drafting | None) -> None:
     """Publish and follow all versions, then one back and forward again.
 
     Raises:
         WrongError: after any of these the model is not what a fresh load gives. DeltaSyncError: as ``Receiver``.
     """
     live = dict(versions[0])
-    fresh = [vllm_side.fresh_model(config, root / "v0")]
-    port = _Port(model, config, root / "v0")
+    model = served if drafting is None else ModelAndDraft(served, drafting.draft.model)
+
+    def load(folder: Path) -> Any:
+        return vllm_side.fresh_model(config, folder) if drafting is None else drafting.fresh(folder)
+
+    fresh = [load(root / "v0")]
+    port = _Port(served, config, root / "v0", None if drafting is None else drafting.draft)
     receiver = Receiver(port, Settings(bucket=str(root / "run")))
     with Publisher(lambda: live.items(), str(root / "run"), base=root / "v0", codec="plain", merge=False) as publisher:
         receiver.advance()
@@ -149,7 +164,7 @@ def _follow(row: Row, model: Any, config: Any, versions: list[Tensors], root: Pa
             publisher.publish(step=version, wait=True)
             publisher.flush()
             checkpoints.write_version(root / "v0", versions[-1], root / f"v{version}")
-            fresh.append(vllm_side.fresh_model(config, root / f"v{version}"))
+            fresh.append(load(root / f"v{version}"))
             if not differences(fresh[-1], fresh[-2]):
                 raise WrongError(f"version {version} is like the one before: nothing was tried")
             receiver.advance()

@@ -35,7 +35,9 @@ def prepare() -> None:
     registry._run_in_subprocess = lambda look: look()
 
 
-def worker_config(folder: Path, load_format: str = "auto", runner: str = "auto", **overrides: Any) -> Any:
+def worker_config(
+    folder: Path, load_format: str = "auto", runner: str = "auto", speculative: Any = None, **overrides: Any
+) -> Any:
     """vLLM's configuration for a checkpoint. ``overrides``: of the checkpoint's own configuration.
 
     Raises:
@@ -56,6 +58,7 @@ def worker_config(folder: Path, load_format: str = "auto", runner: str = "auto",
             language_model_only=True,
             seed=0,
             load_format=load_format,
+            speculative_config=speculative,
         ).create_engine_config()
     except Exception as error:  # foreign code, which may raise anything of a configuration that it does not like
         raise NotBuildableError(f"vLLM's configuration: {said(error)}") from error

@@ -102,7 +102,7 @@ def write_base(architecture: str, folder: Path) -> Tensors:
     else:
         raise NotBuildableError("no such class in transformers, and its config has too many fields to guess")
     torch.manual_seed(0)
-    tensors = {name: (0.05 * torch.randn(shape)).to(dtype) for name, shape, dtype in _named(model)}
+    tensors = {name: (0.05 * torch.randn(shape)).to(dtype) for name, shape, dtype in named(model)}
     save_file(tensors, folder / "model.safetensors")
     return tensors
 
@@ -116,9 +116,9 @@ def _config(architecture: str, fields: dict[str, Any]) -> transformers.Pretraine
     return config
 
 
-def _named(model: Any) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """(name, shape, dtype) of what the loader is to read."""
-    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+def named(model: Any, fused: dict[str, list[str]] | None = None) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """(name, shape, dtype) of what the loader is to read. ``fused``: projections of which the model does not say so."""
+    packed: dict[str, list[str]] = (fused or {}) | getattr(model, "packed_modules_mapping", {})
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     names: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
