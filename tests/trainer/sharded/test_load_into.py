@@ -198,6 +198,8 @@ def load_large(rank: int, size: int, url: str) -> dict[str, Any]:
     run = open_run(url)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm_delta_sync.run.objects.MAPPED_BYTES", 1024 * 1024)
+        # As small beside this model as the pieces of a download are beside a large one.
+        patch.setattr("vllm_delta_sync.bucket.ranged.PIECE_BYTES", 128 * 1024)
         # Once before it is counted, for what is compiled and imported.
         run.load_into(model, 1)
         tracemalloc.start()
