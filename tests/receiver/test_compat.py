@@ -268,10 +268,17 @@ compat/features.py | REFUSALS
 compat/features.py | a commit mixes two versions in an answer of a pooling model
     vllm.config: ModelConfig.runner_type
 compat/features.py | REFUSALS
-    vllm.config: VllmConfig.speculative_config; SpeculativeConfig.method; SpeculativeConfig.draft_model_config;
-        ModelConfig.model
+    vllm.config: VllmConfig.speculative_config; ModelConfig.model
     vllm.config.load: LoadConfig.load_format
     vllm.config.offload: UVAOffloadConfig.cpu_offload_gb; PrefetchOffloadConfig.offload_group_size
+compat/speculation.py | drafts of speculative decoding go stale, or are refused
+    vllm.config: SpeculativeConfig.method; SpeculativeConfig.parallel_drafting; SpeculativeConfig.draft_model_config;
+        SpeculativeConfig.target_model_config; ModelConfig.runner
+    vllm.v1.worker.gpu_model_runner: GPUModelRunner.drafter
+    vllm.v1.worker.gpu.model_runner: GPUModelRunner.speculator
+    vllm.v1.spec_decode.llm_base_proposer: SpecDecodeBaseProposer.load_model
+    vllm.v1.spec_decode.medusa: MedusaProposer.load_model
+    vllm.v1.worker.gpu.spec_decode.speculator: DraftModelSpeculator.load_model
 """
 """A line per file of ours, with what breaks; below it a module of vLLM's, and what we need of it: names with the
 parameters that we give, with "only" if there may be no others, with "since" where older releases lack them."""

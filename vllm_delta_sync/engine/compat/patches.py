@@ -11,6 +11,7 @@ Other places that use vLLM's internals have their own files; where they replace 
 ``core/executors.py``                  wraps the loop of a worker; the sockets of queues to other nodes
 ``compat/load_hook.py``                records what is done to weights after loading
 ``compat/tied_head.py``                keeps output heads untied that equal the embedding; unties them in replicas
+``compat/speculation.py``              the model that drafts on a worker, and what it was loaded from
 ``compat/cpu_experts.py``              makes the CPU's experts compute from plain weights
 ``compat/write_hooks.py``              wraps methods of the worker that write weights
 ``compat/lora.py``                     the worker's LoRA calls, and its manager of adapters and their layers
