@@ -84,9 +84,9 @@ def make_engine(drafted: Drafted, folder: Path, **options: Any) -> Any:
 def left_behind(drafted: Drafted, first: Path, last: Path, folder: Path) -> Path:
     """A checkpoint of the last model with the first head."""
     drafted.save(folder)
-    name = "draft/model.safetensors" if drafted.own_checkpoint else "model.safetensors"
+    name = "draft/model.safetensors" if drafted.head.own_checkpoint else "model.safetensors"
     old, new = load_file(first / name), load_file(last / name)
-    kept = {key: tensor for key, tensor in old.items() if drafted.own_checkpoint or "mtp_layers" in key}
+    kept = {key: tensor for key, tensor in old.items() if drafted.head.own_checkpoint or "mtp_layers" in key}
     save_file(new | kept, folder / name, metadata={"format": "pt"})
     return folder
 

@@ -15,8 +15,12 @@ from tests.e2e.fresh import generate
 
 def main(out: Path, folders: list[str]) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import torch
     from vllm import LLM
 
+    # On CPUs with AMX vLLM ends with SIGILL in a process that has not asked the kernel for it; our plugin asks.
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
     said: dict[str, Any] = {}
     engines = []  # the first takes what it shares with the others along when it ends
     for folder in folders:

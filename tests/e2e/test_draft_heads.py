@@ -15,7 +15,7 @@ LEAST = 0.5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", ["mtp", "eagle"])
+@pytest.mark.parametrize("head", ["mtp", "eagle", "eagle3", "medusa"])
 def test_a_head_follows_with_its_model(tmp_path: Path, head: str) -> None:
     environment = {"VLLM_PLUGINS": "delta_sync"}
     done = warm.run("tests.e2e.draft_heads", str(tmp_path), head, seconds=900, environment=environment)
