@@ -87,12 +87,14 @@ def left_out(site: Site) -> dict[str, Any]:
     from vllm_delta_sync.engine import attach
     from vllm_delta_sync.errors import ModelError
 
+    # Kept: an engine that ends takes along what it shares with the others of its process.
+    first = site.engine(site.tied)
     try:
-        attach(site.engine(site.tied), site.url).to()
+        attach(first, site.url).to()
         refused = ""
     except ModelError as error:
         refused = error.message
-    return {"refused": refused, **follow(site, site.engine(site.tied, "delta_sync"), site.tied)}
+    return {"refused": refused, **follow(site, site.engine(site.tied, "delta_sync"), site.tied, first)}
 
 
 def both_in_base(site: Site) -> dict[str, Any]:
@@ -100,7 +102,8 @@ def both_in_base(site: Site) -> dict[str, Any]:
     return follow(site, site.engine(site.both), site.both)
 
 
-def follow(site: Site, llm: Any, base: Path) -> dict[str, Any]:
+def follow(site: Site, llm: Any, base: Path, *others: Any) -> dict[str, Any]:
+    """Follow three versions and one back, and ask engines that load them. Args: others: engines to keep alive."""
     from vllm_delta_sync.engine import attach
 
     sync = attach(llm, site.url)
@@ -110,7 +113,11 @@ def follow(site: Site, llm: Any, base: Path) -> dict[str, Any]:
         folders.append(site.publish(step, *changed))
         found["own"].append(look(llm, sync, sync.to))
     found["own"].append(look(llm, sync, lambda: sync.rollback(1)))
-    return {**found, "fresh": [generate(site.engine(folder)) for folder in folders]}
+    engines, fresh = [llm, *others], []
+    for folder in folders:
+        engines.append(site.engine(folder))
+        fresh.append(generate(engines[-1]))
+    return {**found, "fresh": fresh}
 
 
 def main(root: Path, case: str, options: dict[str, Any]) -> None:

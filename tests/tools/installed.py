@@ -62,7 +62,9 @@ def serve(base: Path, root: Path, **environment: str) -> Seen:
     site = {"PYTHONPATH": f"{root}{os.pathsep}{ROOT}", "SNAPSHOTS": str(root), "PYTHONHASHSEED": "0"}
     foreign = [name for name in os.environ if name.startswith(("DELTA_SYNC_", "VLLM_"))]
     clean = ["env", *(f"--unset={name}" for name in foreign if name not in {**ENVIRONMENT, **environment})]
-    command = [*clean, sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(base), *VLLM_FLAGS]
+    # In float32 no kernel uses AMX, for which a process without our plugin does not ask, and ends with SIGILL.
+    flags = [*VLLM_FLAGS, "--dtype", "float32"]
+    command = [*clean, sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(base), *flags]
     with serving(base, root / "log", command, {**site, **environment}, cold=True) as server:
         body = {"model": "tiny", "prompt": "fox", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
         answer = server.post("/v1/completions", body).json()["choices"][0]["token_ids"]
