@@ -44,7 +44,7 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.safetensors_file import TruncatedFileError
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint, model_files, weight_files
+from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint, model_files, name_prefix, weight_files
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, tensor_from_bits
 
 __all__ = [
@@ -124,7 +124,8 @@ class CheckpointFolder:
             with self._open(file_name) as file:
                 # The tensors take the end of the file, without gaps.
                 start = self._states[file_name].size - max((entry.end for _, entry in entries), default=0)
-                for name, entry in entries:
+                for name_there, entry in entries:
+                    name = name_prefix(file_name) + name_there
                     bits = buffer[: entry.end - entry.start]
                     self._read(file, start + entry.start, bits, file_name)
                     fingerprint += fingerprint_tensor(name, bits.view(entry.dtype.uint))

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from tests.support.exporting import held, names
 from tests.support.modules import checkpoint_tensors, save_base
 from trainer_side import Publisher
+from trainer_side.checkpoint_folders import CheckpointPublisher
 from vllm_delta_sync import follow, open_run
 from vllm_delta_sync.errors import FormatError
 from vllm_delta_sync.maintenance.export import export
@@ -68,6 +69,18 @@ def test_a_followed_folder_has_it_and_shares_it_while_it_does_not_change(tmp_pat
             expect_folder(out / "current", trained, 1)
             inodes.append((out / "current" / FILE).stat().st_ino)
     assert inodes[0] == inodes[1] != inodes[2]
+
+
+def test_a_checkpoint_folder_is_published_with_its_draft(tmp_path: Path) -> None:
+    """Also where both have a tensor of one name."""
+    trained = tensors() | {"draft.model.norm.weight": torch.full((128,), 3.0, dtype=torch.bfloat16)}
+    with CheckpointPublisher(str(tmp_path / "run")) as publisher:
+        for step in (1, 2):
+            trained["draft.fc.weight"][step] += 1
+            publisher.publish(save_base(tmp_path / f"checkpoint-{step}", trained))
+            found = dict(open_run(str(tmp_path / "run")).tensors())
+            assert found.keys() == trained.keys()
+            assert all(torch.equal(tensor, found[name]) for name, tensor in trained.items())
 
 
 def test_a_name_that_both_checkpoints_give_is_refused(tmp_path: Path) -> None:

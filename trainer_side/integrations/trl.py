@@ -198,9 +198,11 @@ class DeltaWeightTransfer:
     def keep_from_merging(self, model: Any) -> None:
         """Until ``let_merge``, let TRL merge no adapter into a PEFT model that is published without its base.
 
-        Nobody reads the merged weights, and taking the adapter out again by subtraction would change last bits of the
-        base, which servers have as it was. Of several processes each calls it, or none: their bases must stay equal.
+        No server reads the merged weights, and taking the adapter out again by subtraction would change last bits of
+        the base, which servers have as it was. Of several processes each calls it, or none: their bases must stay
+        equal.
         """
+        self.let_merge()
         if self._adapter is not None:
             self._merging.enter_context(_without_merging(AdapterTensors(model, self._adapter).model))
 

@@ -163,7 +163,7 @@ class Checkpoint:
         self._places: dict[str, tuple[Container, str]] = {}
         self.specs: dict[str, TensorSpec] = {}
         for file_name, container in self.files.items():
-            prefix = DRAFT_PREFIX if file_name.startswith(f"{DRAFT_FOLDER}/") else ""
+            prefix = name_prefix(file_name)
             for name_there, entry in container.entries.items():
                 name = prefix + name_there
                 if name in self._places:
@@ -180,6 +180,11 @@ class Checkpoint:
             raise TensorMismatchError(f"checkpoint {str(self.path)!r} has no tensor {name[:120]!r}")
         container, name_there = self._places[name]
         return aligned(container.bits(name_there))
+
+
+def name_prefix(file_name: str) -> str:
+    """Return what a file's tensors have before their names there. Args: file_name: as of ``weight_files``."""
+    return DRAFT_PREFIX if file_name.startswith(f"{DRAFT_FOLDER}/") else ""
 
 
 def weight_files(path: Path) -> list[str]:
