@@ -129,7 +129,8 @@ class _ShownTransfer:
                 nrows=rows,
                 file=sys.stderr,
             )
-            self._bar.start_t = time.time() - (now - self._began)
+            # tqdm wipes out no bar that was drawn last before it began.
+            self._bar.start_t -= now - self._began
         self._bar.ncols, self._bar.nrows, self._bar.n = columns, rows, self._moved
         self._bar.refresh()
 
