@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.collecting import MemoryBucket
@@ -322,19 +322,24 @@ def test_any_damage_is_mended_from_a_mirror(seed: int, damages: list[Damage]) ->
 
 
 @given(seed=SEEDS, damages=DAMAGES)
+# Nothing that is left contradicts the manifest before a lost one.
+@example(seed=4572, damages=[Damage(11, 1, 106), Damage(12, 0, 0)])
+# Only the manifest of a version that later ones do not build on contradicts that of their root.
+@example(seed=216, damages=[Damage(1624, 1, 3)])
 def test_without_a_mirror_what_is_said_to_be_lost_is_what_cannot_be_read(seed: int, damages: list[Damage]) -> None:
     whole = random_run(seed)
     for damage in damages:
         damage.do(whole)
     readable = set(whole.readable())
-    listed = {finding.key for finding in verify_run(whole.run, findings=True).findings}
-    absent = {version for version in range(whole.head + 1) if keys.version_key(version) in listed}
     report = repair(whole.run)
-    after, said = set(whole.readable()), set(report.unreadable)
-    assert readable <= after
-    assert after - absent == set(range(whole.head + 1)) - said - absent
-    assert bool(report.lost) == bool(verify_run(whole.run, findings=True).findings)
+    assert readable <= set(whole.readable())
+    findings = verify_run(whole.run, findings=True).findings
+    assert bool(report.lost) == bool(findings)
     assert repair(whole.run).repaired == []
+    # A reader that has not read what contradicts a document may still use it, for weights whose fingerprint is right.
+    for finding in findings:
+        whole.bucket.delete(finding.key)
+    assert set(whole.readable()) == set(range(whole.head + 1)) - set(report.unreadable)
 
 
 # Runs from which retention has removed what it does not keep

@@ -225,10 +225,7 @@ class Written:
         """Whether a version can be rebuilt; if so it has the right bits."""
         run = self.run
         try:
-            manifest = run.manifest(version)
-            if manifest.digest != self.writer.manifests[version].digest:
-                return False
-            state = restore(run, manifest).state
+            state = restore(run, run.manifest(version)).state
         except DeltaSyncError:
             return False
         for held, right in zip(state.bits, self.writer.bits[version], strict=True):
