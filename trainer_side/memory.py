@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.change_log import SAMPLE_ELEMENTS
-from trainer_side.diff.device import WINDOW_ELEMENTS
-from trainer_side.diff.differences import TORCH_ELEMENTS
+from trainer_side.diff.device import comparer_memory
 from trainer_side.diff.memory_limits import MemoryLimits, MemoryUse
 from trainer_side.diff.pending_delta import SAMPLE_PIECES
 from trainer_side.options import PublisherOptions
@@ -14,8 +13,6 @@ from vllm_delta_sync.tensors.segments import ROOM
 
 THREAD_BYTES = 10 * 1024 * 1024
 """Scratch memory of a thread that compares: 1.5 MB, and 8 MB for tensors that are strided."""
-ROOM_SHARE = 4
-"""A device has output for a quarter of a window; see ``triton.ROOM_SHARE``, which only CUDA builds can import."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +80,5 @@ def _encoding(baseline: Baseline, options: PublisherOptions) -> int:
 
 
 def _on_devices(baseline: Baseline) -> MemoryUse:
-    """Return what a comparison on a device takes there, and in pinned memory to copy its outcome."""
-    width, device = _width(baseline.table), baseline.on_cuda
-    if not device:
-        return MemoryUse()
-    window = min(WINDOW_ELEMENTS, max(spec.numel for spec in baseline.table))
-    room = window // ROOM_SHARE
-    pinned = _rounded(2 * room) + 2 * _rounded(width * room)
-    copied = 0 if baseline.location == "device" else window * width
-    return MemoryUse(pinned=pinned, device=copied + room * (4 + 2 * width) + room * (14 + 3 * width) + TORCH_ELEMENTS)
-
-
-def _rounded(nbytes: int) -> int:
-    """torch rounds pinned memory up to a power of two."""
-    return 1 << max(0, nbytes - 1).bit_length()
+    """Return what comparisons on a device take there, and in pinned memory."""
+    return comparer_memory(baseline.table, baseline.location == "device") if baseline.on_cuda else MemoryUse()

@@ -14,6 +14,7 @@ import torch
 from trainer_side.background_thread import BackgroundJob, BackgroundThread
 from trainer_side.committer import Committer
 from trainer_side.diff.engine import Detector
+from trainer_side.diff.pending_delta import prepare_devices
 from trainer_side.maintenance import BackgroundMaintenance
 from trainer_side.memory import PublisherMemory, publisher_memory
 from trainer_side.model.sources import ModelLike, live_tensors
@@ -155,6 +156,8 @@ class Publisher:
             self._committer = Committer(self._bucket, opened, options, ranks.work, self._maintenance)
             self._began = opened.began
             self._background.call(self._committer.begin)
+            prepare = partial(prepare_devices, self._detector, weights.live, self._committer.baseline)
+            ranks.work.on_every_rank("devices", prepare)
             self._session = PublishSession(
                 weights, options, self._committer, self._detector, self._background, ranks.caller
             )

@@ -430,7 +430,7 @@ class PublishSession:
                 pending.add_all(self._live.read(), self._live.lasting)
             else:
                 pending.add_all(self._live.convert(weights))
-            self._committer.baseline.check_kept(pending.fingerprints, self._live.excluded)
+            self._committer.baseline.check_kept(pending.touched, self._live.excluded)
             undo.pop_all()
         return pending
 

@@ -1,16 +1,19 @@
 """Change detection written a second time, plainly, and what its tests share."""
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import torch
 
 from trainer_side.diff.buffers import BaselineBuffer, HostBuffer
 from trainer_side.diff.change_log import ChangeLog
+from trainer_side.diff.device import DeviceComparer
+from trainer_side.diff.device_queue import DeviceQueue, open_queue
 from trainer_side.diff.engine import Detector
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
-from vllm_delta_sync.format.table import TensorSpec
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import Bits, Positions
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of
 
@@ -68,7 +71,27 @@ def disturbed(bits: Bits, share: float) -> Bits:
 def compared(dtype: str, held: BaselineBuffer, live: torch.Tensor, detector: Detector) -> tuple[ChangeLog, Difference]:
     spec = TensorSpec(NAME, dtype, tuple(live.shape))
     found = ChangeLog(spec.element)
-    return found, Difference.of(found, detector.collect(spec, held, live, found))
+    if isinstance(held, HostBuffer):
+        return found, Difference.of(found, detector.collect(spec, held, live, found))
+    return found, Difference.of(found, collect_on_device(spec, held, live, found))
+
+
+def collect_on_device(
+    spec: TensorSpec,
+    held: BaselineBuffer,
+    live: torch.Tensor,
+    log: ChangeLog,
+    queue: DeviceQueue | None = None,
+    kernels: ModuleType | None = None,
+) -> Fingerprint:
+    """What a publish does with one tensor on a device; by default host memory stands for it."""
+    comparer = DeviceComparer(queue or open_queue(live.device), TensorTable([spec]), kernels)
+    comparer.add(spec, held, live, log)
+    counted = comparer.finish()
+    assert counted == {log: log.size}
+    changes = comparer.collect()
+    assert log.size == sum(counted.values())
+    return changes.get(log, Fingerprint())
 
 
 def check(dtype: str, old: Bits, live: torch.Tensor, detector: Detector | None = None) -> None:

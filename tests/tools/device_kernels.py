@@ -18,7 +18,9 @@ import triton  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, import-not-found, unused-ignore]
 from triton.compiler import ASTSource  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
-from trainer_side.diff import triton as diff
+from trainer_side.diff import compare_triton as compare
+from trainer_side.diff.device_memory import BLOCK as COMPARED
+from trainer_side.diff.device_memory import COLUMNS
 from vllm_delta_sync.engine.model import commit_triton as commit
 from vllm_delta_sync.engine.model import decode_triton as decode
 from vllm_delta_sync.engine.model import fingerprint_triton as fingerprint
@@ -52,16 +54,20 @@ def _fingerprint(width: int, dims: int) -> DeviceKernel:
     )
 
 
-def _diff(live: int, base: int) -> DeviceKernel:
-    rounds = live != base
+def _compare(live: int, base: int) -> DeviceKernel:
+    rounds, element = live != base, f"*i{8 * base}"
     return DeviceKernel(
-        f"diff, int{8 * base}" + (", rounded from float32" if rounds else ""),
-        diff.extract_kernel,
+        f"compare, int{8 * base}" + (", rounded from float32" if rounds else ""),
+        compare.compare_kernel,
         {
-            "live": f"*i{8 * live}", "base": f"*i{8 * base}", "size": "i32", "where": "*i32", "old": f"*i{8 * base}",
-            "new": f"*i{8 * base}", "firsts": "*i32", "counts": "*i32", "count": "*i32", "nan": "i32", "room": "i32",
+            "table": "*i64", "owners": "*i32", "firsts": "*i32", "counts": "*i32", "counters": "*i64", "slot": "i32",
+            "first": "i32", "where": "*i32", "old": element, "new": element, "room": "i32", "nan": "i32",
         },
-        {"ROUND": rounds, "SIZE": diff.BLOCK},
+        {
+            "ROUND": rounds, "ALIGNED": True, "LIVE": compare.SIGNED[live], "BASE": compare.SIGNED[base],
+            "COLUMNS": COLUMNS, "SIZE": COMPARED,
+        },
+        warps=compare.COMPARE_WARPS,
     )  # fmt: skip
 
 
@@ -69,15 +75,30 @@ def _order(width: int) -> DeviceKernel:
     element = f"*i{8 * width}"
     return DeviceKernel(
         f"order, int{8 * width}",
-        diff.order_kernel,
+        compare.order_kernel,
         {
-            "where": "*i32", "old": element, "new": element, "firsts": "*i32", "counts": "*i32", "ends": "*i64",
-            "blocks": "i32", "seed": "u64", "start": "i64", "to_where": "*i32", "to_old": element, "to_new": element,
+            "table": "*i64", "owners": "*i32", "firsts": "*i32", "starts": "*i32", "first": "i32", "blocks": "i32",
+            "where": "*i32", "old": element, "new": element, "to_where": "*i32", "to_old": element, "to_new": element,
             "relative": "*i16", "distances": element, "sums": "*i64",
         },
         {
-            "FLOAT": True, "CHUNK": CHUNK_ELEMENTS, "SIZE": diff.ORDER_BLOCK, "BLOCKS": diff.ORDER_BLOCKS,
+            "FLOAT": True, "CHUNK": CHUNK_ELEMENTS, "COLUMNS": COLUMNS, "SIZE": compare.ORDER_BLOCK,
+            "BLOCKS": compare.ORDER_BLOCKS,
         },
+        warps=1,
+    )  # fmt: skip
+
+
+def _put(width: int) -> DeviceKernel:
+    return DeviceKernel(
+        f"put, int{8 * width}",
+        compare.put_kernel,
+        {
+            "table": "*i64", "owners": "*i32", "starts": "*i32", "first": "i32", "where": "*i32",
+            "bits": f"*i{8 * width}",
+        },
+        {"BASE": compare.SIGNED[width], "COLUMNS": COLUMNS, "SIZE": compare.ORDER_BLOCK},
+        warps=1,
     )  # fmt: skip
 
 
@@ -136,10 +157,13 @@ def _places(width: int, wide: bool) -> DeviceKernel:
 KERNELS = [
     *(_commit(width, relative) for width in (1, 2, 4, 8) for relative in (True, False)),
     _commit(2, True, wide=True),
-    _diff(2, 2),
-    _diff(4, 2),
+    _compare(2, 2),
+    _compare(4, 2),
+    _compare(1, 1),
+    _compare(8, 8),
     _order(2),
     _order(8),
+    _put(2),
     _fingerprint(1, 1),
     _fingerprint(2, 1),
     _fingerprint(2, 2),

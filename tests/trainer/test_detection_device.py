@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.detection import NAME, Difference, compared, disturbed, expected, served
+from tests.support.detection import NAME, Difference, collect_on_device, compared, disturbed, expected, served
 from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, expect_failure
 from trainer_side import Gate, Publisher
 from trainer_side.diff import baseline as baselines
+from trainer_side.diff import compare_torch, engine
 from trainer_side.diff import device as detection_device
-from trainer_side.diff import differences, engine
 from trainer_side.diff.baseline import Baseline
 from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, DeviceBuffer, HostBuffer, move_buffer
 from trainer_side.diff.change_log import ChangeLog, ChangeSpool
+from trainer_side.diff.device_memory import BLOCK
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.model.sources import live_tensors
@@ -51,15 +52,15 @@ def test_device_finds_what_the_host_finds(
     hold: Callable[[np.ndarray], BaselineBuffer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(detection_device, "WINDOW_ELEMENTS", 1000)
-    monkeypatch.setattr(differences, "TORCH_ELEMENTS", 700)
-    for live in (torch.randn(70, 90).to(given), torch.randn(70, 90).to(given).t(), torch.randn(()).to(given)):
+    monkeypatch.setattr(detection_device, "BATCH_ELEMENTS", 4800)
+    monkeypatch.setattr(detection_device, "STRETCH_ELEMENTS", BLOCK)
+    monkeypatch.setattr(compare_torch, "TORCH_ELEMENTS", 2 * BLOCK)
+    for live in (torch.randn(70, 190).to(given), torch.randn(70, 190).to(given).t(), torch.randn(()).to(given)):
         new = served(live, dtype)
         old = disturbed(new, share)
         held, found = hold(old), ChangeLog(DTYPES[dtype])
         spec = TensorSpec(NAME, dtype, tuple(live.shape))
-        difference = Difference.of(found, detection_device.collect(spec, held, live, found))
-        difference = Difference.of(found, difference.fingerprint)
+        difference = Difference.of(found, collect_on_device(spec, held, live, found))
         assert difference == expected(dtype, old, new)
         assert np.array_equal(held.read(), new)
         found.revert(held)
@@ -134,7 +135,7 @@ def test_a_baseline_on_a_device(gate: Gate | None, bucket: Hooked, monkeypatch: 
 WATCHED = {
     "diff/engine.py",
     "diff/device.py",
-    "diff/differences.py",
+    "diff/compare_torch.py",
     "diff/buffers.py",
     "diff/reader.py",
     "diff/change_log.py",
@@ -190,7 +191,7 @@ def test_interrupt_at_any_line(
     """Element 0 changed too: where a note counts it twice, or its room is taken for entries, it comes out wrong."""
     monkeypatch.setattr(segments, "ROOM", CHUNK_ELEMENTS)
     monkeypatch.setattr(segments, "CHUNKS", 2)
-    monkeypatch.setattr(detection_device, "WINDOW_ELEMENTS", 200)
+    monkeypatch.setattr(detection_device, "BATCH_ELEMENTS", 200)
     monkeypatch.setattr(engine, "PARALLEL_ELEMENTS", 1)
     # Its rooms are made after what says how large they are.
     detector = Detector(2)
@@ -200,7 +201,7 @@ def test_interrupt_at_any_line(
     start[0] = ~new[0]
     spec = TensorSpec(NAME, "BF16", (size,))
     held, lines = hold(start.copy()), 0
-    collect = detection_device.collect if on_device else detector.collect
+    collect: Callable[..., object] = collect_on_device if on_device else detector.collect
     while True:
         found = ChangeLog(spec.element, ChangeSpool(limit))
         if not interrupted(lines, partial(collect, spec, held, live, found)):

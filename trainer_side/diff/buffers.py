@@ -27,7 +27,9 @@ BaselineLocation = Literal["host", "device", "disk"]
 
 
 class BaselineBuffer(ABC):
-    """Bits (numel,) of one tensor, of the last published version."""
+    """Bits (numel,) of one tensor, of the last published version. ``flat``: the same as signed integers."""
+
+    flat: torch.Tensor
 
     @abstractmethod
     def read(self) -> Bits:
@@ -45,16 +47,12 @@ class BaselineBuffer(ABC):
     def revert(self, element: DType, positions: Positions, distances: Bits) -> None:
         """Move the elements at (n,) distinct positions back by (n,) ULP distances."""
 
-    @abstractmethod
-    def window(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
-        """Return elements start … stop − 1 as signed integers on ``device``: a view if they are there, else a copy."""
-
 
 class HostBuffer(BaselineBuffer):
     """Host memory, or a file mapped into it. ``bits`` is the array itself, ``address`` where it is."""
 
     def __init__(self, bits: Bits) -> None:
-        self.bits = bits
+        self.bits, self.flat = bits, _signed(bits)
         self.address = bits.ctypes.data
 
     def read(self) -> Bits:
@@ -63,25 +61,18 @@ class HostBuffer(BaselineBuffer):
     def write(self, bits: Bits) -> None:
         np.copyto(self.bits, bits)
 
-    def put(self, positions: Positions, bits: Bits) -> None:
-        """Replace the bits at (n,) flat positions."""
-        self.bits[positions] = bits
-
     def get(self, positions: Positions) -> Bits:
         return self.bits[positions]
 
     def revert(self, element: DType, positions: Positions, distances: Bits) -> None:
         revert_distances(element, self.bits, positions, distances)
 
-    def window(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
-        return _signed(self.bits[start:stop]).to(device, non_blocking=True)
-
 
 class DeviceBuffer(BaselineBuffer):
-    """Memory of a device. ``flat`` is (numel,) signed integers of the element's width.
+    """Memory of a device.
 
-    The caller's thread and the background thread use it in turns, each on its own current stream. So every method
-    returns only once the device has done what it asked for: nothing then depends on the order of two streams.
+    ``DeviceComparer`` reads and writes it directly. The methods here, which the background thread calls, return only
+    once the device has done what they ask for, so that nothing depends on the order of two streams.
     """
 
     def __init__(self, flat: torch.Tensor) -> None:
@@ -94,11 +85,6 @@ class DeviceBuffer(BaselineBuffer):
         self.flat.copy_(_signed(bits))
         self._wait_done()
 
-    def put(self, positions: torch.Tensor, bits: torch.Tensor) -> None:
-        """Replace the bits at (n,) int64 flat positions by (n,) signed integers; both on the device."""
-        self.flat[positions] = bits
-        self._wait_done()
-
     def get(self, positions: Positions) -> Bits:
         return bits_of(self.flat[self._on_device(positions)].cpu())
 
@@ -108,9 +94,6 @@ class DeviceBuffer(BaselineBuffer):
         revert_distances(element, bits, np.arange(bits.size, dtype=np.int64), distances)
         self.flat[positions_there] = self._on_device(bits)
         self._wait_done()
-
-    def window(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
-        return self.flat[start:stop].to(device)
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return _signed(array).to(self.flat.device)

@@ -154,15 +154,20 @@ class ChangeLog:
     Attributes:
         spool: what bounds the memory of the entries; None if they all stay in memory.
         parts: entries of consecutive ranges of the tensor; one thread fills each part.
+        counted: the number of changed elements, while they are known on a device only; ``parts`` may have a part of
+            them.
     """
 
     def __init__(self, element: DType, spool: ChangeSpool | None = None) -> None:
         self.element, self.spool = element, spool
         self.parts: list[list[LogEntry]] = [[]]
+        self.counted: int | None = None
 
     @property
     def size(self) -> int:
         """Number of changed elements, once all are found."""
+        if self.counted is not None:
+            return self.counted
         return sum(entry.size for part in self.parts for entry in part)
 
     def revert(self, buffer: BaselineBuffer) -> None:

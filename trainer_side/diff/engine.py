@@ -16,6 +16,8 @@ import torch
 from trainer_side.background_thread import BackgroundJob, BackgroundThread
 from trainer_side.diff.buffers import BaselineBuffer, HostBuffer
 from trainer_side.diff.change_log import ChangeLog, ChangeSpool, LogEntry
+from trainer_side.diff.device import DeviceComparer
+from trainer_side.diff.device_queue import open_queue
 from trainer_side.diff.reader import Box, Reader, split_boxes
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint, tensor_seed
@@ -61,27 +63,20 @@ class Detector:
     def __init__(self, threads: int = 1) -> None:
         self._workers = [BackgroundThread(f"delta-sync-diff-{number}") for number in range(1, threads)]
         self._comparers = [_Comparer() for _ in range(threads)]
-        self._devices: set[torch.device] = set()
+        self._devices: dict[torch.device, DeviceComparer] = {}
 
-    def collect(self, spec: TensorSpec, buffer: BaselineBuffer, live: torch.Tensor, log: ChangeLog) -> Fingerprint:
+    def collect(self, spec: TensorSpec, buffer: HostBuffer, live: torch.Tensor, log: ChangeLog) -> Fingerprint:
         """Update the baseline of one tensor to the live values, and log the changes.
 
         After any interruption, ``wait_idle`` and then ``log.revert`` restore the baseline.
 
         Args:
-            buffer: the baseline, where ``buffers.move_buffer`` puts it for this tensor.
-            live: of the spec's shape; any strides, and any dtype that rounds to the served one.
+            live: in host memory, of the spec's shape; any strides, and any dtype that rounds to the served one.
             log: empty; receives the changes.
 
         Returns:
             Fingerprint after minus before.
         """
-        if not live.is_cpu or not isinstance(buffer, HostBuffer):
-            from trainer_side.diff.device import collect
-
-            if not live.is_cpu:
-                self._devices.add(live.device)
-            return collect(spec, buffer, live, log)
         if not spec.numel:
             return Fingerprint()
         parts = len(self._comparers) if spec.numel >= PARALLEL_ELEMENTS else 1
@@ -132,13 +127,21 @@ class Detector:
             arrays = self._comparers[0].renew(element, logs[0].spool)
             arrays.state[2] = compared
 
+    def on_device(self, device: torch.device, table: TensorTable) -> DeviceComparer:
+        """Return what compares tensors on a device. Args: table: of all that is published."""
+        comparer = self._devices.get(device)
+        if comparer is None:
+            comparer = self._devices[device] = DeviceComparer(open_queue(device), table)
+        return comparer
+
     def wait_idle(self) -> None:
         """Wait until none of its threads or devices is comparing; call it after an interrupted ``collect``."""
         for worker in self._workers:
             worker.call(lambda: None)
         for device in self._devices:
-            # On all streams: which one the interrupted thread used is not known here.
-            torch.accelerator.synchronize(device)
+            if device.type != "cpu":
+                # On all streams: which one the interrupted thread used is not known here.
+                torch.accelerator.synchronize(device)
 
     def close(self) -> None:
         """End the threads."""

@@ -12,13 +12,16 @@ import numpy.typing as npt
 import torch
 
 from trainer_side.diff.baseline import Baseline
+from trainer_side.diff.buffers import HostBuffer
 from trainer_side.diff.change_log import ChangeLog, ChangeSpool
+from trainer_side.diff.device import DeviceComparer, comparer_memory
 from trainer_side.diff.engine import BATCH_ELEMENTS, Detector, SmallTensor
 from trainer_side.diff.memory_limits import MemoryLimits
+from trainer_side.model.live_tensors import LiveTensors
 from vllm_delta_sync.codec.delta_object import BLOCK_ELEMENTS
 from vllm_delta_sync.codec.tiles.coder import zigzag
 from vllm_delta_sync.codec.zstd import Compression
-from vllm_delta_sync.errors import TensorMismatchError
+from vllm_delta_sync.errors import ModelError, TensorMismatchError
 from vllm_delta_sync.format.codecs import RELATIVE_CODECS, Codec
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
@@ -154,7 +157,7 @@ class PendingDelta:
         changed: number of elements whose bits changed, without those held back.
         compared: ids of the tensors that were compared.
         sparse: no tensor is sent in full, which would carry elements that a budget holds back, here or on another rank.
-        fingerprints: tensor id → fingerprint after minus before.
+        fingerprints: tensor id → fingerprint after minus before; of tensors on a device from ``settle`` on.
     """
 
     def __init__(self, baseline: Baseline, codec: Codec, compression: Compression, detector: Detector) -> None:
@@ -162,6 +165,7 @@ class PendingDelta:
         self._codec = codec
         self._compression = compression
         self._detector = detector
+        self._on_devices: list[DeviceComparer] = []
         self._spool = ChangeSpool(MemoryLimits.of(baseline.table).log_bytes)
         self._touched: list[tuple[int, ChangeLog]] = []
         self._lock = threading.Lock()
@@ -195,12 +199,22 @@ class PendingDelta:
                 batch = _Batch()
             if small is not None:
                 batch.append(tensor, small)
-            elif self.add(tensor, live) and tied:
-                raise TensorMismatchError(
-                    f"tensor {name!r} is tied to {owners[tensor]!r} but has other values; nothing was published: tie "
-                    "them again, or start a new run under a new URL"
-                )
+                continue
+            if tied:
+                # The baseline must have the values of the first of them.
+                self._finish_devices()
+                self.settle()
+            before = self.changed
+            self.add(tensor, live, lasting)
+            if tied:
+                self._finish_devices()
+                if self.changed > before:
+                    raise TensorMismatchError(
+                        f"tensor {name!r} is tied to {owners[tensor]!r} but has other values; nothing was published: "
+                        "tie them again, or start a new run under a new URL"
+                    )
         self._add_each(batch)
+        self._finish_devices()
 
     def _add_each(self, batch: "_Batch") -> None:
         """Do ``add`` for a batch."""
@@ -220,28 +234,48 @@ class PendingDelta:
                 self.changed += changed
         self._touched[before:] = touched
 
-    def add(self, tensor: int, live: torch.Tensor) -> int:
-        """Compare one tensor and update the baseline to it.
+    def add(self, tensor: int, live: torch.Tensor, lasting: bool = False) -> None:
+        """Compare one tensor and update the baseline to it; on a device, ``add_all`` and ``settle`` complete this.
 
         Args:
-            tensor: id. live: of its shape, on any device; not kept.
-
-        Returns:
-            Number of changed elements.
+            tensor: id. live: of its shape, on any device. lasting: as for ``add_all``.
         """
         self.compared.add(tensor)
         spec = self._baseline.table[tensor]
         buffer = self._baseline.buffer_on(tensor, live.device)
         log = ChangeLog(spec.element, self._spool)
         self._touched.append((tensor, log))
+        if not live.is_cpu or not isinstance(buffer, HostBuffer):
+            comparer = self._detector.on_device(live.device, self._baseline.table)
+            if comparer not in self._on_devices:
+                self._on_devices.append(comparer)
+            comparer.add(spec, buffer, live, log, lasting)
+            return
         change = self._detector.collect(spec, buffer, live, log)
         changed = log.size
         if not changed:
             self._touched.pop()
-            return 0
+            return
         self.fingerprints[tensor] = change
         self.changed += changed
-        return changed
+
+    def _finish_devices(self) -> None:
+        """Wait until devices have read all that is compared there; count what changed."""
+        counts: dict[ChangeLog, int] = {}
+        for comparer in self._on_devices:
+            counts.update(comparer.finish())
+        self.changed += sum(counts.values())
+        self._touched = [(tensor, log) for tensor, log in self._touched if counts.get(log) != 0]
+
+    def settle(self) -> None:
+        """Collect what was found on devices, and update the baselines there. Training need not wait for it.
+
+        Only then ``fingerprints`` and the changes themselves are complete.
+        """
+        changes: dict[ChangeLog, Fingerprint] = {}
+        for comparer in self._on_devices:
+            changes.update(comparer.collect())
+        self.fingerprints.update({tensor: changes[log] for tensor, log in self._touched if log in changes})
 
     def keep(self) -> None:
         """Keep the changes, since the version is durable: the baseline can no longer be reverted."""
@@ -270,6 +304,8 @@ class PendingDelta:
             try:
                 for tensor, log in reversed(self._touched):
                     log.revert(self._baseline.buffer(tensor))
+                for comparer in self._on_devices:
+                    comparer.drop()
             except OSError as error:
                 # It is half reverted, and cannot be reverted again. The next publish restores it from the bucket.
                 self._baseline.suspect = True
@@ -295,6 +331,11 @@ class PendingDelta:
             self._touched.remove((tensor, log))
             del self.fingerprints[tensor]
         return before, after
+
+    @property
+    def touched(self) -> list[int]:
+        """The ids of the tensors that changed."""
+        return [tensor for tensor, _ in self._touched]
 
     def positions(self, tensor: int) -> Positions:
         """Return the (n,) positions of the changed elements of a tensor, ascending."""
@@ -356,6 +397,26 @@ class PendingDelta:
                 baseline.table[tensor], log, self._codec, self._compression, lambda: baseline.read(tensor)
             )
         )
+
+
+def prepare_devices(detector: Detector, live: LiveTensors, baseline: Baseline) -> None:
+    """Make the memory and compile the kernels for comparing tensors on devices now, not at the first publish.
+
+    Raises:
+        ModelError: a device has no memory for it.
+    """
+    kinds = {
+        (tensor.device, baseline.table[target].dtype, tensor.dtype)
+        for name, tensor in live.tensors.items()
+        if tensor.device.type not in ("cpu", "meta")
+        for target in baseline.targets_of.get(name, ())
+    }
+    for device, served, dtype in kinds:
+        try:
+            detector.on_device(device, baseline.table).prepare(served, dtype, baseline.location == "device")
+        except torch.OutOfMemoryError as error:
+            needed = comparer_memory(baseline.table, baseline.location == "device")
+            raise ModelError(f"{device} has no memory left to compare weights there, which takes {needed}") from error
 
 
 class _Batch:

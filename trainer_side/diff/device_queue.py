@@ -1,0 +1,120 @@
+"""``DeviceQueue``: what a comparison asks of a device: memory, and work in streams, in an order that events give it.
+
+A piece of work is done in the order of its stream. Between two streams, and between a stream and the host, nothing
+holds but what an event says. ``open_queue`` gives CUDA devices ``CudaQueue``; on all others every call is done at once.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+Stream = Literal["caller", "copies", "background"]
+"""``caller``: the current stream of the calling thread, in which training runs. ``copies``: to the device.
+``background``: what goes on while training does."""
+
+Event = Any
+
+
+class DeviceQueue(ABC):
+    """Work on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @abstractmethod
+    def empty(self, stream: Stream, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of the device, which ``stream`` uses first; others only after an event of it."""
+
+    @abstractmethod
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory that the device copies from and to directly."""
+
+    @abstractmethod
+    def run(self, stream: Stream, work: Callable[[], object]) -> None:
+        """Enqueue what ``work`` launches. It is called at once, or later but in order; what it takes must stay."""
+
+    @abstractmethod
+    def record(self, stream: Stream) -> Event:
+        """Return an event that is done once all that ``stream`` has now is."""
+
+    @abstractmethod
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Let what ``stream`` gets from now on wait for an event; the host does not."""
+
+    @abstractmethod
+    def synchronize(self, event: Event) -> None:
+        """Wait on the host until an event is done."""
+
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue a copy, between the host and the device or within it."""
+        self.run(stream, lambda: target.copy_(source, non_blocking=True))
+
+    def finish(self, stream: Stream) -> None:
+        """Wait on the host for all that ``stream`` has now."""
+        self.synchronize(self.record(stream))
+
+
+class ImmediateQueue(DeviceQueue):
+    """A device, or host memory that stands for one, on which every call is done when it returns."""
+
+    def empty(self, stream: Stream, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+
+    def run(self, stream: Stream, work: Callable[[], object]) -> None:
+        work()
+
+    def record(self, stream: Stream) -> Event:
+        return None
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self.synchronize(event)
+
+    def synchronize(self, event: Event) -> None:
+        if self.device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(self.device)
+
+
+class CudaQueue(DeviceQueue):
+    """A CUDA device. The thread that calls may have another current device and stream: both are set for each call."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        with torch.cuda.device(device):
+            self._own = {name: torch.cuda.Stream(device) for name in ("copies", "background")}
+
+    def empty(self, stream: Stream, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        with torch.cuda.stream(self._stream(stream)):
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        with torch.cuda.device(self.device):
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+    def run(self, stream: Stream, work: Callable[[], object]) -> None:
+        # Sets the device too, on which Triton launches.
+        with torch.cuda.stream(self._stream(stream)):
+            work()
+
+    def record(self, stream: Stream) -> Event:
+        event = torch.cuda.Event()
+        event.record(self._stream(stream))
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._stream(stream).wait_event(event)
+
+    def synchronize(self, event: Event) -> None:
+        event.synchronize()
+
+    def _stream(self, stream: Stream) -> torch.cuda.Stream:
+        return self._own.get(stream) or torch.cuda.current_stream(self.device)
+
+
+def open_queue(device: torch.device) -> DeviceQueue:
+    """Return the queue of a device."""
+    return CudaQueue(device) if device.type == "cuda" else ImmediateQueue(device)
