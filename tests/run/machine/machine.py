@@ -104,7 +104,10 @@ class WriterEvents(Events):
         """A trainer closes its publisher, or it just goes."""
         writer = pick(self.world.writers, which)
         if which % 2:
+            bits = copy_bits(writer.tensors)
             self.world.attempt(writer.process, NO_FAULT, writer.publisher.close)
+            # It makes up for a publish that has failed.
+            writer.line.reconcile(bits)
         self.world.bury(writer)
 
     @precondition(lambda self: self.world.writers)
