@@ -64,6 +64,8 @@ LARGEST_ROOM_SHARE = 16
 
 BLOCK_ALIGNMENT = 4
 """The rows of a batch begin at a multiple of 16 bytes: Triton compiles other kernels for other addresses."""
+ROOM_ALIGNMENT = 64
+"""So do old and new bits: room is made in multiples of so many elements."""
 
 
 @dataclass(eq=False)
@@ -306,7 +308,7 @@ class DeviceComparer:
             queue.run("caller", self._tables.counters.zero_)
             self._begun = True
         least, most = _rooms(self._totals[width])
-        room = max(least, min(self._needed[width], most))
+        room = ROOM_ALIGNMENT * -(-max(least, min(self._needed[width], most)) // ROOM_ALIGNMENT)
         found = self._found.get(width)
         if found is None or (found.room < room and not self._launched):
             self._found.pop(width, None)

@@ -248,6 +248,7 @@ class PendingDelta:
         if not live.is_cpu or not isinstance(buffer, HostBuffer):
             comparer = self._detector.on_device(live.device, self._baseline.table)
             if comparer not in self._on_devices:
+                comparer.drop()
                 self._on_devices.append(comparer)
             comparer.add(spec, buffer, live, log, lasting)
             return
@@ -301,11 +302,11 @@ class PendingDelta:
                 return
             # An interrupted caller may have left the detector's threads running.
             self._detector.wait_idle()
+            for comparer in self._on_devices:
+                comparer.drop()
             try:
                 for tensor, log in reversed(self._touched):
                     log.revert(self._baseline.buffer(tensor))
-                for comparer in self._on_devices:
-                    comparer.drop()
             except OSError as error:
                 # It is half reverted, and cannot be reverted again. The next publish restores it from the bucket.
                 self._baseline.suspect = True
