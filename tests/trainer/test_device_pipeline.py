@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.detection import Difference, disturbed, expected, served, tensor_of
-from tests.support.simulated_device import Record, SimulatedQueue
+from tests.support.simulated_queue import Record, SimulatedQueue
 from trainer_side.diff import compare_torch, device
 from trainer_side.diff.buffers import BaselineBuffer, DeviceBuffer, HostBuffer
 from trainer_side.diff.change_log import ChangeLog
