@@ -1,7 +1,6 @@
 """Change detection written a second time, plainly, and what its tests share."""
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -9,6 +8,7 @@ import torch
 from trainer_side.diff.buffers import BaselineBuffer, HostBuffer
 from trainer_side.diff.change_log import ChangeLog
 from trainer_side.diff.device import DeviceComparer
+from trainer_side.diff.device_memory import Kernels
 from trainer_side.diff.device_queue import DeviceQueue, open_queue
 from trainer_side.diff.engine import Detector
 from vllm_delta_sync.format.dtypes import DTYPES
@@ -82,7 +82,7 @@ def collect_on_device(
     live: torch.Tensor,
     log: ChangeLog,
     queue: DeviceQueue | None = None,
-    kernels: ModuleType | None = None,
+    kernels: Kernels | None = None,
 ) -> Fingerprint:
     """What a publish does with one tensor on a device; by default host memory stands for it."""
     comparer = DeviceComparer(queue or open_queue(live.device), TensorTable([spec]), kernels)

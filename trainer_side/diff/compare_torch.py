@@ -1,12 +1,7 @@
-"""The kernels of ``DeviceComparer`` in torch operations, for devices without Triton: the same in several passes.
+"""The kernels of ``DeviceComparer`` in torch operations, for devices without Triton: the same in several passes."""
 
-``compare_triton`` has the same three functions.
-"""
-
-import itertools
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from trainer_side.diff.device_memory import BLOCK, BatchMemory, Found, Ordered, PieceBatch, Stretch
@@ -29,12 +24,7 @@ def compare(
     slot: int,
     first: int,
 ) -> None:
-    """Write what differs to ``found``, as long as there is room, and where to ``memory``.
-
-    Args:
-        lives, bases: (size,) per piece, as in ``Piece``; both on the device.
-        counters: int64. ``counters[slot]`` elements of ``found`` are in use; ``counters[first + i]`` counts piece i.
-    """
+    """Do ``Kernels.compare``."""
     for number, (piece, live, base) in enumerate(zip(batch.pieces, lives, bases, strict=True)):
         for start in range(0, piece.size, TORCH_ELEMENTS):
             stretch = slice(start, start + TORCH_ELEMENTS)
@@ -58,7 +48,7 @@ def compare(
 
 
 def order(stretch: Stretch, found: Found, ordered: Ordered) -> None:
-    """Bring the changed elements of some blocks in order, with distances and hashes; see ``Ordered``."""
+    """Do ``Kernels.order``."""
     device, total = found.where.device, int(stretch.starts[-1])
     starts = torch.from_numpy(stretch.starts).to(device)
     blocks = torch.repeat_interleave(starts.diff())
@@ -69,7 +59,7 @@ def order(stretch: Stretch, found: Found, ordered: Ordered) -> None:
     ordered.relative[:total] = (where % CHUNK_ELEMENTS).to(torch.int16)
     keys = [_key(side) if stretch.batch.kind.is_float else side for side in (old, new)]
     ordered.distances[:total] = keys[1] - keys[0]
-    for number, start, stop in _ranges(stretch):
+    for number, start, stop in stretch.ranges():
         here, piece = slice(start, stop), stretch.batch.pieces[number]
         lanes = torch.empty((5, stop - start), dtype=torch.int64, device=device)
         premixed = torch_hash.premix(tensor_seed(piece.spec.name), where[here].long() + piece.start)
@@ -79,17 +69,9 @@ def order(stretch: Stretch, found: Found, ordered: Ordered) -> None:
 
 
 def put(stretch: Stretch, ordered: Ordered, bits: torch.Tensor) -> None:
-    """Write (elements,) ``bits`` to the baselines, on the device, of what ``order`` has brought in order."""
-    for number, start, stop in _ranges(stretch):
+    """Do ``Kernels.put``."""
+    for number, start, stop in stretch.ranges():
         stretch.batch.pieces[number].base[ordered.where[start:stop].long()] = bits[start:stop]
-
-
-def _ranges(stretch: Stretch) -> list[tuple[int, int, int]]:
-    """Return, for each piece with elements in a stretch, its number, and the range of these elements."""
-    firsts = [piece.first_block for piece in stretch.batch.pieces] + [stretch.batch.blocks]
-    bounds = stretch.starts[np.clip(firsts, stretch.first, stretch.last) - stretch.first].tolist()
-    pairs = enumerate(itertools.pairwise(bounds))
-    return [(number, start, stop) for number, (start, stop) in pairs if start < stop]
 
 
 def _key(bits: torch.Tensor) -> torch.Tensor:

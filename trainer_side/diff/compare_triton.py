@@ -2,7 +2,7 @@
 
 ``compare_kernel`` reads live weights and baseline of many tensors and collects what differs, each block at once and
 blocks in any order. ``order_kernel`` brings blocks in order, which is cheaper than sorting, and computes distances and
-hashes; ``put_kernel`` writes to baselines. ``compare_torch`` has the same three functions in torch operations.
+hashes; ``put_kernel`` writes to baselines.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -168,7 +168,7 @@ def compare(
     slot: int,
     first: int,
 ) -> None:
-    """Do ``compare_torch.compare`` in one launch and one pass."""
+    """Do ``Kernels.compare`` in one launch and one pass."""
     kind = batch.kind
     nan = nan_pattern(found.where.device) if kind.rounds else 0
     read = tl.int32 if kind.rounds else SIGNED[kind.width]
@@ -180,7 +180,7 @@ def compare(
 
 
 def order(stretch: Stretch, found: Found, ordered: Ordered) -> None:
-    """Do ``compare_torch.order`` in one launch."""
+    """Do ``Kernels.order`` in one launch."""
     memory, blocks = stretch.memory, stretch.last - stretch.first
     order_kernel[(triton.cdiv(blocks, ORDER_BLOCKS),)](
         memory.table, memory.owners, memory.firsts, ordered.starts, stretch.first, blocks, found.where, found.old,
@@ -191,7 +191,7 @@ def order(stretch: Stretch, found: Found, ordered: Ordered) -> None:
 
 
 def put(stretch: Stretch, ordered: Ordered, bits: torch.Tensor) -> None:
-    """Do ``compare_torch.put`` in one launch."""
+    """Do ``Kernels.put`` in one launch."""
     memory = stretch.memory
     put_kernel[(stretch.last - stretch.first,)](
         memory.table, memory.owners, ordered.starts, stretch.first, ordered.where, bits,

@@ -6,7 +6,7 @@ count per tensor; after that the weights may change. ``collect`` runs in the bac
 brings the blocks in order, copies them to the host, and updates the baseline.
 
 With the baseline in host memory, its parts are copied to two buffers by turns, so that the bus is busy while a kernel
-compares. Memory is made at the first comparison, and used again by each later one.
+compares. Memory is made by ``prepare``, or at the first comparison, and used again by each later one.
 
 Kernels are Triton's on CUDA (``compare_triton``), and torch operations elsewhere (``compare_torch``).
 """
@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +28,7 @@ from trainer_side.diff.device_memory import (
     WIDTHS,
     BatchMemory,
     Found,
+    Kernels,
     Kind,
     Ordered,
     Piece,
@@ -74,14 +74,12 @@ class LaunchedBatch:
 
     Attributes:
         event: it has read all, and ``used`` (WIDTHS,) of ``PieceTables.used`` has arrived.
-        sure: there is room for all of its elements.
     """
 
     batch: PieceBatch
     memory: BatchMemory
     used: torch.Tensor
     event: Event
-    sure: bool
 
 
 def table_sizes(table: TensorTable) -> tuple[int, int]:
@@ -131,7 +129,7 @@ class DeviceComparer:
         table: what is published: bounds how many elements may change.
     """
 
-    def __init__(self, queue: DeviceQueue, table: TensorTable, kernels: ModuleType | None = None) -> None:
+    def __init__(self, queue: DeviceQueue, table: TensorTable, kernels: Kernels | None = None) -> None:
         self._queue = queue
         self._kernels = _kernels_for(queue.device) if kernels is None else kernels
         self._totals = _elements_by_width(table)
@@ -178,8 +176,8 @@ class DeviceComparer:
         # One kind for all parts of a tensor, so that they are logged in their order.
         aligned = whole and live.data_ptr() % 16 == 0 and (bits is not None or buffer.flat.data_ptr() % 16 == 0)
         # A tensor that is copied to be compared would last as long as the whole batch.
-        sure = not lasting or bits is not None or not whole or not (rounds or live.dtype == served)
-        kind = Kind(spec.element.itemsize, rounds, spec.element.is_float, bits is None, aligned, sure)
+        reserved = not lasting or bits is not None or not whole or not (rounds or live.dtype == served)
+        kind = Kind(spec.element.itemsize, rounds, spec.element.is_float, bits is None, aligned, reserved)
         self._counts[log] = 0
         if whole and live.numel() <= BATCH_ELEMENTS:
             # Few calls into torch: this runs for every tensor while training waits.
@@ -239,7 +237,7 @@ class DeviceComparer:
     # While training waits
 
     def _add_piece(self, kind: Kind, piece: Piece) -> None:
-        most = BATCH_ELEMENTS if kind.sure else LARGE_BATCH_ELEMENTS
+        most = BATCH_ELEMENTS if kind.reserved else LARGE_BATCH_ELEMENTS
         batch = self._open.get(kind)
         if batch is None:
             batch = self._open[kind] = PieceBatch(kind, most)
@@ -261,7 +259,7 @@ class DeviceComparer:
         while len(self._under_way) == BATCHES_UNDER_WAY:
             self._await_oldest()
         bases = [piece.base for piece in pieces] if kind.on_device else self._upload_bases(batch)
-        while kind.sure and not self._has_room(batch):
+        while kind.reserved and not self._has_room(batch):
             if not self._under_way:
                 self._make_room()
                 break
@@ -289,13 +287,13 @@ class DeviceComparer:
         used = tables.used[self._launches % BATCHES_UNDER_WAY]
         self._launches += 1
         queue.copy("caller", used, tables.counters[: len(WIDTHS)])
-        launched = LaunchedBatch(batch, memory, used, queue.record("caller"), kind.sure)
+        launched = LaunchedBatch(batch, memory, used, queue.record("caller"))
         if not kind.on_device:
             self._window_events[self._window] = launched.event
             self._window = 1 - self._window
         self._launched.append(launched)
         self._under_way.append(launched)
-        if kind.sure:
+        if kind.reserved:
             for piece in pieces:
                 piece.live = None  # its stream keeps what it reads
 
@@ -386,7 +384,7 @@ class DeviceComparer:
         while self._under_way:
             self._take_oldest()
         full = {width for width, found in self._found.items() if self._used[width] > found.room}
-        again = [each for each in self._launched if each.batch.kind.width in full and not each.sure]
+        again = [each for each in self._launched if each.batch.kind.width in full and not each.batch.kind.reserved]
         repeated = {id(piece) for each in again for piece in each.batch.pieces}
         counts = tables.pinned_counters[len(WIDTHS) + self._counted : number].tolist()
         for piece, count in zip(self._numbered[self._counted :], counts, strict=True):
@@ -399,11 +397,11 @@ class DeviceComparer:
             self._compare_again(again)
 
     def _compare_again(self, again: list[LaunchedBatch]) -> None:
-        """Compare batches that found no room once more, of all batches without reserved room the others."""
+        """Compare batches that found no room once more, with room reserved for each."""
         self._launched = [each for each in self._launched if each not in again]
         self._make_room()
         for each in again:
-            kind = replace(each.batch.kind, sure=True)
+            kind = replace(each.batch.kind, reserved=True)
             for piece in each.batch.pieces:
                 self._add_piece(kind, piece)
         self._launch_open()
@@ -513,13 +511,9 @@ def _log_entries(
 ) -> Iterator[_Entry]:
     """Yield what each piece has in a stretch, without those that have nothing."""
     chunk_blocks = CHUNK_ELEMENTS // BLOCK
-    for piece in stretch.batch.pieces:
+    for number, start, stop in stretch.ranges():
+        piece = stretch.batch.pieces[number]
         blocks = np.arange(max(stretch.first, piece.first_block), min(stretch.last, piece.first_block + piece.blocks))
-        if not blocks.size:
-            continue
-        start, stop = (int(stretch.starts[block - stretch.first]) for block in (blocks[0], blocks[-1] + 1))
-        if start == stop:
-            continue
         chunks = (blocks - piece.first_block) // chunk_blocks
         last_blocks = np.flatnonzero(np.diff(chunks, append=-1))
         ends = stretch.starts[blocks[last_blocks] + 1 - stretch.first] - start
@@ -556,7 +550,7 @@ def _stretches(counts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def _kernels_for(device: torch.device) -> ModuleType:
+def _kernels_for(device: torch.device) -> Kernels:
     if device.type == "cuda":
         try:
             from trainer_side.diff import compare_triton

@@ -1,7 +1,9 @@
 """What ``DeviceComparer`` and its kernels share: pieces of tensors, their tables, and the memory for what is found."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +56,7 @@ class Kind:
         width: bytes of a served element. rounds: live elements are float32, served ones bfloat16.
         is_float: served elements are ordered as floats. on_device: the baseline is.
         aligned: all addresses are multiples of 16, so that kernels may load 16 bytes at a time.
-        sure: there is room for all of their elements before they are compared.
+        reserved: there is room for all of their elements before they are compared.
     """
 
     width: int
@@ -62,7 +64,7 @@ class Kind:
     is_float: bool
     on_device: bool
     aligned: bool
-    sure: bool
+    reserved: bool
 
 
 class PieceTables:
@@ -168,3 +170,38 @@ class Stretch:
     first: int
     last: int
     starts: npt.NDArray[np.int64]
+
+    def ranges(self) -> list[tuple[int, int, int]]:
+        """Return, for each piece with elements in the stretch, its number, and the range of these elements."""
+        firsts = [piece.first_block for piece in self.batch.pieces] + [self.batch.blocks]
+        bounds = self.starts[np.clip(firsts, self.first, self.last) - self.first].tolist()
+        return [(number, start, stop) for number, (start, stop) in enumerate(pairwise(bounds)) if start < stop]
+
+
+class Kernels(Protocol):
+    """Loops over elements of a device: the modules ``compare_triton`` and ``compare_torch``."""
+
+    def compare(
+        self,
+        batch: PieceBatch,
+        lives: Sequence[torch.Tensor],
+        bases: Sequence[torch.Tensor],
+        memory: BatchMemory,
+        found: Found,
+        counters: torch.Tensor,
+        slot: int,
+        first: int,
+    ) -> None:
+        """Write what differs to ``found``, as long as there is room, and where to ``memory``.
+
+        Args:
+            lives, bases: (size,) per piece, as in ``Piece``; both on the device.
+            counters: int64. ``counters[slot]`` counts the elements of ``found`` in use, ``counters[first + i]`` those
+                of piece i.
+        """
+
+    def order(self, stretch: Stretch, found: Found, ordered: Ordered) -> None:
+        """Bring the changed elements of some blocks in order, with distances and hashes; see ``Ordered``."""
+
+    def put(self, stretch: Stretch, ordered: Ordered, bits: torch.Tensor) -> None:
+        """Write (elements,) ``bits`` to the baselines, on the device, of what ``order`` has brought in order."""

@@ -157,7 +157,7 @@ class PendingDelta:
         changed: number of elements whose bits changed, without those held back.
         compared: ids of the tensors that were compared.
         sparse: no tensor is sent in full, which would carry elements that a budget holds back, here or on another rank.
-        fingerprints: tensor id → fingerprint after minus before; of tensors on a device from ``settle`` on.
+        fingerprints: tensor id → fingerprint after minus before; of tensors on a device once they are collected.
     """
 
     def __init__(self, baseline: Baseline, codec: Codec, compression: Compression, detector: Detector) -> None:
@@ -203,7 +203,7 @@ class PendingDelta:
             if tied:
                 # The baseline must have the values of the first of them.
                 self._finish_devices()
-                self.settle()
+                self.collect_from_devices()
             before = self.changed
             self.add(tensor, live, lasting)
             if tied:
@@ -235,7 +235,7 @@ class PendingDelta:
         self._touched[before:] = touched
 
     def add(self, tensor: int, live: torch.Tensor, lasting: bool = False) -> None:
-        """Compare one tensor and update the baseline to it; on a device, ``add_all`` and ``settle`` complete this.
+        """Compare one tensor and update the baseline to it. On a device this only begins it; see ``add_all``.
 
         Args:
             tensor: id. live: of its shape, on any device. lasting: as for ``add_all``.
@@ -268,7 +268,7 @@ class PendingDelta:
         self.changed += sum(counts.values())
         self._touched = [(tensor, log) for tensor, log in self._touched if counts.get(log) != 0]
 
-    def settle(self) -> None:
+    def collect_from_devices(self) -> None:
         """Collect what was found on devices, and update the baselines there. Training need not wait for it.
 
         Only then ``fingerprints`` and the changes themselves are complete.
