@@ -215,7 +215,8 @@ def measure_slice(model: ScaledModel, part: Slice, weights: Weights, turns: tupl
     sizes = {
         **{f"object {codec}": len(data) for codec, data in subject.objects.items()},
         "stage: peak": extra,
-        "device": subject.patch.nbytes,
+        "patch": subject.patch.nbytes,
+        "device": (np.dtype(np.int32).itemsize + ELEMENT.itemsize) * subject.patch.elements,
         "undo log": UndoEntry(subject.patch, {}, subject.fingerprints, 0).nbytes,
     }
     return [
@@ -243,8 +244,8 @@ def project(model: ScaledModel, rows: Sequence[Row]) -> list[Row]:
             totals[metric] = sum(count * known[metric]["value"] for count, known in slices)
     totals["weights"] = 1e-6 * ELEMENT.itemsize * model.held
     # What is not the patch is gone before the next piece.
-    workspace = max(known["stage: peak"]["value"] - known["device"]["value"] for _, known in slices)
-    totals["memory"] = totals["device"] + workspace
+    workspace = max(known["stage: peak"]["value"] - known["patch"]["value"] for _, known in slices)
+    totals["memory"] = totals["patch"] + workspace
     # In quick runs slices are so small that ranks cut tiles.
     sent = totals.get("object tiled", totals["object plain"])
     case, fetch = RANK + model.name, 1e6 * sent / LINK_BYTES

@@ -1,6 +1,5 @@
 """Commit, forwards and back: in host memory and on a (simulated) device, the same for every dtype and bit pattern."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,13 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.device import SimulatedDevice, staged_on_device
-from tests.support.routing import route_changes
+from tests.receiver.test_ownership import injective_regions
+from tests.support.device import SimulatedDevice, for_host, staged_on_device
+from tests.support.routing import all_indices, densely, route_changes
 from vllm_delta_sync.engine.commit.apply import apply_patch
 from vllm_delta_sync.engine.model import accelerator
 from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.model.regions import Region
-from vllm_delta_sync.engine.model.route import Destination, Route, SparsePatch
+from vllm_delta_sync.engine.model.route import Destination, Route, RoutePatch, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.format.dtypes import DTYPES
@@ -38,29 +38,37 @@ def staged_whole(old: np.ndarray, new: np.ndarray, routes: RouteMap) -> StagedPa
 
 
 @st.composite
-def patches(draw: st.DrawFn) -> tuple[str, np.ndarray, SparsePatch]:
-    """A dtype, random bits, and a random sparse patch over them."""
+def patches(draw: st.DrawFn) -> tuple[str, np.ndarray, RoutePatch]:
+    """A dtype, random bits, and a random patch over them."""
     dtype = draw(st.sampled_from(["BF16", "F16", "F32", "F64", "F8_E4M3", "F8_E5M2", "I64", "I8", "U8"]))
     element = DTYPES[dtype]
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
-    bits = random.integers(0, 1 << (8 * element.itemsize), 64, dtype=np.uint64, endpoint=False).astype(element.uint)
-    count = draw(st.integers(1, 64))
-    positions = np.sort(random.choice(64, count, replace=False)).astype(np.int64)
+    source = draw(injective_regions())
+    order = draw(st.permutations(range(len(source.sizes))))
+    route = Route(0, source, densely(source, draw(st.integers(0, 9)), list(order)))
+    size = route.target.last + draw(st.integers(1, 5))
+    bits = random.integers(0, 1 << (8 * element.itemsize), size, dtype=np.uint64, endpoint=False).astype(element.uint)
+    count = draw(st.integers(1, source.numel))
+    near = np.array(all_indices(source)) - source.offset
+    positions = np.sort(random.choice(near, count, replace=False)).astype(np.int64)
     data = random.integers(0, 1 << (8 * element.itemsize), count, dtype=np.uint64).astype(element.uint)
-    premix = random.integers(0, 2**64, count, dtype=np.uint64)
     narrow = positions.astype(draw(st.sampled_from([np.int32, np.int64])))
-    return dtype, bits, SparsePatch(0, 3, element, draw(st.booleans()), narrow, data, premix)
+    return (
+        dtype,
+        bits,
+        RoutePatch(route, draw(st.integers(0, 2**64 - 1)), 3, element, draw(st.booleans()), narrow, data),
+    )
 
 
 @given(patches(), st.booleans())
 def test_device_path_equals_compiled_path_and_both_go_back(
-    case: tuple[str, np.ndarray, SparsePatch], uploaded: bool
+    case: tuple[str, np.ndarray, RoutePatch], uploaded: bool
 ) -> None:
-    dtype, bits, patch = case
-    table = TensorTable([TensorSpec("weight", dtype, (64,))])
+    dtype, bits, other = case
+    patch = for_host(other)
+    table = TensorTable([TensorSpec("weight", dtype, bits.shape)])
     compiled, plain = destination_of(bits, dtype), destination_of(bits, dtype)
     new = patch.data.copy()
-    other = replace(patch, data=patch.data.copy())
     staged = StagedPatch(1, [patch], Fingerprint(), [], [Fingerprint()])
     routes = RouteMap(table, [compiled], [[]])
     on_device, device_routes = staged_on_device([other], [plain], uploaded)
@@ -70,12 +78,12 @@ def test_device_path_equals_compiled_path_and_both_go_back(
     if not patch.relative:
         assert np.array_equal(compiled.bits[patch.positions], new)
         assert np.array_equal(patch.data, bits[patch.positions])
-        assert np.array_equal(other.data, patch.data)
+        assert np.array_equal(for_host(other).data, patch.data)
     back = apply_patch(staged, routes, reverse=True)
     assert back == apply_patch(on_device, device_routes, reverse=True) == {3: Fingerprint() - measured[3]}
     assert np.array_equal(compiled.bits, bits)
     assert np.array_equal(plain.bits, bits)
-    assert np.array_equal(other.data, patch.data)
+    assert np.array_equal(for_host(other).data, patch.data)
 
 
 class Failing(Exception):

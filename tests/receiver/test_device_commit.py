@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.device import SimulatedDevice, staged_on_device
+from tests.support.device import SimulatedDevice, for_host, identity, staged_on_device
 from tests.support.world import World
 from vllm_delta_sync.engine.commit import apply as commits
 from vllm_delta_sync.engine.model import accelerator, device_patch
 from vllm_delta_sync.engine.model.patch import StagedPatch
-from vllm_delta_sync.engine.model.route import Destination, SparsePatch
+from vllm_delta_sync.engine.model.route import Destination, RoutePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.worker.rank_worker import RankWorker
@@ -28,7 +28,7 @@ def destinations(count: int, size: int, random: np.random.Generator) -> list[Des
     return [Destination(f"weight {i}", torch.bfloat16, torch.from_numpy(row.copy())) for i, row in enumerate(bits)]
 
 
-def random_patches(count: int, size: int, random: np.random.Generator) -> list[SparsePatch]:
+def random_patches(count: int, size: int, random: np.random.Generator) -> list[RoutePatch]:
     """Distances for each destination, then bits to exchange; every third patch has wide positions."""
     found = []
     for relative in (True, False):
@@ -36,16 +36,10 @@ def random_patches(count: int, size: int, random: np.random.Generator) -> list[S
             chosen = np.sort(random.choice(size, random.integers(1, size), replace=False))
             positions = chosen.astype(np.int64) if number % 3 == 2 else chosen.astype(np.int32)
             data = random.integers(0, 1 << 16, positions.size, dtype=np.uint16)
-            premix = random.integers(0, 1 << 64, positions.size, dtype=np.uint64)
-            found.append(SparsePatch(number, number % 2, DTYPES["BF16"], relative, positions, data, premix))
+            seed = int(random.integers(0, 1 << 64, dtype=np.uint64))
+            route = identity(number, size)
+            found.append(RoutePatch(route, seed, number % 2, DTYPES["BF16"], relative, positions, data))
     return found
-
-
-def copied(patches: list[SparsePatch]) -> list[SparsePatch]:
-    return [
-        SparsePatch(p.destination, p.group, p.element, p.relative, p.positions, p.data.copy(), p.premix)
-        for p in patches
-    ]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.0], ids=["all uploaded", "some uploaded", "none uploaded"])
@@ -59,7 +53,7 @@ def test_any_batches_are_the_commit_in_host_memory(
     weights, patches = destinations(5, 3_000, random), random_patches(5, 3_000, random)
     before = [weight.flat.clone() for weight in weights]
     there = [Destination(weight.name, weight.dtype, weight.flat.clone()) for weight in weights]
-    on_host = StagedPatch(1, copied(patches), Fingerprint(), [], [])
+    on_host = StagedPatch(1, [for_host(patch) for patch in patches], Fingerprint(), [], [])
     host_routes = RouteMap(TensorTable([]), weights, [])
     device = SimulatedDevice()
     staged, routes = staged_on_device(patches, there, uploaded=False, device=device)
@@ -74,7 +68,7 @@ def test_any_batches_are_the_commit_in_host_memory(
         assert commits.apply_patch(on_host, host_routes, reverse) == commits.apply_patch(staged, routes, reverse)
         for one, other in zip(weights, there, strict=True):
             assert torch.equal(one.flat, other.flat)
-        for patch, other_patch in zip(on_host.sparse, staged.sparse, strict=True):
+        for patch, other_patch in zip(on_host.sparse, staged.routed, strict=True):
             assert np.array_equal(patch.data, other_patch.data)
         staged.on_device.release()
     assert not torch.equal(weights[0].flat, before[0])
@@ -115,7 +109,7 @@ def test_nothing_is_allocated_in_a_pause(tmp_path: Any, monkeypatch: pytest.Monk
         with NoNewMemory():
             found = original(patch, routes, reverse)
         assert device.free == free
-        calls.append((len(patch.sparse), len(patch.dense)))
+        calls.append((len(patch.routed), len(patch.dense)))
         return found
 
     monkeypatch.setattr(commits, "apply_patch", watched)
@@ -129,7 +123,7 @@ def test_nothing_is_allocated_in_a_pause(tmp_path: Any, monkeypatch: pytest.Monk
     world.expect_exact()
     world.receiver.rollback(1)
     assert rank.version == 1
-    assert any(sparse for sparse, _ in calls)
+    assert any(routed for routed, _ in calls)
     assert any(dense for _, dense in calls)
 
 
@@ -138,20 +132,20 @@ def test_a_commit_that_fails_in_any_piece_leaves_every_bit(monkeypatch: pytest.M
     monkeypatch.setattr(accelerator, "WORKSPACE_BYTES", 4_096)
     random = np.random.default_rng(1)
     there, patches = destinations(3, 1_000, random), random_patches(3, 1_000, random)
-    before, data = [weight.flat.clone() for weight in there], copied(patches)
+    before, data = [weight.flat.clone() for weight in there], [patch.data.copy() for patch in patches]
     staged, routes = staged_on_device(patches, there)
     assert staged.on_device is not None
     add = torch.Tensor.add_
     for failing in range(sum(len(batch.parts) for batch in staged.on_device.batches)):
         left = [failing]
 
-        def sometimes(tensor: torch.Tensor, *arguments: Any, left: list[int] = left) -> torch.Tensor:
+        def sometimes(tensor: torch.Tensor, *arguments: Any, left: list[int] = left, **named: Any) -> torch.Tensor:
             # The last operation of a piece adds its two sums; nothing else adds to a tensor of two elements.
             left[0] -= tensor.numel() == 2
             if left[0] == -1:
                 left[0] -= 1
                 raise torch.OutOfMemoryError("no memory")
-            return add(tensor, *arguments)
+            return add(tensor, *arguments, **named)
 
         monkeypatch.setattr(torch.Tensor, "add_", sometimes)
         with pytest.raises(torch.OutOfMemoryError):
@@ -160,7 +154,7 @@ def test_a_commit_that_fails_in_any_piece_leaves_every_bit(monkeypatch: pytest.M
         for weight, bits in zip(there, before, strict=True):
             assert torch.equal(weight.flat, bits)
         for patch, known in zip(patches, data, strict=True):
-            assert np.array_equal(patch.data, known.data)
+            assert np.array_equal(patch.data, known)
 
 
 def test_the_memory_of_one_version_serves_the_next() -> None:
@@ -177,7 +171,7 @@ def test_the_memory_of_one_version_serves_the_next() -> None:
     assert taken < 10 * device.workspace.nbytes
     memory = routes.memory
     memory.asleep = True
-    sleeping = device_patch.DevicePatch(staged.sparse, routes, device.workspace)
+    sleeping = device_patch.DevicePatch(staged.routed, routes, device.workspace)
     with pytest.raises(BusyError):
         sleeping.upload()
 

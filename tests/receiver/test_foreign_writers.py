@@ -265,9 +265,11 @@ def test_a_commit_waits_for_the_device_before_and_after(
     accelerator.asked.clear()
     world.receiver.rollback(1)
     asked = accelerator.of(MAIN)
-    assert asked[:3] == ["set_device", "synchronize", "write"]
-    # The confirmed patch is no longer on the device, and passes through its workspace.
-    assert asked[3:] == ["synchronize_stream", "synchronize_stream", "synchronize"]
+    assert (asked[:2], asked[-1]) == (["set_device", "synchronize"], "synchronize")
+    # The confirmed patch is no longer on the device, and its batches pass through the workspace.
+    batches = asked.count("write")
+    assert batches > 0
+    assert asked[2:-1] == ["write", "synchronize_stream", "synchronize_stream"] * batches
 
 
 def test_an_error_that_a_device_reports_late_reverts_the_commit(recorded: tuple[World, Recorded]) -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.routing import all_indices
 from vllm_delta_sync.engine.model.regions import Region, coalesce, find_overlap, split_regions
 from vllm_delta_sync.engine.model.route import Route
 from vllm_delta_sync.engine.model.route_map import RouteMap, fingerprint_in_place, fingerprint_via_copy
@@ -31,13 +32,6 @@ def injective_regions(draw: st.DrawFn) -> Region:
         reach = stride * size
     order = draw(st.permutations(range(len(sizes))))
     return Region(draw(st.integers(0, 9)), tuple(sizes[i] for i in order), tuple(strides[i] for i in order))
-
-
-def all_indices(region: Region) -> list[int]:
-    return [
-        region.offset + sum(c * s for c, s in zip(point, region.strides, strict=True))
-        for point in itertools.product(*(range(size) for size in region.sizes))
-    ]
 
 
 @given(injective_regions())

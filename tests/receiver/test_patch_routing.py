@@ -6,12 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.receiver.test_ownership import all_indices, injective_regions
+from tests.receiver.test_ownership import injective_regions
+from tests.support.device import SimulatedDevice, for_host
+from tests.support.routing import all_indices, densely
 from vllm_delta_sync.engine.model import patch as patching
-from vllm_delta_sync.engine.model.patch import PatchBuilder
+from vllm_delta_sync.engine.model import route as route_module
+from vllm_delta_sync.engine.model.patch import PatchBuilder, StagedPatch
 from vllm_delta_sync.engine.model.regions import Region
 from vllm_delta_sync.engine.model.route import Destination, Route, SparsePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
+from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_change
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import Bits, Positions
@@ -20,22 +24,16 @@ from vllm_delta_sync.tensors.changes import Sparse
 SIZE = 5_000
 
 
-def contiguous(region: Region, offset: int, order: list[int]) -> Region:
-    """A dense region of the same shape, whose dimensions lie in memory in another order."""
-    strides, reach = [0] * len(region.sizes), 1
-    for dim in order:
-        strides[dim], reach = reach, reach * region.sizes[dim]
-    return Region(offset, region.sizes, tuple(strides))
-
-
-def routed(routes: list[Route], positions: Positions, data: Bits, relative: bool = True) -> list[SparsePatch]:
-    """The patches of one tensor of SIZE elements, loaded by these routes to one destination each."""
+def staged(
+    routes: list[Route], positions: Positions, data: Bits, relative: bool = True, device: SimulatedDevice | None = None
+) -> StagedPatch:
+    """The patch of one tensor of SIZE elements, loaded by these routes to one destination each."""
     table = TensorTable([TensorSpec("w", "BF16", (SIZE,))])
     flat = [torch.zeros(SIZE + 100, dtype=torch.int16) for _ in routes]
     places = [Destination(f"d{number}", torch.bfloat16, bits) for number, bits in enumerate(flat)]
-    builder = PatchBuilder(1, RouteMap(table, places, [routes]), [Fingerprint()], {})
+    builder = PatchBuilder(1, RouteMap(table, places, [routes], memory=WeightMemory(device)), [Fingerprint()], {})
     builder.add(Sparse("BF16", np.array([0], np.uint32), np.array([positions.size]), positions, data, relative))
-    return builder.finish().sparse
+    return builder.finish()
 
 
 @st.composite
@@ -44,7 +42,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Route], Positions, Bits]:
     for number in range(draw(st.integers(1, 3))):
         source = draw(injective_regions().filter(lambda region: region.last < SIZE))
         order = draw(st.permutations(range(len(source.sizes))))
-        routes.append(Route(number, source, contiguous(source, draw(st.integers(0, 50)), list(order))))
+        routes.append(Route(number, source, densely(source, draw(st.integers(0, 50)), list(order))))
     near = sorted({index for route in routes for index in all_indices(route.source)})
     chosen = draw(st.sets(st.sampled_from(near), max_size=40)) | draw(st.sets(st.integers(0, SIZE - 1), max_size=20))
     positions = np.array(sorted(chosen | {0}), np.int64)
@@ -57,7 +55,7 @@ def test_each_element_goes_where_its_route_leads(case: tuple[list[Route], Positi
     with pytest.MonkeyPatch.context() as patch:
         if wide:
             patch.setattr(patching, "NARROW_ELEMENTS", 0)
-        found = {patch.destination: patch for patch in routed(routes, positions, data)}
+        found = {patch.destination: patch for patch in staged(routes, positions, data).sparse}
     zeros = np.zeros(SIZE, np.uint16)
     for number, route in enumerate(routes):
         leads = dict(zip(all_indices(route.source), all_indices(route.target), strict=True))
@@ -76,6 +74,23 @@ def test_each_element_goes_where_its_route_leads(case: tuple[list[Route], Positi
         assert measured(sparse) == expected
 
 
+@given(cases(), st.booleans())
+def test_a_device_gets_the_same_changes(case: tuple[list[Route], Positions, Bits], wide: bool) -> None:
+    routes, positions, data = case
+    expected = {patch.destination: patch for patch in staged(routes, positions, data).sparse}
+    with pytest.MonkeyPatch.context() as patch:
+        if wide:
+            patch.setattr(route_module, "NARROW_ELEMENTS", 0)
+        found = staged(routes, positions, data, device=SimulatedDevice())
+    assert found.sparse == []
+    assert {patch.route.destination for patch in found.routed} == expected.keys()
+    for routed in found.routed:
+        assert routed.positions.dtype == (np.int64 if wide else np.int32)
+        sparse, wanted = for_host(routed), expected[routed.route.destination]
+        for name in ("positions", "data", "premix"):
+            assert getattr(sparse, name).tolist() == getattr(wanted, name).tolist()
+
+
 def measured(sparse: SparsePatch) -> Fingerprint:
     from vllm_delta_sync.format import kernels
 
@@ -90,9 +105,10 @@ def test_patches_of_a_batch_share_memory_of_their_size_only() -> None:
     """Of a rank with half of the columns, nothing is kept for the other half."""
     half = Route(0, Region(0, (50, 50), (100, 1)), Region(0, (50, 50), (50, 1)))
     positions = np.arange(SIZE, dtype=np.int64)
-    [sparse] = routed([half], positions, np.ones(SIZE, np.uint16))
-    assert sparse.positions.size == 2500
-    for array in (sparse.positions, sparse.data, sparse.premix):
+    [sparse] = staged([half], positions, np.ones(SIZE, np.uint16)).sparse
+    [routed] = staged([half], positions, np.ones(SIZE, np.uint16), device=SimulatedDevice()).routed
+    assert sparse.positions.size == routed.positions.size == 2500
+    for array in (sparse.positions, sparse.data, sparse.premix, routed.positions, routed.data):
         owner = array
         while owner.base is not None:
             owner = owner.base

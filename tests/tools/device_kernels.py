@@ -102,18 +102,19 @@ def _put(width: int) -> DeviceKernel:
     )  # fmt: skip
 
 
-def _commit(width: int, relative: bool, wide: bool = False) -> DeviceKernel:
+def _commit(width: int, relative: bool, dims: int = 1, wide: bool = False) -> DeviceKernel:
     signed, unsigned = commit.WIDTHS[getattr(torch, f"int{8 * width}")]
     return DeviceKernel(
-        f"commit, int{8 * width}, {'distances' if relative else 'exchange'}" + (", int64 positions" if wide else ""),
+        f"commit, int{8 * width}, {'distances' if relative else 'exchange'}, {dims}-D"
+        + (", int64 positions" if wide else ""),
         commit.commit_kernel,
         {
-            "bases": "*i64", "ends": "*i32", "rows": "*i32", "firsts": "*i32", "segments": "*i32",
-            "positions": "*i64" if wide else "*i32", "data": f"*i{8 * width}", "premixed": "*i64", "sums": "*i64",
+            "table": "*i64", "firsts": "*i32", "segments": "*i32", "positions": "*i64" if wide else "*i32",
+            "data": f"*i{8 * width}", "sums": "*i64",
         },
         {
             "REVERSE": False, "RELATIVE": relative, "FLOAT": True, "SIGNED": signed, "UNSIGNED": unsigned,
-            "SIZE": BLOCK,
+            "DIMS": dims, "SIZE": BLOCK,
         },
     )  # fmt: skip
 
@@ -156,7 +157,9 @@ def _places(width: int, wide: bool) -> DeviceKernel:
 
 KERNELS = [
     *(_commit(width, relative) for width in (1, 2, 4, 8) for relative in (True, False)),
-    _commit(2, True, wide=True),
+    _commit(2, True, dims=2),
+    _commit(2, True, dims=3),
+    _commit(2, True, dims=2, wide=True),
     _compare(2, 2),
     _compare(4, 2),
     _compare(1, 1),

@@ -1,17 +1,20 @@
 """The commit kernel under Triton's interpreter against the compiled loops: run with TRITON_INTERPRET=1.
 
 Random patterns of every width, and those at which arithmetic or a grid may go wrong: NaNs, −0.0, distances that wrap
-around, segments of one element and of a block and one more, 64-bit positions; forwards, back, and forwards again.
+around, segments of one element and of a block and one more, 64-bit positions, routes of up to three dimensions in any
+order and with gaps; forwards, back, and forwards again.
 """
 
 import numpy as np
 import torch
 
-from tests.support.device import staged_on_device
+from tests.support.device import for_host, identity, staged_on_device
+from tests.support.routing import all_indices, densely
 from vllm_delta_sync.engine.commit.apply import apply_patch
 from vllm_delta_sync.engine.model import accelerator, commit_triton, device_batch, device_patch
 from vllm_delta_sync.engine.model.patch import StagedPatch
-from vllm_delta_sync.engine.model.route import Destination, SparsePatch
+from vllm_delta_sync.engine.model.regions import Region
+from vllm_delta_sync.engine.model.route import Destination, Route, RoutePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.format.dtypes import DTYPES, DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
@@ -34,35 +37,51 @@ def random_bits(random: np.random.Generator, element: DType, size: int) -> np.nd
     return np.where(random.random(size) < 0.3, random.choice(edges, size), bits)
 
 
+def random_route(random: np.random.Generator, destination: int, least: int, dims: int) -> Route:
+    """A route of at least so many elements, unless it has no dimension: rows with gaps, which lie in another order."""
+    sizes = [int(size) for size in random.integers(2, 5, dims)]
+    if dims:
+        sizes[-1] = -(-least // int(np.prod(sizes[:-1], dtype=np.int64))) + 1
+    strides: list[int] = []
+    reach = 1
+    for size in reversed(sizes):
+        strides.insert(0, reach * int(random.integers(1, 3)))
+        reach = strides[0] * size
+    source = Region(int(random.integers(0, 1 << 40)), tuple(sizes), tuple(strides))
+    order = [int(dim) for dim in random.permutation(dims)]
+    return Route(destination, source, densely(source, int(random.integers(0, 9)), order))
+
+
 def check(dtype: str, relative: bool, wide: bool, workspace: int, uploaded: bool, seed: int) -> None:
     """Compare both paths over several destinations; every other one is of another group of ranks."""
     accelerator.WORKSPACE_BYTES = workspace
     random, element = np.random.default_rng(seed), DTYPES[dtype]
     on_host: list[Destination] = []
     on_device: list[Destination] = []
-    patches: list[SparsePatch] = []
+    patches: list[RoutePatch] = []
     for number, count in enumerate(SIZES):
-        size = count + int(random.integers(0, 50))
+        route = random_route(random, number, count, dims=(number + seed) % 4)
+        size = route.target.last + 1 + int(random.integers(0, 50))
         bits = random_bits(random, element, size)
         for destinations in (on_host, on_device):
             flat = torch.from_numpy(bits.copy().view(f"<i{element.itemsize}")).view(SIGNED[element.itemsize])
             destinations.append(Destination(str(number), TORCH_DTYPES[dtype], flat))
-        chosen = np.sort(random.choice(size, count, replace=False))
+        near = np.array(all_indices(route.source)) - route.source.offset
+        chosen = np.sort(random.choice(near, min(count, near.size), replace=False))
         positions = chosen.astype(np.int64) if wide else chosen.astype(np.int32)
-        data, premix = random_bits(random, element, count), random.integers(0, 1 << 64, count, dtype=np.uint64)
-        patches.append(SparsePatch(number, number % 2, element, relative, positions, data, premix))
-    copies = [
-        SparsePatch(p.destination, p.group, element, relative, p.positions, p.data.copy(), p.premix) for p in patches
-    ]
-    expected, host_routes = StagedPatch(1, copies, Fingerprint(), [], []), RouteMap(TensorTable([]), on_host, [])
+        number_of_seed = int(random.integers(0, 1 << 64, dtype=np.uint64))
+        data = random_bits(random, element, positions.size)
+        patches.append(RoutePatch(route, number_of_seed, number % 2, element, relative, positions, data))
+    there = sorted([for_host(patch) for patch in patches], key=lambda patch: patch.destination)
+    expected, host_routes = StagedPatch(1, there, Fingerprint(), [], []), RouteMap(TensorTable([]), on_host, [])
     staged, routes = staged_on_device(patches, on_device, uploaded)
     for reverse in (False, True, False):
         measured = apply_patch(staged, routes, reverse)
         assert measured == apply_patch(expected, host_routes, reverse), (dtype, relative, reverse)
         for one, other in zip(on_host, on_device, strict=True):
             assert torch.equal(one.flat, other.flat), (dtype, relative, reverse, one.name)
-        for one_patch, other_patch in zip(copies, patches, strict=True):
-            assert np.array_equal(one_patch.data, other_patch.data), (dtype, relative, reverse)
+        for one_patch, other_patch in zip(there, patches, strict=True):
+            assert np.array_equal(one_patch.data, for_host(other_patch).data), (dtype, relative, reverse)
 
 
 def main() -> None:
@@ -75,7 +94,8 @@ def main() -> None:
             seed += 1
     destination = Destination("weight", torch.bfloat16, torch.arange(50, dtype=torch.int16))
     empty, routes = staged_on_device([], [destination])
-    device_patch.compile_kernels({DTYPES["BF16"], DTYPES["U8"]}, routes, wide=False)
+    routes.routes.append([identity(0, 50)])
+    device_patch.compile_kernels({DTYPES["BF16"], DTYPES["U8"]}, routes)
     assert torch.equal(destination.flat, torch.arange(50, dtype=torch.int16))
     assert apply_patch(empty, routes) == {}
     print("equal")

@@ -9,11 +9,17 @@ import torch
 
 def premix(seed: int, index: torch.Tensor) -> torch.Tensor:
     """Return (n,) int64: the position half of hashes. Args: index: (n,) int64, flat in the tensor with this seed."""
+    words = index.clone()
+    premix_in_place(seed, words, torch.empty_like(words))
+    return words
+
+
+def premix_in_place(seed: int, words: torch.Tensor, shifted: torch.Tensor) -> None:
+    """Turn flat indices into what ``premix`` returns, without allocating. Args: both (n,) int64; shifted: scratch."""
     from vllm_delta_sync.format import kernels
 
-    words = index.mul(_signed(kernels.GOLDEN)).add_(_signed(np.uint64(seed)))
-    shifted = torch.empty_like(words)
-    return _fold(_fold(words, 32, shifted).mul_(_signed(kernels.PREMIX)), 32, shifted)
+    words.mul_(_signed(kernels.GOLDEN)).add_(_signed(np.uint64(seed)))
+    _fold(_fold(words, 32, shifted).mul_(_signed(kernels.PREMIX)), 32, shifted)
 
 
 def write_lanes(

@@ -3,22 +3,23 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_delta_sync.engine.model.accelerator import Slab
-from vllm_delta_sync.engine.model.route import Destination, SparsePatch
+from vllm_delta_sync.engine.model.route import Destination, RoutePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 BLOCK = 1024
 """Elements per block of a kernel's grid."""
 ALIGNMENT = 16
-PART_BYTES = 8 + 4 + 4 + 8
-"""Bytes in a packed batch per part of a patch: address, end, row, and one block that is not full."""
-PACKED_ARRAYS = 8
+PACKED_ARRAYS = 5
+FIXED_COLUMNS = 5
+"""Columns of ``PackedBatch.table`` before those of dimensions."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +29,17 @@ class PackedBatch:
     Attributes:
         relative: whether ``data`` are distances.
         is_float: whether the monotone order mirrors negative patterns.
-        premix: (n,) int64: position half of each element's hash.
-        bases: (s,) int64: address of each segment's destination.
-        ends: (s,) int32: index of the element after each segment's last.
-        rows: (s,) int32: row of ``sums`` that each segment adds to.
+        table: (s, FIXED_COLUMNS + 2·dims) int64. Of each segment: address of its route's first element; index in the
+            batch of the element after its last; row of ``sums`` that it adds to; seed of its tensor's hashes; flat
+            index in the tensor of its route's first element; then ``Route.steps``.
         firsts: (b,) int32: index of the first element of each block.
         segments: (b,) int32: segment of each block.
-        positions: (n,) int32 or int64 indices into the destination.
-        data: (n,) signed integers of the element's width: distances, or the bits to exchange.
+        positions: (n,) int32 or int64, data: (n,) signed integers of the element's width; see ``RoutePatch``.
     """
 
     relative: bool
     is_float: bool
-    premix: torch.Tensor
-    bases: torch.Tensor
-    ends: torch.Tensor
-    rows: torch.Tensor
+    table: torch.Tensor
     firsts: torch.Tensor
     segments: torch.Tensor
     positions: torch.Tensor
@@ -54,7 +50,7 @@ class PackedBatch:
 class BatchPart:
     """Elements ``start`` … ``stop`` − 1 of a patch; ``row`` of the sums is that of the patch's group."""
 
-    patch: SparsePatch
+    patch: RoutePatch
     destination: Destination
     row: int
     start: int
@@ -67,7 +63,7 @@ class BatchPart:
 
 @dataclass
 class Batch:
-    """What one launch writes: parts of patches with one element type, all relative or none, no element twice.
+    """What one launch writes: parts of patches of one ``kind``, no element twice.
 
     Attributes:
         uploaded: has the packed batch on the device; None if it is in host memory only.
@@ -90,14 +86,16 @@ class Batch:
         return sum(-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in self._layout)
 
     @property
+    def dims(self) -> int:
+        """Dimensions of its routes."""
+        return len(self.parts[0].patch.route.steps)
+
+    @property
     def _layout(self) -> list[tuple[int, torch.dtype]]:
-        first, parts = self.parts[0].patch, len(self.parts)
+        first = self.parts[0].patch
         index = torch.int32 if first.positions.itemsize == 4 else torch.int64
         return [
-            (self.elements, torch.int64),
-            (parts, torch.int64),
-            (parts, torch.int32),
-            (parts, torch.int32),
+            (len(self.parts) * (FIXED_COLUMNS + 2 * self.dims), torch.int64),
             (self.blocks, torch.int32),
             (self.blocks, torch.int32),
             (self.elements, index),
@@ -111,22 +109,22 @@ class Batch:
             arrays.append(memory[at : at + count * dtype.itemsize].view(dtype))
             at += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         first = self.parts[0].patch
-        return PackedBatch(first.relative, first.element.is_float, *arrays)
+        return PackedBatch(first.relative, first.element.is_float, arrays[0].view(len(self.parts), -1), *arrays[1:])
 
     def pack(self, memory: torch.Tensor) -> None:
         """Write the packed batch into (≥ nbytes,) uint8 memory of the host."""
         packed = self.views(memory)
-        premix, positions, data = (tensor.numpy() for tensor in (packed.premix, packed.positions, packed.data))
+        table, positions, data = (tensor.numpy() for tensor in (packed.table, packed.positions, packed.data))
         firsts, segments = packed.firsts.numpy(), packed.segments.numpy()
-        bases, ends, rows = packed.bases.numpy(), packed.ends.numpy(), packed.rows.numpy()
         at = block = 0
         for number, part in enumerate(self.parts):
             patch, stretch, end = part.patch, slice(part.start, part.stop), at + part.size
-            premix[at:end] = patch.premix[stretch].view(np.int64)
+            route, flat = patch.route, part.destination.flat
             positions[at:end] = patch.positions[stretch]
             data[at:end] = patch.data[stretch].view(data.dtype)
-            bases[number] = part.destination.flat.data_ptr()
-            ends[number], rows[number] = end, part.row
+            address = flat.data_ptr() + route.target.offset * flat.element_size()
+            seed = int(np.uint64(patch.seed).view(np.int64))
+            table[number] = address, end, part.row, seed, route.source.offset, *chain.from_iterable(route.steps)
             blocks = -(-part.size // BLOCK)
             firsts[block : block + blocks] = np.arange(at, end, BLOCK)
             segments[block : block + blocks] = number
@@ -140,26 +138,32 @@ class Batch:
             at += part.size
 
 
-def cut_batches(patches: list[SparsePatch], routes: RouteMap, groups: list[int], most: int) -> Iterator[Batch]:
+def kind(patch: RoutePatch) -> tuple[Any, ...]:
+    """Return what the patches of a batch have in common, in an order by which they can be sorted."""
+    return patch.element.name, not patch.relative, patch.positions.itemsize, len(patch.route.steps)
+
+
+def cut_batches(patches: list[RoutePatch], routes: RouteMap, groups: list[int], most: int) -> Iterator[Batch]:
     """Cut patches into batches of at most ``most`` bytes, in their order."""
     parts: list[BatchPart] = []
-    kind: tuple[Any, ...] = ()
     room = 0
     for patch in patches:
-        row, destination = groups.index(patch.group), routes.destinations[patch.destination]
+        row, destination = groups.index(patch.group), routes.destinations[patch.route.destination]
+        # A row of the table, and one block that is not full.
+        part_bytes = 8 * (FIXED_COLUMNS + 2 * len(patch.route.steps)) + 8
         # Per block of elements, and 4 bytes each for the block's first element and segment.
-        block_bytes = BLOCK * (8 + patch.positions.itemsize + patch.data.itemsize) + 8
+        block_bytes = BLOCK * (patch.positions.itemsize + patch.data.itemsize) + 8
         start = 0
         while start < patch.positions.size:
-            count = min(patch.positions.size - start, (room - PART_BYTES) * BLOCK // block_bytes)
-            if parts and (count <= 0 or kind != (patch.element, patch.relative, patch.positions.dtype)):
+            count = min(patch.positions.size - start, (room - part_bytes) * BLOCK // block_bytes)
+            if parts and (count <= 0 or kind(patch) != kind(parts[0].patch)):
                 yield Batch(parts)
                 parts = []
             if not parts:
-                kind, room = (patch.element, patch.relative, patch.positions.dtype), most - PACKED_ARRAYS * ALIGNMENT
-                count = min(patch.positions.size - start, (room - PART_BYTES) * BLOCK // block_bytes)
+                room = most - PACKED_ARRAYS * ALIGNMENT
+                count = min(patch.positions.size - start, (room - part_bytes) * BLOCK // block_bytes)
             parts.append(BatchPart(patch, destination, row, start, start + count))
-            room -= PART_BYTES + -(-count * block_bytes // BLOCK)
+            room -= part_bytes + -(-count * block_bytes // BLOCK)
             start += count
     if parts:
         yield Batch(parts)

@@ -18,33 +18,35 @@ import numpy as np
 import torch
 
 from vllm_delta_sync.engine.model.accelerator import Accelerator, Workspace
-from vllm_delta_sync.engine.model.device_batch import Batch, BatchPart, PackedBatch, cut_batches
-from vllm_delta_sync.engine.model.route import Addresses, Destination, SparsePatch
+from vllm_delta_sync.engine.model.device_batch import FIXED_COLUMNS, Batch, BatchPart, PackedBatch, cut_batches, kind
+from vllm_delta_sync.engine.model.route import Addresses, Destination, Route, RoutePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.undo_writes import undo_writes
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint
-from vllm_delta_sync.tensors.torch_hash import write_lanes
+from vllm_delta_sync.tensors.torch_hash import premix_in_place, write_lanes
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 TORCH_ELEMENTS = 1 << 20
 """Elements per step without Triton: bounds the scratch memory."""
-TORCH_SCRATCH = 8
+TORCH_SCRATCH = 9
 """Arrays of 8 bytes per element that such a step needs."""
 
 
 class DevicePatch:
-    """The patches of one version whose destinations lie on the device, in their order.
+    """The patches of one version whose destinations lie on the device.
 
     Args:
-        patches: each element of a destination occurs at most once among patches that are relative, and at most once
-            among those that are not.
+        patches: in any order; each element of a destination occurs at most once among those that are relative, and at
+            most once among those that are not.
     """
 
-    def __init__(self, patches: list[SparsePatch], routes: RouteMap, workspace: Workspace) -> None:
+    def __init__(self, patches: list[RoutePatch], routes: RouteMap, workspace: Workspace) -> None:
         self._workspace, self._memory = workspace, routes.memory
         self._groups = sorted({patch.group for patch in patches})
-        self.batches = list(cut_batches(patches, routes, self._groups, workspace.nbytes))
+        # By kind, and near each other in memory.
+        ordered = sorted(patches, key=lambda each: (kind(each), each.route.destination, each.route.target.offset))
+        self.batches = list(cut_batches(ordered, routes, self._groups, workspace.nbytes))
         sums = 16 * len(self._groups)
         self._sums = workspace.accelerator.allocate(sums).view(torch.int64).view(-1, 2)
         self._sums_on_host = workspace.accelerator.allocate_pinned(sums).view(torch.int64).view(-1, 2)
@@ -122,7 +124,7 @@ class DevicePatch:
                 batch.unpack_data(on_host)
 
 
-def stage_on_device(sparse: list[SparsePatch], routes: RouteMap) -> DevicePatch | None:
+def stage_on_device(patches: list[RoutePatch], routes: RouteMap) -> DevicePatch | None:
     """Prepare the commit of patches on the device of their weights; None where all weights are in host memory.
 
     Raises:
@@ -132,7 +134,6 @@ def stage_on_device(sparse: list[SparsePatch], routes: RouteMap) -> DevicePatch 
     accelerator = routes.memory.accelerator
     if accelerator is None:
         return None
-    patches = [patch for patch in sparse if is_on_device(routes.destinations[patch.destination], routes)]
     on_device = DevicePatch(patches, routes, accelerator.workspace)
     on_device.upload()
     accelerator.workspace.record_version(sum(batch.uploaded is not None for batch in on_device.batches))
@@ -156,28 +157,27 @@ def _triton(accelerator: Accelerator) -> ModuleType | None:
     return commit_triton
 
 
-def compile_kernels(elements: set[DType], routes: RouteMap, wide: bool) -> None:
-    """Compile and load the kernels for these element types now, so that no commit does while the engine is paused.
-
-    Args:
-        wide: whether a destination has ``NARROW_ELEMENTS`` or more.
-    """
+def compile_kernels(elements: set[DType], routes: RouteMap) -> None:
+    """Compile and load the kernels for these element types now, so that no commit does while the engine is paused."""
     accelerator = routes.memory.accelerator
     module = None if accelerator is None else _triton(accelerator)
     if accelerator is None or module is None:
         return
     workspace = accelerator.workspace
+    several = [route for each in routes.routes for route in each]
+    several = [route for route in several if is_on_device(routes.destinations[route.destination], routes)]
+    kinds = {(len(route.steps), route.index): route for route in several}
     with workspace.lock:
         # All zeros is a batch with one block, whose segment is empty.
         workspace.on_device.zero_()
-        narrow: list[Addresses] = [np.zeros(1, np.int32)]
-        positions = [*narrow, np.zeros(1, np.int64)] if wide else narrow
-        for element, position, relative in product(elements, positions, (True, False)):
-            patch = SparsePatch(0, 0, element, relative, position, np.zeros(1, element.uint), np.zeros(1, np.uint64))
-            batch = Batch([BatchPart(patch, routes.destinations[0], 0, 0, 1)])
-            sums = workspace.on_device[-16:].view(torch.int64)
+        for element, relative, route in product(elements, (True, False), kinds.values()):
+            positions: Addresses = np.zeros(1, route.index)
+            patch = RoutePatch(route, 0, 0, element, relative, positions, np.zeros(1, element.uint))
+            batch = Batch([BatchPart(patch, routes.destinations[route.destination], 0, 0, 1)])
+            packed, sums = batch.views(workspace.on_device), workspace.on_device[-16:].view(torch.int64)
+            packed.table[:, FIXED_COLUMNS:] = 1
             for reverse in (False, True):
-                module.commit_triton(batch.views(workspace.on_device), batch, sums, reverse)
+                module.commit_triton(packed, batch, sums, reverse)
         for element in elements:
             # torch too loads its kernels at the first use: this one copies a tensor that lies in strides.
             strided = workspace.on_device[:4096].view(SIGNED[element.itemsize]).view(16, -1)
@@ -217,16 +217,19 @@ def _commit_piece(
 ) -> None:
     flat, data = part.destination.flat, packed.data[piece]
     rows = scratch.view(torch.int64).view(TORCH_SCRATCH, -1)
-    where, shifted, lanes = rows[0, : data.numel()], rows[1, : data.numel()], rows[2:6, : data.numel()]
-    before, after = (row.view(flat.dtype)[: data.numel()] for row in rows[6:])
-    where.copy_(packed.positions[piece])
+    where, shifted, words, lanes = *rows[:3, : data.numel()], rows[3:7, : data.numel()]
+    before, after = (row.view(flat.dtype)[: data.numel()] for row in rows[7:])
+    # Two lanes are scratch until there are hashes.
+    _locate(part.patch.route, packed.positions[piece], where, lanes[0], lanes[1])
     torch.index_select(flat, 0, where, out=before)
     if packed.relative:
         _add(before, data, packed.is_float, reverse, after, shifted.view(flat.dtype)[: data.numel()])
     else:
         after.copy_(data)
+    words.copy_(packed.positions[piece]).add_(part.patch.route.source.offset)
+    premix_in_place(part.patch.seed, words, shifted)
     for row, bits in ((0, before), (2, after)):
-        write_lanes(packed.premix[piece], bits, lanes[row], lanes[row + 1], shifted)
+        write_lanes(words, bits, lanes[row], lanes[row + 1], shifted)
     change = torch.sum(lanes[2:].sub_(lanes[:2]), 1, out=rows[1, :2])
     # Whatever may fail for want of memory has come before the writes.
     try:
@@ -238,6 +241,19 @@ def _commit_piece(
         undo = [partial(flat.index_copy_, 0, where, before), *([] if packed.relative else [partial(data.copy_, after)])]
         undo_writes(undo, "a piece", error)
         raise
+
+
+def _locate(
+    route: Route, positions: torch.Tensor, where: torch.Tensor, rest: torch.Tensor, coordinate: torch.Tensor
+) -> None:
+    """Write (n,) int64 indices in a route's destination to ``where``; ``rest`` and ``coordinate`` are scratch."""
+    rest.copy_(positions)
+    where.fill_(route.target.offset)
+    for stride, step in route.steps[:-1]:
+        torch.div(rest, stride, rounding_mode="floor", out=coordinate)
+        rest.sub_(coordinate, alpha=stride)
+        where.add_(coordinate, alpha=step)
+    where.add_(rest, alpha=route.steps[-1][1])
 
 
 def _add(

@@ -15,17 +15,22 @@ import torch
 
 from vllm_delta_sync.engine.model.device_patch import DevicePatch, is_on_device, stage_on_device
 from vllm_delta_sync.engine.model.regions import Region
-from vllm_delta_sync.engine.model.route import DensePatch, Destination, Route, SparsePatch, region_view
+from vllm_delta_sync.engine.model.route import (
+    NARROW_ELEMENTS,
+    DensePatch,
+    Destination,
+    Route,
+    RoutePatch,
+    SparsePatch,
+    region_view,
+)
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.errors import FingerprintError
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor, tensor_seed
-from vllm_delta_sync.tensors.bits import order_masks
+from vllm_delta_sync.tensors.bits import Bits, Positions, order_masks
 from vllm_delta_sync.tensors.changes import Full, Sparse
 from vllm_delta_sync.tensors.torch_views import SIGNED
-
-NARROW_ELEMENTS = 1 << 31
-"""Destinations below this size use int32 addresses: half the memory, and half of what a commit reads."""
 
 
 class HostBatch:
@@ -65,16 +70,11 @@ class HostBatch:
 
 
 def stage_on_host(sparse: list[SparsePatch], routes: RouteMap) -> list[HostBatch]:
-    """Prepare the commit of those patches that write in host memory, in their order."""
-    in_memory = [
-        (patch, routes.destinations[patch.destination])
-        for patch in sparse
-        if not is_on_device(routes.destinations[patch.destination], routes)
-    ]
+    """Prepare the commit of patches in host memory, in their order."""
     batches: list[HostBatch] = []
-    for _, found in groupby(in_memory, lambda pair: _kind(pair[0])):
-        patches, destinations = zip(*found, strict=True)
-        batches.append(HostBatch(list(patches), list(destinations)))
+    for _, found in groupby(sparse, _kind):
+        patches = list(found)
+        batches.append(HostBatch(patches, [routes.destinations[patch.destination] for patch in patches]))
     return batches
 
 
@@ -88,12 +88,13 @@ class StagedPatch:
     """Everything this rank writes for one version.
 
     Attributes:
-        declared: change of fingerprint over ``sparse``, over all ranks, each element counted once.
+        sparse, routed: what changes in host memory, and on a device.
+        declared: change of fingerprint over ``sparse`` and ``routed``, over all ranks, each element counted once.
         fingerprints: per tensor id of the run: its fingerprint after the commit, whether or not this rank loads it.
         applied: whether the weights contain the patch.
         measured: per group of ranks, the change of fingerprint that the last commit measured.
-        on_host: what of ``sparse`` is applied in host memory; None until ``prepare`` has run.
-        on_device: what of ``sparse`` is applied on an accelerator; None if nothing is.
+        on_host: ``sparse`` as it is applied; None until ``prepare`` has run.
+        on_device: ``routed`` as it is applied; None without an accelerator.
     """
 
     version: int
@@ -101,6 +102,7 @@ class StagedPatch:
     declared: Fingerprint
     dense: list[DensePatch]
     fingerprints: list[Fingerprint] = field(repr=False)
+    routed: list[RoutePatch] = field(default_factory=list)
     applied: bool = False
     measured: dict[int, Fingerprint] = field(default_factory=dict)
     on_host: list[HostBatch] | None = field(default=None, repr=False)
@@ -109,18 +111,20 @@ class StagedPatch:
     def prepare(self, routes: RouteMap) -> None:
         """Prepare the commit, so that nothing is left for the pause; errors as ``stage_on_device``."""
         self.on_host = stage_on_host(self.sparse, routes)
-        self.on_device = stage_on_device(self.sparse, routes)
+        self.on_device = stage_on_device(self.routed, routes)
 
     @property
     def nbytes(self) -> int:
         """Host memory, in bytes."""
-        return sum(patch.nbytes for patch in self.sparse) + sum(patch.nbytes for patch in self.dense)
+        parts: list[SparsePatch | RoutePatch | DensePatch] = [*self.sparse, *self.routed, *self.dense]
+        return sum(part.nbytes for part in parts)
 
     @property
     def elements(self) -> int:
         """Number of elements that a commit writes on this rank."""
         dense = sum(buffer.numel() for patch in self.dense for _, buffer in patch.exchanges)
-        return sum(patch.positions.size for patch in self.sparse) + dense
+        patches: list[SparsePatch | RoutePatch] = [*self.sparse, *self.routed]
+        return sum(patch.positions.size for patch in patches) + dense
 
 
 class PatchBuilder:
@@ -136,6 +140,7 @@ class PatchBuilder:
     ) -> None:
         self._version, self._routes, self._declared = version, routes, declared
         self._sparse: list[SparsePatch] = []
+        self._routed: list[RoutePatch] = []
         self._dense: list[DensePatch] = []
         self._full: set[int] = set()
         self._after = list(before)
@@ -150,7 +155,11 @@ class PatchBuilder:
             MemoryError: the patch does not fit into memory.
         """
         if isinstance(piece, Sparse):
-            self._sparse += _route_sparse(piece, self._routes)
+            for patch in _route_sparse(piece, self._routes):
+                if isinstance(patch, RoutePatch):
+                    self._routed.append(patch)
+                else:
+                    self._sparse.append(patch)
             return
         _check_full(piece, self._routes, self._after, self._declared)
         self._full.add(piece.id)
@@ -168,7 +177,7 @@ class PatchBuilder:
             if tensor not in self._full and self._routes.loaded[tensor]
         ]
         total = sum(scattered, Fingerprint())
-        return StagedPatch(self._version, self._sparse, total, self._dense, self._after)
+        return StagedPatch(self._version, self._sparse, total, self._dense, self._after, self._routed)
 
 
 def _check_full(full: Full, routes: RouteMap, after: list[Fingerprint], declared: Mapping[int, Fingerprint]) -> None:
@@ -205,24 +214,55 @@ class _Part(NamedTuple):
     holders: int
 
 
-def _route_sparse(group: Sparse, routes: RouteMap) -> Iterator[SparsePatch]:
+def _route_sparse(group: Sparse, routes: RouteMap) -> Iterator[SparsePatch | RoutePatch]:
     narrow: list[_Part] = []
     wide: list[_Part] = []
     cursor = 0
-    for tensor, positions, _ in group.tensors():
+    for tensor, positions, data in group.tensors():
         start, cursor = cursor, cursor + positions.size
         spec = routes.table[tensor]
         seed = tensor_seed(spec.name)
         for route, holders in zip(routes.routes[tensor], routes.groups[tensor], strict=True):
-            first, last = start, cursor
+            first, last = 0, positions.size
             if route.source.numel < spec.numel:
                 ends = np.searchsorted(positions, [route.source.offset, route.source.last + 1])
-                first, last = start + int(ends[0]), start + int(ends[1])
-            extent = routes.destinations[route.destination].flat.numel()
-            if last > first:
-                (narrow if extent < NARROW_ELEMENTS else wide).append(_Part(seed, first, last, route, holders))
+                first, last = int(ends[0]), int(ends[1])
+            if last == first:
+                continue
+            destination = routes.destinations[route.destination]
+            if is_on_device(destination, routes):
+                mine = slice(first, last)
+                yield from _route_patch(group, positions[mine], data[mine], route, seed, holders)
+                continue
+            extent = destination.flat.numel()
+            part = _Part(seed, start + first, start + last, route, holders)
+            (narrow if extent < NARROW_ELEMENTS else wide).append(part)
     yield from _fill(group, narrow, np.int32)
     yield from _fill(group, wide, np.int64)
+
+
+def _route_patch(
+    group: Sparse, positions: Positions, data: Bits, route: Route, seed: int, holders: int
+) -> Iterator[RoutePatch]:
+    """Yield the patch of those of a tensor's changes that a route leads to a device, if there are any."""
+    if route.source.numel == route.span:
+        shifted = (positions - route.source.offset).astype(route.index)
+        yield RoutePatch(route, seed, holders, group.element, group.relative, shifted, data.copy())
+        return
+    from vllm_delta_sync.engine.model import route_kernels
+
+    # To where they are in the tensor: this leaves those between the rows of the route's part out.
+    sizes, strides, _ = route.dimensions
+    inside, kept = np.empty(positions.size, route.index), np.empty(positions.size, data.dtype)
+    found, _ = route_kernels.route_elements(
+        positions, data, np.uint64(seed), route.source.offset, sizes, strides, 0, strides, inside, kept,
+        np.empty(positions.size, np.uint64),
+    )  # fmt: skip
+    if found:
+        for array in (inside, kept):
+            # Frees the unused end, which a view would keep; no other array shares this memory yet.
+            array.resize(found, refcheck=False)
+        yield RoutePatch(route, seed, holders, group.element, group.relative, inside, kept)
 
 
 def _fill(group: Sparse, parts: list[_Part], index: type[np.integer[Any]]) -> Iterator[SparsePatch]:

@@ -1,10 +1,11 @@
 """``Route`` leads from elements of a checkpoint tensor to elements of a ``Destination``, which holds weights.
 
-``SparsePatch`` and ``DensePatch`` are what is written there: a ``StagedPatch`` consists of them.
+``SparsePatch``, ``RoutePatch`` and ``DensePatch`` are what is written there: a ``StagedPatch`` consists of them.
 """
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,10 @@ import torch
 from vllm_delta_sync.engine.model.regions import Indices, Region
 from vllm_delta_sync.format.dtypes import DType
 from vllm_delta_sync.tensors.bits import Bits
+
+NARROW_ELEMENTS = 1 << 31
+"""Below so many elements, addresses in a destination and positions in a tensor are int32: half the memory, and half of
+what a commit reads."""
 
 Words = npt.NDArray[np.uint64]
 Addresses = npt.NDArray[np.int32] | Indices
@@ -63,10 +68,31 @@ class Route:
         sizes, strides, targets = np.array(rows, np.int64).reshape(-1, 3).T.copy()
         return sizes, strides, targets
 
+    @cached_property
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        """(source stride, target stride) of each dimension, by descending source stride; the last source stride is 1.
+
+        So an index in the source, counted from its first element, leads to one in the target by a division per
+        dimension but the last.
+        """
+        _, strides, targets = self.dimensions
+        found = tuple(zip(strides.tolist(), targets.tolist(), strict=True))
+        return found if found and found[-1][0] == 1 else (*found, (1, 0))
+
+    @property
+    def span(self) -> int:
+        """Elements of the tensor from the first to the last that the route leads from."""
+        return self.source.last - self.source.offset + 1
+
+    @property
+    def index(self) -> np.dtype[Any]:
+        """Type of the positions of a ``RoutePatch``: int32 or int64."""
+        return np.dtype(np.int32 if self.span < NARROW_ELEMENTS else np.int64)
+
 
 @dataclass
 class SparsePatch:
-    """Changed elements of one destination, ascending by address, all held by the same ranks.
+    """Changed elements of one destination in host memory, ascending by address, all held by the same ranks.
 
     Several patches may lead to one destination; they have no element in common.
 
@@ -97,6 +123,36 @@ class SparsePatch:
     def first(self) -> int:
         """The lowest address."""
         return int(self.positions[0])
+
+
+@dataclass
+class RoutePatch:
+    """Changed elements that one route leads to a destination on a device, ascending by position in their tensor.
+
+    A commit computes their addresses and all of their hashes on the device, and so reads fewer bytes than of a
+    ``SparsePatch``. The patches of two routes have no element of a destination in common.
+
+    Attributes:
+        seed: of the tensor's hashes (docs/FORMAT.md).
+        group: the group of ranks that hold copies of what the route loads.
+        positions: (n,) int32 or int64: flat index in the tensor, less that of the route's first element.
+        data: (n,) unsigned: ULP distances if ``relative``, else the bits to exchange.
+
+    Both arrays are C-contiguous.
+    """
+
+    route: Route
+    seed: int
+    group: int
+    element: DType
+    relative: bool
+    positions: Addresses
+    data: Bits
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory, in bytes."""
+        return self.positions.nbytes + self.data.nbytes
 
 
 @dataclass

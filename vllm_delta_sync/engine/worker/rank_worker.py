@@ -27,7 +27,8 @@ from vllm_delta_sync.engine.logger import logger
 from vllm_delta_sync.engine.model import device_patch
 from vllm_delta_sync.engine.model.draft import Draft
 from vllm_delta_sync.engine.model.loader_trace import LoadableModel
-from vllm_delta_sync.engine.model.patch import NARROW_ELEMENTS, StagedPatch, compile_routing
+from vllm_delta_sync.engine.model.patch import StagedPatch, compile_routing
+from vllm_delta_sync.engine.model.route import NARROW_ELEMENTS
 from vllm_delta_sync.engine.model.route_compiler import trace_routes
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.engine.model.tied_tensors import TieRule
@@ -198,7 +199,7 @@ class RankWorker:
                 len(cut), cut[0],
             )  # fmt: skip
         wide = any(destination.flat.numel() >= NARROW_ELEMENTS for destination in routes.destinations)
-        device_patch.compile_kernels({spec.element for spec in run.table}, routes, wide)
+        device_patch.compile_kernels({spec.element for spec in run.table}, routes)
         compiling.join()
         if wide:
             apply.compile_kernels(elements, wide)
