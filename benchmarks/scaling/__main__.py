@@ -18,7 +18,8 @@ times that the model has the slice. Weights are normal; 1 % of all elements chan
 - ``commit``: the part of a pause that grows with the model. ``undo log``: host memory that keeps a commit revertible.
 - ``memory``: the patch (address, distance, half a hash: 14 bytes for each changed element of the rank), and what the
   slice that needs most was measured to need besides, in passing. Objects of more than 64 MB stay in their files.
-  ``device``: the patch of weights on a device: position and distance, 6 bytes for each. ``fetch``: a version's bytes at 10 Gbit/s.
+  ``device``: the patch of weights on a device: position and distance, 6 bytes for each.
+  ``fetch``: a version's bytes at 10 Gbit/s.
 - *projected bucket*: 1,000 servers, nodes of 8 ranks, a version each minute. A version is cut into objects of 1 GiB
   decoded, and fetched in the pieces that the product uses; a poll takes the requests that one was counted to take,
   each ``poll_seconds`` (default). Without a cache each rank reads each object in one request.
