@@ -147,7 +147,8 @@ class Settings(StoreOptions):
     device_staging_bytes: Annotated[int, Field(ge=0)] = 2 * 1024**3
     """Memory of each rank's device for the changes of one version, which are uploaded before the pause. At most
     half of the device's free memory is used. Changes that find no room pass through a buffer of 32 MiB during the
-    pause, which makes it longer. Does not apply on a CPU. 0: all changes do."""
+    pause, which makes it longer. From 16 MiB on, up to 128 MiB serve to decode versions on the device; with less, the
+    host decodes. Does not apply on a CPU. 0: all changes pass through the buffer."""
     rescan_bytes: Annotated[int, Field(ge=0)] = 64 * 1024**2
     """Bytes of weights that each staging also hashes and compares, tensor after tensor in rotation, to detect
     changes from outside. 0: none."""

@@ -22,7 +22,7 @@ def run_with_triton(module: str, **environment: str) -> subprocess.CompletedProc
         env={**os.environ, "PYTHONPATH": f"{TRITON}{os.pathsep}{ROOT}", **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
 
@@ -34,6 +34,7 @@ def run_with_triton(module: str, **environment: str) -> subprocess.CompletedProc
         pytest.param("interpreted_decode", marks=pytest.mark.slow),
         pytest.param("interpreted_diff", marks=pytest.mark.slow),
         "interpreted_fingerprint",
+        pytest.param("interpreted_staging", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_compute_what_a_cpu_computes(program: str) -> None:

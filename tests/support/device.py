@@ -18,9 +18,9 @@ from vllm_delta_sync.tensors import torch_hash
 class SimulatedDevice(Accelerator):
     """An accelerator whose memory is the host's, of which ``free`` bytes are left."""
 
-    def __init__(self, free: int = 1 << 34) -> None:
+    def __init__(self, free: int = 1 << 34, has_triton: bool = False) -> None:
         super().__init__(torch.device("cpu"))
-        self.free = free
+        self.free, self.has_triton = free, has_triton
 
     def set_device(self) -> None:
         pass

@@ -8,10 +8,10 @@ order and with gaps; forwards, back, and forwards again.
 import numpy as np
 import torch
 
-from tests.support.device import for_host, identity, staged_on_device
+from tests.support.device import SimulatedDevice, for_host, identity, staged_on_device
 from tests.support.routing import all_indices, densely
 from vllm_delta_sync.engine.commit.apply import apply_patch
-from vllm_delta_sync.engine.model import accelerator, commit_triton, device_batch, device_patch
+from vllm_delta_sync.engine.model import accelerator, device_batch, device_patch
 from vllm_delta_sync.engine.model.patch import StagedPatch
 from vllm_delta_sync.engine.model.regions import Region
 from vllm_delta_sync.engine.model.route import Destination, Route, RoutePatch
@@ -74,7 +74,7 @@ def check(dtype: str, relative: bool, wide: bool, workspace: int, uploaded: bool
         patches.append(RoutePatch(route, number_of_seed, number % 2, element, relative, positions, data))
     there = sorted([for_host(patch) for patch in patches], key=lambda patch: patch.destination)
     expected, host_routes = StagedPatch(1, there, Fingerprint(), [], []), RouteMap(TensorTable([]), on_host, [])
-    staged, routes = staged_on_device(patches, on_device, uploaded)
+    staged, routes = staged_on_device(patches, on_device, uploaded, SimulatedDevice(has_triton=True))
     for reverse in (False, True, False):
         measured = apply_patch(staged, routes, reverse)
         assert measured == apply_patch(expected, host_routes, reverse), (dtype, relative, reverse)
@@ -85,7 +85,6 @@ def check(dtype: str, relative: bool, wide: bool, workspace: int, uploaded: bool
 
 
 def main() -> None:
-    device_patch._triton = lambda accelerator: commit_triton
     seed = 0
     for dtype in ("BF16", "F16", "F32", "F64", "F8_E4M3", "I64", "I8", "U8"):
         for relative in (True, False):
@@ -93,7 +92,7 @@ def main() -> None:
             check(dtype, relative, seed % 3 == 0, workspace, seed % 4 < 2, seed)
             seed += 1
     destination = Destination("weight", torch.bfloat16, torch.arange(50, dtype=torch.int16))
-    empty, routes = staged_on_device([], [destination])
+    empty, routes = staged_on_device([], [destination], device=SimulatedDevice(has_triton=True))
     routes.routes.append([identity(0, 50)])
     device_patch.compile_kernels({DTYPES["BF16"], DTYPES["U8"]}, routes)
     assert torch.equal(destination.flat, torch.arange(50, dtype=torch.int16))

@@ -27,7 +27,14 @@ from vllm_delta_sync.codec.tiles.grid import Grid, grid_of
 from vllm_delta_sync.codec.tiles.prefix_code import Decoding, decoding
 from vllm_delta_sync.codec.tiles.rectangles import CutTileError
 from vllm_delta_sync.engine.model import decode_triton
-from vllm_delta_sync.engine.model.decode_triton import DecodeArrays, OldBits, TileBatch, decode_tiles, tile_fields
+from vllm_delta_sync.engine.model.decode_triton import (
+    DecodeArrays,
+    OldBits,
+    TileBatch,
+    array_shapes,
+    decode_tiles,
+    tile_fields,
+)
 from vllm_delta_sync.errors import UnsupportedError
 from vllm_delta_sync.format.codecs import Codec
 from vllm_delta_sync.format.dtypes import DTYPES, DType
@@ -127,6 +134,14 @@ class Guarded:
             assert (block[MARGIN + nbytes :] == MARK).all()
 
 
+def fill(batch: TileBatch, payload: np.ndarray, arrays: DecodeArrays) -> None:
+    """Copy a batch and its streams to the device."""
+    inputs = batch.fields, batch.limits.view(np.int32), batch.tables.view(np.int16)
+    for array, known in zip((arrays.fields, arrays.limits, arrays.tables), inputs, strict=True):
+        array.copy_(torch.from_numpy(known))
+    arrays.streams.view(torch.uint8)[: payload.size].copy_(torch.from_numpy(payload))
+
+
 Found = tuple[int, list[int], list[int]]
 """Number of changes or an error; positions and distances."""
 
@@ -169,16 +184,15 @@ def check(samples: Sequence[Sample], narrow: bool = False, lacking: int | None =
         samples[0].element, fields, [sample.tables for sample in samples], [sample.thresholds for sample in samples]
     )
     room = batch.room if lacking is None else sum(max(code, 0) for code, _, _ in wanted) - lacking
-    guarded, exact = Guarded(), DecodeArrays.of(batch, DEVICE)
-    arrays = DecodeArrays(*(guarded.empty(each) for each in vars(exact).values()))
-    positions = guarded.empty(torch.empty(room, dtype=torch.int32 if narrow else torch.int64))
-    distances = guarded.empty(torch.empty(room, dtype=arrays.steps.dtype))
-    streams = torch.from_numpy(payload).to(DEVICE)
+    guarded, shapes = Guarded(), array_shapes(batch, payload.size, torch.int32 if narrow else torch.int64)
+    shapes[-2:] = [((room,), dtype) for _, dtype in shapes[-2:]]
+    arrays = DecodeArrays(*(guarded.empty(torch.empty(shape, dtype=dtype)) for shape, dtype in shapes))
+    fill(batch, payload, arrays)
     lying = [part.clone() for sample in samples for part in sample.memory]
-    decode_tiles(batch, streams, arrays, positions, distances)
+    decode_tiles(batch, arrays)
     guarded.check()
     assert all(map(torch.equal, lying, (part for sample in samples for part in sample.memory)))
-    where, steps = positions.cpu().numpy(), distances.cpu().numpy().view(samples[0].element.uint)
+    where, steps = arrays.positions.cpu().numpy(), arrays.distances.cpu().numpy().view(samples[0].element.uint)
     said: Counter[int] = Counter()
     before = 0
     for (code, right, moved), found, end in zip(wanted, arrays.found.tolist(), arrays.ends.tolist(), strict=True):
@@ -381,14 +395,13 @@ def check_refusals() -> None:
     with pytest.raises(UnsupportedError, match="tiles of I64 are decoded on the CPU only"):
         TileBatch.of(DTYPES["I64"], *parts)
     batch = TileBatch.of(sample.element, *parts)
-    arrays, room = DecodeArrays.of(batch, DEVICE), torch.zeros(200, dtype=torch.int64, device=DEVICE)
-    streams = torch.zeros(sample.streams.size + decode_triton.PADDING - 1, dtype=torch.uint8, device=DEVICE)
-    steps = room.to(torch.int16)
+    shapes = array_shapes(batch, sample.streams.size + decode_triton.PADDING - 8, torch.int64)
+    arrays = DecodeArrays(*(torch.zeros(shape, dtype=dtype, device=DEVICE) for shape, dtype in shapes))
     with pytest.raises(ValueError, match="too few"):
-        decode_tiles(batch, streams, arrays, room, steps)
+        decode_tiles(batch, arrays)
     none = replace(batch, fields=batch.fields[:, :0])
-    decode_tiles(none, streams[:0], arrays, room, steps)
-    assert not room.any()
+    decode_tiles(none, arrays)
+    assert not arrays.positions.any()
 
 
 def main() -> None:

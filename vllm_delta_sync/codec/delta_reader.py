@@ -4,7 +4,7 @@ A reader first reads and checks the directories of all blocks (which tensors, ho
 when they are asked for, from compressed bytes that stay in their memory map.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from vllm_delta_sync.codec.delta_object import (
 from vllm_delta_sync.codec.full import FullReader, LazyFullTensors
 from vllm_delta_sync.codec.raw import RawReader
 from vllm_delta_sync.codec.tiles import coder
-from vllm_delta_sync.codec.tiles.coder import TilesBlock
+from vllm_delta_sync.codec.tiles.coder import CodedTensor, TilesBlock
 from vllm_delta_sync.codec.zstd import COMPRESSIONS, Compression
 from vllm_delta_sync.errors import ChainError, FormatError, TensorMismatchError, UnsupportedError
 from vllm_delta_sync.format.canonical_json import check_format_version, load_canonical
@@ -238,6 +238,19 @@ class DeltaReader:
                 found.append(self._directed(reader.take(last)))
         return [group for group in found if group.ids.size]
 
+    def coded(self, wanted: Callable[[int], bool]) -> Iterator[CodedTensor]:
+        """Yield tensors as they are, to be decoded elsewhere; ``take`` decodes them unless ``old`` has no part of them.
+
+        Args:
+            wanted: says of a tensor's id whether to yield it, if it lies in tiles.
+
+        Raises:
+            FormatError, LimitError: a table is damaged.
+        """
+        for reader in self._readers:
+            if isinstance(reader, TilesReader):
+                yield from reader.coded(wanted)
+
     def rest(self) -> Changes:
         """Return what was not taken yet, at once. Raises as ``take``."""
         groups = [
@@ -298,6 +311,13 @@ class TilesReader:
         if self._codec not in BASE_CODECS and not found.all_plain:
             raise FormatError(f"{self._what}: codec {self._codec!r} has a tile that is not plain")
         return found
+
+    def coded(self, wanted: Callable[[int], bool]) -> Iterator[CodedTensor]:
+        """Yield tensors as they are; see ``DeltaReader.coded``."""
+        rows = [row for row, tensor in enumerate(self.directory.ids.tolist()) if wanted(tensor)]
+        if rows:
+            block = self._open()
+            yield from map(block.coded, rows)
 
     def take(self, last: int) -> Sparse:
         """Return changed elements of the tensors from ``row`` up to row ``last``, excluded; at least one tensor.

@@ -244,7 +244,8 @@ class Trial:
         return (
             f"{staged.elements:,} elements: {ours:.2f} ms (first {port.commit_ms[0]:.2f}), {rate:.0f} GB/s, "
             f"{ours / bare:.2f} × `index_put_` ({bare:.2f} ms); back in the same pause {back:.2f} ms, later "
-            f"{rollback:.2f} ms; compared in {compared:.0f} ms, staged in {sum(staged.ms.values()):.0f} ms"
+            f"{rollback:.2f} ms; compared in {compared:.0f} ms, staged in {sum(staged.ms.values()):.0f} ms, "
+            f"{staged.ms.get('decode', 0):.0f} ms of it decoding"
         )
 
     def scatter_ms(self) -> float:

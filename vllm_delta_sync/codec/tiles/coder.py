@@ -350,6 +350,38 @@ def _planes(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(flat.view(np.uint8).reshape(flat.size, flat.itemsize).T).reshape(-1)
 
 
+@dataclass(frozen=True)
+class CodedTensor:
+    """The tiles of one tensor as a block has them, not decoded.
+
+    Attributes:
+        tensor: its id. count: elements that changed, as the block declares.
+        thresholds: (CLASSES,) uint8, and tables: those of the block.
+        plain, starts, sizes: (tiles,) whether each tile is plain; first bit in ``streams``, and bits, of its stream.
+        streams: uint8, of the whole block.
+    """
+
+    tensor: int
+    spec: TensorSpec
+    count: int
+    thresholds: npt.NDArray[np.uint8]
+    tables: Decoding
+    plain: npt.NDArray[np.bool_]
+    starts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    streams: npt.NDArray[np.uint8]
+    _what: str
+
+    def refuse(self, found: int, tile: int) -> NoReturn:
+        """Raise the FormatError of what was decoded: an error of ``decode_kernels`` in a tile, or a wrong number."""
+        wrong = (
+            f"tile {tile} {_WRONG[found]}" if found < 0 else f"{found} changed elements, the counts say {self.count}"
+        )
+        raise FormatError(
+            f"{self._what}: {self.spec.name!r}: {wrong}; it is damaged, or was made against other weights than these"
+        )
+
+
 @dataclass
 class TilesBlock:
     """A block of kind tiles whose entries, except the streams, have been read and checked.
@@ -420,6 +452,14 @@ class TilesBlock:
         """Whether no tile needs old bits."""
         return bool(np.all(self._plain | (self._sizes == 0)))
 
+    def coded(self, row: int) -> CodedTensor:
+        """Return the block's tensor number ``row`` as it is."""
+        tensor, tiles = int(self.directory.ids[row]), slice(self._firsts[row], self._firsts[row + 1])
+        return CodedTensor(
+            tensor, self._table[tensor], int(self.directory.counts[row]), self._thresholds, self._tables,
+            self._plain[tiles], self._starts[tiles], self._sizes[tiles], self._streams, self._what,
+        )  # fmt: skip
+
     def take(self, wanted: list[tuple[int, BaseTensor | None]]) -> Sparse:
         """Decode tensors of the block, limited to the parts whose base bits are there.
 
@@ -457,9 +497,9 @@ class TilesBlock:
         from vllm_delta_sync.codec.tiles import decode_kernels as kernels
         from vllm_delta_sync.format.kernels import read_only
 
-        tensor, count, element = int(self.directory.ids[row]), into[0].size, self._block.element
-        spec, tiles = self._table[tensor], slice(self._firsts[row], self._firsts[row + 1])
-        grid, plain, sizes = grid_of(spec.shape), self._plain[tiles], self._sizes[tiles]
+        tensor, count, element = self.coded(row), into[0].size, self._block.element
+        spec, plain, starts, sizes = tensor.spec, tensor.plain, tensor.starts, tensor.sizes
+        grid = grid_of(spec.shape)
         wanted, whole = np.ones(grid.tiles, np.bool_), base is None or base.rectangles is None
         if base is not None and base.rectangles is not None:
             covered = grid.covered(base.rectangles).reshape(-1)
@@ -480,7 +520,6 @@ class TilesBlock:
                 if base.in_place is None
                 else base.in_place()
             )
-        starts = self._starts[tiles]
         begin, end = int(starts[0]) >> 3, (int(starts[-1]) + int(sizes[-1]) + 7) >> 3
         payload = self._streams[begin : end + kernels.PADDING]
         if payload.size < end - begin + kernels.PADDING:
@@ -503,21 +542,15 @@ class TilesBlock:
             parts = on_threads(run, spans)
         for found, where, _ in parts:
             if found < 0:
-                self._refuse(spec, found, where, count)
+                tensor.refuse(found, where)
         total = sum(found for found, _, _ in parts)
         if total > count or (total != count and whole):
-            self._refuse(spec, total, 0, count)
+            tensor.refuse(total, 0)
         start = parts[0][0]
         for found, _, mine in parts[1:]:
             into[0][start : start + found], into[1][start : start + found] = mine[0][:found], mine[1][:found]
             start += found
         return total
-
-    def _refuse(self, spec: TensorSpec, found: int, tile: int, count: int) -> NoReturn:
-        wrong = f"tile {tile} {_WRONG[found]}" if found < 0 else f"{found} changed elements, the counts say {count}"
-        raise FormatError(
-            f"{self._what}: {spec.name!r}: {wrong}; it is damaged, or was made against other weights than these"
-        )
 
 
 def compile_encoder(element: DType) -> None:

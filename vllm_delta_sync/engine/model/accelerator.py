@@ -4,18 +4,28 @@ Everything that a commit needs beside the patch is allocated once, while the fir
 allocated in a pause, and running out of memory can only fail a staging, which changes no weight.
 """
 
+import math
 import threading
 from collections import deque
+from collections.abc import Sequence
 from functools import cached_property, partial
+from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_delta_sync.engine.model.undo_writes import undo_writes
 
+ALIGNMENT = 16
+"""Of arrays in memory of a device, in bytes."""
 WORKSPACE_BYTES = 32 << 20
 """Size of each transfer buffer: about 1 ms over PCIe 5, and 5.5 M changed elements of bf16."""
 LEAST_WORKSPACE_BYTES = 1 << 20
+ARENA_BYTES = 128 << 20
+"""Memory to decode in: some thousand tiles at a time, so that each part of a device has one to read."""
+LEAST_ARENA_BYTES = 16 << 20
+"""With less, a processor decodes: the largest tile takes some MB."""
 RECENT_VERSIONS = 4
 """Versions that show how much memory versions usually take."""
 
@@ -30,6 +40,11 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.staging_bytes: int | None = None
+
+    @cached_property
+    def has_triton(self) -> bool:
+        """Whether kernels run there; torch's CUDA builds include Triton."""
+        return self.device.type == "cuda" and find_spec("triton") is not None
 
     def set_device(self) -> None:
         """Make it the thread's current device."""
@@ -115,6 +130,7 @@ class Workspace:
                 self.nbytes //= 2
         self.on_host = accelerator.allocate_pinned(self.nbytes)
         self._scratch: torch.Tensor | None = None
+        self._arena: torch.Tensor | None = None
         self.slabs = 0
         self._idle_slabs: list[torch.Tensor] = []
         self._slab_lock = threading.Lock()
@@ -127,11 +143,12 @@ class Workspace:
         return self._scratch
 
     def take_slab(self) -> "Slab | None":
-        """Return memory for one uploaded batch; None once slabs have ``staging_bytes``, or half of their own and the
-        free memory together."""
+        """Return memory for one uploaded batch; None once slabs and arena have ``staging_bytes``, or half of their own
+        and the free memory together."""
         with self._slab_lock:
             if not self._idle_slabs:
-                own, wanted = self.slabs * self.nbytes, (self.slabs + 1) * self.nbytes
+                own = self.slabs * self.nbytes + (0 if self._arena is None else self._arena.nbytes)
+                wanted = own + self.nbytes
                 limit = self.accelerator.staging_bytes
                 if limit is not None and wanted > limit:
                     return None
@@ -144,12 +161,29 @@ class Workspace:
                 self.slabs += 1
             return Slab(self._idle_slabs)
 
+    def decode_arena(self) -> torch.Tensor | None:
+        """Return uint8 on the device to decode in, the same at each call until idle memory is freed.
+
+        None if ``staging_bytes``, or half of the free memory, is less than ``LEAST_ARENA_BYTES``.
+        """
+        if self._arena is None:
+            limit = self.accelerator.free_bytes() // 2
+            if self.accelerator.staging_bytes is not None:
+                limit = min(limit, self.accelerator.staging_bytes)
+            if limit < LEAST_ARENA_BYTES:
+                return None
+            try:
+                self._arena = self.accelerator.allocate(min(ARENA_BYTES, limit // ALIGNMENT * ALIGNMENT))
+            except torch.OutOfMemoryError:
+                return None
+        return self._arena
+
     def record_version(self, slabs: int) -> None:
         """Record how many slabs a version has taken."""
         self._recent.append(slabs)
 
     def free_idle_slabs(self, keeps_usual: bool = False) -> None:
-        """Return slabs that hold nothing to the device.
+        """Return slabs that hold nothing to the device, and unless ``keeps_usual``, what it decodes in.
 
         Args:
             keeps_usual: keep what usual versions need, which is what two of the last ones have taken, unless there is
@@ -157,6 +191,9 @@ class Workspace:
                 no allocations.
         """
         with self._slab_lock:
+            if not keeps_usual and self._arena is not None:
+                freed, self._arena = [self._arena], None
+                self.accelerator.release(freed)
             usual = sorted(self._recent)[-2:][0] if keeps_usual and self._recent else 0
             surplus = min(len(self._idle_slabs), self.slabs - usual)
             if surplus <= 0 or (keeps_usual and self.slabs <= 2 * usual):
@@ -169,6 +206,18 @@ class Workspace:
         """Copy the first bytes of the host buffer to (≥ nbytes,) uint8 on the device, and wait. Needs ``lock``."""
         target[:nbytes].copy_(self.on_host[:nbytes], non_blocking=True)
         self.accelerator.synchronize_stream()
+
+    def download(self, source: torch.Tensor) -> np.ndarray:
+        """Return a copy of a contiguous (n,) array of the device in host memory. Needs ``lock``."""
+        found = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+        most = self.on_host.nbytes // source.element_size()
+        for start in range(0, source.numel(), most):
+            piece = source[start : start + most]
+            pinned = _like(piece, self.on_host)
+            pinned.copy_(piece, non_blocking=True)
+            self.accelerator.synchronize_stream()
+            found[start : start + most] = pinned
+        return found.numpy()
 
     def exchange(self, live: torch.Tensor, staged: torch.Tensor) -> None:
         """Exchange the contents of weights on the device and of a contiguous host buffer of the same shape and dtype.
@@ -211,6 +260,24 @@ class Slab:
 
     def __del__(self) -> None:
         self._idle.append(self.memory)
+
+
+Shapes = Sequence[tuple[Sequence[int], torch.dtype]]
+
+
+def bytes_of(shapes: Shapes) -> int:
+    """Return the size of arrays that lie one after the other, each aligned."""
+    return sum(-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape, dtype in shapes)
+
+
+def carve(memory: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
+    """Return such arrays as views of (≥ ``bytes_of``,) uint8 memory."""
+    found, at = [], 0
+    for shape, dtype in shapes:
+        nbytes = math.prod(shape) * dtype.itemsize
+        found.append(memory[at : at + nbytes].view(dtype).view(*shape))
+        at += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return found
 
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

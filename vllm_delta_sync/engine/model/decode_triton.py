@@ -463,9 +463,11 @@ class TileBatch:
 
 @dataclass(frozen=True)
 class DecodeArrays:
-    """What kernels write besides the result, on the device, of any content at first.
+    """What the kernels read and write beside the weights: arrays on the device, in this order.
 
     Attributes:
+        fields, limits, tables: as in ``TileBatch``; int64, int32, int16.
+        streams: (words,) int64: streams, at least PADDING bytes after the last one.
         masks: (CLASSES · words,) int32: for each tile that is not plain and each class, a bit for each element.
         before: (CLASSES · words,) int32: elements of the class in the tile before each word.
         members: (tiles, CLASSES) int32: elements of each class; 0 in a plain tile.
@@ -473,8 +475,13 @@ class DecodeArrays:
         steps: (room,) signed integers of the element's width: their distances.
         found: (tiles,) int32: how many elements changed, or a negative error of ``decode_kernels``.
         ends: (tiles,) int64: where the changes of each tile end in the result.
+        positions: (n,) int32 or int64: the result, flat indices in the tensors. distances: (n,), as ``steps``.
     """
 
+    fields: torch.Tensor
+    limits: torch.Tensor
+    tables: torch.Tensor
+    streams: torch.Tensor
     masks: torch.Tensor
     before: torch.Tensor
     members: torch.Tensor
@@ -482,22 +489,31 @@ class DecodeArrays:
     steps: torch.Tensor
     found: torch.Tensor
     ends: torch.Tensor
-
-    @classmethod
-    def of(cls, batch: TileBatch, device: torch.device) -> "DecodeArrays":
-        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        return cls(
-            empty(CLASSES * batch.words), empty(CLASSES * batch.words), empty(batch.tiles, CLASSES), empty(batch.room),
-            empty(batch.room, dtype=SIGNED[batch.element.itemsize]), empty(batch.tiles),
-            empty(batch.tiles, dtype=torch.int64),
-        )  # fmt: skip
+    positions: torch.Tensor
+    distances: torch.Tensor
 
 
-def decode_tiles(
-    batch: TileBatch, streams: torch.Tensor, arrays: DecodeArrays, positions: torch.Tensor, distances: torch.Tensor
-) -> None:
+INPUTS = 4
+"""Of these arrays, so many are filled by the caller."""
+
+
+def array_shapes(batch: TileBatch, stream_bytes: int, index: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of each of ``DecodeArrays``, with room for all changes that the streams may have.
+
+    Args:
+        stream_bytes: PADDING included. index: of ``positions``.
+    """
+    distance = SIGNED[batch.element.itemsize]
+    return [
+        (batch.fields.shape, torch.int64), (batch.limits.shape, torch.int32), (batch.tables.shape, torch.int16),
+        ((-(-stream_bytes // 8),), torch.int64), ((CLASSES * batch.words,), torch.int32),
+        ((CLASSES * batch.words,), torch.int32), ((batch.tiles, CLASSES), torch.int32), ((batch.room,), torch.int32),
+        ((batch.room,), distance), ((batch.tiles,), torch.int32), ((batch.tiles,), torch.int64),
+        ((batch.room,), index), ((batch.room,), distance),
+    ]  # fmt: skip
+
+
+def decode_tiles(batch: TileBatch, arrays: DecodeArrays) -> None:
     """Decode a batch on the thread's current stream; reads nothing back, and ``arrays.found`` says what was found.
 
     The changes of a tile lie together, ascending by position; tiles have the batch's order. So those of a band of tiles
@@ -505,36 +521,29 @@ def decode_tiles(
     undefined ones. The tile whose changes do not fit, and those after it that have any, get ``TOO_MANY``; whether a
     tensor has as many as its block declares is left to the caller.
 
-    Args:
-        streams: uint8 on the device, at an address that 8 divides, with at least PADDING bytes after the last stream.
-        positions: (n,) int32 or int64 output, flat indices in the tensors. distances: (n,) output, as ``steps``.
-
     Raises:
         ValueError: the streams have too few bytes.
     """
     if not batch.tiles:
         return
     last_bit = int((batch.fields[START.value] + batch.fields[BITS.value]).max())
-    if last_bit > 8 * (streams.numel() - PADDING):
-        raise ValueError(f"{streams.numel()} bytes of streams, too few for their tiles and {PADDING} bytes after them")
-    device, count = streams.device, batch.tiles
-    fields, limits, tables = (
-        torch.from_numpy(each).to(device)
-        for each in (batch.fields, batch.limits.view(np.int32), batch.tables.view(np.int16))
-    )
-    words = streams[: streams.numel() // 8 * 8].view(torch.int64)
+    if last_bit > 8 * (arrays.streams.nbytes - PADDING):
+        raise ValueError(
+            f"{arrays.streams.nbytes} bytes of streams, too few for their tiles and {PADDING} bytes after them"
+        )
+    count, room = batch.tiles, min(arrays.positions.numel(), arrays.distances.numel())
     # Triton launches on the current device, whatever device the tensors are on.
-    with torch.cuda.device_of(streams):
+    with torch.cuda.device_of(arrays.streams):
         mask_kernel[(count,)](
-            fields, count, limits, arrays.masks, arrays.before, arrays.members,
+            arrays.fields, count, arrays.limits, arrays.masks, arrays.before, arrays.members,
             MAGNITUDE=int(magnitude_mask(batch.element)), ELEMENT=WIDTHS[arrays.steps.dtype][0], SIZE=MASK_WORDS,
         )  # fmt: skip
         stream_kernel[(triton.cdiv(count, LANES),)](
-            fields, count, words, tables, arrays.members, arrays.ranks, arrays.steps, arrays.found, LANES=LANES,
-            num_warps=1,
+            arrays.fields, count, arrays.streams, arrays.tables, arrays.members, arrays.ranks, arrays.steps,
+            arrays.found, LANES=LANES, num_warps=1,
         )  # fmt: skip
         torch.cumsum(arrays.found.clamp(min=0), 0, out=arrays.ends)
         place_kernel[(count,)](
-            fields, count, arrays.masks, arrays.before, arrays.members, arrays.ranks, arrays.steps, arrays.found,
-            arrays.ends, min(positions.numel(), distances.numel()), positions, distances, SIZE=CHANGES,
+            arrays.fields, count, arrays.masks, arrays.before, arrays.members, arrays.ranks, arrays.steps,
+            arrays.found, arrays.ends, room, arrays.positions, arrays.distances, SIZE=CHANGES,
         )  # fmt: skip

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_delta_sync.engine.model.accelerator import Slab
+from vllm_delta_sync.engine.model.accelerator import ALIGNMENT, Shapes, Slab, bytes_of, carve
 from vllm_delta_sync.engine.model.route import Destination, RoutePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
 from vllm_delta_sync.tensors.torch_views import SIGNED
 
 BLOCK = 1024
 """Elements per block of a kernel's grid."""
-ALIGNMENT = 16
 PACKED_ARRAYS = 5
 FIXED_COLUMNS = 5
 """Columns of ``PackedBatch.table`` before those of dimensions."""
@@ -83,7 +82,7 @@ class Batch:
     @cached_property
     def nbytes(self) -> int:
         """Size of the packed batch."""
-        return sum(-(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT for count, dtype in self._layout)
+        return bytes_of(self._shapes)
 
     @property
     def dims(self) -> int:
@@ -91,25 +90,21 @@ class Batch:
         return len(self.parts[0].patch.route.steps)
 
     @property
-    def _layout(self) -> list[tuple[int, torch.dtype]]:
+    def _shapes(self) -> Shapes:
         first = self.parts[0].patch
         index = torch.int32 if first.positions.itemsize == 4 else torch.int64
         return [
-            (len(self.parts) * (FIXED_COLUMNS + 2 * self.dims), torch.int64),
-            (self.blocks, torch.int32),
-            (self.blocks, torch.int32),
-            (self.elements, index),
-            (self.elements, SIGNED[first.element.itemsize]),
+            ((len(self.parts), FIXED_COLUMNS + 2 * self.dims), torch.int64),
+            ((self.blocks,), torch.int32),
+            ((self.blocks,), torch.int32),
+            ((self.elements,), index),
+            ((self.elements,), SIGNED[first.element.itemsize]),
         ]
 
     def views(self, memory: torch.Tensor) -> PackedBatch:
         """Return the packed batch in (≥ nbytes,) uint8 memory."""
-        arrays, at = [], 0
-        for count, dtype in self._layout:
-            arrays.append(memory[at : at + count * dtype.itemsize].view(dtype))
-            at += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         first = self.parts[0].patch
-        return PackedBatch(first.relative, first.element.is_float, arrays[0].view(len(self.parts), -1), *arrays[1:])
+        return PackedBatch(first.relative, first.element.is_float, *carve(memory, self._shapes))
 
     def pack(self, memory: torch.Tensor) -> None:
         """Write the packed batch into (≥ nbytes,) uint8 memory of the host."""

@@ -12,12 +12,11 @@ complement equals smallest − x − 1; distances are added there, modulo 2^widt
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from types import ModuleType
 
 import numpy as np
 import torch
 
-from vllm_delta_sync.engine.model.accelerator import Accelerator, Workspace
+from vllm_delta_sync.engine.model.accelerator import Workspace
 from vllm_delta_sync.engine.model.device_batch import FIXED_COLUMNS, Batch, BatchPart, PackedBatch, cut_batches, kind
 from vllm_delta_sync.engine.model.route import Addresses, Destination, Route, RoutePatch
 from vllm_delta_sync.engine.model.route_map import RouteMap
@@ -50,13 +49,14 @@ class DevicePatch:
         sums = 16 * len(self._groups)
         self._sums = workspace.accelerator.allocate(sums).view(torch.int64).view(-1, 2)
         self._sums_on_host = workspace.accelerator.allocate_pinned(sums).view(torch.int64).view(-1, 2)
-        module = _triton(workspace.accelerator)
         self._commit: CommitFunction
-        if module is None:
+        if workspace.accelerator.has_triton:
+            from vllm_delta_sync.engine.model.commit_triton import commit_triton
+
+            self._commit = commit_triton
+        else:
             # Allocated now, so that no commit allocates.
             self._commit = partial(commit_torch, workspace.scratch(TORCH_SCRATCH * TORCH_ELEMENTS * 8))
-        else:
-            self._commit = module.commit_triton
 
     def upload(self) -> None:
         """Upload batches as long as ``take_slab`` has memory; the others are uploaded during the commit.
@@ -145,24 +145,13 @@ def is_on_device(destination: Destination, routes: RouteMap) -> bool:
     return routes.memory.accelerator is not None and destination.flat.device == routes.memory.accelerator.device
 
 
-def _triton(accelerator: Accelerator) -> ModuleType | None:
-    """Return the module of the Triton kernel; None where torch operations do the same in several passes."""
-    if accelerator.device.type != "cuda":
-        return None
-    try:
-        from vllm_delta_sync.engine.model import commit_triton
-    except ImportError:
-        # torch's CUDA builds include Triton.
-        return None
-    return commit_triton
-
-
 def compile_kernels(elements: set[DType], routes: RouteMap) -> None:
     """Compile and load the kernels for these element types now, so that no commit does while the engine is paused."""
     accelerator = routes.memory.accelerator
-    module = None if accelerator is None else _triton(accelerator)
-    if accelerator is None or module is None:
+    if accelerator is None or not accelerator.has_triton:
         return
+    from vllm_delta_sync.engine.model.commit_triton import commit_triton
+
     workspace = accelerator.workspace
     several = [route for each in routes.routes for route in each]
     several = [route for route in several if is_on_device(routes.destinations[route.destination], routes)]
@@ -177,7 +166,7 @@ def compile_kernels(elements: set[DType], routes: RouteMap) -> None:
             packed, sums = batch.views(workspace.on_device), workspace.on_device[-16:].view(torch.int64)
             packed.table[:, FIXED_COLUMNS:] = 1
             for reverse in (False, True):
-                module.commit_triton(packed, batch, sums, reverse)
+                commit_triton(packed, batch, sums, reverse)
         for element in elements:
             # torch too loads its kernels at the first use: this one copies a tensor that lies in strides.
             strided = workspace.on_device[:4096].view(SIGNED[element.itemsize]).view(16, -1)

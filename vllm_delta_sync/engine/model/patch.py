@@ -166,6 +166,10 @@ class PatchBuilder:
         if self._routes.routes[piece.id]:
             self._dense.append(_route_dense(piece, self._routes))
 
+    def add_routed(self, patch: RoutePatch) -> None:
+        """Add changes that a device has decoded where its weights are; as ``add``."""
+        self._routed.append(patch)
+
     def finish(self) -> StagedPatch:
         """Return the patch of all that was added."""
         # Where patches follow each other in memory, so do their destinations.

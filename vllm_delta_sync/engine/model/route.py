@@ -127,7 +127,7 @@ class SparsePatch:
 
 @dataclass
 class RoutePatch:
-    """Changed elements that one route leads to a destination on a device, ascending by position in their tensor.
+    """Changed elements that one route leads to a destination on a device, in any order.
 
     A commit computes their addresses and all of their hashes on the device, and so reads fewer bytes than of a
     ``SparsePatch``. The patches of two routes have no element of a destination in common.

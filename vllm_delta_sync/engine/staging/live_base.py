@@ -27,10 +27,14 @@ class LiveBaseReader:
 
     Args:
         weights_stamp: returns a new value once weights may have been written.
+
+    Attributes:
+        elsewhere: tensors whose changes are not decoded against what this reads: it says that it has no part of them.
     """
 
     def __init__(self, routes: RouteMap, weights_stamp: Callable[[], object]) -> None:
         self._routes = routes
+        self.elsewhere: set[int] = set()
         self._weights_stamp, self._initial_stamp = weights_stamp, weights_stamp()
 
     def __call__(self, tensor: int) -> BaseTensor:
@@ -40,7 +44,7 @@ class LiveBaseReader:
             EngineError: weights were written since this object was made. CutTileError: see
             ``held_part``. BusyError: the engine fell asleep.
         """
-        if not self._routes.routes[tensor]:
+        if not self._routes.routes[tensor] or tensor in self.elsewhere:
             # Most tensors of a model of experts, and each is asked for once per object.
             return BaseTensor(partial(self._copy, tensor), ())
         spec = self._routes.table[tensor]
@@ -65,15 +69,24 @@ class LiveBaseReader:
                 return None
         if destination.flat.device.type != "cpu":
             return None
-        return partial(self._reading, Matrix(destination.bits, target.offset - row * stride - column, stride))
+        return partial(self._matrix, Matrix(destination.bits, target.offset - row * stride - column, stride))
 
     @contextmanager
-    def _reading(self, matrix: Matrix) -> Iterator[Matrix]:
-        """Hold off writers while a tensor is decoded: some milliseconds, or a fraction of a second for the largest."""
+    def _matrix(self, matrix: Matrix) -> Iterator[Matrix]:
+        with self.reading():
+            yield matrix
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Hold off writers while live bits are read: some milliseconds, or a fraction of a second for the largest.
+
+        Raises:
+            EngineError: weights were written since this object was made. BusyError: the engine fell asleep.
+        """
         self._check()
         try:
             with self._routes.memory.reading():
-                yield matrix
+                yield
         finally:
             # Every writer changes the stamp before it writes, so this discards what was decoded against mixed bits, and
             # hides the errors that they caused.

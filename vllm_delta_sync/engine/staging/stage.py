@@ -20,7 +20,7 @@ from vllm_delta_sync.codec.delta_reader import DeltaReader
 from vllm_delta_sync.codec.merge import RollingBase, merge
 from vllm_delta_sync.engine.model.patch import PatchBuilder, StagedPatch
 from vllm_delta_sync.engine.model.regions import split_regions
-from vllm_delta_sync.engine.model.route import DensePatch, Route, region_view
+from vllm_delta_sync.engine.model.route import DensePatch, Route, RoutePatch, region_view
 from vllm_delta_sync.engine.model.route_map import READ_ELEMENTS, RouteMap
 from vllm_delta_sync.engine.planning.commit_plan import UpdatePlan
 from vllm_delta_sync.engine.protocol import set_failed_step
@@ -101,9 +101,16 @@ def stage_update(
     if target.run != run.info.run:
         raise ChainError(f"version {target.version} is of run {target.run}, this rank follows {run.info.run}")
     if plan.steps:
-        base = RollingBase(LiveBaseReader(routes, weights_stamp))
+        live = LiveBaseReader(routes, weights_stamp)
+        base = RollingBase(live)
         steps = open_steps(plan.steps, fingerprints, routes, timer, base)
-        patch = build_patch(target.version, steps, routes, fingerprints, base, timer)
+        routed: Iterator[RoutePatch] = iter(())
+        accelerator = routes.memory.accelerator
+        if accelerator is not None and accelerator.has_triton and len(steps) == 1 and not plan.steps[0].backwards:
+            from vllm_delta_sync.engine.staging.device_decoder import decode_on_device
+
+            routed = decode_on_device(steps[0], routes, accelerator.workspace, live)
+        patch = build_patch(target.version, steps, routes, fingerprints, base, timer, routed)
     elif plan.rebuild:
         # A rebuild reads and decodes piece by piece, so all of its time counts as ``fetch``.
         patch = stage_rebuilt(run, target, folder, routes)
@@ -170,6 +177,7 @@ def build_patch(
     fingerprints: list[Fingerprint],
     base: RollingBase,
     timer: PhaseTimer,
+    routed: Iterable[RoutePatch] = (),
 ) -> StagedPatch:
     """Decode, merge and route the changes of steps, piece by piece: memory is the patch and what a few tensors take.
 
@@ -177,6 +185,7 @@ def build_patch(
         version: that they lead to. steps: the objects of each.
         fingerprints: per tensor id, before the first step.
         base: the ``old`` of all objects; starts from what this rank holds before the first step.
+        routed: what a device decodes of the first step.
 
     Raises:
         DeltaSyncError: as ``merge`` and ``PatchBuilder``.
@@ -186,6 +195,9 @@ def build_patch(
         for tensor, change in reader.fingerprints.items():
             declared[tensor] = declared.get(tensor, Fingerprint()) + change
     builder = PatchBuilder(version, routes, fingerprints, declared)
+    with attribute_errors(0):
+        for patch in routed:
+            builder.add_routed(patch)
     for piece in merge(steps, routes.table, base, attribute_errors):
         timer.tick("decode")
         builder.add(piece)

@@ -200,6 +200,11 @@ class RankWorker:
             )  # fmt: skip
         wide = any(destination.flat.numel() >= NARROW_ELEMENTS for destination in routes.destinations)
         device_patch.compile_kernels({spec.element for spec in run.table}, routes)
+        accelerator = self.memory.accelerator
+        if accelerator is not None and accelerator.has_triton:
+            from vllm_delta_sync.engine.staging.device_decoder import compile_decoder
+
+            compile_decoder({spec.element for spec in run.table}, routes, accelerator.workspace)
         compiling.join()
         if wide:
             apply.compile_kernels(elements, wide)
