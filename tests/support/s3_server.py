@@ -7,6 +7,7 @@ moto as it comes is no measure for a store's client, so this differs from ``moto
 - One request changes the store at a time. moto looks whether an object exists and then writes it: of 16 writers who
   create the same object of 6 MB, up to five won.
 - Signatures and the digest of the body are checked, and a body that was cut is refused, as S3 does.
+- It serves Google's XML API as well; see tests.support.google_store.
 - Objects stay on disk. moto joins the parts of an upload in memory, four times over (4.8 GB for an object of 1 GB), and
   reads the whole object for each range of it (0.7 s for 16 MB of 1 GB).
 """
@@ -21,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from urllib.parse import quote, unquote
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
@@ -29,7 +31,8 @@ from moto.s3.models import FakeKey, FakeMultipart
 from moto.settings import S3_UPLOAD_PART_MIN_SIZE
 from werkzeug.serving import make_server
 
-from tests.support.s3_store import ACCESS_KEY, ALGORITHM, HOST, KEEP_ALIVE, SECRET_KEY, signature
+from tests.support import google_store
+from tests.support.s3_store import ACCESS_KEY, ALGORITHM, HOST, KEEP_ALIVE, REGION, SECRET_KEY, signature
 
 PIECE_BYTES = 1 << 20
 CREDENTIAL = re.compile(rf"{ALGORITHM} Credential=([^/]+)/([^,]+), *SignedHeaders=([^,]+), *Signature=([0-9a-f]+)")
@@ -105,6 +108,14 @@ class Guard:
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         body = _body(environ)
         refused = _refused(environ, body)
+        if environ.get("HTTP_AUTHORIZATION", "").startswith("Bearer "):
+            # moto finds bucket and service by a request's signature, which has been checked.
+            environ["HTTP_AUTHORIZATION"] = f"{ALGORITHM} Credential={ACCESS_KEY}/20260101/{REGION}/s3/aws4_request"
+            # To Google a key is one segment of the path, to S3 several; and its client quotes all but letters.
+            path, mark, query = environ["RAW_URI"].partition("?")
+            environ["RAW_URI"] = environ["REQUEST_URI"] = quote(unquote(path), safe="/-_.~") + mark + query
+        if environ.get("HTTP_X_GOOG_IF_GENERATION_MATCH") == "0":
+            environ["HTTP_IF_NONE_MATCH"] = "*"
         if refused is not None:
             status, code = refused
             text = f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
@@ -126,6 +137,10 @@ def _refused(environ: WSGIEnvironment, body: bytes) -> tuple[str, str] | None:
     """Status and code of S3's refusal, or None."""
     if len(body) < int(environ.get("CONTENT_LENGTH") or 0):
         return "400 Bad Request", "IncompleteBody"
+    scheme, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+    if scheme == "Bearer":
+        known = google_store.signed(token, os.environ[google_store.PUBLIC_KEY])
+        return None if known else ("401 Unauthorized", "AuthenticationRequired")
     found = CREDENTIAL.fullmatch(environ.get("HTTP_AUTHORIZATION", ""))
     if found is None:
         return "403 Forbidden", "AccessDenied"

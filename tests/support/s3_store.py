@@ -18,6 +18,8 @@ from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, urlsplit
 
+from tests.support import google_store
+
 ACCESS_KEY, SECRET_KEY, REGION = "loopback-key", "loopback-secret", "us-east-1"
 HOST = "127.0.0.1"
 RUNNING = "TEST_S3_ENDPOINT"
@@ -140,7 +142,8 @@ def serving(*buckets: str, keep_alive: bool = False) -> Iterator[S3Server]:
     root = Path(__file__).resolve().parents[2]
     # The server ends when its stdin does: it does not outlive a test run that was killed.
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=root, env=os.environ | SETTINGS, stdin=pipe, stdout=pipe, text=True) as process:
+    settings = SETTINGS | {google_store.PUBLIC_KEY: google_store.public_pem()}
+    with subprocess.Popen(command, cwd=root, env=os.environ | settings, stdin=pipe, stdout=pipe, text=True) as process:
         try:
             if process.stdout is None:
                 raise RuntimeError("tests.support.s3_server: stdout is no pipe")

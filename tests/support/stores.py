@@ -15,7 +15,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support import hub_store, s3_store
+import pytest
+
+from tests.support import azure_store, google_store, hub_store, s3_store
 from vllm_delta_sync.bucket import Bucket, StoreOptions, open_bucket
 
 
@@ -84,6 +86,33 @@ def _s3(folder: Path) -> Iterator[Store]:
 
 
 @functools.cache
+def google_server() -> s3_store.S3Server:
+    """The one server of Google's API of this process: of its own where S3's is another program."""
+    return _servers.enter_context(s3_store.serving()) if os.environ.get(s3_store.RUNNING) else s3_server()
+
+
+@contextmanager
+def _gs(folder: Path) -> Iterator[Store]:
+    name = _fresh()
+    google_server().create_bucket(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    yield Store(f"gs://{name}/run", google_store.environment(google_server().endpoint, folder))
+
+
+@functools.cache
+def azure_server() -> azure_store.AzureServer:
+    """The one Azurite of this process, started when it is first asked for."""
+    return _servers.enter_context(azure_store.serving())
+
+
+@contextmanager
+def _az(folder: Path) -> Iterator[Store]:
+    if not azure_store.installed():
+        pytest.skip("Azurite is not installed; `make .venv/.azurite` installs it from npm")
+    yield Store(f"{azure_server().create_container(_fresh())}/run", azure_server().environment)
+
+
+@functools.cache
 def hub() -> hub_store.Hub:
     """The one Hub of this process, started when it is first asked for."""
     folder = Path(_servers.enter_context(tempfile.TemporaryDirectory(prefix="delta-sync-hub-")))
@@ -105,6 +134,8 @@ STORES: dict[str, Kind] = {
     "local": Kind(_local, refuses_folder_keys=True),
     "memory": Kind(_memory, across_processes=False),
     "s3": Kind(_s3),
+    "gs": Kind(_gs),
+    "az": Kind(_az),
     "hub": Kind(_hub, exclusive=False),
 }
 ACROSS_PROCESSES = sorted(name for name, kind in STORES.items() if kind.across_processes)

@@ -25,7 +25,7 @@ CLIENT_ERRORS = (ClientError, OSError, ValueError)
 
 _STATUS = re.compile(r"status code: (\d{3})( [A-Za-z -]+)?")
 _CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
-_MESSAGE = re.compile(r"<Message>([^<]{1,300})")
+_MESSAGE = re.compile(r"<Message>([^<\n]{1,300})")
 _SYSTEM = re.compile(r'message: "([^"]{1,200})"')
 # Texts of the object_store crate for a missing or incomplete answer.
 _NETWORK = re.compile(
@@ -176,7 +176,8 @@ def _refused(error: Exception, cause: Cause, failed: str, request: FailedRequest
 
 def _missing(cause: Cause, failed: str, request: FailedRequest) -> DeltaSyncError:
     if request.writing:
-        return StoreError(f"{failed}; there is no such bucket: create it, or check the bucket URL")
+        kind = "container" if request.scheme == "az" else "bucket"
+        return StoreError(f"{failed}; there is no such {kind}: create it, or check the bucket URL")
     if cause.code in ("NoSuchBucket", "ContainerNotFound"):
         return NotFoundError(f"no object {request.key!r}: {request.url} does not exist; check the bucket URL")
     return NotFoundError(f"no object {request.key!r} in {request.url}")
