@@ -26,9 +26,12 @@ from trainer_side.checkpoint_layouts import FileState, FoundCheckpoint, find_che
 from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, check_name
 from trainer_side.options import PublisherOptions
 from trainer_side.publisher import Publisher
+from trainer_side.slime_deltas import check_frames, delta_index, new_tensors
 from trainer_side.takeover import check_expected_run
 from vllm_delta_sync.client import Run, open_run
+from vllm_delta_sync.codec.slime import folder_name
 from vllm_delta_sync.errors import (
+    ChainError,
     DataError,
     DeltaSyncError,
     FormatError,
@@ -44,7 +47,14 @@ from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.safetensors_file import TruncatedFileError
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.redaction import guarded_logger
-from vllm_delta_sync.tensors.checkpoint import CONFIG_NAME, Checkpoint, model_files, name_prefix, weight_files
+from vllm_delta_sync.tensors.checkpoint import (
+    CONFIG_NAME,
+    Checkpoint,
+    model_files,
+    name_prefix,
+    resolve_base,
+    weight_files,
+)
 from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, tensor_from_bits
 
 __all__ = [
@@ -74,18 +84,20 @@ class IncompleteCheckpointError(FormatError):
 
 
 class CheckpointFolder:
-    """A complete Hugging Face safetensors checkpoint, to be read tensor by tensor.
+    """A complete Hugging Face safetensors checkpoint, or a delta that slime wrote, to be read tensor by tensor.
 
     Attributes:
         path: the folder. specs: name → dtype and shape, of every tensor.
+        delta: what its index says, if it is a delta; the tensors are then the frames of those that changed, as bytes.
+        sums: of a delta: name → declared checksum.
         bytes: of all tensors.
         step: see ``checkpoint_layouts.step_of``; None if nothing tells it.
-        fingerprint: of all its tensors, once ``tensors`` has yielded them all; None before.
+        fingerprint: of all its tensors, once ``tensors`` has yielded them all; None before, and of a delta.
 
     Raises:
         NotFoundError: no such folder, or no safetensors checkpoint in it.
         IncompleteCheckpointError: a file that the index names is missing or shorter than its header says.
-        FormatError: a file is malformed. StoreError: it cannot be read.
+        FormatError: a file is malformed. StoreError: it cannot be read. UnsupportedError: as ``delta_index``.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -102,12 +114,18 @@ class CheckpointFolder:
             for name, container in checkpoint.files.items()
         }
         self.specs: dict[str, TensorSpec] = checkpoint.specs
-        if not self.specs:
+        self.delta = delta_index(self.path)
+        self.sums: dict[str, str] = {}
+        if self.delta is not None:
+            found = {name: file for file, container in checkpoint.files.items() for name in container.entries}
+            check_frames(self.delta, found, self.specs, self.path)
+            self.sums = {name: text for each in checkpoint.files.values() for name, text in each.metadata.items()}
+        elif not self.specs:
             raise NotFoundError(f"checkpoint {str(path)!r} has no tensor; give one with weights")
         for name in self.specs:
             check_name(name)
         self.bytes = sum(spec.nbytes for spec in self.specs.values())
-        self.step = step_of(self.path)
+        self.step = step_of(self.path) if self.delta is None else self.delta.version
         self.fingerprint: str | None = None
         self.check_unchanged()
 
@@ -118,7 +136,7 @@ class CheckpointFolder:
             IncompleteCheckpointError: the folder was changed or deleted since it was opened; raised at the end at the
                 latest, so what was read is this checkpoint only if the iterator ends.
         """
-        buffer = np.empty(max(spec.nbytes for spec in self.specs.values()), np.uint8)
+        buffer = np.empty(max((spec.nbytes for spec in self.specs.values()), default=0), np.uint8)
         done, fingerprint = 0, Fingerprint()
         for file_name, entries in self._entries.items():
             with self._open(file_name) as file:
@@ -134,7 +152,7 @@ class CheckpointFolder:
                     if progress is not None:
                         progress(done, self.bytes)
         self.check_unchanged()
-        self.fingerprint = fingerprint.hex()
+        self.fingerprint = fingerprint.hex() if self.delta is None else None
 
     def read_fingerprint(self) -> str:
         """Return the fingerprint of all tensors, for which they are read once. Raises as ``tensors``."""
@@ -189,12 +207,21 @@ class CheckpointFolder:
 
 
 class _FolderTensors(LiveTensors):
-    """The tensors of a checkpoint folder. Args: has_values: False if its values come with ``publish(weights=…)``."""
+    """The tensors of a checkpoint folder.
 
-    def __init__(self, checkpoint: CheckpointFolder, has_values: bool, progress: Progress | None) -> None:
+    Args:
+        specs: of the tensors. has_values: False if their values come with ``publish(weights=…)``.
+    """
+
+    def __init__(
+        self,
+        checkpoint: CheckpointFolder,
+        specs: Mapping[str, TensorSpec],
+        has_values: bool,
+        progress: Progress | None,
+    ) -> None:
         self.tensors = {
-            name: CheckpointTensor(name, spec.shape, TORCH_DTYPES[spec.dtype])
-            for name, spec in checkpoint.specs.items()
+            name: CheckpointTensor(name, spec.shape, TORCH_DTYPES[spec.dtype]) for name, spec in specs.items()
         }
         self.aliases = {}
         self.has_values = has_values
@@ -232,7 +259,8 @@ class CheckpointPublisher:
     The first checkpoint begins the run, as version 0, or takes the run over. Names, shapes and dtypes of its tensors
     are those of the run. With a base, version 0 of a new run is a reference to the base and the first checkpoint is
     version 1; floating-point tensors are rounded to the base's dtypes, and tensors that checkpoints lack keep the
-    values of the base. All checkpoints of one publisher have the same tensors.
+    values of the base. All checkpoints of one publisher have the same tensors. A delta that slime wrote is published if
+    it builds on the checkpoint that the newest version has, or on the base, as slime's version 0.
 
     Use it as a context manager, or ``close`` it. One thread at a time.
 
@@ -260,6 +288,7 @@ class CheckpointPublisher:
         self._specs: Mapping[str, TensorSpec] = {}
         self._run: Run | None = None
         self.newest: Manifest | None = None
+        self._also_at: set[int] = set()  # steps of checkpoints that equal the newest version
         self._exists = True
         try:
             self.newest = self.run.reachable_head()[0]
@@ -311,30 +340,62 @@ class CheckpointPublisher:
                     f"{self.newest.version} has step {self.newest.step}"
                 )
             step = 0
-        if self._publisher is not None:
+        delta = checkpoint.delta
+        if delta is not None:
+            self.check_base(checkpoint)
+            if step != delta.version:
+                raise UsageError(f"step {step} is not that of {str(checkpoint.path)!r}, {delta.version}; leave it out")
+        elif self._publisher is not None:
             _check_same_tensors(checkpoint, self._specs, "the checkpoint before it")
         try:
             published = False
             if self._publisher is None:
-                self._publisher = self._open(checkpoint, step, progress)
-                self._specs = checkpoint.specs
+                specs = checkpoint.specs if delta is None else self._known_specs()
+                self._publisher = self._open(checkpoint, specs, step, progress)
+                self._specs = specs
                 # With a base, version 0 is the base.
                 published = self._publisher.began and self.base is None
             publisher = self._publisher
             if not published:
                 weights = checkpoint.tensors(progress)
-                published = publisher.publish(step, True, weights, sidecars, skip_unchanged=True).version is not None
+                if delta is not None:
+                    weights = new_tensors(delta, weights, checkpoint.sums, publisher.table, publisher.published_bits)
+                # The next delta builds on this one, also if it changes nothing.
+                result = publisher.publish(step, True, weights, sidecars, skip_unchanged=delta is None)
+                published = result.version is not None
         except (UsageError, StoreError):
             # Other code that reads the folder does not know that it may be deleted.
             checkpoint.check_unchanged()
             raise
         publisher.flush()
         self.newest = self.run.manifest(publisher.version)
+        self._also_at = set() if published else {*self._also_at, step}
         seconds = time.monotonic() - began
         if published:
             return PublishedCheckpoint(checkpoint.path, step, "published", self.newest, seconds)
         reason = f"its weights are those of version {self.newest.version}"
         return PublishedCheckpoint(checkpoint.path, step, "unchanged", self.newest, seconds, reason)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the run is open for writing."""
+        return self._publisher is not None
+
+    def check_base(self, checkpoint: CheckpointFolder) -> None:
+        """Raise ChainError if a checkpoint is a delta that does not build on the newest version."""
+        delta = checkpoint.delta
+        if delta is None:
+            return
+        what = f"delta {str(checkpoint.path)!r} builds on version {delta.base} of its trainer"
+        if self.newest is None and self.base is None:
+            raise ChainError(f"{what}, and there is no run yet: give the trainer's --hf-checkpoint as --base")
+        if delta.base not in ({0} if self.newest is None else {self.newest.step, *self._also_at}):
+            newest = "there is only the base" if self.newest is None else f"the newest one has step {self.newest.step}"
+            raise ChainError(
+                f"{what}, which is not the newest of the run: {newest}. If {folder_name(delta.base)} is missing, put "
+                "it back, or have a whole checkpoint written (--update-weight-mode full); if the trainer began again "
+                "at its --hf-checkpoint, publish into a new run"
+            )
 
     def close(self) -> None:
         """Finish the version in progress, and release everything. May be called twice.
@@ -352,11 +413,20 @@ class CheckpointPublisher:
     ) -> None:
         self._closing.__exit__(kind, error, trace)
 
-    def _open(self, checkpoint: CheckpointFolder, step: int, progress: Progress | None) -> Publisher:
-        """Begin the run, with the checkpoint or the base as version 0, or take it over."""
-        if self._exists and self.base is None:
+    def _known_specs(self) -> Mapping[str, TensorSpec]:
+        """Return the tensors of the run, or of the base that it will begin with."""
+        if self._exists or self.base is None:
+            return {spec.name: spec for spec in self.run.table}
+        return Checkpoint(resolve_base(self.base).path).specs
+
+    def _open(
+        self, checkpoint: CheckpointFolder, specs: Mapping[str, TensorSpec], step: int, progress: Progress | None
+    ) -> Publisher:
+        """Begin the run, with the checkpoint or the base as version 0, or take it over. Args: specs: its tensors."""
+        if self._exists and self.base is None and checkpoint.delta is None:
             _check_same_tensors(checkpoint, {spec.name: spec for spec in self.run.table}, "the run")
-        live = _FolderTensors(checkpoint, self._exists or self.base is None, progress)
+        has_values = checkpoint.delta is None and (self._exists or self.base is None)
+        live = _FolderTensors(checkpoint, specs, has_values, progress)
         files = None if self._exists or not model_files(checkpoint.path) else checkpoint.path
         options = {"first_step": step if self.base is None else 0, **self._options}
         publisher = self._closing.enter_context(Publisher(live, self._url, self.base, files=files, **options))
@@ -452,6 +522,7 @@ class CheckpointWatcher:
         self.left_out: dict[str, str] = {}
         self._seen: dict[str, FoundCheckpoint] = {}
         self._done: dict[str, FoundCheckpoint] = {}
+        self._waiting: set[str] = set()  # deltas whose base is not published
         self._stopped = False
         self._record = self._read_record()
 
@@ -518,6 +589,10 @@ class CheckpointWatcher:
             was_done = found.name in self._done
             result = self._publish(found)
             self._done[found.name] = found
+            if result is not None and result.outcome != "older":
+                for name in self._waiting:
+                    self._done.pop(name, None)
+                self._waiting.clear()
             if result is not None and not (was_done and result.outcome == "older"):
                 yield result
 
@@ -560,10 +635,14 @@ class CheckpointWatcher:
             return PublishedCheckpoint(path, step, "older", newest, reason=reason)
         try:
             checkpoint = CheckpointFolder(found.path)
+            self._check_base(found, checkpoint)
             # By an earlier version: the publisher compares with the newest.
             earlier = self._record.published[:-1]
-            is_known = newest is not None and step <= newest.step and checkpoint.read_fingerprint() in earlier
+            may_repeat = newest is not None and step <= newest.step and checkpoint.delta is None
+            is_known = may_repeat and checkpoint.read_fingerprint() in earlier
         except (DataError, ModelError, StoreError) as error:
+            if isinstance(error, ChainError):
+                self._waiting.add(found.name)
             self._refuse(found, error)
             return None
         if newest is not None and is_known:
@@ -576,8 +655,25 @@ class CheckpointWatcher:
         except (IncompleteCheckpointError, TensorMismatchError, ModelError) as error:
             self._refuse(found, error)
             return None
+        except DataError as error:
+            if checkpoint.delta is None or not self._publisher.is_open:
+                raise  # of the run
+            self._refuse(found, error)
+            return None
         self._record = self._record.with_folder(found, checkpoint.fingerprint, is_newest=True)
         return replace(result, folder=path)
+
+    def _check_base(self, found: FoundCheckpoint, checkpoint: CheckpointFolder) -> None:
+        """Raise ChainError if a checkpoint is a delta whose base is not the newest version, as it was published."""
+        self._publisher.check_base(checkpoint)
+        if checkpoint.delta is None:
+            return
+        base = self._seen.get(str(Path(found.name).with_name(folder_name(checkpoint.delta.base))))
+        if base is not None and self._record.folders.get(base.name, known := _digest(base)) != known:
+            raise ChainError(
+                f"delta {str(found.path)!r} builds on {base.name}, which was written again after it was published: the "
+                "trainer began again; publish into a new run"
+            )
 
     def _refuse(self, found: FoundCheckpoint, error: DeltaSyncError) -> None:
         if isinstance(error, IncompleteCheckpointError | NotFoundError | StoreError):

@@ -3,7 +3,8 @@
 Trainers name a folder for each step and put the weights in it, or some folders below it: ``checkpoint-100/``
 (transformers, TRL, LLaMA-Factory), ``global_step_10/actor/huggingface/`` (verl), ``global_step100_hf/`` (OpenRLHF),
 ``step_10/policy/weights/model/consolidated/`` (NeMo-RL), ``epoch_0_step_20/model/consolidated/`` (NeMo AutoModel),
-``global_step_10/policy/`` (SkyRL), ``weights/step_10/`` (prime-rl), ``step-10/`` (torchtitan).
+``global_step_10/policy/`` (SkyRL), ``weights/step_10/`` (prime-rl), ``step-10/`` (torchtitan), ``weight_v000010/``
+(slime, miles).
 """
 
 import os
@@ -27,7 +28,7 @@ SHOWN = 3
 _STEP = re.compile(
     r"(?:epoch[-_]?[0-9]+[-_]?(?:epochstep[0-9]+)?)?"
     r"(?:(?:checkpoint|ckpt)[-_])?"
-    r"(?:checkpoint|ckpt|global[-_]?steps?|step|iter|iteration|epoch)[-_]?([0-9]+)"
+    r"(?:checkpoint|ckpt|global[-_]?steps?|step|iter|iteration|epoch|weight_v)[-_]?([0-9]+)"
     r"(?:[-_](?:hf|merged))?",
     re.IGNORECASE,
 )

@@ -35,8 +35,10 @@ from trainer_side.takeover import open_or_begin
 from trainer_side.writer import RunWriter
 from vllm_delta_sync.bucket import Bucket, open_bucket
 from vllm_delta_sync.errors import UsageError
+from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.notice.publisher import NoticePublisher, open_notices
 from vllm_delta_sync.redaction import guarded_logger
+from vllm_delta_sync.tensors.bits import Bits
 
 if TYPE_CHECKING:
     from vllm_delta_sync.fleet.fleet import Replica
@@ -258,6 +260,18 @@ class Publisher:
             if pairs is not None and not interrupted:
                 for _ in pairs:
                     pass
+
+    def published_bits(self, tensor: int) -> Bits:
+        """Return the (numel,) bits of a tensor of the run, by its id there, as they were published last; read only.
+
+        For iterators that ``publish`` reads as ``weights``: until a tensor is yielded, its bits stay as they are.
+        """
+        return self._committer.baseline.read(tensor)
+
+    @property
+    def table(self) -> TensorTable:
+        """The run's tensors."""
+        return self._committer.baseline.table
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything published is durable.

@@ -12,7 +12,8 @@ from vllm_delta_sync.errors import DeltaSyncError
 
 if TYPE_CHECKING:
     from vllm_delta_sync.client import Run, open_run
-    from vllm_delta_sync.maintenance.follow import FollowedVersion, follow
+    from vllm_delta_sync.maintenance.follow import follow
+    from vllm_delta_sync.maintenance.follow_folder import FollowedVersion
 
 __all__ = ["DeltaSyncError", "FollowedVersion", "Run", "follow", "open_run"]
 __version__ = "0.2.0"

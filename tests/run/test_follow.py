@@ -38,7 +38,7 @@ from vllm_delta_sync.errors import (
 )
 from vllm_delta_sync.format.manifest import HEAD_KEY, version_key
 from vllm_delta_sync.maintenance.export import export
-from vllm_delta_sync.maintenance.follow import WORK_NAME
+from vllm_delta_sync.maintenance.follow_folder import WORK_NAME
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.tensors.checkpoint import EXPORT_NAME
 

@@ -26,7 +26,7 @@ from vllm_delta_sync.errors import IncompleteError, UsageError
 from vllm_delta_sync.run.version_names import MOVING
 
 if TYPE_CHECKING:
-    from vllm_delta_sync.maintenance.follow import FollowedVersion
+    from vllm_delta_sync.maintenance.follow_folder import FollowedVersion
 
 
 @command(
@@ -40,6 +40,13 @@ if TYPE_CHECKING:
         metavar=VERSION,
         help="follow this tag, or end at this version, as it is at the start; default: the newest that is not "
         "quarantined",
+    ),
+    option(
+        "--format",
+        choices=("checkpoint", "slime", "slime-full"),
+        default="checkpoint",
+        help="checkpoint: DIR/current; slime: DIR/weight_v000007, deltas after a whole checkpoint; slime-full: each "
+        "whole; default: checkpoint",
     ),
     option("--once", action="store_true", help="end when the folder is at the version"),
     option("--poll", type=interval, default=2.0, metavar="TIME", help="time between polls of the bucket; default: 2"),
@@ -57,6 +64,9 @@ def follow(options: argparse.Namespace) -> Report:
     before. Every tensor has the bits that the trainer published; digests, fingerprints and (with --trusted-keys)
     signatures are checked.
 
+    --format slime writes DIR/weight_v000007 for version 7 instead, as SGLang, miles, Stitch and vime read it: a delta
+    on the version before, or a whole checkpoint. A folder appears whole, and its number is always the highest.
+
     The command of --on-update runs after each switch, without a shell, with DELTA_SYNC_FOLDER, DELTA_SYNC_VERSION and
     DELTA_SYNC_STEP in its environment; the next version waits for it. If it was interrupted, it runs again at the
     start.
@@ -67,6 +77,7 @@ def follow(options: argparse.Namespace) -> Report:
       delta-sync follow --bucket /data/runs/a --to /models/a
       delta-sync follow --bucket s3://bucket/runs/a --to /models/a --on-update "./reload.sh --now"
       delta-sync follow --bucket /data/runs/a --to /models/a --version tag:best --once
+      delta-sync follow --bucket s3://bucket/runs/a --to /shared/updates --format slime --on-update ./pull.sh
     """
     from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES
     from vllm_delta_sync.maintenance.follow import follow
@@ -80,7 +91,7 @@ def follow(options: argparse.Namespace) -> Report:
         named = opened(options).resolve(named).version
     updates = follow(
         bucket_url(options), options.to, named, once=options.once, poll_seconds=options.poll,
-        keep=options.keep, base=options.base, shard_bytes=options.shard_bytes or SHARD_BYTES,
+        keep=options.keep, base=options.base, format=options.format, shard_bytes=options.shard_bytes or SHARD_BYTES,
         keyring=keyring_of(options), store=options.settings.store(), progress=bar.update,
     )  # fmt: skip
     ends = options.once or isinstance(named, int)

@@ -6,35 +6,25 @@ are copies in which the changes are applied. No file of a finished version is ev
 them.
 """
 
-import fcntl
 import os
 import shutil
 import threading
 import time
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import ExitStack
 from pathlib import Path
 
 from vllm_delta_sync.bucket import StoreOptions
-from vllm_delta_sync.cache import ObjectCache
 from vllm_delta_sync.client import Run, Version, open_run
 from vllm_delta_sync.durable_files import sync_folder
-from vllm_delta_sync.errors import (
-    ChainError,
-    ConflictError,
-    DataError,
-    DeltaSyncError,
-    ForkError,
-    ReplayError,
-    StoreError,
-    UsageError,
-)
+from vllm_delta_sync.errors import DataError, DeltaSyncError, StoreError, UsageError
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.manifest import Manifest
 from vllm_delta_sync.format.table import TensorTable
 from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES, WeightFiles, files_in, model_files_of_run
-from vllm_delta_sync.maintenance.export import ExportRecord, choose_version, read_record
+from vllm_delta_sync.maintenance.export import ExportRecord, read_record
+from vllm_delta_sync.maintenance.follow_folder import NEXT, OBJECTS, FollowedFolder, FollowedVersion
+from vllm_delta_sync.maintenance.slime_folder import SlimeFolder
 from vllm_delta_sync.redaction import guarded_logger
 from vllm_delta_sync.run.checks import check_base_exists
 from vllm_delta_sync.run.model_files import write_file
@@ -52,32 +42,10 @@ logger = guarded_logger(__name__)
 
 CURRENT_NAME = "current"
 """The symbolic link to the folder of the newest version."""
-WORK_NAME = ".delta_sync_follow"
-"""Subfolder for what is not finished: the next version, fetched objects, removed versions, and the lock."""
 FOLDER_PREFIX = "version-"
-_LOCK, _HANDLED, _NEXT, _OBJECTS, _REMOVED, _LINK = "lock", "handled", "next", "objects", "removed", "link"
-_UNLIMITED = 2**62
+_LINK = "link"
 
-
-@dataclass(frozen=True)
-class FollowedVersion:
-    """A version that ``DIR/current`` has switched to.
-
-    Attributes:
-        folder: of the version; it stays the same when ``current`` moves on, until ``keep`` newer versions exist.
-        version, step, manifest: number, optimizer step, SHA-256 of the manifest.
-        read_bytes: of the deltas or the anchor that it was made from; 0 if the folder was there already.
-        linked: names of weight files that are hard links to those of the version before.
-        seconds: from reading the head to the switch.
-    """
-
-    folder: Path
-    version: int
-    step: int
-    manifest: str
-    read_bytes: int
-    linked: list[str]
-    seconds: float
+FORMATS = ("checkpoint", "slime", "slime-full")
 
 
 def follow(
@@ -90,6 +58,7 @@ def follow(
     keep: int = 2,
     base: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    format: str = "checkpoint",
     keyring: Keyring | None = None,
     store: StoreOptions | None = None,
     progress: Progress | None = None,
@@ -116,6 +85,9 @@ def follow(
         poll_seconds: time between polls of the bucket.
         keep: versions whose folders stay, the current one included; give an engine time to load one.
         base: as ``Run.snapshot``. shard_bytes: bytes of tensors in one file. keyring, store: as ``open_run``.
+        format: ``checkpoint``; or folders as slime writes them, ``folder/weight_v000007``: with ``slime`` mostly deltas
+            on the version before, with ``slime-full`` whole checkpoints (docs/folders.md). Their number is that of the
+            version, and only goes up. From what stays, the newest ``keep`` versions can be rebuilt.
         progress: called with bytes done and bytes in total, for each version.
         stop: ends the iteration when it is set.
 
@@ -129,19 +101,23 @@ def follow(
         raise UsageError(f"shard_bytes is {shard_bytes}; give at least 1 byte")
     if not 0 < poll_seconds < float("inf"):
         raise UsageError(f"poll_seconds is {poll_seconds}; give a number of seconds above 0")
+    if format not in FORMATS:
+        raise UsageError(f"format is {format!r}; give one of {', '.join(FORMATS)}")
     check_base_exists(base)
     if version == HEAD:
         version = None
     if isinstance(version, str) and version.startswith(MOVING):
         raise UsageError(f"version {version[:80]!r} moves with the head; follow the head, a tag or a number")
+    arguments = (Path(folder), base, shard_bytes, keep, progress)
+    place = _Folder(*arguments) if format == "checkpoint" else SlimeFolder(*arguments, whole=format == "slime-full")
     return _poll(
-        _Folder(Path(folder), base, shard_bytes, keep, progress), url, version, keyring, store,
+        place, url, version, keyring, store,
         once or isinstance(version, int), poll_seconds, threading.Event() if stop is None else stop,
     )  # fmt: skip
 
 
 def _poll(
-    place: "_Folder",
+    place: FollowedFolder,
     url: str,
     version: Version,
     keyring: Keyring | None,
@@ -176,96 +152,34 @@ def _poll(
             stop.wait(poll_seconds)
 
 
-class _Folder:
-    """The folder that ``follow`` keeps.
+class _Folder(FollowedFolder):
+    """A folder whose ``current`` links to one whole version."""
 
-    Attributes:
-        path: the folder. objects: keeps fetched objects until the version that needs them is made, across restarts.
-    """
+    foreign = "weight_v*"
+    # Of the weights in the current folder, per tensor id: measured once, then moved along with the changes.
+    _measured: tuple[Path, list[Fingerprint]] | None = None
 
-    def __init__(
-        self, path: Path, base: str | Path | None, shard_bytes: int, keep: int, progress: Progress | None
-    ) -> None:
-        self.path = path
-        self._work = path / WORK_NAME
-        self.objects = ObjectCache(self._work / _OBJECTS, _UNLIMITED)
-        self._base, self._shard_bytes, self._keep, self._progress = base, shard_bytes, keep, progress
-        # Of the weights in the current folder, per tensor id: measured once, then moved along with the changes.
-        self._measured: tuple[Path, list[Fingerprint]] | None = None
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Make the folder, and exclude other processes from it in the block.
-
-        Raises:
-            UsageError: it holds files of others. ConflictError: another process follows into it.
-            StoreError: it cannot be made.
-        """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            if not self._work.exists() and (found := sorted(path.name for path in self.path.iterdir())):
-                raise UsageError(
-                    f"--to {str(self.path)!r} holds {found[0]!r}, which delta-sync follow did not make; name a new or "
-                    "empty folder"
-                )
-            self._work.mkdir(exist_ok=True)
-            lock = (self._work / _LOCK).open("wb")
-        except (NotADirectoryError, FileExistsError) as error:
-            raise UsageError(f"--to {str(self.path)!r} is a file, or lies below one; name a folder") from error
-        except OSError as error:
-            raise self._unwritable(error) from error
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConflictError(
-                    f"another process follows a run into {str(self.path)!r}; end it, or name another folder"
-                ) from error
-            try:
-                yield
-            finally:
-                shutil.rmtree(self._work / _NEXT, ignore_errors=True)
-
-    def update(self, run: Run, version: Version) -> FollowedVersion | None:
-        """Move ``current`` to a version; None if it is there, and the last switch to it was handled.
-
-        Raises:
-            DataError: the version is missing, damaged, or does not continue the current one.
-            StoreError: the bucket or the disk failed.
-        """
-        began = time.monotonic()
-        if not run.is_current():
-            raise ChainError(f"{run.bucket.url!r} holds another run than before; follow it into another folder")
-        target, _ = choose_version(run, version)
-        try:
-            current = self._current()
-            if current is not None:
-                self._check_continues(run, *current, target, version)
-            if (
-                current is not None
-                and current[1].manifest == target.digest
-                and self._fingerprints(run, *current) is not None
-            ):
-                if self._handled() == target.digest:
-                    return None
-                return FollowedVersion(current[0], target.version, target.step, target.digest, 0, [], 0.0)
-            made, read_bytes, linked = self._make(run, current, target)
-            self._switch_to(made)
-            self._remove_old()
-        except OSError as error:
-            raise self._unwritable(error) from error
+    def _move(self, run: Run, target: Manifest, version: Version, began: float) -> FollowedVersion | None:
+        current = self._current()
+        if current is not None:
+            self._check_continues(run, *current, target, version)
+        if (
+            current is not None
+            and current[1].manifest == target.digest
+            and self._fingerprints(run, *current) is not None
+        ):
+            if self._handled() == target.digest:
+                return None
+            return FollowedVersion(current[0], target.version, target.step, target.digest, 0, [], 0.0)
+        made, read_bytes, linked = self._make(run, current, target)
+        self._switch_to(made)
+        self._remove(self._folders()[self._keep :])
         seconds = time.monotonic() - began
         return FollowedVersion(made, target.version, target.step, target.digest, read_bytes, linked, seconds)
 
-    def mark_handled(self, update: FollowedVersion) -> None:
-        """Remember that the caller has handled a version, so that it is not yielded again."""
-        write_file(self._work / _HANDLED, update.manifest.encode())
-
-    def _handled(self) -> str | None:
-        try:
-            return (self._work / _HANDLED).read_text()
-        except FileNotFoundError:
-            return None
+    @property
+    def _restart(self) -> str:
+        return f"remove {str(self.path / CURRENT_NAME)!r}"
 
     def _current(self) -> tuple[Path, ExportRecord] | None:
         """Return what ``current`` links to, and the record there; None if there is none, or it is damaged."""
@@ -275,32 +189,6 @@ class _Folder:
             return None
         record = read_record(folder)
         return None if record is None or not record.manifest else (folder, record)
-
-    def _check_continues(
-        self, run: Run, folder: Path, record: ExportRecord, target: Manifest, version: Version
-    ) -> None:
-        """Raise ChainError unless a version may follow the current one."""
-        if record.run != run.info.run:
-            raise ChainError(
-                f"{str(self.path)!r} follows run {record.run}, and {run.bucket.url!r} holds run {run.info.run}; "
-                "follow it into another folder"
-            )
-        if version is not None:  # a tag, or a number, may lead back
-            return
-        held, digest = record.version, record.manifest
-        remedy = f"If this is on purpose, remove {str(self.path / CURRENT_NAME)!r}"
-        if target.version < held:
-            raise ReplayError(
-                f"the newest version in the bucket is {target.version}, but {str(folder)!r} has version {held}: an "
-                f"older state was restored, or newer versions are hidden. {remedy}"
-            )
-        if run.keyring.checks_signatures or target.version == held:
-            there = run.ancestors.digest(target.version, target.digest, held)
-            if there != digest:
-                raise ForkError(
-                    f"version {target.version} in the bucket descends from {there} as version {held}, but "
-                    f"{str(folder)!r} has {digest}: there are two histories. {remedy}"
-                )
 
     def _make(
         self, run: Run, current: tuple[Path, ExportRecord] | None, target: Manifest
@@ -318,7 +206,7 @@ class _Folder:
                 and self._fingerprints(run, folder, record) is not None
             ):
                 return folder, 0, []
-        new = self._work / _NEXT
+        new = self._work / NEXT
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
         files = WeightFiles(run.table, self._shard_bytes)
@@ -408,18 +296,7 @@ class _Folder:
         link.symlink_to(folder.name)
         os.replace(link, self.path / CURRENT_NAME)
         sync_folder(self.path)
-        shutil.rmtree(self._work / _OBJECTS, ignore_errors=True)
-
-    def _remove_old(self) -> None:
-        """Remove all but the newest versions; each leaves its place in one step, so that no part of one is seen."""
-        removed = self._work / _REMOVED
-        for folder in self._folders()[self._keep :]:
-            removed.mkdir(exist_ok=True)
-            os.rename(folder, removed / folder.name)
-        shutil.rmtree(removed, ignore_errors=True)
-
-    def _unwritable(self, error: OSError) -> StoreError:
-        return StoreError(f"folder {str(self.path)!r} cannot be written: {error.strerror or error}")
+        shutil.rmtree(self._work / OBJECTS, ignore_errors=True)
 
 
 class _NextWeights:

@@ -1,0 +1,178 @@
+"""``FollowedFolder`` is a folder that follows a run: the lock, what was handled, and which version may come next."""
+
+import fcntl
+import os
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from vllm_delta_sync.cache import ObjectCache
+from vllm_delta_sync.client import Run, Version
+from vllm_delta_sync.errors import ChainError, ConflictError, ForkError, ReplayError, StoreError, UsageError
+from vllm_delta_sync.format.manifest import Manifest
+from vllm_delta_sync.maintenance.export import ExportRecord, choose_version
+from vllm_delta_sync.run.model_files import write_file
+from vllm_delta_sync.run.restore import Progress
+
+WORK_NAME = ".delta_sync_follow"
+"""Subfolder for what is not finished: the next version, fetched objects, removed versions, and the lock."""
+NEXT, OBJECTS = "next", "objects"
+_LOCK, _HANDLED, _REMOVED = "lock", "handled", "removed"
+_UNLIMITED = 2**62
+
+
+@dataclass(frozen=True)
+class FollowedVersion:
+    """A version that the folder has switched to.
+
+    Attributes:
+        folder: of the version; it stays the same when newer ones come, until ``keep`` newer versions exist.
+        version, step, manifest: number, optimizer step, SHA-256 of the manifest.
+        read_bytes: of the deltas or the anchor that it was made from; 0 if the folder was there already.
+        linked: names of weight files that are hard links to those of the version before.
+        seconds: from reading the head to the switch.
+    """
+
+    folder: Path
+    version: int
+    step: int
+    manifest: str
+    read_bytes: int
+    linked: list[str]
+    seconds: float
+
+
+class FollowedFolder(ABC):
+    """The folder that ``follow`` keeps.
+
+    Args:
+        base, shard_bytes, keep, progress: as ``follow``.
+
+    Attributes:
+        path: the folder. objects: keeps fetched objects until the version that needs them is made, across restarts.
+        foreign: pattern of what a folder of another format holds.
+    """
+
+    foreign: ClassVar[str]
+
+    def __init__(
+        self, path: Path, base: str | Path | None, shard_bytes: int, keep: int, progress: Progress | None
+    ) -> None:
+        self.path = path
+        self._work = path / WORK_NAME
+        self.objects = ObjectCache(self._work / OBJECTS, _UNLIMITED)
+        self._base, self._shard_bytes, self._keep, self._progress = base, shard_bytes, keep, progress
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder, and exclude other processes from it in the block.
+
+        Raises:
+            UsageError: it holds files of others. ConflictError: another process follows into it.
+            StoreError: it cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not self._work.exists() and (found := sorted(path.name for path in self.path.iterdir())):
+                raise UsageError(
+                    f"--to {str(self.path)!r} holds {found[0]!r}, which delta-sync follow did not make; name a new or "
+                    "empty folder"
+                )
+            if (other := next(self.path.glob(self.foreign), None)) is not None:
+                raise UsageError(
+                    f"--to {str(self.path)!r} holds {other.name!r}, of another --format; name a new or empty folder"
+                )
+            self._work.mkdir(exist_ok=True)
+            lock = (self._work / _LOCK).open("wb")
+        except (NotADirectoryError, FileExistsError) as error:
+            raise UsageError(f"--to {str(self.path)!r} is a file, or lies below one; name a folder") from error
+        except OSError as error:
+            raise self._unwritable(error) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConflictError(
+                    f"another process follows a run into {str(self.path)!r}; end it, or name another folder"
+                ) from error
+            try:
+                yield
+            finally:
+                shutil.rmtree(self._work / NEXT, ignore_errors=True)
+
+    def update(self, run: Run, version: Version) -> FollowedVersion | None:
+        """Move the folder to a version; None if it is there, and the last switch to it was handled.
+
+        Raises:
+            DataError: the version is missing, damaged, or does not continue the current one.
+            StoreError: the bucket or the disk failed.
+        """
+        began = time.monotonic()
+        if not run.is_current():
+            raise ChainError(f"{run.bucket.url!r} holds another run than before; follow it into another folder")
+        target, _ = choose_version(run, version)
+        try:
+            return self._move(run, target, version, began)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    @property
+    @abstractmethod
+    def _restart(self) -> str:
+        """What to do so that a version is taken that does not continue the current one."""
+
+    @abstractmethod
+    def _move(self, run: Run, target: Manifest, version: Version, began: float) -> FollowedVersion | None:
+        """As ``update``. Args: target: the version. version: what was asked for. began: by the monotonic clock."""
+
+    def mark_handled(self, update: FollowedVersion) -> None:
+        """Remember that the caller has handled a version, so that it is not yielded again."""
+        write_file(self._work / _HANDLED, update.manifest.encode())
+
+    def _handled(self) -> str | None:
+        try:
+            return (self._work / _HANDLED).read_text()
+        except FileNotFoundError:
+            return None
+
+    def _check_continues(
+        self, run: Run, folder: Path, record: ExportRecord, target: Manifest, version: Version
+    ) -> None:
+        """Raise ChainError unless a version may follow the current one."""
+        if record.run != run.info.run:
+            raise ChainError(
+                f"{str(self.path)!r} follows run {record.run}, and {run.bucket.url!r} holds run {run.info.run}; "
+                "follow it into another folder"
+            )
+        if version is not None:  # a tag, or a number, may lead back
+            return
+        held, digest = record.version, record.manifest
+        remedy = f"If this is on purpose, {self._restart}"
+        if target.version < held:
+            raise ReplayError(
+                f"the newest version in the bucket is {target.version}, but {str(folder)!r} has version {held}: an "
+                f"older state was restored, or newer versions are hidden. {remedy}"
+            )
+        if run.keyring.checks_signatures or target.version == held:
+            there = run.ancestors.digest(target.version, target.digest, held)
+            if there != digest:
+                raise ForkError(
+                    f"version {target.version} in the bucket descends from {there} as version {held}, but "
+                    f"{str(folder)!r} has {digest}: there are two histories. {remedy}"
+                )
+
+    def _remove(self, folders: list[Path]) -> None:
+        """Remove folders of versions; each leaves its place in one step, so that no part of one is seen."""
+        removed = self._work / _REMOVED
+        for folder in folders:
+            removed.mkdir(exist_ok=True)
+            os.rename(folder, removed / folder.name)
+        shutil.rmtree(removed, ignore_errors=True)
+
+    def _unwritable(self, error: OSError) -> StoreError:
+        return StoreError(f"folder {str(self.path)!r} cannot be written: {error.strerror or error}")
