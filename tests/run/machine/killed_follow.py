@@ -1,7 +1,7 @@
 """Processes that follow a run into a folder, to be killed; forked by ``tests.run.machine.nursery``.
 
-Tasks are ``FOLDER STEP``: follow ``FOLDER/run`` into ``FOLDER/out`` once, and be killed before the STEP-th change that
-is made to names in a folder; 0: never.
+Tasks are ``FOLDER STEP [FORMAT]``: follow ``FOLDER/run`` into ``FOLDER/out`` once, and be killed before the STEP-th
+change that is made to names in a folder; 0: never.
 """
 
 import sys
@@ -14,10 +14,10 @@ SHARD_BYTES = 3 * 128 * 1024 * 2
 """Eight files."""
 
 
-def act(folder: str, step: str) -> None:
+def act(folder: str, step: str, format: str = "checkpoint") -> None:
     if int(step):
         die_at(int(step))
-    for _ in follow(f"{folder}/run", f"{folder}/out", once=True, shard_bytes=SHARD_BYTES):
+    for _ in follow(f"{folder}/run", f"{folder}/out", once=True, shard_bytes=SHARD_BYTES, format=format):
         pass
 
 
