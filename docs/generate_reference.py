@@ -31,6 +31,7 @@ import vllm_delta_sync.client
 import vllm_delta_sync.engine.api.embedded
 import vllm_delta_sync.fleet.fleet
 import vllm_delta_sync.maintenance.follow
+import vllm_delta_sync.maintenance.follow_folder
 import vllm_delta_sync.run.run_reader
 import vllm_delta_sync.trust.keyring
 import vllm_delta_sync.verify.report
@@ -391,8 +392,8 @@ def python() -> Iterator[str]:
     yield stub(vllm_delta_sync.fleet.fleet, "Replica")
     yield stub(vllm_delta_sync.verify.report, "VerifyReport")
     yield "### `from vllm_delta_sync import follow`"
-    for name in ("follow", "FollowedVersion"):
-        yield stub(vllm_delta_sync.maintenance.follow, name)
+    yield stub(vllm_delta_sync.maintenance.follow, "follow")
+    yield stub(vllm_delta_sync.maintenance.follow_folder, "FollowedVersion")
     yield "### `from vllm_delta_sync.trust import Keyring`"
     yield stub(vllm_delta_sync.trust.keyring, "Keyring")
     yield "### `from vllm_delta_sync.engine import WORKER_EXTENSION, attach, attach_async`"

@@ -49,8 +49,8 @@ def publish_checkpoint(args: Any, version_dir: str, rollout_engines: Sequence[ob
     index = folder / INDEX_NAME
     if number is None or (index.is_file() and "delta_encoding" in json.loads(index.read_bytes()).get("metadata", {})):
         raise UsageError(
-            f"{version_dir} holds no complete checkpoint, but the output of slime's delta mode, which only its own "
-            "engines read; use --update-weight-mode full"
+            f"{version_dir} holds no complete checkpoint, but the output of slime's delta mode, which this hook does "
+            "not read; run delta-sync publish --watch on its folder instead, or use --update-weight-mode full"
         )
     written = Checkpoint(folder)
     weights = ((name, tensor_from_bits(written.bits(name).copy(), spec)) for name, spec in written.specs.items())

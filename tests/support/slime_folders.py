@@ -81,7 +81,8 @@ def write_delta(
         for name, bits in changed.items()
     }
     sums = {name: f"{zlib.adler32(bits.tobytes()):08x}" for name, bits in changed.items()}
-    save_file(frames, folder / "model-00000-of-00001.safetensors", metadata=sums)
+    if frames:
+        save_file(frames, folder / "model-00000-of-00001.safetensors", metadata=sums)
     says = {
         "version": f"{version:06d}",
         "base_version": f"{version - 1:06d}",

@@ -111,7 +111,8 @@ def publish(options: argparse.Namespace) -> Report:
     A checkpoint is a folder as save_pretrained writes it, or a trainer's folder that holds one. The first one begins
     the run; later ones become one delta each. With --base, version 0 is a reference to that checkpoint, and the first
     one, rounded to its dtypes, becomes version 1. The step is in the name of the folder (checkpoint-100, step_100),
-    else in its trainer_state.json.
+    else in its trainer_state.json. A delta that slime wrote (weight_v000007) is published after the version that it
+    builds on; --base is then slime's --hf-checkpoint.
 
     --watch publishes each checkpoint once it is complete, follows a trainer that starts again from an earlier step, and
     names each folder that it leaves out, with the reason. SIGTERM and Ctrl-C end it after it has published what is

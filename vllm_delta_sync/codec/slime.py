@@ -75,12 +75,10 @@ class SlimeIndex:
             FormatError: it is malformed. UnsupportedError: an encoding, compression or checksum is not known.
         """
         document = load_json(data, what)
-        fields = document.get("metadata", {}) if isinstance(document, dict) else None
-        places = document.get("weight_map") if isinstance(document, dict) else None
-        if not isinstance(fields, dict):
-            raise FormatError(f"{what}: 'metadata' is not an object")
-        if "delta_encoding" not in fields:
+        fields = document.get("metadata") if isinstance(document, dict) else None
+        if not isinstance(fields, dict) or "delta_encoding" not in fields:
             return None
+        places = document.get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
             raise FormatError(f"{what}: 'weight_map' does not map tensors to files")
         for field, known in (
