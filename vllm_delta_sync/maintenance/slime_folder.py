@@ -127,8 +127,9 @@ class SlimeFolder(FollowedFolder):
             DataError: a document is missing or damaged.
         """
         start, end = record.version, target.version
-        descends = run.ancestors.digest(end, target.digest, start) == record.manifest
-        if self._whole or not descends or end - start > MAX_BEHIND:
+        if self._whole or end - start > MAX_BEHIND:
+            return []
+        if run.ancestors.digest(end, target.digest, start) != record.manifest:
             return []
         planner = ReadPlanner(run)
         planner.add_manifests(target)
