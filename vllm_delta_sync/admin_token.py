@@ -58,6 +58,17 @@ class AdminToken:
         """Return whether ``given`` is the token; compared in constant time."""
         return hmac.compare_digest(self._digest, _digest(given))
 
+    def for_peers(self) -> str:
+        """Return the token with which servers and readers of a run read each other's caches.
+
+        It is derived from this one, so that it needs no setting and a peer learns nothing that lets it change state.
+        """
+        return hmac.digest(self._digest, b"vllm-delta-sync peer", "sha256").hex()
+
+    def matches_peer(self, given: str) -> bool:
+        """Return whether ``given`` is ``for_peers()``; compared in constant time."""
+        return hmac.compare_digest(_digest(self.for_peers()), _digest(given))
+
     def __repr__(self) -> str:
         return "AdminToken(…)"
 

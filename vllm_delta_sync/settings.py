@@ -51,6 +51,10 @@ class StoreOptions(BaseModel):
     mirror: Annotated[str | None, Field(min_length=1)] = None
     """URL of a copy or cache of the run: another bucket, or https:// of any HTTP cache. Objects are read from there
     if their digest is right, else from the bucket."""
+    peer: Annotated[str | None, Field(min_length=1)] = None
+    """URLs of servers of the run, or of `delta-sync mirror`, separated by commas. Objects are read from the first that
+    has them, before mirror and bucket. All servers may have the same list, themselves included. Requires the admin
+    token, which must be the same everywhere."""
     store_endpoint: Annotated[str | None, Field(pattern=r"^https?://[^@?#]+$")] = None
     """Address of an S3-compatible store (s3://), another Hub (hf://) or an emulator. Default: from the store's own
     environment variables."""
@@ -71,6 +75,10 @@ class StoreOptions(BaseModel):
     def allowance(self, size: int) -> float:
         """Return the timeout in seconds of one attempt to transfer ``size`` bytes."""
         return self.store_deadline + size / MIN_BYTES_PER_SECOND
+
+    def without_copies(self) -> "StoreOptions":
+        """Return the options of the bucket itself, without mirror and peers."""
+        return self.model_copy(update={"mirror": None, "peer": None})
 
     @property
     def retry_seconds(self) -> float:

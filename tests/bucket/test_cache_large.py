@@ -17,6 +17,7 @@ from tests.bucket.test_cache import MANY, SECONDS, Source, names, ref_of, script
 from tests.support.running import context_of_processes, eventually
 from vllm_delta_sync.bucket import ranged as downloads
 from vllm_delta_sync.bucket.local import LocalBucket
+from vllm_delta_sync.bucket.middleware import mirror
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.bucket.middleware.mirror import MirrorBucket
 from vllm_delta_sync.bucket.ranged import CONNECTIONS, PIECE_BYTES
@@ -230,7 +231,7 @@ def test_a_mirror_that_lies_costs_one_more_download(tmp_path: Path, source: Sour
     lies = Source(source.data)
     lies.data = lies.data[:-1] + bytes([lies.data[-1] ^ 1])
     # A second piece of the download is the origin's, and cannot be told from the mirror's.
-    bucket = MirrorBucket(source, lies)
+    bucket = MirrorBucket(source, [mirror.Source(lies)])
     assert ObjectCache(tmp_path, MANY).get(source.ref, bucket) == source.data
     assert set(lies.pieces.values()) == set(source.pieces.values()) == {1}
     assert names(tmp_path) == {source.ref.sha256}

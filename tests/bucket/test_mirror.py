@@ -12,7 +12,7 @@ from vllm_delta_sync.bucket import ObjectInfo
 from vllm_delta_sync.bucket import ranged as downloads
 from vllm_delta_sync.bucket.local import LocalBucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
-from vllm_delta_sync.bucket.middleware.mirror import FAILURES, PAUSE_SECONDS, MirrorBucket, allow_mirrors
+from vllm_delta_sync.bucket.middleware.mirror import FAILURES, PAUSE_SECONDS, MirrorBucket, Source, allow_mirrors
 from vllm_delta_sync.bucket.verified import download_object, fetch_object
 from vllm_delta_sync.errors import (
     AccessError,
@@ -92,7 +92,7 @@ class World:
 
     def patient(self, seconds: float) -> MirrorBucket:
         """The bucket with its mirror, which has so many seconds for an answer."""
-        return MirrorBucket(self.origin, self.mirror, patience=seconds, now=lambda: self.now)
+        return MirrorBucket(self.origin, [Source(self.mirror, patience=seconds, now=lambda: self.now)])
 
     def hang(self) -> None:
         """From now on the mirror does not answer, and is given up soon."""

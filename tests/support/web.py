@@ -18,6 +18,7 @@ from trainer_side import Publisher
 from vllm_delta_sync.admin_token import AdminToken
 from vllm_delta_sync.engine.api import routes as http
 from vllm_delta_sync.engine.api.live_page import LivePage
+from vllm_delta_sync.engine.api.shared_objects import SharedObjects
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.settings import Settings
 
@@ -71,6 +72,7 @@ class Site:
 
         self.app.state.delta_sync = self.service
         self.app.state.delta_sync_token = None
+        self.app.state.delta_sync_objects = SharedObjects(self.settings)
         self.app.state.delta_sync_pages = {None: LivePage(self.settings)}
 
     def set_token(self) -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm_delta_sync.bucket.base import Bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.errors import SettingsError
 from vllm_delta_sync.settings import StoreOptions, client_settings
 from vllm_delta_sync.urls import (
     OBJECT_STORES,
@@ -17,6 +18,7 @@ from vllm_delta_sync.urls import (
 
 if TYPE_CHECKING:
     from vllm_delta_sync.bucket.middleware.usage import StoreUsage
+    from vllm_delta_sync.bucket.peer import PeerBucket
 
 
 class OpenedBucket(BucketMiddleware):
@@ -24,7 +26,7 @@ class OpenedBucket(BucketMiddleware):
 
     Attributes:
         options: the options it was opened with. metrics: its use, the mirror not counted.
-        origin: the same bucket without its mirror; closed with this one.
+        origin: the same bucket without mirror and peers; closed with this one.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ def open_bucket(url: str | os.PathLike[str], options: StoreOptions | None = None
         from vllm_delta_sync.bucket.local import LocalBucket
 
         bucket: Bucket = LocalBucket(local_path(url))
-        return bucket if options.mirror is None else _wrap(bucket, options, network=False)
+        return bucket if options == options.without_copies() else _wrap(bucket, options, network=False)
     return _wrap(_open_store(url, options), options, network=True)
 
 
@@ -69,11 +71,11 @@ def open_beside(bucket: Bucket, url: str | os.PathLike[str], mirrored: bool = Tr
     ``store_endpoint`` is passed on only if both URLs have the same scheme: another kind of store has another endpoint.
 
     Args:
-        mirrored: whether to use the mirror.
+        mirrored: whether to use mirror and peers.
     """
     options = bucket.options if isinstance(bucket, OpenedBucket) else client_settings().store()
     if not mirrored:
-        options = options.model_copy(update={"mirror": None})
+        options = options.without_copies()
     if scheme_of(os.fspath(url)) != scheme_of(bucket.url):
         options = options.model_copy(update={"store_endpoint": None})
     return open_bucket(url, options)
@@ -106,14 +108,34 @@ def _wrap(bucket: Bucket, options: StoreOptions, network: bool) -> OpenedBucket:
     if network:
         bucket = RetryingBucket(bucket, options, metrics)
     bucket = ProgressBucket(bucket, options.store_progress)
-    origin = OpenedBucket(bucket, options.model_copy(update={"mirror": None}), metrics)
-    if options.mirror is None:
+    origin = OpenedBucket(bucket, options.without_copies(), metrics)
+    if options == options.without_copies():
         return origin
-    from vllm_delta_sync.bucket.middleware.mirror import MirrorBucket
+    from vllm_delta_sync.bucket.middleware.mirror import MirrorBucket, PeerSource, Source
 
-    mirror = open_mirror(options.mirror, options)
-    mirrored = MirrorBucket(origin, mirror)
-    return OpenedBucket(mirrored, options, metrics, origin)
+    sources: list[Source] = [PeerSource(peer, options.store_deadline, metrics) for peer in open_peers(options)]
+    if options.mirror is not None:
+        sources.append(Source(open_mirror(options.mirror, options)))
+    return OpenedBucket(MirrorBucket(origin, sources), options, metrics, origin)
+
+
+def open_peers(options: StoreOptions) -> "list[PeerBucket]":
+    """Open the peers of the setting ``peer``, with the admin token of this process's settings.
+
+    Raises:
+        SettingsError: no admin token is set. UsageError: a URL is not valid.
+    """
+    if options.peer is None:
+        return []
+    from vllm_delta_sync.bucket.peer import PeerBucket
+
+    token = client_settings().admin_token()
+    if token is None:
+        raise SettingsError(
+            "setting 'peer' needs the run's token, which peers ask for: set admin_token_file or DELTA_SYNC_ADMIN_TOKEN "
+            "to the same on all of them"
+        )
+    return [PeerBucket(url.strip(), token.for_peers()) for url in options.peer.split(",")]
 
 
 def open_mirror(url: str, options: StoreOptions) -> Bucket:
@@ -125,7 +147,7 @@ def open_mirror(url: str, options: StoreOptions) -> Bucket:
         options: those of the mirrored bucket; its endpoint and mirror are ignored.
     """
     check_no_credentials(url)
-    plain = options.model_copy(update={"mirror": None, "store_endpoint": None})
+    plain = options.without_copies().model_copy(update={"store_endpoint": None})
     if scheme_of(url) in ("http", "https"):
         from vllm_delta_sync.bucket.obstore_bucket import HttpBucket
 

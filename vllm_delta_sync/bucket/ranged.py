@@ -139,6 +139,14 @@ class Journal:
         self._end += len(line)
 
 
+def has_range(journal: bytes, key: str, size: int, start: int, length: int) -> bool:
+    """Return whether the pieces that the content of a journal records as complete cover a range of the object."""
+    piece = piece_bytes(size)
+    head = f"pieces of {piece} of {size} {key}\n".encode()
+    done = _numbers(journal[len(head) :], -(-size // piece)) if journal.startswith(head) else None
+    return done is not None and set(range(start // piece, -(-(start + length) // piece))) <= done
+
+
 def _numbers(text: bytes, count: int) -> set[int] | None:
     """Parse the complete lines; None if one is not the number of a piece."""
     lines = text.split(b"\n")[:-1]

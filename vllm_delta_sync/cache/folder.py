@@ -7,8 +7,10 @@ kernel releases a lock when its process ends.
 
 import errno
 import fcntl
+import hashlib
 import os
 import re
+import socket
 import stat
 import time
 from collections.abc import Iterator
@@ -49,6 +51,15 @@ class CacheFolder:
         owner = self.path.stat().st_uid
         if owner != os.geteuid():
             raise PermissionError(errno.EPERM, f"it belongs to user {owner}, this process runs as user {os.geteuid()}")
+
+    def identity(self) -> str:
+        """Return a name of this directory that is the same for all processes on this machine, and no other's."""
+        info = self.path.stat()
+        try:
+            machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+        except OSError:
+            machine = socket.gethostname()
+        return hashlib.sha256(f"{machine} {info.st_dev} {info.st_ino}".encode()).hexdigest()[:32]
 
     def object_path(self, digest: str) -> Path:
         """Return the path of an object."""

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from vllm_delta_sync.bucket import Bucket
+from vllm_delta_sync.bucket.peer import fetching_for
 from vllm_delta_sync.bucket.ranged import PIECE_BYTES
+from vllm_delta_sync.bucket.transfer_observers import observed_by
 from vllm_delta_sync.bucket.verified import check_object, check_stored_size, download_object, fetch_object, time_hashing
 from vllm_delta_sync.cache.folder import CacheFolder, touch
 from vllm_delta_sync.errors import DeltaSyncError, DigestError
@@ -27,6 +29,8 @@ RESUMED_BYTES = PIECE_BYTES
 STALL_SECONDS = 600.0
 """A process waits at most this long for a stalled download of another process."""
 POLL_SECONDS = 0.02
+TOUCH_SECONDS = 0.5
+"""While bytes arrive, the file of a download is touched so often, to show those who wait that it moves."""
 
 # Without O_NONBLOCK, opening a named pipe would block forever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -91,6 +95,10 @@ class ObjectCache:
                 return found
             return self._download(ref, bucket, _file) if found else None
 
+    def find(self, ref: ObjectRef) -> BufferedReader | None:
+        """Return the object as ``open`` does if it is in the cache, else None; fetches nothing. Raises OSError."""
+        return self._try_read(ref, _file)
+
     def _find_or_claim(
         self, ref: ObjectRef, read: Callable[[ObjectRef, BufferedReader], _Read | None], stack: ExitStack
     ) -> _Read | bool:
@@ -141,12 +149,22 @@ class ObjectCache:
             # Check before evicting others: the listed size may be wrong.
             check_stored_size(bucket, ref)
         part, journal = self._folder.part_path(ref.sha256), self._folder.journal_path(ref.sha256)
-        found = None
+        found, touched = None, 0.0
+
+        def moved(_: int) -> None:
+            nonlocal touched
+            if time.monotonic() - touched > TOUCH_SECONDS:
+                touched = time.monotonic()
+                touch(part)
+
         try:
             disk_full = self._folder.reserve(ref.sha256, ref.bytes)
             if disk_full is not None:
                 self._warn_os_error(disk_full)
-            found = download_object(bucket, ref, part, lambda: _read(part, ref, read), journal if in_pieces else None)
+            with fetching_for(self._folder.identity()), observed_by(moved):
+                found = download_object(
+                    bucket, ref, part, lambda: _read(part, ref, read), journal if in_pieces else None
+                )
             self._folder.finish(ref.sha256, ref.bytes)
         except OSError as error:
             self._warn_os_error(error)

@@ -185,8 +185,8 @@ def keyring_of(options: argparse.Namespace, signs: bool = True) -> Keyring:
 
 
 def without_mirror(options: argparse.Namespace) -> "StoreOptions":
-    """Store options of a command that maintains a bucket: it never reads through the mirror."""
-    store: StoreOptions = options.settings.store().model_copy(update={"mirror": None})
+    """Store options of a command that maintains a bucket: it reads through no mirror and no peer."""
+    store: StoreOptions = options.settings.store().without_copies()
     return store
 
 

@@ -31,6 +31,7 @@ from vllm_delta_sync.cli import (
     inspect,
     keygen,
     log,
+    mirror,
     publish,
     repair,
     serve,
@@ -52,6 +53,7 @@ COMMANDS = (
     serve.serve, publish.publish, log.log, inspect.inspect, du.du, diff.diff, stats.stats, dashboard.dashboard,
     dashboard.report, export.export, follow.follow, verify.verify, repair.repair, gc.gc, tag.set_tag, tag.remove,
     tag.list_tags, branch.branch, compact.compact, keygen.keygen, doctor.doctor, broker.broker,
+    mirror.mirror,
     fleet.list_servers, fleet.wait, *server.COMMANDS,
 )  # fmt: skip
 """In the order of ``--help``."""

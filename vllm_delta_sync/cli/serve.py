@@ -14,6 +14,7 @@ from vllm_delta_sync.settings import Settings, StoreOptions
 METAVARS = {
     "bucket": "URL",
     "mirror": "URL",
+    "peer": "URLS",
     "store_endpoint": "URL",
     "notice": "ADDRESS",
     "target": "VERSION",

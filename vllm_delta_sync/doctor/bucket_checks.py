@@ -71,7 +71,7 @@ class BucketProbe:
 
     def __init__(self, url: str, options: StoreOptions, keyring: Keyring, size: int, reads_only: bool) -> None:
         self._url = url
-        self._options = options.model_copy(update={"mirror": None})
+        self._options = options.without_copies()
         self._keyring, self._size, self._reads_only = keyring, size, reads_only
         self._opened: Bucket | None = None
         self._folders: list[Path] = []

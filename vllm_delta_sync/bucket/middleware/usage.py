@@ -12,8 +12,8 @@ from vllm_delta_sync.errors import AccessError, DeadlineError, StoreError, Unava
 from vllm_delta_sync.settings import StoreOptions
 
 FAILURE_KINDS = tuple(error.kind for error in (StoreError, AccessError, UnavailableError, DeadlineError))
-_COUNTS = ("calls", "failures", *(f"failures_{kind}" for kind in FAILURE_KINDS), "retries")
-_COUNTS_OF_BYTES = ("sent_bytes", "received_bytes")
+_COUNTS = ("calls", "failures", *(f"failures_{kind}" for kind in FAILURE_KINDS), "retries", "peer_failures")
+_COUNTS_OF_BYTES = ("sent_bytes", "received_bytes", "peer_bytes")
 _SECONDS = ("send_seconds", "receive_seconds")
 _SUMS = {"up": ("sent_bytes", "send_seconds"), "down": ("received_bytes", "receive_seconds")}
 _Result = TypeVar("_Result")
@@ -25,7 +25,8 @@ class StoreUsage:
     ``calls``: requests to the store; a listing counts once. ``failures``: calls that raised StoreError, and by its kind
     ``failures_store``, ``failures_access``, ``failures_unavailable``, ``failures_deadline``; a missing or existing
     object is not a failure. ``retries``: tries after the first one. ``sent_bytes``, ``received_bytes``: failed tries
-    included. ``send_seconds``, ``receive_seconds``: time spent in transfers, summed over parallel ones.
+    included. ``send_seconds``, ``receive_seconds``: time spent in transfers, summed over parallel ones. Counted apart:
+    ``peer_bytes``, read from peers instead, and ``peer_failures``, the times that one was given up.
 
     Args:
         parent: metrics to which everything is added too.

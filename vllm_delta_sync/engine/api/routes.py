@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from vllm_delta_sync.cache.object_server import DIGEST
 from vllm_delta_sync.dashboard.page import live_page, page_headers
 from vllm_delta_sync.engine.api.access import HEADERS, CrowdedError, GuardedRoute, JsonAnswer, refusal
 from vllm_delta_sync.engine.api.admission import Admission
@@ -188,6 +189,17 @@ async def wait(
         finally:
             waiter.cancel()
         return JsonAnswer(service_of(request).receiver.status(), 408)
+
+
+@router.get("/objects/{digest}")
+async def objects(request: Request, digest: Annotated[str, Path(pattern=f"^{DIGEST}$")]) -> Response:
+    """Return an object of the run by its SHA-256, from this node's cache, for servers whose setting `peer` names this
+    one; with Range, one range of it.
+
+    What the cache lacks is fetched from the bucket, once for all who ask; 202 means that it is still being fetched.
+    Every request needs the token for peers, which is derived from the admin token; without one, none is served."""
+    answer: Response = await request.app.state.delta_sync_objects.answer(request, digest)
+    return answer
 
 
 @contextmanager

@@ -48,6 +48,7 @@ class EndpointPlugin:
         from vllm_delta_sync.engine.api.api_servers import LeaderElection, Serving, find_api_server_group
         from vllm_delta_sync.engine.api.exact_requests import ExactRequests
         from vllm_delta_sync.engine.api.live_page import LivePage
+        from vllm_delta_sync.engine.api.shared_objects import SharedObjects
         from vllm_delta_sync.engine.compat.features import check_engine, fit_pause_mode
         from vllm_delta_sync.engine.core.engine_core import fail_when_engine_died, watch_shutdown
         from vllm_delta_sync.engine.core.ports import ServerEnginePort
@@ -80,6 +81,7 @@ class EndpointPlugin:
         state.delta_sync_adapters = {name: follow(chosen, exports_metrics=False) for name, chosen in others.items()}
         state.delta_sync_pages = {None: LivePage(settings), **{name: LivePage(own) for name, own in others.items()}}
         state.delta_sync_token = settings.admin_token()
+        state.delta_sync_objects = SharedObjects(settings)
         state.delta_sync_min_version_seconds = settings.min_version_seconds
         if settings.admin_token_file is not None and admin_token.readable_by_others(settings.admin_token_file):
             logger.warning("admin_token_file can be read by other users; run chmod 600 on it")

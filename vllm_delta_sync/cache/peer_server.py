@@ -1,0 +1,142 @@
+"""``PeerServer`` serves an ``ObjectServer`` over HTTP, for ``delta-sync mirror``."""
+
+import re
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from vllm_delta_sync.bucket.peer import CALLER_HEADER, OBJECTS_PATH, PROGRESS_HEADER
+from vllm_delta_sync.cache.object_server import DIGEST, ObjectServer, Slice
+from vllm_delta_sync.errors import DeltaSyncError, NotFoundError, UsageError
+from vllm_delta_sync.settings import MIN_BYTES_PER_SECOND
+
+MAX_CONNECTIONS = 512
+"""Connections beyond are closed at once."""
+REQUEST_SECONDS = 10.0
+"""Longest time for a client to send its request; to take the answer it has one more second per MB."""
+
+_PATH = re.compile(rf"{OBJECTS_PATH}({DIGEST})")
+
+
+class PeerServer(ThreadingHTTPServer):
+    """Serves ``OBJECTS_PATH`` and nothing else, one request per connection, until ``shutdown``.
+
+    Args:
+        host, port: to listen at; port 0 means any free one.
+
+    Attributes:
+        served: bytes sent so far.
+
+    Raises:
+        UsageError: the address cannot be used.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, objects: ObjectServer) -> None:
+        self.objects = objects
+        self.served = 0
+        self.lock = threading.Lock()
+        # Connection → when it is closed if the exchange has not ended.
+        self.deadlines: dict[socket.socket, float] = {}
+        try:
+            self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+            super().__init__((host, port), _PeerHandler)
+        except OSError as error:
+            raise UsageError(f"cannot listen at {host!r}, port {port}: {error.strerror}; name another") from error
+
+    @property
+    def url(self) -> str:
+        """Its own address, for ``peer`` of others."""
+        host, port = self.server_address[:2]
+        return f"http://[{host!s}]:{port}" if ":" in str(host) else f"http://{host!s}:{port}"
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Return whether there is room for another connection."""
+        with self.lock:
+            if len(self.deadlines) >= MAX_CONNECTIONS:
+                return False
+            self.deadlines[request] = time.monotonic() + REQUEST_SECONDS
+        return True
+
+    def service_actions(self) -> None:
+        """Cut connections that have taken too long; called twice a second, and after each new one."""
+        now = time.monotonic()
+        with self.lock:
+            late = [connection for connection, end in self.deadlines.items() if end < now]
+        for connection in late:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it has ended meanwhile
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection, and make room for another."""
+        with self.lock:
+            self.deadlines.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log nothing: a client may close its connection at any time."""
+
+
+class _PeerHandler(BaseHTTPRequestHandler):
+    server: PeerServer
+    timeout = REQUEST_SECONDS
+    server_version = "delta-sync"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        objects, path = self.server.objects, _PATH.fullmatch(self.path)
+        if not objects.allows(self.headers.get("Authorization", "")):
+            self._answer(401, "the token is missing or wrong", {"www-authenticate": "Bearer"})
+        elif path is None:
+            self._answer(404, "not found")
+        elif objects.is_cache(self.headers.get(CALLER_HEADER)):
+            self._answer(421, "the request comes from this cache itself")
+        else:
+            try:
+                self._extend(REQUEST_SECONDS)
+                found = objects.find(path[1], self.headers.get("Range"))
+            except DeltaSyncError as error:
+                self._answer(
+                    404 if isinstance(error, NotFoundError) else 400 if isinstance(error, UsageError) else 503,
+                    error.message,
+                )
+                return
+            if found is None:
+                self._answer(202, "being fetched; ask again", {PROGRESS_HEADER: objects.progress(path[1])})
+            else:
+                self._send(found)
+
+    def _extend(self, seconds: float) -> None:
+        with self.server.lock:
+            self.server.deadlines[self.connection] = time.monotonic() + seconds
+
+    def _send(self, found: Slice) -> None:
+        try:
+            self._extend(REQUEST_SECONDS + found.length / MIN_BYTES_PER_SECOND)
+            self.send_response(found.status)
+            for name, value in found.headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            for data in found.chunks():
+                self.wfile.write(data)
+                with self.server.lock:
+                    self.server.served += len(data)
+        finally:
+            found.close()
+
+    def _answer(self, code: int, text: str, headers: dict[str, str] | None = None) -> None:
+        body = f"{text}\n".encode()
+        self.send_response(code)
+        for name, value in {"content-type": "text/plain", "content-length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        return
