@@ -60,6 +60,8 @@ STATUS_FIELDS = {
     "store.retries": "tries after the first one",
     "store.sent_bytes": "failed tries included",
     "store.received_bytes": "failed tries included; with a cache, each object once per node",
+    "store.peer_bytes": "read from peers instead of the bucket (setting `peer`), before they are verified",
+    "store.peer_failures": "times that a peer was given up for a minute; the log names it and the reason",
     "store.send_seconds": "spent in transfers, summed over parallel ones",
     "store.receive_seconds": "spent in transfers, summed over parallel ones",
     "versions": "installed releases",

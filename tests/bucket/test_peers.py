@@ -4,6 +4,7 @@ import http.client
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -354,6 +355,9 @@ def test_connections_are_bounded_and_slow_ones_are_cut(site: Site, monkeypatch: 
         for each in slow[:2]:
             each.sendall(b"GET / HTTP/1.1\r\n")
         assert [each.recv(1) for each in slow] == [b""] * 3
+    while server.deadlines:
+        time.sleep(0.01)
+    monkeypatch.setattr(peer_server, "REQUEST_SECONDS", 60)
     assert ask(server, OBJECTS_PATH + ref.sha256, Authorization=bearer()) == (200, data)
 
 

@@ -55,7 +55,7 @@ def test_version_and_help() -> None:
         done = delta_sync(*command.split(), "--help")
         assert done.code == 0
         assert "examples:" in done.out, command
-        if command not in ("serve", "broker", "keygen", "branch"):
+        if command not in ("serve", "broker", "mirror", "keygen", "branch"):
             assert all(word in done.out for word in ("--json", "exit codes:", "\n  0 ")), command
     assert "vllm serve --help" in delta_sync("serve", "--help").out
 

@@ -52,6 +52,7 @@ OF_A_SERVER = {
 OTHERS = {
     "serve": [(2, "model --dry-run --bucket x --policy never")],
     "broker": [(2, "--publishers tcp://*:1"), (4, "--publishers tcp://*:70000 --subscribers tcp://*:70000")],
+    "mirror": [(2, "--bucket x"), (2, ""), (2, "--bucket gopher://x")],
     "keygen": [(2, ""), (4, "{new}/no/a.key"), (5, "{file}")],
 }
 

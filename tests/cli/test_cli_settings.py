@@ -57,7 +57,7 @@ ON_A_RUN = (
 OF_EVERY_KIND = (
     *("keygen {folder}/new.key", "serve model --dry-run"),
     *("broker --publishers tcp://127.0.0.1:* --subscribers tcp://127.0.0.1:*", *ON_A_RUN),
-    *("publish --from {folder}/checkpoint", "dashboard --port 0"),
+    *("publish --from {folder}/checkpoint", "dashboard --port 0", "mirror --port 0 --to {folder}/cache"),
     *("status", "sync", "rollback --version 1", "hold", "release", "wait --version 1"),
 )
 

@@ -68,6 +68,7 @@ ENDED = {
 PARSED = {
     "broker": "serves until Ctrl-C",
     "dashboard": "serves until Ctrl-C",
+    "mirror": "serves until Ctrl-C",
     "serve .*ADDRESS": "ADDRESS is a node of the reader",
 }
 """Pattern of an example that is only parsed → why."""
