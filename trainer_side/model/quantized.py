@@ -1,34 +1,63 @@
 """``quantized``: live weights in full precision, as the quantized tensors of the base that a run serves.
 
 The recipe is the ``quantization_config`` of the base's config.json, and the library that wrote the base carries it out:
-``compressed-tensors`` for its own formats, ``transformers`` for ``quant_method: fp8``. Which weights are quantized is
-what the base's tensors say. One weight is quantized at a time, on the device where it lives.
+``compressed-tensors`` for its own formats, ``transformers`` for ``quant_method: fp8``; ``four_bit`` has the formats of
+four bits. Which weights are quantized is what the base's tensors say. One weight is quantized at a time, on the device
+where it lives, or those at once that share a scale.
+
+A recipe that the configuration does not fully determine is proven on the weights that it sees first: they must give
+the bits of the base, or, where scales are powers of two, bits of the same values.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
-from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, NamedTensors
+from trainer_side.model import four_bit
+from trainer_side.model.four_bit import Tensors
+from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, NamedTensors, changed
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.canonical_json import load_json
 from vllm_delta_sync.format.table import TensorSpec
-from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES
+from vllm_delta_sync.tensors.checkpoint import Checkpoint
+from vllm_delta_sync.tensors.torch_views import TORCH_DTYPES, bits_of, tensor_from_bits
 
-Tensors = dict[str, torch.Tensor]
-Quantize = Callable[[torch.Tensor], Tensors]
-"""(rows, columns) weight → suffix of its name in the checkpoint, such as ``weight_scale`` → tensor."""
+Quantize = Callable[[torch.Tensor, torch.Tensor], Tensors]
+"""(rows, columns) weight, and (1,) the largest magnitude of all weights that share its global scale → suffix of its
+name in the checkpoint, such as ``weight_scale`` → tensor."""
+Values = Callable[[Tensors], torch.Tensor]
+"""Suffix of a weight's name → tensor: what they stand for, in float32."""
 
 RECIPE_NAME = "recipe.yaml"
 """File in which LLM Compressor records how it made a checkpoint."""
-FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
+_EIGHT_BITS: dict[str, tuple[object, ...]] = {"num_bits": (8,), "strategy": ("tensor", "channel", "block")}
+FORMATS: dict[str, dict[str, tuple[object, ...]]] = {
+    "int-quantized": _EIGHT_BITS,
+    "float-quantized": _EIGHT_BITS,
+    "naive-quantized": _EIGHT_BITS,
+    "mxfp8-quantized": {"num_bits": (8,), "strategy": ("group",), "group_size": (32,), "scale_dtype": (torch.uint8,)},
+    "mxfp4-pack-quantized": {
+        "num_bits": (4,),
+        "strategy": ("group",),
+        "group_size": (32,),
+        "scale_dtype": (torch.uint8,),
+    },
+    "nvfp4-pack-quantized": {
+        "num_bits": (4,),
+        "strategy": ("tensor_group",),
+        "group_size": (16,),
+        "scale_dtype": (torch.float8_e4m3fn,),
+    },
+}
+"""Format of compressed-tensors → field of the weights → values that can be repeated."""
 OBSERVERS = ("memoryless_minmax", "static_minmax", "minmax")
 """Observers of LLM Compressor that take the extremes of a weight; they differ for activations only."""
-STRATEGIES = ("tensor", "channel", "block")
+METHODS = ("compressed-tensors", "fp8", "modelopt", "mxfp4")
 
 _INSTEAD = (
     "give a base that was quantized from its weights alone (docs/trainer.md), or publish an iterable of (checkpoint "
@@ -60,14 +89,18 @@ def quantized(
     _check_tensors(live, names, specs)
     if folder is not None:
         _check_modifiers(folder / RECIPE_NAME)
-    method = recipe.get("quant_method")
+    method, dtype = recipe.get("quant_method"), _dtype_of(document)
     if method == "compressed-tensors":
-        found = _compressed_tensors(recipe, names, specs)
+        found = _compressed_tensors(recipe, names, specs, dtype)
     elif method == "fp8":
-        found = _fine_grained_fp8(recipe, names, specs, _dtype_of(document))
+        found = _fine_grained_fp8(recipe, names, specs, dtype)
+    elif method == "modelopt":
+        found = _modelopt(recipe, names, specs, dtype)
+    elif method == "mxfp4":
+        found = _stacked_mxfp4(names, specs, dtype)
     else:
-        _refuse("quant_method", method, "and only 'compressed-tensors' and 'fp8' can be repeated")
-    return QuantizedTensors(live, specs, found)
+        _refuse("quant_method", method, f"and only {', '.join(map(repr, METHODS))} can be repeated")
+    return QuantizedTensors(live, specs, found, None if folder is None else Checkpoint(folder))
 
 
 def to_quantize(live: LiveTensors, specs: Mapping[str, TensorSpec]) -> list[str]:
@@ -78,20 +111,30 @@ def to_quantize(live: LiveTensors, specs: Mapping[str, TensorSpec]) -> list[str]
 class QuantizedTensors(LiveTensors):
     """The tensors of ``source``, some of them quantized when they are read.
 
+    Weights that share a scale are kept until the last of them is read.
+
     Args:
         specs: of the checkpoint; quantized tensors must have these dtypes and shapes.
         recipes: name of a weight → how it is quantized.
+        base: what recipes are proven on; None if they were, for the run that is taken over.
     """
 
     def __init__(
-        self, source: LiveTensors, specs: Mapping[str, TensorSpec], recipes: Mapping[str, "WeightRecipe"]
+        self,
+        source: LiveTensors,
+        specs: Mapping[str, TensorSpec],
+        recipes: Mapping[str, "WeightRecipe"],
+        base: Checkpoint | None = None,
     ) -> None:
-        self._source, self._specs, self._recipes = source, specs, recipes
+        self._source, self._specs, self._recipes, self._base = source, specs, recipes, base
         self.aliases, self.has_values, self.excluded = source.aliases, source.has_values, source.excluded
+        self._unproven = {name for name, recipe in recipes.items() if recipe.is_proven and base is not None}
         self.tensors = {}
         for name, tensor in source.tensors.items():
-            self.tensors[name] = tensor
-            for target in () if name not in recipes else (name, recipes[name].scale):
+            if name not in recipes:
+                self.tensors[name] = tensor
+                continue
+            for target in recipes[name].targets:
                 spec = specs[target]
                 self.tensors[target] = CheckpointTensor(
                     target, spec.shape, TORCH_DTYPES[spec.dtype], device=tensor.device
@@ -104,17 +147,45 @@ class QuantizedTensors(LiveTensors):
         return self._quantize(self._source.convert(weights))
 
     def _quantize(self, tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        waiting: dict[str, torch.Tensor] = {}
         for name, tensor in tensors:
             recipe = self._recipes.get(name)
             if recipe is None or not _is_wide(tensor.dtype):
                 yield name, tensor
                 continue
-            if tensor.shape != self._specs[name].shape:
-                yield name, tensor  # refused by the comparison, with both shapes
-                continue
-            yield from self._checked(recipe.quantize(tensor))
+            known = self._source.tensors[name]
+            if tensor.shape != known.shape:
+                raise changed(name, (tuple(tensor.shape), tensor.dtype), (known.shape, known.dtype))
+            waiting[name] = recipe.rounded(tensor)
+            if all(other in waiting for other in recipe.fused):
+                yield from self._read_together([self._recipes[other] for other in recipe.fused], waiting)
+        if waiting:
+            first = next(iter(waiting))
+            missing = [other for other in self._recipes[first].fused if other not in waiting]
+            raise ModelError(
+                f"tensors {', '.join(map(repr, self._recipes[first].fused))} share a scale, and {missing[0]!r} was not "
+                "yielded; yield all of them, or none"
+            )
 
-    def _checked(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def _read_together(
+        self, recipes: list["WeightRecipe"], waiting: dict[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Quantize weights that share a scale, and take them out of ``waiting``."""
+        largest = torch.empty(0)
+        if recipes[0].needs_largest:
+            # They may be on several devices.
+            each = [four_bit.largest_of(recipe.name, waiting[recipe.name]) for recipe in recipes]
+            largest = torch.cat([one.to(each[0].device) for one in each]).amax(0, keepdim=True)
+        for recipe in recipes:
+            weight = waiting.pop(recipe.name)
+            found = recipe.quantize(weight, largest.to(weight.device))
+            self._check(found)
+            if recipe.name in self._unproven and self._base is not None:
+                recipe.prove(found, self._base)
+                self._unproven.discard(recipe.name)
+            yield from found.items()
+
+    def _check(self, tensors: Tensors) -> None:
         for name, tensor in tensors.items():
             spec = self._specs[name]
             if (tensor.dtype, tuple(tensor.shape)) != (TORCH_DTYPES[spec.dtype], spec.shape):
@@ -123,29 +194,67 @@ class QuantizedTensors(LiveTensors):
                     f"quantization_config gives {tensor.dtype} {list(tensor.shape)}; give the base that this "
                     "configuration belongs to"
                 )
-            yield name, tensor
 
 
 class WeightRecipe:
     """How one weight is quantized.
 
     Args:
-        name: of the weight. scale: of its scales.
+        name: of the weight.
+        suffixes: of the tensors that it gives; their names begin as that of the weight, without ``weight``.
         dtype: that the weight is rounded to first, as it was in the checkpoint that was quantized; None: its own.
         function: quantizes it.
+        fused: weights that share its global scale, itself included; empty: it has none of its own either.
+        is_proven: whether the first tensors must be those of the base.
+        values: what its tensors stand for: bits of the same values are enough; None: the bits must be equal.
     """
 
-    def __init__(self, name: str, scale: str, dtype: torch.dtype | None, function: Quantize) -> None:
-        self.name, self.scale = name, scale
-        self._dtype, self._function = dtype, function
+    def __init__(
+        self,
+        name: str,
+        suffixes: tuple[str, ...],
+        dtype: torch.dtype | None,
+        function: Quantize,
+        fused: tuple[str, ...] = (),
+        is_proven: bool = False,
+        values: Values | None = None,
+    ) -> None:
+        self.name, self.is_proven, self.needs_largest = name, is_proven, bool(fused)
+        self.fused = fused or (name,)
+        self._stem = name.removesuffix("weight")
+        self.targets = [self._stem + suffix for suffix in suffixes]
+        self._dtype, self._function, self._values = dtype, function, values
+
+    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a copy: scales and bits are of the same values, even if another thread trains meanwhile."""
+        return weight.detach().to(self._dtype or weight.dtype, copy=True)
 
     @torch.no_grad()
-    def quantize(self, weight: torch.Tensor) -> Tensors:
+    def quantize(self, weight: torch.Tensor, largest: torch.Tensor) -> Tensors:
         """Return name → tensor: the quantized weight and its scales."""
-        # A copy: scales and bits are of the same values, even if another thread trains meanwhile.
-        copied = weight.detach().to(self._dtype or weight.dtype, copy=True)
-        stem = self.name.removesuffix("weight")
-        return {stem + suffix: tensor for suffix, tensor in self._function(copied).items()}
+        return {self._stem + suffix: tensor for suffix, tensor in self._function(weight, largest).items()}
+
+    def prove(self, found: Tensors, base: Checkpoint) -> None:
+        """Raise ModelError unless the tensors of a weight are those of the base, or stand for the same values."""
+        mine = {name: tensor.cpu() for name, tensor in found.items()}
+        theirs = {name: tensor_from_bits(np.array(base.bits(name)), base.specs[name]) for name in mine}
+        # A global scale first: what depends on it differs as well.
+        for name in sorted(mine, key=lambda name: mine[name].numel()):
+            different = bits_of(mine[name].contiguous()) != bits_of(theirs[name])
+            if not different.any():
+                continue
+            if self._values is not None and torch.equal(self._values_of(mine), self._values_of(theirs)):
+                return
+            raise ModelError(
+                f"the trainer's {self.name!r}, quantized as the base's quantization_config says, is not what the base "
+                f"has: {different.mean():.2%} of {name!r} differ. The base was made of other weights, or with scales "
+                "from calibration data, or it was rounded in another way. Start the trainer from the checkpoint that "
+                f"the base was quantized from, on the kind of device that quantized it; or {_INSTEAD}"
+            )
+
+    def _values_of(self, tensors: Tensors) -> torch.Tensor:
+        assert self._values is not None
+        return self._values({name.removeprefix(self._stem): tensor for name, tensor in tensors.items()})
 
 
 def _is_wide(dtype: torch.dtype) -> bool:
@@ -153,12 +262,12 @@ def _is_wide(dtype: torch.dtype) -> bool:
 
 
 def _is_quantized(name: str, specs: Mapping[str, TensorSpec]) -> bool:
-    """Return whether a checkpoint holds a weight in eight bits, or packed under another name."""
+    """Return whether a checkpoint holds a weight in eight bits, or packed, perhaps under another name."""
     spec = specs.get(name)
     if spec is not None:
         return spec.element.itemsize == 1
     stem = name.removesuffix("weight")
-    return any(stem + suffix in specs for suffix in ("weight_packed", "qweight"))
+    return any(stem + suffix in specs for suffix in ("weight_packed", "qweight", "_blocks"))
 
 
 def _check_tensors(live: LiveTensors, names: list[str], specs: Mapping[str, TensorSpec]) -> None:
@@ -173,11 +282,11 @@ def _check_tensors(live: LiveTensors, names: list[str], specs: Mapping[str, Tens
             )
 
 
-def _scale(name: str, suffix: str, specs: Mapping[str, TensorSpec]) -> str:
-    """Return the name of a weight's scales; ModelError: the base lacks them."""
-    if name + suffix not in specs:
-        raise ModelError(f"tensor {name!r} is quantized in the base, which has no {name + suffix!r}; {_INSTEAD}")
-    return name + suffix
+def _check_present(name: str, suffixes: Iterable[str], specs: Mapping[str, TensorSpec]) -> None:
+    """Raise ModelError if the base lacks a tensor that a weight gives."""
+    for target in (name.removesuffix("weight") + suffix for suffix in suffixes):
+        if target not in specs:
+            raise ModelError(f"tensor {name!r} is quantized in the base, which has no {target!r}; {_INSTEAD}")
 
 
 def _refuse(field: str, value: object, reason: str) -> NoReturn:
@@ -209,7 +318,7 @@ def _dtype_of(document: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def _compressed_tensors(
-    document: Mapping[str, Any], names: list[str], specs: Mapping[str, TensorSpec]
+    document: Mapping[str, Any], names: list[str], specs: Mapping[str, TensorSpec], dtype: torch.dtype | None
 ) -> dict[str, WeightRecipe]:
     try:
         from compressed_tensors.quantization import QuantizationConfig
@@ -237,12 +346,48 @@ def _compressed_tensors(
     if len(groups) != 1:
         _refuse("config_groups", sorted(groups), "and only one group that quantizes weights can be repeated")
     [(group, scheme)] = groups.items()
-    function = _compressor(group, scheme, scheme.format or config.format)
-    scales = {name: _scale(name, "_scale", specs) for name in names}
-    # The library makes scales in the dtype that the weights had.
-    return {
-        name: WeightRecipe(name, scale, TORCH_DTYPES[specs[scale].dtype], function) for name, scale in scales.items()
-    }
+    compression = getattr(scheme.format or config.format, "value", scheme.format or config.format)
+    function = _compressor(group, scheme, compression)
+    args = scheme.weights
+    packed = ("weight_packed", "weight_scale")
+    if compression == "nvfp4-pack-quantized":
+        return _with_global_scale(names, (*packed, "weight_global_scale"), specs, dtype, function)
+    suffixes = packed if args.num_bits == 4 else ("weight", "weight_scale")
+    found: dict[str, WeightRecipe] = {}
+    for name in names:
+        _check_present(name, suffixes, specs)
+        if compression == "mxfp4-pack-quantized":
+            found[name] = WeightRecipe(name, suffixes, dtype, function, (name,), True, _packed_values)
+        elif compression == "mxfp8-quantized":
+            found[name] = WeightRecipe(name, suffixes, dtype, function, (name,), True, _mxfp8_values)
+        else:
+            # The library makes scales in the dtype that the weights had.
+            found[name] = WeightRecipe(name, suffixes, TORCH_DTYPES[specs[f"{name}_scale"].dtype], function)
+    return found
+
+
+def _with_global_scale(
+    names: list[str],
+    suffixes: tuple[str, ...],
+    specs: Mapping[str, TensorSpec],
+    dtype: torch.dtype | None,
+    function: Quantize,
+) -> dict[str, WeightRecipe]:
+    """Return recipes of NVFP4, where weights that engines fuse share a global scale."""
+    for name in names:
+        _check_present(name, suffixes, specs)
+    every = set(names)
+    fused = {name: four_bit.fused_with(name, every) for name in names}
+    return {name: WeightRecipe(name, suffixes, dtype, function, fused[name], is_proven=True) for name in names}
+
+
+def _packed_values(tensors: Tensors) -> torch.Tensor:
+    return four_bit.mxfp4_values(tensors["weight_packed"], tensors["weight_scale"])
+
+
+def _mxfp8_values(tensors: Tensors) -> torch.Tensor:
+    groups = tensors["weight"].float().unflatten(-1, (-1, 32))
+    return torch.ldexp(groups, tensors["weight_scale"].int().unsqueeze(-1) - 127)
 
 
 def _compressor(group: str, scheme: Any, compression: str) -> Quantize:
@@ -253,32 +398,32 @@ def _compressor(group: str, scheme: Any, compression: str) -> Quantize:
     args, where = scheme.weights, f"config_groups.{group}"
     for part in ("input_activations", "output_activations"):
         activations = getattr(scheme, part)
-        if activations is not None and activations.dynamic is not True:
+        # "local": scales of groups are dynamic. The global scale of inputs is a tensor that the model does not have,
+        # and keeps the base's bits.
+        allowed = (True, "local") if compression == "nvfp4-pack-quantized" and part == "input_activations" else (True,)
+        if activations is not None and activations.dynamic not in allowed:
             reason = "so that its scales are fixed, come from calibration data and go stale as the weights train"
             _refuse(f"{where}.{part}.dynamic", activations.dynamic, reason)
-    compression = getattr(compression, "value", compression)
     if compression not in FORMATS:
         _refuse(f"{where}.format", compression, f"and only {', '.join(FORMATS)} can be repeated")
-    for field, allowed in (
-        ("num_bits", (8,)),
-        ("symmetric", (True,)),
-        ("strategy", STRATEGIES),
-        ("dynamic", (False,)),
-        ("actorder", (None,)),
-        ("observer", OBSERVERS),
-    ):
+    rules = {"symmetric": (True,), "dynamic": (False,), "actorder": (None,), "observer": OBSERVERS}
+    for field, values in (FORMATS[compression] | rules).items():
         value = getattr(args, field)
-        if value not in allowed:
-            _refuse(f"{where}.weights.{field}", value, f"and only {', '.join(map(str, allowed))} can be repeated")
+        if value not in values:
+            _refuse(f"{where}.weights.{field}", value, f"and only {', '.join(map(str, values))} can be repeated")
+    if args.num_bits == 4:
+        return four_bit.compressed_tensors_fp4(args)
     library = BaseCompressor.get_value_from_registry(compression)
 
-    def compress(weight: torch.Tensor) -> Tensors:
+    def compress(weight: torch.Tensor, largest: torch.Tensor) -> Tensors:
         # The library leaves the smallest and largest values to an observer; this is what MinMaxObserver of LLM
         # Compressor (llmcompressor/observers) takes of a weight.
         if args.strategy == "channel":
             pieces = weight.unsqueeze(1)
         elif args.strategy == "tensor":
             pieces = weight.reshape(1, -1)
+        elif args.strategy == "group":
+            pieces = weight.unflatten(-1, (-1, args.group_size))
         else:
             height, width = args.block_structure
             padded = maybe_pad_tensor_for_block_quant(weight, args.block_structure)
@@ -316,12 +461,67 @@ def _fine_grained_fp8(
         ) from error
     library = Fp8Quantize(SimpleNamespace(quantization_config=FineGrainedFP8Config(**document)))
     height, width = block
+    in_powers = document.get("scale_fmt") == "ue8m0"
 
-    def quantize(weight: torch.Tensor) -> Tensors:
+    def quantize(weight: torch.Tensor, largest: torch.Tensor) -> Tensors:
         rows, columns = weight.shape
         # The library takes whole blocks only. Zeros do not change the largest value of a block.
         padded = torch.nn.functional.pad(weight, (0, -columns % width, 0, -rows % height))
         found: Tensors = library.convert({"weight": padded})
         return found | {"weight": found["weight"][:rows, :columns]}
 
-    return {name: WeightRecipe(name, _scale(name, "_scale_inv", specs), dtype, quantize) for name in names}
+    def values(tensors: Tensors) -> torch.Tensor:
+        scales = tensors["weight_scale_inv"].float().repeat_interleave(height, 0).repeat_interleave(width, 1)
+        rows, columns = tensors["weight"].shape
+        return tensors["weight"].float() * scales[:rows, :columns]
+
+    def in_dtype_of(scale: TensorSpec) -> Quantize:
+        """Powers of two are exact in float32 too, in which some checkpoints have them."""
+        if not in_powers or scale.dtype != "F32":
+            return quantize
+        return lambda weight, largest: {
+            suffix: tensor.float() if suffix == "weight_scale_inv" else tensor
+            for suffix, tensor in quantize(weight, largest).items()
+        }
+
+    suffixes = ("weight", "weight_scale_inv")
+    recipes: dict[str, WeightRecipe] = {}
+    for name in names:
+        _check_present(name, suffixes, specs)
+        function = in_dtype_of(specs[f"{name}_scale_inv"])
+        recipes[name] = WeightRecipe(name, suffixes, dtype, function, is_proven=in_powers, values=values)
+    return recipes
+
+
+# quant_method modelopt
+
+
+def _modelopt(
+    document: Mapping[str, Any], names: list[str], specs: Mapping[str, TensorSpec], dtype: torch.dtype | None
+) -> dict[str, WeightRecipe]:
+    algorithms = ("NVFP4", "W4A16_NVFP4")
+    if document.get("quant_algo") not in algorithms:
+        _refuse("quant_algo", document.get("quant_algo"), f"and only {', '.join(algorithms)} can be repeated")
+    # Scales of inputs are tensors that the model does not have, and keep the base's bits.
+    cache = document.get("kv_cache_scheme") or document.get("kv_cache_quant_algo")
+    if cache:
+        _refuse("kv_cache_scheme", cache, "which needs calibration data")
+    suffixes = ("weight", "weight_scale", "weight_scale_2")
+    return _with_global_scale(names, suffixes, specs, dtype, four_bit.modelopt_nvfp4)
+
+
+# quant_method mxfp4, of checkpoints with stacked experts
+
+
+def _stacked_mxfp4(
+    names: list[str], specs: Mapping[str, TensorSpec], dtype: torch.dtype | None
+) -> dict[str, WeightRecipe]:
+    suffixes = ("_blocks", "_scales")
+
+    def values(tensors: Tensors) -> torch.Tensor:
+        return four_bit.mxfp4_values(tensors["_blocks"], tensors["_scales"])
+
+    for name in names:
+        _check_present(name, suffixes, specs)
+    function = four_bit.stacked_mxfp4
+    return {name: WeightRecipe(name, suffixes, dtype, function, (name,), True, values) for name in names}
