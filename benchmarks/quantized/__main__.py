@@ -1,74 +1,104 @@
 """Bytes per step of a run in bf16 and of runs on quantized bases, which the publisher quantizes, on the same steps.
 
-The weights are those of ``benchmarks.common.training_data``: consecutive versions of a small Qwen3 that is really
-trained, by the share of their elements in bf16 that a step changes. Each run gets the same three versions, and the last
-delta counts. Linear layers are quantized, the tied embedding and norms are not. A ratio above 1 means that the delta in
-bf16 has more bytes.
+*policy*: consecutive versions of a small Qwen3 that is really trained (``benchmarks.common.training_data``), by the
+share of their elements in bf16 that a step changes. *SmolLM2*: steps of a real language model
+(``benchmarks.common.real_steps``), where its packages are installed. Each run gets the same three versions, and the
+last delta counts. Linear layers are quantized, the tied embedding and norms are not. A ratio above 1 means that the
+delta in bf16 has more bytes.
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.common import policy
-from benchmarks.common.rows import Row, parse, row, write
+from benchmarks.common import policy, real_case, real_steps
+from benchmarks.common.real_case import CASE
+from benchmarks.common.rows import Row, parser, row, start, write
 from benchmarks.common.tables import grid
 from benchmarks.common.training_data import Pair, Weights, policy_pairs
 
 BENCH = "quantized"
 PLAIN = "bf16"
-SCHEMES = {"int8, per channel": "int8 channel", "fp8, per channel": "fp8 channel", "fp8, blocks of 64": "fp8 block"}
+SCHEMES = {
+    "int8, per channel": "int8 channel",
+    "fp8, per channel": "fp8 channel",
+    "fp8, blocks of 64": "fp8 block",
+    "NVFP4": "nvfp4 a16",
+    "MXFP4": "mxfp4",
+}
+Make = Callable[[Weights], PreTrainedModel]
+"""A model with these weights, in bfloat16."""
+RATES = (1e-6,)
+"""Of the real model."""
 CODECS: tuple[Literal["plain"], Literal["tiled"]] = ("plain", "tiled")
-SHOWN = ("1.0% of bf16, tiled", "10.0% of bf16, tiled")
+SHOWN = ("1.0% of bf16, tiled", "10.0% of bf16, tiled", *(f"{CASE}, settled, lr {rate:g}, tiled" for rate in RATES))
 """Cases of the page of all benchmarks; the results have the rest."""
 
 
-def model_of(weights: Weights) -> PreTrainedModel:
-    """The policy with these weights, in bfloat16."""
-    model = policy.make_model(0)
+def policy_of(weights: Weights) -> PreTrainedModel:
+    return with_weights(policy.make_model(0), weights)
+
+
+def real_model_of(folder: Path) -> Make:
+    config = AutoConfig.from_pretrained(folder)
+    return lambda weights: with_weights(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), weights)
+
+
+def with_weights(model: PreTrainedModel, weights: Weights) -> PreTrainedModel:
     tensors = {name: torch.from_numpy(bits.view("<i2")).view(torch.bfloat16) for name, bits in weights.items()}
     model.load_state_dict(tensors, strict=False)  # the tied head has no weights of its own
     return model
 
 
-def last_delta(versions: Sequence[Weights], scheme: str | None, codec: Literal["plain", "tiled"]) -> tuple[int, int]:
-    """(bytes, changed elements) of the newest version of a run on a base with the first weights."""
+def last_delta(
+    make: Make, versions: Sequence[Weights], scheme: str | None, codec: Literal["plain", "tiled"]
+) -> tuple[int, int, int]:
+    """(bytes, changed elements, changed global scales) of the newest version on a base with the first weights."""
     from tests.support.quantizing import save_quantized
     from tests.support.tiny import save_checkpoint
     from trainer_side import Publisher
     from vllm_delta_sync import open_run
 
-    model = model_of(versions[0])
+    model = make(versions[0])
     with tempfile.TemporaryDirectory() as folder:
         path, url = Path(folder) / "base", str(Path(folder) / "run")
         base = save_checkpoint(model, path) if scheme is None else save_quantized(model, path, scheme)
         with Publisher(model, url, base=base, codec=codec, merge=False) as publisher:
             for step, weights in enumerate(versions[1:], start=1):
-                model.load_state_dict(model_of(weights).state_dict())
+                model.load_state_dict(make(weights).state_dict())
                 result = publisher.publish(step, wait=True)
             publisher.flush()
+        newest = len(versions) - 1
         with open_run(url) as run:
-            return run.manifest(len(versions) - 1).payload_bytes, result.changed
+            before, after = (
+                {name: tensor.item() for name, tensor in run.tensors(version) if name.endswith("global_scale")}
+                for version in (newest - 1, newest)
+            )
+            scales = sum(before[name] != scale for name, scale in after.items())
+            return run.manifest(newest).payload_bytes, result.changed, scales
 
 
-def compare(pair: Pair) -> list[Row]:
-    """Rows of one pair of versions."""
+def compare(pair: Pair, name: str, make: Make, schemes: dict[str, str]) -> list[Row]:
+    """Rows of one pair of versions. Args: name: of the step."""
     rows: list[Row] = []
+    versions = (pair.before, pair.old, pair.new)
     for codec in CODECS:
-        case = f"{pair.asked:.1%} of bf16, {codec}"
-        plain, changed = last_delta((pair.before, pair.old, pair.new), None, codec)
+        case = f"{name}, {codec}"
+        plain, changed, _ = last_delta(make, versions, None, codec)
         rows += [row(BENCH, case, PLAIN, plain, "B"), row(BENCH, case, f"changed, {PLAIN}", changed, "elements")]
-        for form, scheme in SCHEMES.items():
-            size, changed = last_delta((pair.before, pair.old, pair.new), scheme, codec)
+        for form, scheme in schemes.items():
+            size, changed, scales = last_delta(make, versions, scheme, codec)
             rows += [
                 row(BENCH, case, form, size, "B"),
                 row(BENCH, case, f"changed, {form}", changed, "elements"),
                 row(BENCH, case, "ratio", plain / size, "x", form),
             ]
+            if form == "NVFP4":
+                rows.append(row(BENCH, case, f"global scales changed, {form}", scales, "tensors"))
     return rows
 
 
@@ -79,8 +109,19 @@ def tables(rows: Sequence[Row]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(BENCH, __doc__ or "", arguments, minutes=15)
-    write(options.json, [item for pair in policy_pairs(options.quick, say=print) for item in compare(pair)])
+    known = parser(BENCH, __doc__ or "", minutes=25)
+    real_case.add_flag(known)
+    options = start(known, arguments)
+    rows: list[Row] = []
+    for pair in [] if options.real else policy_pairs(options.quick, say=print):
+        rows += compare(pair, f"{pair.asked:.1%} of bf16", policy_of, SCHEMES)
+    folder = real_case.find_checkpoint(options)
+    if folder is not None:
+        for pair in real_steps.pairs("settled", RATES, say=print):
+            # The blocks of the fp8 scheme do not fit its projections.
+            schemes = {form: scheme for form, scheme in SCHEMES.items() if scheme != "fp8 block"}
+            rows += compare(pair, f"{CASE}, settled, lr {pair.lr:g}", real_model_of(folder), schemes)
+    write(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -31,31 +31,66 @@ SCHEMES: dict[str, dict[str, Any]] = {
     },
 }
 """Recipes that need no calibration data. All leave the head out."""
+FP4 = {"num_bits": 4, "type": "float"}
+NVFP4 = {**FP4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+MXFP4 = {**FP4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+SMALL_FLOATS: dict[str, dict[str, Any]] = {
+    "nvfp4": {"weights": NVFP4, "input_activations": {**NVFP4, "dynamic": "local"}},
+    "nvfp4 a16": {"weights": NVFP4},
+    "mxfp4": {"weights": MXFP4, "input_activations": {**MXFP4, "dynamic": True}},
+    "mxfp8": {"weights": {**MXFP4, "num_bits": 8}, "input_activations": {**MXFP4, "num_bits": 8, "dynamic": True}},
+}
+"""Recipes with scales of groups. Scales of inputs of ``nvfp4`` are from calibration data."""
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+INPUT_SCALE = 297.5
 
 
 def save_quantized(model: PreTrainedModel, path: Path, scheme: str = "int8 channel") -> Path:
     """Write what a server of a quantized model is started from: the bfloat16 weights, compressed by the library."""
     copy = make_model_like(model)
-    config = QuantizationConfig(
-        config_groups={"group_0": {"targets": ["Linear"], **SCHEMES[scheme]}}, ignore=["lm_head"]
-    )
+    group = {"targets": ["Linear"], **(SCHEMES | SMALL_FLOATS)[scheme]}
+    config = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"])
     apply_quantization_config(copy, config)
+    for parent in copy.modules():
+        for names in FUSED:
+            share_global_scale([getattr(parent, name) for name in names if hasattr(parent, name)])
     for module in copy.modules():
         found = getattr(module, "quantization_scheme", None)
         if found is not None:
             weight, args = module.weight.detach(), found.weights
-            scales, _ = calculate_qparams(*extremes(weight, module.weight_scale, args.block_structure), args)
+            if hasattr(module, "weight_global_scale") and not hasattr(module, "is_shared"):
+                share_global_scale([module])
+            low, high = extremes(weight, module.weight_scale, args.block_structure, args.group_size)
+            global_scale = getattr(module, "weight_global_scale", None)
+            scales, _ = calculate_qparams(low, high, args, global_scale)
             module.weight_scale.data.copy_(scales)
+            if hasattr(module, "input_global_scale"):
+                module.input_global_scale.data.fill_(INPUT_SCALE)
     compressor = ModelCompressor.from_pretrained_model(copy)
-    compressor.compress_model(copy)
+    with torch.compiler.set_stance("force_eager"):  # the library compiles its rounding, which takes long
+        compressor.compress_model(copy)
     copy.save_pretrained(path)
     compressor.update_config(str(path))
     make_tokenizer().save_pretrained(path)
     return path
 
 
-def extremes(weight: torch.Tensor, scales: torch.Tensor, block: list[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
+def share_global_scale(modules: list[Any]) -> None:
+    """Give modules the global scale of the largest magnitude in any of them, as LLM Compressor does to fused ones."""
+    if all(hasattr(module, "weight_global_scale") for module in modules):
+        for module in modules:
+            largest = torch.stack([other.weight.detach().abs().max() for other in modules]).max().reshape(1)
+            module.weight_global_scale.data.copy_(generate_gparam(-largest, largest))
+            module.is_shared = True
+
+
+def extremes(
+    weight: torch.Tensor, scales: torch.Tensor, block: list[int] | None, size: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest and largest value of the part of a weight that shares each scale, part by part."""
+    if size is not None:
+        groups = weight.unflatten(-1, (-1, size))
+        return groups.amin(-1), groups.amax(-1)
     parts = [weight]
     if block is not None:
         parts = [piece for rows in weight.split(block[0]) for piece in rows.split(block[1], dim=1)]

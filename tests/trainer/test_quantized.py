@@ -250,7 +250,7 @@ def test_what_cannot_be_repeated_is_refused_by_field_and_value(tmp_path: Path, u
         ({"weight_block_size": None}, "weight_block_size None"),
         ({"activation_scheme": "static"}, "activation_scheme 'static'.*go stale"),
         ({"fmt": "e5m2"}, "fmt 'e5m2'"),
-        ({"scale_fmt": "ue8m0"}, r"weight_scale_inv' is torch\.float32 .*gives torch\.float8_e8m0fnu"),
+        ({"scale_fmt": "ue8m0"}, r"is not what the base has: 100\.00% of '.*weight_scale_inv' differ"),
     ],
 )
 def test_fp8_that_cannot_be_repeated_is_refused(tmp_path: Path, url: str, fields: dict[str, Any], message: str) -> None:

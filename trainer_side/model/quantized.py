@@ -21,6 +21,7 @@ import torch
 from trainer_side.model import four_bit
 from trainer_side.model.four_bit import Tensors
 from trainer_side.model.live_tensors import CheckpointTensor, LiveTensors, NamedTensors, changed
+from trainer_side.model.sources import is_packed
 from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.canonical_json import load_json
 from vllm_delta_sync.format.table import TensorSpec
@@ -266,8 +267,7 @@ def _is_quantized(name: str, specs: Mapping[str, TensorSpec]) -> bool:
     spec = specs.get(name)
     if spec is not None:
         return spec.element.itemsize == 1
-    stem = name.removesuffix("weight")
-    return any(stem + suffix in specs for suffix in ("weight_packed", "qweight", "_blocks"))
+    return is_packed(name, specs)
 
 
 def _check_tensors(live: LiveTensors, names: list[str], specs: Mapping[str, TensorSpec]) -> None:

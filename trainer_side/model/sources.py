@@ -154,6 +154,8 @@ def check_fits(name: str, tensor: torch.Tensor, spec: TensorSpec) -> None:
 
 
 def _check_targets(tensor: CheckpointTensor, targets: list[str], specs: Mapping[str, TensorSpec], where: str) -> None:
+    if not targets and is_packed(tensor.name, specs):
+        raise ModelError(f"tensor {tensor.name!r} is quantized in {where} and {_needs_scales(tensor.dtype)}")
     if not targets:
         raise TensorMismatchError(
             f"tensor {tensor.name!r} of the model is not among the {len(specs)} tensors of {where}"
@@ -166,12 +168,22 @@ def _check_targets(tensor: CheckpointTensor, targets: list[str], specs: Mapping[
                 f"{list(tensor.shape)} in the model"
             )
         if spec.element.itemsize == 1 and tensor.dtype.is_floating_point and tensor.dtype != TORCH_DTYPES[spec.dtype]:
-            raise ModelError(
-                f"tensor {name!r} is {spec.dtype} in {where} and needs scales that {tensor.dtype} weights do not "
-                "give: a publisher quantizes them if config.json has a quantization_config and one process holds all "
-                "weights; use such a base and publish from one rank (docs/trainer.md), or a base in full precision"
-            )
+            raise ModelError(f"tensor {name!r} is {spec.dtype} in {where} and {_needs_scales(tensor.dtype)}")
         _check_convertible(tensor.name, tensor.dtype, spec, f"in {where}")
+
+
+def is_packed(name: str, specs: Mapping[str, TensorSpec]) -> bool:
+    """Return whether a checkpoint holds a weight packed, under other names."""
+    stem = name.removesuffix("weight")
+    return any(stem + suffix in specs for suffix in ("weight_packed", "qweight", "_blocks"))
+
+
+def _needs_scales(dtype: torch.dtype) -> str:
+    return (
+        f"needs scales that {dtype} weights do not give: a publisher quantizes them if config.json has a "
+        "quantization_config and one process holds all weights; use such a base and publish from one rank "
+        "(docs/trainer.md), or a base in full precision"
+    )
 
 
 def _check_convertible(name: str, dtype: torch.dtype, spec: TensorSpec, where: str) -> None:

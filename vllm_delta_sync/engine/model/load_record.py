@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_delta_sync.engine.model.loader_trace import OVERWRITES, tensors_in, written_by
@@ -36,7 +37,8 @@ class LoadRecord:
         changed: path of each module in which the step left new tensors or numbers → the tensors they were made of.
         process: the step after loading, for modules of a replica.
         initial: copies of small tensors from before the step.
-        live: weak references to where each tensor of the skeleton's modules is now.
+        live: weak references to where each tensor of the skeleton's modules is now; under its former path too, if the
+            step left its memory as it was under another name.
         opaque_operations: operations that took weights and returned something other than tensors, such as a kernel's
             handle to a copy that nothing else can reach.
         numbers: every number that is not whole, as it was after the step.
@@ -104,6 +106,7 @@ class _ProvenanceMode(TorchDispatchMode):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.written: set[int] = set()
+        self.read_as_number: set[int] = set()
         self.opaque_operations: set[str] = set()
         storages = (tensor.untyped_storage()._cdata for _, _, tensor in walk_tensors(model) if is_plain(tensor))
         self.derived_from = {storage: frozenset((storage,)) for storage in storages}
@@ -118,6 +121,8 @@ class _ProvenanceMode(TorchDispatchMode):
         # An operation that overwrites its target does not use the target's old content.
         sources = given - written_storages if func in OVERWRITES else given
         derived_from = NO_STORAGES.union(*(self.derived_from.get(storage, NO_STORAGES) for storage in sources))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.read_as_number |= derived_from
         # Numbers that torch's own operators return can be compared later; other operators may return handles.
         if derived_from and func.namespace not in ("aten", "prim") and isinstance(found, int | torch.ScriptObject):
             self.opaque_operations.add(str(func))
@@ -150,17 +155,16 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _TensorBefore:
-    """A tensor before the step; the step may free it."""
+class _MemoryBefore:
+    """The memory of a tensor before the step, which may free it. The reference keeps its identity from being reused."""
 
-    tensor: "weakref.ref[torch.Tensor]"
+    reference: StorageWeakRef
     storage: int
 
     @property
     def is_kept(self) -> bool:
-        """Whether the tensor still exists in the same storage."""
-        tensor = self.tensor()
-        return tensor is not None and tensor.untyped_storage()._cdata == self.storage
+        """Whether the memory still exists, perhaps as that of another tensor."""
+        return not self.reference.expired()
 
 
 def record_load(
@@ -171,11 +175,12 @@ def record_load(
     Args:
         is_runtime_state: see ``LoadRecord``.
     """
-    before: dict[TensorPath, _TensorBefore] = {}
+    before: dict[TensorPath, _MemoryBefore] = {}
     record = LoadRecord(replicate(model, MetaLeaf(model)), process, is_runtime_state=is_runtime_state)
     for path, name, tensor in walk_tensors(model):
         if is_plain(tensor):
-            before[path, name] = _TensorBefore(weakref.ref(tensor), tensor.untyped_storage()._cdata)
+            storage = tensor.untyped_storage()
+            before[path, name] = _MemoryBefore(StorageWeakRef(storage), storage._cdata)
             # Parts of a model that are not served may have no data.
             if tensor.numel() <= INITIAL_ELEMENTS and tensor.device.type != "meta":
                 # In host memory: device memory allocated now would be freed with the weights when the engine sleeps.
@@ -187,13 +192,18 @@ def record_load(
     # A new view of unchanged memory follows later writes, so it is not a change.
     kept = {seen.storage for seen in before.values() if seen.is_kept} - provenance.written
     derived_from: dict[str, frozenset[int]] = {}
+    found: dict[int, torch.Tensor] = {}
     for path, name, tensor in walk_tensors(model):
         if not is_plain(tensor):
             continue
         record.live[path, name] = weakref.ref(tensor)
-        storage = tensor.untyped_storage()._cdata
-        if storage not in kept and provenance.derived_from.get(storage):
-            derived_from[path] = derived_from.get(path, NO_STORAGES) | provenance.derived_from[storage]
+        place = tensor.untyped_storage()._cdata
+        found.setdefault(place, tensor)
+        if place not in kept and provenance.derived_from.get(place):
+            derived_from[path] = derived_from.get(path, NO_STORAGES) | provenance.derived_from[place]
+    for at, seen in before.items():
+        if seen.storage in kept and seen.storage in found:
+            record.live.setdefault(at, weakref.ref(found[seen.storage]))
     record.numbers = _float_attributes(model)
     for (path, name), value in record.numbers.items():
         if numbers.get((path, name)) != value:
@@ -202,7 +212,10 @@ def record_load(
         record.changed[path] = {
             at
             for at, seen in before.items()
-            if seen.storage in storages or (UNKNOWN in storages and is_under(at[0], (path,)))
+            if seen.storage in storages
+            or (UNKNOWN in storages and is_under(at[0], (path,)))
+            # The step decides by it, so that it must have data when the step is repeated.
+            or (seen.storage in provenance.read_as_number and at[0] == path)
         }
     record.opaque_operations = sorted(provenance.opaque_operations)
     keep_record(model, record)

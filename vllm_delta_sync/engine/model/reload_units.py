@@ -82,6 +82,11 @@ class _LiveMemoryGuard(TorchDispatchMode):
             )
         if _is_collective(func):
             raise ModelError(f"reloading it would communicate with other ranks while they generate, by {func}")
+        if func is torch.ops.aten._to_copy.default and not args[0].is_meta:
+            device = (kwargs or {}).get("device")
+            if device is not None and torch.device(device).type == "meta":
+                # A kernel moves a table that generation uses to the device of weights, which have no data here.
+                kwargs = {**kwargs, "device": args[0].device}
         for tensor in written_by(func, args, kwargs or {}):
             if is_plain(tensor) and tensor.untyped_storage()._cdata in self._storages:
                 raise ModelError(f"reloading it beside the model would write to the model itself, by {func}")
