@@ -157,7 +157,7 @@ class PublisherOptions(Checked):
     Args:
         bucket: URL of a run (or an open bucket, which the caller closes).
         base: checkpoint directory that servers start from, or a public model as ``org/name@revision``. It decides
-            names and dtypes; where it is quantized, weights are quantized as it was (docs/trainer.md). If the
+            names and dtypes; where it is quantized, weights are quantized as it was (docs/quantized.md). If the
             weights equal its bits, version 0 is a reference to it and uploads nothing; otherwise version 0 is a
             full snapshot. For an existing run: the location of the checkpoint of its version 0, if not at the
             recorded place; names and dtypes are those of the run. If version 0 is a reference, a base given here

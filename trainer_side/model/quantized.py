@@ -61,7 +61,7 @@ OBSERVERS = ("memoryless_minmax", "static_minmax", "minmax")
 METHODS = ("compressed-tensors", "fp8", "modelopt", "mxfp4")
 
 _INSTEAD = (
-    "give a base that was quantized from its weights alone (docs/trainer.md), or publish an iterable of (checkpoint "
+    "give a base that was quantized from its weights alone (docs/quantized.md), or publish an iterable of (checkpoint "
     "name, tensor) that you have quantized"
 )
 

@@ -182,7 +182,7 @@ def _needs_scales(dtype: torch.dtype) -> str:
     return (
         f"needs scales that {dtype} weights do not give: a publisher quantizes them if config.json has a "
         "quantization_config and one process holds all weights; use such a base and publish from one rank "
-        "(docs/trainer.md), or a base in full precision"
+        "(docs/quantized.md), or a base in full precision"
     )
 
 
