@@ -1,8 +1,8 @@
-"""A trainer in full precision and an offline vLLM in int8, in one process.
+"""A trainer in full precision and an offline vLLM in int8, or with experts in MXFP4, in one process.
 
 Run as ``python -m tests.e2e.quantized FOLDER FAMILY SCHEME``. Publishes from real steps on a base that
-``compressed-tensors`` has quantized, moves an ``LLM`` along, and writes what it saw. Each version is compared with a
-fresh load of its export, and with the checkpoint that the library writes.
+``compressed-tensors`` has quantized, or in OpenAI's format, moves an ``LLM`` along, and writes what it saw. Each
+version is compared with a fresh load of its export, and with the checkpoint that the library writes.
 """
 
 import json
@@ -11,12 +11,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
 from tests.e2e.fresh import digests, generate, load_again, make_engine, worker_model
-from tests.support.quantizing import digest, library_tensors, save_quantized
+from tests.support.quantizing import digest, save_quantized
+from tests.support.small_floats import save_stacked
 from tests.support.tiny import make_model, train_steps
 
 VERSIONS = 5
 ROLLED_BACK_TO = 2
+STACKED = "stacked mxfp4"
+
+
+def save(model: PreTrainedModel, path: Path, scheme: str) -> Path:
+    return save_stacked(model, path) if scheme == STACKED else save_quantized(model, path, scheme)
 
 
 def main(root: Path, family: str, scheme: str) -> None:
@@ -27,7 +36,7 @@ def main(root: Path, family: str, scheme: str) -> None:
     from vllm_delta_sync.maintenance.export import export
 
     model = make_model(family, seed=5)
-    base = save_quantized(model, root / "base", scheme)
+    base = save(model, root / "base", scheme)
     steps = train_steps(model, lr=3e-4)
     url = str(root / "run")
     with Publisher(model, url, base=base) as publisher, open_run(url) as run:
@@ -41,7 +50,7 @@ def main(root: Path, family: str, scheme: str) -> None:
             publisher.flush()
             export(run, root / f"v{step}")
             status = sync.to()
-            library = digest(library_tensors(model, root / f"library{step}", scheme))
+            library = digest(load_file(save(model, root / f"library{step}", scheme) / "model.safetensors"))
             seen.append(
                 {
                     "served": status["served"]["version"],

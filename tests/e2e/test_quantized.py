@@ -1,4 +1,4 @@
-"""A quantized base, real vLLM on its int8 kernels: what is served is a fresh load of the same weights, quantized."""
+"""A quantized base, real vLLM on its kernels for int8 and MXFP4: served is a fresh load of the weights, quantized."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.e2e import warm
-from tests.e2e.quantized import ROLLED_BACK_TO, VERSIONS
+from tests.e2e.quantized import ROLLED_BACK_TO, STACKED, VERSIONS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("quantized")]
 
@@ -22,9 +22,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("quanti
         ("qwen2", "int8 channel"),  # has biases, and a tied head
         ("llama", "int8 channel"),
         ("llama", "int8 tensor"),
+        ("gpt_oss", STACKED),
     ],
 )
-def test_int8_is_followed_and_rolled_back_bit_for_bit(tmp_path: Path, family: str, scheme: str) -> None:
+def test_version_is_followed_and_rolled_back_bit_for_bit(tmp_path: Path, family: str, scheme: str) -> None:
     done = warm.run("tests.e2e.quantized", str(tmp_path), family, scheme, seconds=500)
     assert done.status == 0, done.said[-4000:]
     result: dict[str, Any] = json.loads((tmp_path / "seen.json").read_text())
@@ -38,6 +39,11 @@ def test_int8_is_followed_and_rolled_back_bit_for_bit(tmp_path: Path, family: st
     then = seen[ROLLED_BACK_TO - 1]
     assert result["rolled_back"] == {key: then[key] for key in ("served", "digests", "outputs")}
     assert result["rolled_back"]["outputs"] != seen[-1]["outputs"]
+    if scheme == STACKED:
+        # The kernel has experts in a layout of its own.
+        assert {name.split(".")[-2] for name in result["derived"]} == {"experts"}
+        assert len(result["derived"]) == 12
+        return
     # Quantized weights are patched in place; vLLM holds the scales in float32, so that they are loaded again.
     assert all(name.endswith("weight_scale") for name in result["derived"])
     assert len(result["derived"]) == 14

@@ -146,6 +146,8 @@ def test_what_a_step_decides_by_has_data_when_it_is_repeated() -> None:
 
 def test_a_table_in_use_is_not_moved_to_where_nothing_has_data() -> None:
     table = torch.arange(8.0)
-    with _LiveMemoryGuard(nn.Linear(2, 2)):
+    with _LiveMemoryGuard(nn.Linear(2, 2)) as guard:
+        assert table.to("meta").is_meta
+        guard.is_processing = True
         assert torch.equal(table.to("meta"), torch.arange(8.0))
         assert table.bfloat16().dtype == torch.bfloat16

@@ -67,10 +67,16 @@ def _is_collective(func: Any) -> bool:
 
 
 class _LiveMemoryGuard(TorchDispatchMode):
-    """Forbids writes to the model's memory, and collectives: generation runs meanwhile and uses the same channels."""
+    """Forbids writes to the model's memory, and collectives: generation runs meanwhile and uses the same channels.
+
+    Attributes:
+        is_processing: the step after loading runs. It may move a table that generation uses too to the device of
+            weights, which have no data here if they are not reloaded: the table stays where it is.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
+        self.is_processing = False
         self._storages = {t.untyped_storage()._cdata for _, _, t in walk_tensors(model) if is_plain(t)}
         self._dtype = torch.get_default_dtype()
 
@@ -82,10 +88,9 @@ class _LiveMemoryGuard(TorchDispatchMode):
             )
         if _is_collective(func):
             raise ModelError(f"reloading it would communicate with other ranks while they generate, by {func}")
-        if func is torch.ops.aten._to_copy.default and not args[0].is_meta:
+        if self.is_processing and func is torch.ops.aten._to_copy.default and not args[0].is_meta:
             device = (kwargs or {}).get("device")
             if device is not None and torch.device(device).type == "meta":
-                # A kernel moves a table that generation uses to the device of weights, which have no data here.
                 kwargs = {**kwargs, "device": args[0].device}
         for tensor in written_by(func, args, kwargs or {}):
             if is_plain(tensor) and tensor.untyped_storage()._cdata in self._storages:
@@ -174,9 +179,10 @@ class LoaderReplay:
         name = self.table[scope.tensors[0]].name
         replica = replicate(self._skeleton, self._leaf(scope, meta_leaf))
         try:
-            with torch.no_grad(), _LiveMemoryGuard(self.model):
+            with torch.no_grad(), _LiveMemoryGuard(self.model) as guard:
                 load_weights(replica, weights)
                 if scope.modules and self.record is not None:
+                    guard.is_processing = True
                     self.record.process(replica, self._modules_to_process(scope))
         except ModelError as error:
             raise ModelError(f"tensor {name!r} is not patched by address ({scope.reason}); {error.message}") from error
