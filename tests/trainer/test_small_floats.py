@@ -23,11 +23,11 @@ from tests.support.quantizing import (
 )
 from tests.support.small_floats import nearest, packed, save_modelopt, save_powers, save_stacked
 from tests.support.tiny import make_model, make_model_like, train_steps
-from trainer_side import Publisher
+from trainer_side import Budget, Publisher
 from trainer_side.model import four_bit
 from trainer_side.model.streamed import StreamedWeights
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import ModelError
+from vllm_delta_sync.errors import ModelError, UsageError
 
 Save = Callable[[PreTrainedModel, Path], Path]
 Q, K, V = (f"model.layers.0.self_attn.{part}_proj" for part in "qkv")
@@ -298,16 +298,13 @@ def test_other_weights_than_those_of_the_base_are_refused(tmp_path: Path, url: s
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "modelopt nvfp4", "stacked mxfp4"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_is_refused_where_four_bits_cannot_show_it(
-    tmp_path: Path, url: str, form: str, value: float
-) -> None:
+def test_what_is_not_finite_is_refused_where_four_bits_cannot_show_it(tmp_path: Path, url: str, form: str) -> None:
     model = small_model(form)
     name = "model.layers.0.mlp.experts.down_proj" if form.startswith("stacked") else f"{V}.weight"
     base = SAVE[form](model, tmp_path / "base")
     with Publisher(model, url, base=base) as publisher:
         with torch.no_grad():
-            model.get_parameter(name).view(-1)[7] = value
+            model.get_parameter(name).view(-1)[7] = torch.nan if form == "nvfp4" else torch.inf
         with pytest.raises(ModelError, match=f"'{name}' has NaN or infinite values"):
             publisher.publish(step=1, wait=True)
         with torch.no_grad():
@@ -342,3 +339,10 @@ def test_a_packed_base_without_a_recipe_is_refused(tmp_path: Path, url: str) -> 
     (base / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"is quantized in base .* needs scales .* publish from one rank"):
         Publisher(model, url, base=base)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "stacked mxfp4"])
+def test_a_budget_which_would_send_parts_of_a_group_is_refused(tmp_path: Path, url: str, form: str) -> None:
+    model = small_model(form)
+    with pytest.raises(UsageError, match=r"budget is set, and tensor '.*(weight_packed|_blocks)' has dtype U8"):
+        Publisher(model, url, base=SAVE[form](model, tmp_path / "base"), budget=Budget(max_bytes=1000))

@@ -335,7 +335,8 @@ class BudgetSelection:
 
 def check_dtypes(table: TensorTable) -> None:
     """Raise UsageError if elements of a tensor mean something only together with their scales."""
-    coded = next((spec for spec in table if spec.dtype.startswith("F8_")), None)
+    packed = ("weight_packed", "_blocks")
+    coded = next((spec for spec in table if spec.dtype.startswith("F8_") or spec.name.endswith(packed)), None)
     if coded is not None:
         raise UsageError(
             f"budget is set, and tensor {coded.name!r} has dtype {coded.dtype}: its elements and their scales belong "
