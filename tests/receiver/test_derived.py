@@ -505,6 +505,13 @@ def made_even(model: Any, paths: Iterable[str] | None) -> None:
     del model.weight_scale_inv
 
 
+def requantized(model: Any, paths: Iterable[str] | None) -> None:
+    """As vLLM does before DeepGEMM on Blackwell, by its own function: scales become powers of two, in place."""
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
+
+    requant_weight_ue8m0_inplace(model.weight.data, model.weight_scale_inv.data, (BLOCK, BLOCK))
+
+
 def quantized(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, torch.Tensor] = {}
@@ -544,7 +551,7 @@ def in_fp8(live: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("by_publisher", [False, True], ids=["published in fp8", "quantized by the publisher"])
-@pytest.mark.parametrize("process", [as_loaded, transposed, made_even])
+@pytest.mark.parametrize("process", [as_loaded, transposed, made_even, requantized])
 def test_fp8_with_block_scales_is_followed_in_its_own_bits(
     tmp_path: Path, process: Process, by_publisher: bool
 ) -> None:

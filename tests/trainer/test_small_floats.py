@@ -224,16 +224,6 @@ def one_byte(tensor: torch.Tensor) -> torch.Tensor:
     return changed
 
 
-def without(suffix: str) -> Callable[[Path], Path]:
-    def remove(base: Path) -> Path:
-        tensors = load_file(base / "model.safetensors")
-        kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(suffix)}
-        save_file(kept, base / "model.safetensors", metadata={"format": "pt"})
-        return base
-
-    return remove
-
-
 STATIC = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": False}
 CASES: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "calibrated global scale": (
@@ -269,8 +259,6 @@ CASES: dict[str, tuple[str, Callable[[Path], Path], str]] = {
     "other scales": (
         "nvfp4", lambda base: edit_recipe(base, weights__scale_dtype="torch.uint8"), r"scale_dtype torch\.uint8"
     ),
-    "a search": ("nvfp4", lambda base: edit_recipe(base, weights__observer="mse"), r"weights\.observer 'mse'"),
-    "no global scale": ("nvfp4", without("v_proj.weight_global_scale"), r"has no '.*v_proj\.weight_global_scale'"),
     "ModelOpt with awq": ("modelopt nvfp4", recipe(quant_algo="NVFP4_AWQ"), "quant_algo 'NVFP4_AWQ', and only NVFP4"),
     "ModelOpt with a cache": ("modelopt nvfp4", recipe(kv_cache_quant_algo="FP8"), "kv_cache_scheme 'FP8'.*calibra"),
     "quark": ("mxfp4", recipe(quant_method="quark"), "quant_method 'quark', and only .*'modelopt', 'mxfp4'"),

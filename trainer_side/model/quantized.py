@@ -244,7 +244,7 @@ class WeightRecipe:
             different = bits_of(mine[name].contiguous()) != bits_of(theirs[name])
             if not different.any():
                 continue
-            if self._values is not None and torch.equal(self._values_of(mine), self._values_of(theirs)):
+            if self._values is not None and torch.equal(*map(self._values, map(self._by_suffix, (mine, theirs)))):
                 return
             raise ModelError(
                 f"the trainer's {self.name!r}, quantized as the base's quantization_config says, is not what the base "
@@ -253,9 +253,8 @@ class WeightRecipe:
                 f"the base was quantized from, on the kind of device that quantized it; or {_INSTEAD}"
             )
 
-    def _values_of(self, tensors: Tensors) -> torch.Tensor:
-        assert self._values is not None
-        return self._values({name.removeprefix(self._stem): tensor for name, tensor in tensors.items()})
+    def _by_suffix(self, tensors: Tensors) -> Tensors:
+        return {name.removeprefix(self._stem): tensor for name, tensor in tensors.items()}
 
 
 def _is_wide(dtype: torch.dtype) -> bool:
