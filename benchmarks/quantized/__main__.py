@@ -30,46 +30,36 @@ SCHEMES = {
     "NVFP4": "nvfp4 a16",
     "MXFP4": "mxfp4",
 }
-Make = Callable[[Weights], PreTrainedModel]
-"""A model with these weights, in bfloat16."""
+Fill = Callable[[Weights], PreTrainedModel]
+"""Gives one model, in bfloat16, these weights."""
 RATES = (1e-6,)
 """Of the real model."""
-CODECS: tuple[Literal["plain"], Literal["tiled"]] = ("plain", "tiled")
+Codec = Literal["plain", "tiled"]
+CODECS: tuple[Codec, ...] = ("plain", "tiled")
 SHOWN = ("1.0% of bf16, tiled", "10.0% of bf16, tiled", *(f"{CASE}, settled, lr {rate:g}, tiled" for rate in RATES))
 """Cases of the page of all benchmarks; the results have the rest."""
 
 
-def policy_of(weights: Weights) -> PreTrainedModel:
-    return with_weights(policy.make_model(0), weights)
-
-
-def real_model_of(folder: Path) -> Make:
-    config = AutoConfig.from_pretrained(folder)
-    return lambda weights: with_weights(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), weights)
-
-
-def with_weights(model: PreTrainedModel, weights: Weights) -> PreTrainedModel:
+def filled(model: PreTrainedModel, weights: Weights) -> PreTrainedModel:
     tensors = {name: torch.from_numpy(bits.view("<i2")).view(torch.bfloat16) for name, bits in weights.items()}
     model.load_state_dict(tensors, strict=False)  # the tied head has no weights of its own
     return model
 
 
-def last_delta(
-    make: Make, versions: Sequence[Weights], scheme: str | None, codec: Literal["plain", "tiled"]
-) -> tuple[int, int, int]:
+def last_delta(fill: Fill, versions: Sequence[Weights], scheme: str | None, codec: Codec) -> tuple[int, int, int]:
     """(bytes, changed elements, changed global scales) of the newest version on a base with the first weights."""
     from tests.support.quantizing import save_quantized
     from tests.support.tiny import save_checkpoint
     from trainer_side import Publisher
     from vllm_delta_sync import open_run
 
-    model = make(versions[0])
+    model = fill(versions[0])
     with tempfile.TemporaryDirectory() as folder:
         path, url = Path(folder) / "base", str(Path(folder) / "run")
         base = save_checkpoint(model, path) if scheme is None else save_quantized(model, path, scheme)
         with Publisher(model, url, base=base, codec=codec, merge=False) as publisher:
             for step, weights in enumerate(versions[1:], start=1):
-                model.load_state_dict(make(weights).state_dict())
+                fill(weights)
                 result = publisher.publish(step, wait=True)
             publisher.flush()
         newest = len(versions) - 1
@@ -82,16 +72,22 @@ def last_delta(
             return run.manifest(newest).payload_bytes, result.changed, scales
 
 
-def compare(pair: Pair, name: str, make: Make, schemes: dict[str, str]) -> list[Row]:
+def compare(
+    pair: Pair, name: str, model: PreTrainedModel, schemes: dict[str, str], codecs: Sequence[Codec] = CODECS
+) -> list[Row]:
     """Rows of one pair of versions. Args: name: of the step."""
+
+    def fill(weights: Weights) -> PreTrainedModel:
+        return filled(model, weights)
+
     rows: list[Row] = []
     versions = (pair.before, pair.old, pair.new)
-    for codec in CODECS:
+    for codec in codecs:
         case = f"{name}, {codec}"
-        plain, changed, _ = last_delta(make, versions, None, codec)
+        plain, changed, _ = last_delta(fill, versions, None, codec)
         rows += [row(BENCH, case, PLAIN, plain, "B"), row(BENCH, case, f"changed, {PLAIN}", changed, "elements")]
         for form, scheme in schemes.items():
-            size, changed, scales = last_delta(make, versions, scheme, codec)
+            size, changed, scales = last_delta(fill, versions, scheme, codec)
             rows += [
                 row(BENCH, case, form, size, "B"),
                 row(BENCH, case, f"changed, {form}", changed, "elements"),
@@ -114,13 +110,14 @@ def main(arguments: list[str] | None = None) -> None:
     options = start(known, arguments)
     rows: list[Row] = []
     for pair in [] if options.real else policy_pairs(options.quick, say=print):
-        rows += compare(pair, f"{pair.asked:.1%} of bf16", policy_of, SCHEMES)
+        rows += compare(pair, f"{pair.asked:.1%} of bf16", policy.make_model(0), SCHEMES)
     folder = real_case.find_checkpoint(options)
     if folder is not None:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
         for pair in real_steps.pairs("settled", RATES, say=print):
             # The blocks of the fp8 scheme do not fit its projections.
             schemes = {form: scheme for form, scheme in SCHEMES.items() if scheme != "fp8 block"}
-            rows += compare(pair, f"{CASE}, settled, lr {pair.lr:g}", real_model_of(folder), schemes)
+            rows += compare(pair, f"{CASE}, settled, lr {pair.lr:g}", model, schemes, codecs=("tiled",))
     write(options.json, rows)
 
 
