@@ -35,6 +35,7 @@ from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.maintenance.follow import follow
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
+PAGE = "slow-links.md"
 URL, MB = "s3://runs/run", 1e6
 PEERS = ("none", "mirror", "lies", "stalls", "killed")
 

@@ -21,14 +21,17 @@ import torch
 from tests.support.device import SimulatedDevice
 from tests.support.routing import all_indices, densely
 from tests.support.world import World
+from vllm_delta_sync.codec.tiles.alphabets import LONGEST, TABLES
 from vllm_delta_sync.codec.tiles.grid import extent
 from vllm_delta_sync.engine.model import accelerator, decode_triton
+from vllm_delta_sync.engine.model.accelerator import Workspace
 from vllm_delta_sync.engine.model.regions import Region
 from vllm_delta_sync.engine.model.route import Destination, Route, RoutePatch
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.staging import device_decoder
 from vllm_delta_sync.format.table import TensorSpec
 
+TABLES_BYTES = (TABLES * 4 << LONGEST) + 512
 SUITE = [
     f"tests/receiver/test_tiled_codec.py::{test}"
     for test in (
@@ -69,9 +72,22 @@ def watch(patch: pytest.MonkeyPatch) -> None:
 
     def decoded_window(element: Any, index: Any, fields: Any, *rest: Any) -> Any:
         counted["windows"] += 1
+        counted["tiles"] += fields.shape[1]
         counted["stream bytes"] += int(-(-fields[decode_triton.BITS.value].sum() // 8))
         return window(element, index, fields, *rest)
 
+    upload, download = Workspace.upload, Workspace.download
+
+    def uploaded(workspace: Workspace, nbytes: int, target: torch.Tensor) -> None:
+        counted["up"] += nbytes
+        upload(workspace, nbytes, target)
+
+    def downloaded(workspace: Workspace, source: torch.Tensor) -> np.ndarray:
+        counted["down"] += source.nbytes
+        return download(workspace, source)
+
+    patch.setattr(Workspace, "upload", uploaded)
+    patch.setattr(Workspace, "download", downloaded)
     patch.setattr(device_decoder, "decode_on_device", decoded)
     patch.setattr(device_decoder, "_decode_window", decoded_window)
 
@@ -85,6 +101,12 @@ def check_followed(folder: Path) -> None:
         world.train_and_follow(1)
         assert counted["versions"] == ranks
         assert counted["changes"] > 100 * ranks
+        # Down come a number per tile, and position and distance of each change. Up go streams, what is known of each
+        # tile, and the tables of a block per window; then the patch.
+        assert counted["down"] == 4 * counted["tiles"] + 6 * counted["changes"]
+        known = device_decoder.TILE_BYTES * counted["tiles"] + TABLES_BYTES * counted["windows"]
+        patch = 6 * counted["changes"] + 512 * ranks * len(world.tensors)
+        assert counted["up"] <= counted["stream bytes"] + known + patch
         world.train_and_follow(2)
         assert counted["versions"] == 2 * ranks
         world.train_and_follow(3, 4)

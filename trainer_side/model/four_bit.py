@@ -136,9 +136,9 @@ def _pack(groups: torch.Tensor, steps: torch.Tensor, ties_to_even: bool = True) 
     has none, unless ties are rounded away from zero: then -0.0 keeps it too.
     """
     # A value goes up to the next one if it is above a threshold; where a tie goes up, just below halfway is enough.
-    down = torch.tensor(0.0)
+    down = torch.tensor(0.0, device="cpu")
     limits = [
-        value if ties_to_even and not number % 2 else float(torch.nextafter(torch.tensor(value), down))
+        value if ties_to_even and not number % 2 else float(torch.nextafter(torch.tensor(value, device="cpu"), down))
         for number, value in enumerate(BETWEEN)
     ]
     rows = max(1, CHUNK // max(1, groups[0].numel()))

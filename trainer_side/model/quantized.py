@@ -172,7 +172,7 @@ class QuantizedTensors(LiveTensors):
         self, recipes: list["WeightRecipe"], waiting: dict[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Quantize weights that share a scale, and take them out of ``waiting``."""
-        largest = torch.empty(0)
+        largest = torch.empty(0, device="cpu")
         if recipes[0].needs_largest:
             # They may be on several devices.
             each = [four_bit.largest_of(recipe.name, waiting[recipe.name]) for recipe in recipes]

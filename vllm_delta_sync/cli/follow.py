@@ -45,8 +45,7 @@ if TYPE_CHECKING:
         "--format",
         choices=("checkpoint", "slime", "slime-full"),
         default="checkpoint",
-        help="checkpoint: DIR/current; slime: DIR/weight_v000007, deltas after a whole checkpoint; slime-full: each "
-        "whole; default: checkpoint",
+        help="slime: folders with deltas; slime-full: whole ones; default: checkpoint",
     ),
     option("--once", action="store_true", help="end when the folder is at the version"),
     option("--poll", type=interval, default=2.0, metavar="TIME", help="time between polls of the bucket; default: 2"),
@@ -61,23 +60,19 @@ def follow(options: argparse.Namespace) -> Report:
 
     DIR/current is a symbolic link to the folder of one whole version, which any engine loads as a Hugging Face
     checkpoint. It switches in one step. Files whose tensors did not change are hard links to those of the version
-    before. Every tensor has the bits that the trainer published; digests, fingerprints and (with --trusted-keys)
-    signatures are checked.
+    before. Digests, fingerprints and (with --trusted-keys) signatures are checked.
 
     --format slime writes DIR/weight_v000007 for version 7 instead, as SGLang, miles, Stitch and vime read it: a delta
-    on the version before, or a whole checkpoint. A folder appears whole, and its number is always the highest.
+    on the version before, or a whole checkpoint.
 
     The command of --on-update runs after each switch, without a shell, with DELTA_SYNC_FOLDER, DELTA_SYNC_VERSION and
-    DELTA_SYNC_STEP in its environment; the next version waits for it. If it was interrupted, it runs again at the
-    start.
-
+    DELTA_SYNC_STEP in its environment; the next version waits for it. If interrupted, it runs again at the start.
     It is safe to interrupt or kill at any moment: DIR/current stays one whole version.
 
     examples:
-      delta-sync follow --bucket /data/runs/a --to /models/a
       delta-sync follow --bucket s3://bucket/runs/a --to /models/a --on-update "./reload.sh --now"
       delta-sync follow --bucket /data/runs/a --to /models/a --version tag:best --once
-      delta-sync follow --bucket s3://bucket/runs/a --to /mnt/shared/updates --format slime --on-update ./reload.sh
+      delta-sync follow --bucket /data/runs/a --to /mnt/updates --format slime
     """
     from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES
     from vllm_delta_sync.maintenance.follow import follow
