@@ -72,7 +72,7 @@ def follow(options: argparse.Namespace) -> Report:
     examples:
       delta-sync follow --bucket s3://bucket/runs/a --to /models/a --on-update "./reload.sh --now"
       delta-sync follow --bucket /data/runs/a --to /models/a --version tag:best --once
-      delta-sync follow --bucket /data/runs/a --to /mnt/updates --format slime
+      delta-sync follow --bucket /data/runs/a --to /mnt/shared/updates --format slime
     """
     from vllm_delta_sync.maintenance.checkpoint_files import SHARD_BYTES
     from vllm_delta_sync.maintenance.follow import follow
