@@ -87,7 +87,7 @@ CASES: dict[str, tuple[Save, Callable[[], None], dict[str, int]]] = {
     "ue8m0": (lambda model, path: save_powers(model, path, 128), as_it_is, {"num_key_value_heads": 4}),
     "gpt-oss": (save_stacked, as_it_is, {}),
 }  # fmt: skip
-"""Name → how a checkpoint is written, what vLLM is told, and sizes of the model."""
+"""Name → how a checkpoint is written, arguments for vLLM, and sizes of the model."""
 
 
 def follow(case: str, root: Path) -> dict[str, Any]:

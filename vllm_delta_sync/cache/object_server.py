@@ -76,13 +76,13 @@ class Slice:
 class ObjectServer:
     """Serves objects of the cache in ``directory``, to holders of the run's token.
 
-    What the cache lacks is fetched from the bucket into it, by one process of the node, whoever asks first. Pieces of a
+    What the cache lacks is fetched from the bucket into it, by the process of the node that asks first. Pieces of a
     large object are served as they arrive. The bytes of an unfinished download are not verified yet; the reader does
     that in any case. Any thread may use it.
 
     Args:
         open_bucket: opens the run's bucket, without peers, so that servers never wait for one another in a circle.
-        token: None serves nobody.
+        token: None: no request is served.
         fetched: called with digest, size and seconds of each object that was fetched from the bucket.
     """
 

@@ -11,6 +11,7 @@ Imported only where Triton is.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,14 +69,12 @@ class TilesOfRoute:
     Attributes:
         routes: with that source, and their groups of ranks.
         numbers: (n,) of the tiles in the tensor's grid, ascending. fields: (11, n), see ``tile_fields``.
-        whole: whether they are all that the tensor has.
     """
 
     coded: CodedTensor
     routes: list[tuple[Route, int]]
     numbers: npt.NDArray[np.int64]
     fields: npt.NDArray[np.int64]
-    whole: bool
 
 
 def decode_on_device(
@@ -106,16 +105,18 @@ def decode_on_device(
                 base.elsewhere.add(coded.tensor)
                 for each in tiles:
                     found.setdefault((coded.spec.dtype, each.routes[0][0].index), []).append(each)
+    decoded: Counter[int] = Counter()
     for (_, index), jobs in found.items():
-        decoded = [0] * len(jobs)
-        for number, positions, distances in _decode(jobs, index, workspace, arena, routes.memory, base, decoded):
-            coded = jobs[number].coded
-            for route, holders in jobs[number].routes:
-                seed = tensor_seed(coded.spec.name)
-                yield RoutePatch(route, seed, holders, coded.spec.element, True, positions, distances)
-        for job, count in zip(jobs, decoded, strict=True):
-            if count > job.coded.count or (job.whole and count != job.coded.count):
-                job.coded.refuse(count, 0)
+        for job, positions, distances in _decode(jobs, index, workspace, arena, routes.memory, base):
+            decoded[job.coded.tensor] += positions.size
+            seed, element = tensor_seed(job.coded.spec.name), job.coded.spec.element
+            for route, holders in job.routes:
+                yield RoutePatch(route, seed, holders, element, True, positions, distances)
+    for coded in {job.coded.tensor: job.coded for jobs in found.values() for job in jobs}.values():
+        held = sum(source.numel for source in {route.source for route in routes.routes[coded.tensor]})
+        count = decoded[coded.tensor]
+        if count > coded.count or (held == coded.spec.numel and count != coded.count):
+            coded.refuse(count, 0)
 
 
 def _decode(
@@ -125,9 +126,8 @@ def _decode(
     arena: torch.Tensor,
     memory: WeightMemory,
     base: LiveBaseReader,
-    decoded: list[int],
-) -> Iterator[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]]:
-    """Yield (job, positions, distances) window by window, and add to ``decoded`` how many changes each job had."""
+) -> Iterator[tuple[TilesOfRoute, npt.NDArray[Any], npt.NDArray[Any]]]:
+    """Yield (job, positions, distances) window by window, of the jobs that have changes there."""
     element = jobs[0].coded.spec.element
     owners = np.repeat(np.arange(len(jobs)), [job.numbers.size for job in jobs])
     fields = np.concatenate([job.fields for job in jobs], axis=1)
@@ -169,8 +169,7 @@ def _decode(
         ends = np.cumsum(counts)
         for owner in np.flatnonzero(counts).tolist():
             changes = slice(int(ends[owner] - counts[owner]), int(ends[owner]))
-            decoded[owner] += int(counts[owner])
-            yield owner, positions[changes], distances[changes]
+            yield jobs[owner], positions[changes], distances[changes]
         start = mine.stop
 
 
@@ -213,11 +212,9 @@ def _decode_window(
     arrays = DecodeArrays(*carve(arena, shapes))
     inputs = shapes[:INPUTS]
     on_host = [array.numpy() for array in carve(workspace.on_host, inputs)]
-    on_host[0][...], on_host[1][...], on_host[2][...] = (
-        batch.fields,
-        batch.limits.view(np.int32),
-        batch.tables.view(np.int16),
-    )
+    contents: list[npt.NDArray[Any]] = [batch.fields, batch.limits, batch.tables]
+    for array, content in zip(on_host, contents, strict=False):
+        array[...] = content.view(array.dtype)
     np.concatenate(pieces, out=on_host[3].view(np.uint8)[:at])
     workspace.upload(bytes_of(inputs), arena)
     decode_tiles(batch, arrays)
@@ -247,12 +244,12 @@ def _tiles_of(coded: CodedTensor, routes: RouteMap) -> list[TilesOfRoute] | None
         except CutTileError:
             return None
         fields[FIRST.value] -= source.offset
-        found.append(TilesOfRoute(coded, mine, numbers, fields, source.numel == coded.spec.numel))
+        found.append(TilesOfRoute(coded, mine, numbers, fields))
     return found
 
 
 def _old_bits(route: Route, spec: TensorSpec, destination: Destination) -> list[OldBits] | None:
-    """Return where the old bits of a route's source lie, as rectangles of its tensor; None if they are too many."""
+    """Return where the old bits of a route's source lie, as rectangles of its tensor; None if they are none."""
     _, columns = extent(spec.shape)
     steps = [tuple(int(each) for each in row) for row in zip(*route.dimensions, strict=True)]
     width, _, column_step = steps.pop() if steps and steps[-1][1] == 1 else (1, 1, 0)
