@@ -228,13 +228,19 @@ def eventually(reached: Callable[[], bool], what: str, seconds: float = 60) -> N
 
 @contextmanager
 def serving(
-    model: Path, log: Path, command: list[str], environment: dict[str, str], *, cold: bool = False
+    model: Path,
+    log: Path,
+    command: list[str],
+    environment: dict[str, str],
+    *,
+    cold: bool = False,
+    port: int | None = None,
 ) -> Iterator[Server]:
     """Run a server command until the block ends; its whole process group is ended with it.
 
-    ``cold``: as a user starts it, with an environment and command line of its own in ``/proc``.
+    ``cold``: as a user starts it, with an environment and command line of its own in ``/proc``. ``port``: any if None.
     """
-    port = free_port()
+    port = port or free_port()
     command = [*command, "--port", str(port), "--host", "127.0.0.1"]
     process = _cold(command, log, environment) if cold else warm.start(command, log, environment)
     server = Server(f"http://127.0.0.1:{port}", process, log)

@@ -1,4 +1,4 @@
-"""Three real vLLM servers on one run: they answer while they take versions, say what they serve, and may end."""
+"""Real vLLM servers on one run: they answer while they take versions, say what they serve, are peers, and may end."""
 
 import signal
 import statistics
@@ -6,12 +6,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.e2e.servers import Load, Server, delta_sync_serve, serving
+from tests.e2e.servers import Load, Server, delta_sync_serve, end_group, free_port, serving
 from tests.support.commands import answer
 from tests.support.tiny import make_model, save_checkpoint
+from tests.support.web import TOKEN
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
+from vllm_delta_sync.admin_token import VARIABLE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -67,3 +70,52 @@ def test_three_servers_answer_every_request_while_they_take_dense_versions(tmp_p
         gone = {replica.receiver: replica.left for replica in open_run(url).fleet().ended}
         assert gone == {"c": True}
         assert publisher.wait_served(replicas=3, timeout=WAIT)
+
+
+def test_two_servers_are_peers_of_each_other(tmp_path: Path) -> None:
+    """Both have the same list. The first reads the bucket, until it is killed; then the second does."""
+    model = make_model("qwen3")
+    base = save_checkpoint(model, tmp_path / "base")
+    url = str(tmp_path / "run")
+    ports = {"a": free_port(), "b": free_port()}
+    peers = ",".join(f"http://127.0.0.1:{port}" for port in ports.values())
+    environment = {VARIABLE: TOKEN}
+
+    def start(name: str, cache: str) -> Server:
+        flags = ["--bucket", url, "--receiver-id", name, "--peer", peers, "--poll-seconds", "0.2"]
+        command = delta_sync_serve(base, *flags, "--cache-dir", str(tmp_path / cache))
+        return ended.enter_context(serving(base, tmp_path / f"{cache}.log", command, environment, port=ports[name]))
+
+    def publish(version: int, *served_by: str) -> None:
+        for parameter in model.parameters():
+            parameter.data += torch.randint(0, 100, parameter.shape).eq(0) * 0.01
+        publisher.publish(step=version, wait=True)
+        for name in served_by:
+            served = servers[name].wait_served(version)["served"]
+            assert served["fingerprint"] == open_run(url).head().fingerprint
+        sizes.append(sum(ref.bytes for ref in open_run(url).manifest(version).objects))
+
+    def counts(name: str) -> tuple[int, int]:
+        store = servers[name].status()["store"]
+        return store["peer_bytes"], store["peer_failures"]
+
+    with ExitStack() as ended, Publisher(model, url, base) as publisher:
+        servers, sizes = {name: start(name, name) for name in ports}, list[int]()
+        for version in range(1, 6):
+            publish(version, "a", "b")
+        assert servers["a"].outputs() == servers["b"].outputs()
+        assert counts("a") == (0, 0), "first in the list"
+        assert counts("b") == (sum(sizes), 0)
+
+        servers["a"].process.send_signal(signal.SIGKILL)
+        end_group(servers["a"].process)
+        publish(6, "b")
+        assert counts("b") == (sum(sizes[:-1]), 1), "from the bucket"
+
+        servers["a"] = start("a", "a-again")
+        servers["a"].wait_served(6)
+        assert counts("a") == (0, 0), "first again; what it asked itself is no failure"
+        for server in servers.values():
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            assert server.post("/delta_sync/verify", headers=headers).json()["verdict"]
+        assert servers["a"].outputs() == servers["b"].outputs()
