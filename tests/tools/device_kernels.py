@@ -124,7 +124,15 @@ def _masks(width: int) -> DeviceKernel:
     return DeviceKernel(
         f"decode: masks, int{8 * width}",
         decode.mask_kernel,
-        {"fields": "*i64", "count": "i32", "limits": "*i32", "masks": "*i32", "before": "*i32", "members": "*i32"},
+        {
+            "fields": "*i32",
+            "count": "i32",
+            "parts": "*i64",
+            "limits": "*i32",
+            "masks": "*i32",
+            "before": "*i32",
+            "members": "*i32",
+        },
         {"MAGNITUDE": (1 << (8 * width - 1)) - 1, "ELEMENT": signed, "SIZE": decode.MASK_WORDS},
     )
 
@@ -134,8 +142,8 @@ def _streams(width: int) -> DeviceKernel:
         f"decode: streams, int{8 * width}",
         decode.stream_kernel,
         {
-            "fields": "*i64", "count": "i32", "streams": "*i64", "tables": "*i16", "members": "*i32", "ranks": "*i32",
-            "steps": f"*i{8 * width}", "found": "*i32",
+            "fields": "*i32", "count": "i32", "parts": "*i64", "streams": "*i64", "tables": "*i16", "members": "*i32",
+            "ranks": "*i32", "steps": f"*i{8 * width}", "found": "*i32",
         },
         {"LANES": decode.LANES},
         warps=1,
@@ -147,8 +155,8 @@ def _places(width: int, wide: bool) -> DeviceKernel:
         f"decode: places, int{8 * width}" + (", int64 positions" if wide else ""),
         decode.place_kernel,
         {
-            "fields": "*i64", "count": "i32", "masks": "*i32", "before": "*i32", "members": "*i32", "ranks": "*i32",
-            "steps": f"*i{8 * width}", "found": "*i32", "ends": "*i64", "room": "i64",
+            "fields": "*i32", "count": "i32", "parts": "*i64", "masks": "*i32", "before": "*i32", "members": "*i32",
+            "ranks": "*i32", "steps": f"*i{8 * width}", "found": "*i32", "ends": "*i64", "room": "i64",
             "positions": "*i64" if wide else "*i32", "distances": f"*i{8 * width}",
         },
         {"SIZE": decode.CHANGES},

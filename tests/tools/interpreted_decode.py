@@ -33,6 +33,7 @@ from vllm_delta_sync.engine.model.decode_triton import (
     TileBatch,
     array_shapes,
     decode_tiles,
+    joined_tiles,
     tile_fields,
 )
 from vllm_delta_sync.errors import UnsupportedError
@@ -136,8 +137,8 @@ class Guarded:
 
 def fill(batch: TileBatch, payload: np.ndarray, arrays: DecodeArrays) -> None:
     """Copy a batch and its streams to the device."""
-    inputs = batch.fields, batch.limits.view(np.int32), batch.tables.view(np.int16)
-    for array, known in zip((arrays.fields, arrays.limits, arrays.tables), inputs, strict=True):
+    inputs = batch.fields, batch.parts, batch.limits.view(np.int32), batch.tables.view(np.int16)
+    for array, known in zip((arrays.fields, arrays.parts, arrays.limits, arrays.tables), inputs, strict=True):
         array.copy_(torch.from_numpy(known))
     arrays.streams.view(torch.uint8)[: payload.size].copy_(torch.from_numpy(payload))
 
@@ -173,15 +174,18 @@ def check(samples: Sequence[Sample], narrow: bool = False, lacking: int | None =
         firsts.append(8 * payload.size + 24)
         payload = np.concatenate([payload, np.full(3, 0xFF, np.uint8), sample.streams])
     payload = np.concatenate([payload, np.zeros(decode_triton.PADDING, np.uint8)])
-    fields: list[np.ndarray] = []
+    tiles: list[tuple[np.ndarray, np.ndarray]] = []
     wanted: list[Found] = []
     for number, (sample, first) in enumerate(zip(samples, firsts, strict=True)):
         described = sample.grid, sample.element, number, sample.plain, sample.starts + first, sample.sizes, sample.held
-        numbers, mine = tile_fields(*described)
-        fields.append(mine)
+        numbers, *mine = tile_fields(*described)
+        tiles.append((mine[0], mine[1]))
         wanted += [by_cpu(sample, payload, sample.starts + first, tile) for tile in numbers.tolist()]
     batch = TileBatch.of(
-        samples[0].element, fields, [sample.tables for sample in samples], [sample.thresholds for sample in samples]
+        samples[0].element,
+        joined_tiles(tiles),
+        [sample.tables for sample in samples],
+        [sample.thresholds for sample in samples],
     )
     room = batch.room if lacking is None else sum(max(code, 0) for code, _, _ in wanted) - lacking
     guarded, shapes = Guarded(), array_shapes(batch, payload.size, torch.int32 if narrow else torch.int64)
@@ -390,8 +394,8 @@ def check_room() -> None:
 def check_refusals() -> None:
     (sample,) = encoded_samples([((200,), 0.5)], "BF16", (0, 0, 0), 0, "plain")
     described = sample.grid, sample.element, 0, sample.plain, sample.starts, sample.sizes, None
-    _, fields = tile_fields(*described)
-    parts = [fields], [sample.tables], [sample.thresholds]
+    _, fields, shared = tile_fields(*described)
+    parts = (fields, shared), [sample.tables], [sample.thresholds]
     with pytest.raises(UnsupportedError, match="tiles of I64 are decoded on the CPU only"):
         TileBatch.of(DTYPES["I64"], *parts)
     batch = TileBatch.of(sample.element, *parts)

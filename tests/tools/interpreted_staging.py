@@ -18,18 +18,23 @@ import numpy as np
 import pytest
 import torch
 
+from tests.codec.tiling import encoded, trained
 from tests.support.device import SimulatedDevice
 from tests.support.routing import all_indices, densely
+from tests.support.samples import CONTEXT
 from tests.support.world import World
+from vllm_delta_sync.codec.delta_reader import DeltaReader
 from vllm_delta_sync.codec.tiles.alphabets import LONGEST, TABLES
-from vllm_delta_sync.codec.tiles.grid import extent
+from vllm_delta_sync.codec.tiles.grid import extent, grid_of
 from vllm_delta_sync.engine.model import accelerator, decode_triton
-from vllm_delta_sync.engine.model.accelerator import Workspace
+from vllm_delta_sync.engine.model.accelerator import Workspace, bytes_of
+from vllm_delta_sync.engine.model.decode_triton import OldBits, TileBatch, array_shapes, tile_fields
 from vllm_delta_sync.engine.model.regions import Region
 from vllm_delta_sync.engine.model.route import Destination, Route, RoutePatch
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.staging import device_decoder
-from vllm_delta_sync.format.table import TensorSpec
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.bits import BaseTensor
 
 TABLES_BYTES = (TABLES * 4 << LONGEST) + 512
 SUITE = [
@@ -158,6 +163,23 @@ def check_old_bits() -> None:
     assert known > 150
 
 
+def check_bytes_up() -> None:
+    """Of an object that changes 1 % of a large tensor, at most 1.2 times its bytes go to the device."""
+    table = TensorTable([TensorSpec("w", "BF16", (8192, 8192))])
+    old, new = trained(table[0].shape, 0, share=0.0034)
+    assert 0.009 < np.mean(old != new) < 0.011
+    data = encoded(table, [old], [new])
+    [coded] = DeltaReader(data, table, CONTEXT, lambda tensor: BaseTensor(old)).coded(lambda tensor: True)
+    held = [OldBits((0, 8192, 0, 8192), 0, 8192, 1)]
+    described = grid_of(coded.spec.shape), coded.spec.element, 0, coded.plain, coded.starts, coded.sizes, held
+    _, *tiles = tile_fields(*described)
+    batch = TileBatch.of(coded.spec.element, (tiles[0], tiles[1]), [coded.tables], [coded.thresholds])
+    shapes = array_shapes(batch, coded.streams.size + decode_triton.PADDING, torch.int32)[: decode_triton.INPUTS]
+    up = bytes_of(shapes)
+    print({"object": len(data), "up": up, "tiles": batch.tiles})
+    assert up <= 1.2 * len(data)
+
+
 def main() -> None:
     with contextlib.redirect_stdout(sys.stderr), pytest.MonkeyPatch.context() as patch:
         # Larger vectors are interpreted faster.
@@ -169,6 +191,7 @@ def main() -> None:
         one_at_a_time(patch)
         watch(patch)
         check_old_bits()
+        check_bytes_up()
         with tempfile.TemporaryDirectory() as folder:
             check_followed(Path(folder))
         counted.clear()

@@ -42,22 +42,28 @@ PADDING = decode_kernels.PADDING
 """Bytes that must follow the last stream: one damaged symbol can read so far beyond its end."""
 
 Fields = npt.NDArray[np.int64]
-"""(fields, tiles): what the kernels know of each tile. Its rows have the numbers below."""
+"""(fields, tiles): what the kernels know of each tile, as int32 on the device. Its rows have the numbers below."""
+Parts = npt.NDArray[np.int64]
+"""(parts, fields): what tiles of one part of a tensor have in common. Its columns have the numbers below."""
 
 # Triton reads globals only as constexpr.
 START = tl.constexpr(0)  # first bit of its stream
 BITS = tl.constexpr(1)  # of its stream
-PLAIN = tl.constexpr(2)  # 1 for a plain tile
-BLOCK = tl.constexpr(3)  # its block's place in ``tables`` and ``limits``
-HEIGHT = tl.constexpr(4)
-WIDTH = tl.constexpr(5)
-ADDRESS = tl.constexpr(6)  # of its first element's old bits; this and the steps mean nothing for a plain tile
-ROW_STEP = tl.constexpr(7)  # from one row of old bits to the next, in elements
-COLUMN_STEP = tl.constexpr(8)  # from one column of old bits to the next, in elements
-FIRST = tl.constexpr(9)  # its first element's flat index in the tensor
-COLUMNS = tl.constexpr(10)  # of the tensor
-ROOM = tl.constexpr(11)  # where its changes begin in ``ranks`` and ``steps``
-WORDS = tl.constexpr(12)  # words of one class before its own in ``masks`` and ``before``
+PART = tl.constexpr(2)  # twice the number of its part, and 1 for a plain tile
+TOP = tl.constexpr(3)  # row of its first element in the tensor
+LEFT = tl.constexpr(4)  # column of it
+HEIGHT = tl.constexpr(5)
+WIDTH = tl.constexpr(6)
+ROOM = tl.constexpr(7)  # where its changes begin in ``ranks`` and ``steps``
+WORDS = tl.constexpr(8)  # words of one class before its own in ``masks`` and ``before``
+
+BLOCK = tl.constexpr(0)  # its block's place in ``tables`` and ``limits``
+COLUMNS = tl.constexpr(1)  # of the tensor
+OFFSET = tl.constexpr(2)  # of position 0 in the tensor
+ADDRESS = tl.constexpr(3)  # of old bits, were the tensor's element (0, 0) there; the steps are from it
+ROW_STEP = tl.constexpr(4)  # from one row of old bits to the next, in elements
+COLUMN_STEP = tl.constexpr(5)  # from one column of old bits to the next, in elements
+_OF_PART = tl.constexpr(6)
 
 _OTHERS = tl.constexpr(alphabets.OTHERS)
 _PLAIN_TABLE = tl.constexpr(alphabets.PLAIN)
@@ -75,8 +81,15 @@ _TWICE = tl.constexpr(decode_kernels.TWICE)
 
 @triton.jit
 def _field(fields, count, number: tl.constexpr, tile):
-    """Return a field of a tile, or of several; 0 beyond the last tile."""
+    """Return a field of a tile, or of several, as int32; 0 beyond the last tile."""
     return tl.load(fields + number * count + tile, mask=tile < count, other=0)
+
+
+@triton.jit
+def _of_part(fields, count, parts, number: tl.constexpr, tile):
+    """Return a field of the parts of a tile, or of several, as int64; 0 beyond the last tile."""
+    part = _field(fields, count, PART, tile) // 2
+    return tl.load(parts + part * _OF_PART + number, mask=tile < count, other=0)
 
 
 @triton.jit
@@ -112,7 +125,7 @@ def _select(word, rank):
 
 @triton.jit(do_not_specialize=["count"])
 def mask_kernel(
-    fields, count: tl.int32, limits, masks, before, members, MAGNITUDE: tl.constexpr, ELEMENT: tl.constexpr,
+    fields, count: tl.int32, parts, limits, masks, before, members, MAGNITUDE: tl.constexpr, ELEMENT: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile's class masks; see ``Scratch``. Words of the tile: 32 elements of one row each, row by row.
@@ -120,17 +133,19 @@ def mask_kernel(
     A class's words lie together, and the tile's classes one after the other.
     """
     tile = tl.program_id(0)
-    width = _field(fields, count, WIDTH, tile).to(tl.int32)
+    width = _field(fields, count, WIDTH, tile)
     across = (width + 31) // 32
-    words = _field(fields, count, HEIGHT, tile).to(tl.int32) * across
-    words = tl.where(_field(fields, count, PLAIN, tile) == 0, words, 0)
-    first_word = _CLASSES * _field(fields, count, WORDS, tile)
+    words = _field(fields, count, HEIGHT, tile) * across
+    words = tl.where(_field(fields, count, PART, tile) % 2 == 0, words, 0)
+    first_word = _CLASSES * _field(fields, count, WORDS, tile).to(tl.int64)
     masks += first_word
     before += first_word
-    bits = _field(fields, count, ADDRESS, tile).to(tl.pointer_type(ELEMENT))
-    row_step = _field(fields, count, ROW_STEP, tile)
-    column_step = _field(fields, count, COLUMN_STEP, tile)
-    limits += _CLASSES * _field(fields, count, BLOCK, tile)
+    row_step = _of_part(fields, count, parts, ROW_STEP, tile)
+    column_step = _of_part(fields, count, parts, COLUMN_STEP, tile)
+    bits = _of_part(fields, count, parts, ADDRESS, tile).to(tl.pointer_type(ELEMENT))
+    bits += _field(fields, count, TOP, tile).to(tl.int64) * row_step
+    bits += _field(fields, count, LEFT, tile).to(tl.int64) * column_step
+    limits += _CLASSES * _of_part(fields, count, parts, BLOCK, tile)
     low = tl.load(limits).to(tl.uint32, bitcast=True)
     middle = tl.load(limits + 1).to(tl.uint32, bitcast=True)
     high = tl.load(limits + 2).to(tl.uint32, bitcast=True)
@@ -178,22 +193,24 @@ def _window(streams, place, mask):
 
 
 @triton.jit(do_not_specialize=["count"])
-def stream_kernel(fields, count: tl.int32, streams, tables, members, ranks, steps, found, LANES: tl.constexpr):
+def stream_kernel(
+    fields, count: tl.int32, parts, streams, tables, members, ranks, steps, found, LANES: tl.constexpr,
+):  # fmt: skip
     """Read a stream in each lane: ascending ranks, and signed distances; see ``decode_kernels.read_stream``."""
     width: tl.constexpr = steps.dtype.element_ty.primitive_bitwidth
     tile = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = tile < count
-    plain = _field(fields, count, PLAIN, tile) != 0
+    plain = _field(fields, count, PART, tile) % 2 != 0
     # Where the elements of each class end among all ranks; nowhere in a plain tile.
     first_end = tl.load(members + _CLASSES * tile, mask=inside, other=0)
     second_end = first_end + tl.load(members + _CLASSES * tile + 1, mask=inside, other=0)
     third_end = second_end + tl.load(members + _CLASSES * tile + 2, mask=inside, other=0)
-    size = (_field(fields, count, HEIGHT, tile) * _field(fields, count, WIDTH, tile)).to(tl.int32)
+    size = _field(fields, count, HEIGHT, tile) * _field(fields, count, WIDTH, tile)
     elements = third_end + size
-    tables += _BLOCK_ENTRIES * _field(fields, count, BLOCK, tile)
+    tables += _BLOCK_ENTRIES * _of_part(fields, count, parts, BLOCK, tile)
     ranks += _field(fields, count, ROOM, tile)
     steps += _field(fields, count, ROOM, tile)
-    place = _field(fields, count, START, tile)
+    place = _field(fields, count, START, tile).to(tl.int64)
     end = place + _field(fields, count, BITS, tile)
     following = tl.zeros([LANES], tl.int32)
     done = tl.zeros([LANES], tl.int32)
@@ -265,8 +282,8 @@ def _first_from(ranks, first, last, value):
 
 @triton.jit(do_not_specialize=["count", "room"])
 def place_kernel(
-    fields, count: tl.int32, masks, before, members, ranks, steps, found, ends, room: tl.int64, positions, distances,
-    SIZE: tl.constexpr,
+    fields, count: tl.int32, parts, masks, before, members, ranks, steps, found, ends, room: tl.int64, positions,
+    distances, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Write a tile's changes, ascending by position, so that they end at its ``ends``; or an error to ``found``.
 
@@ -282,12 +299,13 @@ def place_kernel(
         else:
             positions += target
             distances += target
-            first = _field(fields, count, FIRST, tile)
-            columns = _field(fields, count, COLUMNS, tile)
+            columns = _of_part(fields, count, parts, COLUMNS, tile)
+            first = _field(fields, count, TOP, tile) * columns + _field(fields, count, LEFT, tile)
+            first -= _of_part(fields, count, parts, OFFSET, tile)
             ranks += _field(fields, count, ROOM, tile)
             steps += _field(fields, count, ROOM, tile)
-            width = _field(fields, count, WIDTH, tile).to(tl.int32)
-            if _field(fields, count, PLAIN, tile) != 0:
+            width = _field(fields, count, WIDTH, tile)
+            if _field(fields, count, PART, tile) % 2 != 0:
                 for start in range(0, changes, SIZE):
                     index = start + tl.arange(0, SIZE)
                     inside = index < changes
@@ -298,9 +316,10 @@ def place_kernel(
                     tl.store(distances + index, tl.load(steps + index, mask=inside, other=0), mask=inside)
             else:
                 across = (width + 31) // 32
-                words = _field(fields, count, HEIGHT, tile).to(tl.int32) * across
-                masks += _CLASSES * _field(fields, count, WORDS, tile)
-                before += _CLASSES * _field(fields, count, WORDS, tile)
+                words = _field(fields, count, HEIGHT, tile) * across
+                first_word = _CLASSES * _field(fields, count, WORDS, tile).to(tl.int64)
+                masks += first_word
+                before += first_word
                 # Of each class and of the others: the first rank, and the first change.
                 second = tl.load(members + _CLASSES * tile)
                 third = second + tl.load(members + _CLASSES * tile + 1)
@@ -374,16 +393,17 @@ class OldBits(NamedTuple):
 def tile_fields(
     grid: Grid, element: DType, block: int, plain: npt.NDArray[np.bool_], starts: npt.NDArray[np.int64],
     sizes: npt.NDArray[np.int64], held: Sequence[OldBits] | None,
-) -> tuple[npt.NDArray[np.int64], Fields]:  # fmt: skip
+) -> tuple[npt.NDArray[np.int64], Fields, Parts]:  # fmt: skip
     """Describe the tiles of a tensor that have changes and meet what this process holds.
 
     Args:
+        grid: of a tensor with fewer than 2^31 rows and columns.
         block: place of the tensor's block among those of the ``TileBatch``.
         plain, starts, sizes: (tiles,) whether each tile is plain; first bit, and bits, of its stream.
         held: disjoint parts; None if all tiles are plain, and all are wanted.
 
     Returns:
-        (n,) numbers of these tiles, ascending; (11, n) their fields, but for the last two.
+        (n,) numbers of these tiles, ascending; (7, n) fields, all but the last two; (parts, 6) those of the parts.
 
     Raises:
         CutTileError: no part has all old bits of a tile that is not plain.
@@ -395,22 +415,29 @@ def tile_fields(
     bands, places = np.divmod(numbers, grid.across)
     top, bottom = grid.row_edges[bands], grid.row_edges[bands + 1]
     left, right = grid.column_edges[places], grid.column_edges[places + 1]
-    old, found = np.zeros((3, numbers.size), np.int64), plain[numbers]
-    for part in held or ():
+    owner, found = np.zeros(numbers.size, np.int64), plain[numbers]
+    parts = np.zeros((max(1, len(held or ())), _OF_PART.value), np.int64)
+    parts[:, BLOCK.value], parts[:, COLUMNS.value] = block, grid.columns
+    for number, part in enumerate(held or ()):
         first_row, last_row, first_column, last_column = part.rectangle
         inside = (top >= first_row) & (bottom <= last_row) & (left >= first_column) & (right <= last_column)
-        at = (top - first_row) * part.row_step + (left - first_column) * part.column_step
-        old[0, inside] = part.address + element.itemsize * at[inside]
-        old[1, inside], old[2, inside] = part.row_step, part.column_step
+        owner[inside] = number
         found = found | inside
+        before = first_row * part.row_step + first_column * part.column_step
+        parts[number, ADDRESS.value] = part.address - element.itemsize * before
+        parts[number, ROW_STEP.value], parts[number, COLUMN_STEP.value] = part.row_step, part.column_step
     if not found.all():
         raise CutTileError(f"no part on the device has all old bits of tile {numbers[~found][0]}, which is not plain")
-    each = np.ones_like(numbers)
-    columns = grid.columns * each
-    return numbers, np.stack([
-        starts[numbers], sizes[numbers], plain[numbers], block * each, bottom - top, right - left, *old,
-        top * columns + left, columns,
-    ])  # fmt: skip
+    part_of = 2 * owner + plain[numbers]
+    return numbers, np.stack([starts[numbers], sizes[numbers], part_of, top, left, bottom - top, right - left]), parts
+
+
+def joined_tiles(tiles: Sequence[tuple[Fields, Parts]]) -> tuple[Fields, Parts]:
+    """Join what ``tile_fields`` returned of several tensors."""
+    before = np.cumsum([0, *(len(parts) for _, parts in tiles)])
+    fields = np.concatenate([each for each, _ in tiles], axis=1)
+    fields[PART.value] += 2 * np.repeat(before[:-1], [each.shape[1] for each, _ in tiles])
+    return fields, np.concatenate([parts for _, parts in tiles])
 
 
 @dataclass(frozen=True)
@@ -419,12 +446,13 @@ class TileBatch:
 
     Attributes:
         element: of all tensors, or another one of their width that is a float as they are.
-        fields: (13, tiles). tables: (blocks, TABLES, 2, 2^LONGEST). limits: (blocks, CLASSES).
+        fields: (9, tiles). parts: (parts, 6). tables: (blocks, TABLES, 2, 2^LONGEST). limits: (blocks, CLASSES).
         room: changes that the streams may have, at most. words: of 32 elements in all tiles that are not plain.
     """
 
     element: DType
     fields: Fields
+    parts: Parts
     tables: Decoding
     limits: npt.NDArray[np.uint32]
     room: int
@@ -434,27 +462,29 @@ class TileBatch:
     def of(
         cls,
         element: DType,
-        fields: Sequence[Fields],
+        tiles: tuple[Fields, Parts],
         tables: Sequence[Decoding],
         thresholds: Sequence[npt.NDArray[np.uint8]],
     ) -> "TileBatch":
-        """Join what ``tile_fields`` returned; ``tables`` and ``thresholds`` are those of each block.
+        """Return the batch of what ``tile_fields`` returned; ``tables`` and ``thresholds`` are those of each block.
 
         Raises:
             UnsupportedError: the elements have 64 bits.
         """
         if element.itemsize == 8:
             raise UnsupportedError(f"tiles of {element.name} are decoded on the CPU only")
-        joined, every = np.concatenate(fields, axis=1), np.stack(tables)
+        fields, parts = tiles
+        every = np.stack(tables)
+        numbers, plain = np.divmod(fields[PART.value], 2)
         # A change takes at least the shortest code of its block.
         lengths = every[:, :, 0].reshape(len(tables), -1) & 15
-        shortest = np.where(lengths > 0, lengths, LONGEST).min(axis=1).astype(np.int64)[joined[BLOCK.value]]
-        bits, height, width = joined[[BITS.value, HEIGHT.value, WIDTH.value]]
+        shortest = np.where(lengths > 0, lengths, LONGEST).min(axis=1).astype(np.int64)[parts[numbers, BLOCK.value]]
+        bits, height, width = fields[[BITS.value, HEIGHT.value, WIDTH.value]]
         rooms = np.minimum(-(-bits // shortest), height * width)
-        words = np.where(joined[PLAIN.value] > 0, 0, height * (-(-width // 32)))
+        words = np.where(plain > 0, 0, height * (-(-width // 32)))
         before = [np.cumsum(rooms) - rooms, np.cumsum(words) - words]
         limits = np.stack([key_limits(each, element) for each in thresholds]).astype(np.uint32)
-        return cls(element, np.concatenate([joined, before]), every, limits, int(rooms.sum()), int(words.sum()))
+        return cls(element, np.concatenate([fields, before]), parts, every, limits, int(rooms.sum()), int(words.sum()))
 
     @property
     def tiles(self) -> int:
@@ -466,7 +496,7 @@ class DecodeArrays:
     """What the kernels read and write beside the weights: arrays on the device, in this order.
 
     Attributes:
-        fields, limits, tables: as in ``TileBatch``; int64, int32, int16.
+        fields, parts, limits, tables: as in ``TileBatch``; int32, int64, int32, int16.
         streams: (words,) int64: streams, at least PADDING bytes after the last one.
         masks: (CLASSES · words,) int32: for each tile that is not plain and each class, a bit for each element.
         before: (CLASSES · words,) int32: elements of the class in the tile before each word.
@@ -479,6 +509,7 @@ class DecodeArrays:
     """
 
     fields: torch.Tensor
+    parts: torch.Tensor
     limits: torch.Tensor
     tables: torch.Tensor
     streams: torch.Tensor
@@ -493,7 +524,7 @@ class DecodeArrays:
     distances: torch.Tensor
 
 
-INPUTS = 4
+INPUTS = 5
 """Of these arrays, so many are filled by the caller."""
 
 
@@ -505,9 +536,10 @@ def array_shapes(batch: TileBatch, stream_bytes: int, index: torch.dtype) -> lis
     """
     distance = SIGNED[batch.element.itemsize]
     return [
-        (batch.fields.shape, torch.int64), (batch.limits.shape, torch.int32), (batch.tables.shape, torch.int16),
-        ((-(-stream_bytes // 8),), torch.int64), ((CLASSES * batch.words,), torch.int32),
-        ((CLASSES * batch.words,), torch.int32), ((batch.tiles, CLASSES), torch.int32), ((batch.room,), torch.int32),
+        (batch.fields.shape, torch.int32), (batch.parts.shape, torch.int64), (batch.limits.shape, torch.int32),
+        (batch.tables.shape, torch.int16), ((-(-stream_bytes // 8),), torch.int64),
+        ((CLASSES * batch.words,), torch.int32), ((CLASSES * batch.words,), torch.int32),
+        ((batch.tiles, CLASSES), torch.int32), ((batch.room,), torch.int32),
         ((batch.room,), distance), ((batch.tiles,), torch.int32), ((batch.tiles,), torch.int64),
         ((batch.room,), index), ((batch.room,), distance),
     ]  # fmt: skip
@@ -535,15 +567,15 @@ def decode_tiles(batch: TileBatch, arrays: DecodeArrays) -> None:
     # Triton launches on the current device, whatever device the tensors are on.
     with torch.cuda.device_of(arrays.streams):
         mask_kernel[(count,)](
-            arrays.fields, count, arrays.limits, arrays.masks, arrays.before, arrays.members,
+            arrays.fields, count, arrays.parts, arrays.limits, arrays.masks, arrays.before, arrays.members,
             MAGNITUDE=int(magnitude_mask(batch.element)), ELEMENT=WIDTHS[arrays.steps.dtype][0], SIZE=MASK_WORDS,
         )  # fmt: skip
         stream_kernel[(triton.cdiv(count, LANES),)](
-            arrays.fields, count, arrays.streams, arrays.tables, arrays.members, arrays.ranks, arrays.steps,
-            arrays.found, LANES=LANES, num_warps=1,
+            arrays.fields, count, arrays.parts, arrays.streams, arrays.tables, arrays.members, arrays.ranks,
+            arrays.steps, arrays.found, LANES=LANES, num_warps=1,
         )  # fmt: skip
         torch.cumsum(arrays.found.clamp(min=0), 0, out=arrays.ends)
         place_kernel[(count,)](
-            arrays.fields, count, arrays.masks, arrays.before, arrays.members, arrays.ranks, arrays.steps,
+            arrays.fields, count, arrays.parts, arrays.masks, arrays.before, arrays.members, arrays.ranks, arrays.steps,
             arrays.found, arrays.ends, room, arrays.positions, arrays.distances, SIZE=CHANGES,
         )  # fmt: skip

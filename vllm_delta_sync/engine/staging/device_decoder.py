@@ -30,20 +30,23 @@ from vllm_delta_sync.engine.model.decode_triton import (
     BITS,
     BLOCK,
     COLUMNS,
-    FIRST,
     HEIGHT,
     INPUTS,
+    OFFSET,
     PADDING,
-    PLAIN,
+    PART,
     ROOM,
     START,
     WIDTH,
     WORDS,
     DecodeArrays,
+    Fields,
     OldBits,
+    Parts,
     TileBatch,
     array_shapes,
     decode_tiles,
+    joined_tiles,
     tile_fields,
 )
 from vllm_delta_sync.engine.model.device_patch import is_on_device
@@ -58,8 +61,8 @@ from vllm_delta_sync.format.table import TensorSpec
 WORD_BYTES = 24
 """Bytes of scratch memory per word of 32 elements: masks of three classes, and what comes before each."""
 TORCH_INDEX = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
-TILE_BYTES = 256
-"""Bytes per tile: its fields, members, counts, and what alignment takes."""
+TILE_BYTES = 128
+"""Bytes per tile, at most: its fields and those of its part, members, counts."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,15 @@ class TilesOfRoute:
 
     Attributes:
         routes: with that source, and their groups of ranks.
-        numbers: (n,) of the tiles in the tensor's grid, ascending. fields: (11, n), see ``tile_fields``.
+        numbers: (n,) of the tiles in the tensor's grid, ascending. fields: (7, n), and parts: (parts, 6), see
+            ``tile_fields``.
     """
 
     coded: CodedTensor
     routes: list[tuple[Route, int]]
     numbers: npt.NDArray[np.int64]
-    fields: npt.NDArray[np.int64]
+    fields: Fields
+    parts: Parts
 
 
 def decode_on_device(
@@ -130,20 +135,21 @@ def _decode(
     """Yield (job, positions, distances) window by window, of the jobs that have changes there."""
     element = jobs[0].coded.spec.element
     owners = np.repeat(np.arange(len(jobs)), [job.numbers.size for job in jobs])
-    fields = np.concatenate([job.fields for job in jobs], axis=1)
+    tiles = fields, parts = joined_tiles([(job.fields, job.parts) for job in jobs])
     # Jobs of one block share its tables.
     blocks: dict[int, int] = {}
     for job in jobs:
         blocks.setdefault(id(job.coded.tables), len(blocks))
-    fields[BLOCK.value] = np.array([blocks[id(job.coded.tables)] for job in jobs], np.int64)[owners]
+    parts[:, BLOCK.value] = np.repeat([blocks[id(job.coded.tables)] for job in jobs], [len(job.parts) for job in jobs])
     tables = {blocks[id(job.coded.tables)]: job.coded for job in jobs}
     every = TileBatch.of(
-        element, [fields], [tables[block].tables for block in range(len(tables))],
+        element, tiles, [tables[block].tables for block in range(len(tables))],
         [tables[block].thresholds for block in range(len(tables))],
     )  # fmt: skip
     streams = (fields[BITS.value] + 7) // 8 + 1
     tables_bytes = every.tables[0].nbytes + every.limits[0].nbytes + 2 * ALIGNMENT
-    first_of_block = np.diff(fields[BLOCK.value], prepend=-1) != 0
+    numbers, plain = np.divmod(fields[PART.value], 2)
+    first_of_block = np.diff(parts[numbers, BLOCK.value], prepend=-1) != 0
     given = streams + TILE_BYTES + first_of_block * tables_bytes
     rooms = np.diff(np.append(every.fields[ROOM.value], every.room))
     words = np.diff(np.append(every.fields[WORDS.value], every.words))
@@ -155,10 +161,10 @@ def _decode(
         stop = min(_fits(given, start, workspace.nbytes - slack), _fits(taken, start, arena.nbytes - slack))
         mine = slice(start, max(stop, start + 1))
         # Plain tiles are the same whatever the weights are by now.
-        reading = base.reading() if np.any(fields[PLAIN.value, mine] == 0) else memory.reading()
+        reading = base.reading() if np.any(plain[mine] == 0) else memory.reading()
         with reading, workspace.lock:
             found, positions, distances = _decode_window(
-                element, index, fields[:, mine], [jobs[each].coded for each in owners[mine]], workspace, arena
+                element, index, fields[:, mine], parts, [jobs[each].coded for each in owners[mine]], workspace, arena
             )
             wrong = np.flatnonzero(found < 0)
             if wrong.size:
@@ -181,7 +187,8 @@ def _fits(sizes: npt.NDArray[np.int64], start: int, room: int) -> int:
 def _decode_window(
     element: DType,
     index: "np.dtype[Any]",
-    fields: npt.NDArray[np.int64],
+    fields: Fields,
+    parts: Parts,
     owners: list[CodedTensor],
     workspace: Workspace,
     arena: torch.Tensor,
@@ -189,13 +196,16 @@ def _decode_window(
     """Decode some tiles → (tiles,) changes or an error of each, and all positions and distances.
 
     Args:
-        fields: (11, tiles) as in ``tile_fields``; streams begin where they do in their block. owners: (tiles,) tensors.
+        fields, parts: as in ``tile_fields``; streams begin where they do in their block. owners: (tiles,) tensors.
     """
-    used, block = np.unique(fields[BLOCK.value], return_inverse=True)
+    fields = fields.copy()
+    used, number = np.unique(fields[PART.value] // 2, return_inverse=True)
+    fields[PART.value] = 2 * number + fields[PART.value] % 2
+    parts = parts[used]
+    used, parts[:, BLOCK.value] = np.unique(parts[:, BLOCK.value], return_inverse=True)
+    block = parts[number, BLOCK.value]
     first = {int(number): int(np.argmax(block == place)) for place, number in enumerate(used.tolist())}
     known = [owners[at] for at in first.values()]
-    fields = fields.copy()
-    fields[BLOCK.value] = block
     begin = fields[START.value] >> 3
     end = (fields[START.value] + fields[BITS.value] + 7) >> 3
     # Streams that follow each other in their block are copied at once.
@@ -207,15 +217,19 @@ def _decode_window(
         pieces.append(owners[one].streams[begin[one] : end[other - 1]])
         fields[START.value, one:other] += 8 * (at - int(begin[one]))
         at += pieces[-1].size
-    batch = TileBatch.of(element, [fields], [coded.tables for coded in known], [coded.thresholds for coded in known])
+    batch = TileBatch.of(
+        element, (fields, parts), [coded.tables for coded in known], [coded.thresholds for coded in known]
+    )
     shapes = array_shapes(batch, at + PADDING, TORCH_INDEX[index])
     arrays = DecodeArrays(*carve(arena, shapes))
     inputs = shapes[:INPUTS]
     on_host = [array.numpy() for array in carve(workspace.on_host, inputs)]
-    contents: list[npt.NDArray[Any]] = [batch.fields, batch.limits, batch.tables]
-    for array, content in zip(on_host, contents, strict=False):
-        array[...] = content.view(array.dtype)
-    np.concatenate(pieces, out=on_host[3].view(np.uint8)[:at])
+    fields_on_host, parts_on_host, limits, tables, streams = on_host
+    fields_on_host[...] = batch.fields
+    parts_on_host[...] = batch.parts
+    limits[...] = batch.limits.view(np.int32)
+    tables[...] = batch.tables.view(np.int16)
+    np.concatenate(pieces, out=streams.view(np.uint8)[:at])
     workspace.upload(bytes_of(inputs), arena)
     decode_tiles(batch, arrays)
     found: npt.NDArray[np.int64] = workspace.download(arrays.found).astype(np.int64)
@@ -226,7 +240,7 @@ def _decode_window(
 
 def _tiles_of(coded: CodedTensor, routes: RouteMap) -> list[TilesOfRoute] | None:
     """Return the tiles of a tensor that a device has; None if a processor has to decode the tensor."""
-    if coded.spec.element.itemsize == 8:
+    if coded.spec.element.itemsize == 8 or max(extent(coded.spec.shape)) > np.iinfo(np.int32).max:
         return None
     grid, found = grid_of(coded.spec.shape), list[TilesOfRoute]()
     each = list(zip(routes.routes[coded.tensor], routes.groups[coded.tensor], strict=True))
@@ -240,11 +254,13 @@ def _tiles_of(coded: CodedTensor, routes: RouteMap) -> list[TilesOfRoute] | None
         if np.any((covered > 0) & (covered != full) & (coded.sizes > 0)):
             return None
         try:
-            numbers, fields = tile_fields(grid, coded.spec.element, 0, coded.plain, coded.starts, coded.sizes, parts)
+            numbers, fields, described = tile_fields(
+                grid, coded.spec.element, 0, coded.plain, coded.starts, coded.sizes, parts
+            )
         except CutTileError:
             return None
-        fields[FIRST.value] -= source.offset
-        found.append(TilesOfRoute(coded, mine, numbers, fields))
+        described[:, OFFSET.value] = source.offset
+        found.append(TilesOfRoute(coded, mine, numbers, fields, described))
     return found
 
 
@@ -280,16 +296,17 @@ def compile_decoder(elements: set[DType], routes: RouteMap, workspace: Workspace
     arena = workspace.decode_arena()
     if arena is None:
         return
-    fields = np.zeros((11, 1), np.int64)
-    fields[[PLAIN.value, HEIGHT.value, WIDTH.value, COLUMNS.value]] = 1
+    fields, parts = np.zeros((7, 1), np.int64), np.zeros((1, 6), np.int64)
+    fields[[PART.value, HEIGHT.value, WIDTH.value]] = parts[0, COLUMNS.value] = 1
     tables, limits = np.zeros((TABLES, 2, 1 << LONGEST), np.uint16), np.zeros(CLASSES, np.uint8)
     indices = {route.index for each in routes.routes for route in each}
     for element, index in itertools.product(elements, indices):
         if element.itemsize < 8:
-            batch = TileBatch.of(element, [fields], [tables], [limits])
+            batch = TileBatch.of(element, (fields, parts), [tables], [limits])
             shapes = array_shapes(batch, PADDING, TORCH_INDEX[index])
             arena[: bytes_of(shapes)].zero_()
             arrays = DecodeArrays(*carve(arena, shapes))
             arrays.fields.copy_(torch.from_numpy(batch.fields))
+            arrays.parts.copy_(torch.from_numpy(batch.parts))
             decode_tiles(batch, arrays)
     workspace.accelerator.synchronize_stream()
