@@ -1,0 +1,67 @@
+"""``delta-sync mirror`` as a process: it serves, says what it fetched and served, and ends on either signal."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.chains import Chain
+from tests.support.commands import delta_sync
+from tests.support.ipv6 import needs_ipv6
+from vllm_delta_sync.admin_token import VARIABLE
+from vllm_delta_sync.bucket import StoreOptions, open_bucket
+from vllm_delta_sync.bucket.factory import OpenedBucket
+from vllm_delta_sync.bucket.verified import fetch_object
+
+SECONDS = 120
+ENDS = [
+    ("127.0.0.1", signal.SIGINT, 130),
+    ("127.0.0.1", signal.SIGTERM, 0),
+    pytest.param("::1", signal.SIGTERM, 0, marks=needs_ipv6),
+]
+
+
+@pytest.mark.parametrize(("host", "number", "code"), ENDS)
+def test_it_serves_until_a_signal(
+    host: str, number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "0123456789abcdef-a-token")
+    chain = Chain(tmp_path)
+    chain.grow()
+    [ref] = chain.manifests[1].objects
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_delta_sync.cli",
+        "mirror",
+        "--bucket",
+        chain.url,
+        "--to",
+        str(tmp_path / "to"),
+    ]
+    command += ["--host", host, "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+        try:
+            assert started.stdout is not None
+            url = json.loads(started.stdout.readline())["data"]["url"]
+            with open_bucket(chain.url, StoreOptions(peer=url)) as bucket:
+                assert isinstance(bucket, OpenedBucket)
+                assert len(fetch_object(bucket, ref)) == ref.bytes
+                assert bucket.metrics.snapshot()["peer_bytes"] == ref.bytes
+            started.send_signal(number)
+            assert started.wait(SECONDS) == code
+            fetched, served = (json.loads(line)["data"] for line in started.stdout.read().splitlines()[:2])
+        finally:
+            started.kill()
+    assert (fetched["object"], fetched["bytes"]) == (ref.sha256, ref.bytes)
+    assert served == {"served_bytes": ref.bytes}
+    assert (tmp_path / "to" / ref.sha256).stat().st_size == ref.bytes
+
+
+def test_without_a_token_it_serves_nothing(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    done = delta_sync("mirror", "--bucket", chain.url, "--to", tmp_path / "to")
+    assert (done.code, "set admin_token_file or DELTA_SYNC_ADMIN_TOKEN" in done.err) == (2, True)
