@@ -46,6 +46,8 @@ SMALL_ELEMENTS = 64 * 1024
 """Tensors with fewer elements are plain: they are few of a model's, and ranks may divide them finer than tiles."""
 SAMPLED_ELEMENTS = 256 * 1024
 """Elements of a block's tensors whose keys are counted to choose classes. A worse choice costs bytes, not exactness."""
+SAMPLED_CHANGES = 128 * 1024
+"""Changes of a block that are counted for the same purpose: each is a read from old bits that no cache holds."""
 PLAIN_TILE = np.uint32(1 << 31)
 """Marks a plain tile in the number that otherwise is the bits of its stream."""
 
@@ -301,9 +303,10 @@ def _thresholds(group: Sparse, specs: list[TensorSpec], old: BaseLookup) -> npt.
     owned, tokens = np.zeros(KEYS), np.zeros((KEYS, VALUE_TOKENS), np.int64)
     how = magnitude_mask(group.element), np.uint64(key_shift(group.element))
     step = max(1, sum(spec.numel for spec in specs) // SAMPLED_ELEMENTS)
+    every = max(1, group.positions.size // SAMPLED_CHANGES)
     start = 0
     for tensor, spec, count in zip(group.ids.tolist(), specs, group.counts.tolist(), strict=True):
-        changed = slice(start, start + count)
+        sample = slice(start, start + count, every)
         start += count
         if spec.numel < SMALL_ELEMENTS:
             continue
@@ -318,11 +321,13 @@ def _thresholds(group: Sparse, specs: list[TensorSpec], old: BaseLookup) -> npt.
             matrix, held = bits.reshape(rows, columns), 0
             for top, bottom, left, right in base.rectangles:
                 held += (bottom - top) * (right - left)
-                every = max(1, step // 64)
-                part = np.ascontiguousarray(matrix[top:bottom:every, left:right]).reshape(-1)
+                rows_apart = max(1, step // 64)
+                part = np.ascontiguousarray(matrix[top:bottom:rows_apart, left:right]).reshape(-1)
                 kernels.count_keys(read_only(part), 1, *how, sampled)
         owned += sampled * (held / max(1, int(sampled.sum())))
-        kernels.count_tokens(bits, group.positions[changed], group.data[changed], *how, tokens)
+        found = np.ascontiguousarray(group.positions[sample]), np.ascontiguousarray(group.data[sample])
+        kernels.count_tokens(bits, *found, *how, tokens)
+    tokens *= every
     return choose_thresholds(np.maximum(owned, tokens.sum(axis=1)), tokens)
 
 
