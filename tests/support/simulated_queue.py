@@ -16,7 +16,7 @@ from trainer_side.diff.device_queue import DeviceQueue, Stream
 class Moment:
     """An event: all that a stream has up to a position."""
 
-    stream: Stream
+    stream: str
     position: int
 
 
@@ -37,12 +37,19 @@ class Record:
 
 
 class SimulatedQueue(DeviceQueue):
-    """Args: seed: of what runs before anything waits for it; None for a device that does nothing until then."""
+    """Args: seed: of what runs before anything waits for it; None for a device that does nothing until then.
+
+    Attributes:
+        current: the calling thread's current stream, one of two.
+    """
 
     def __init__(self, seed: int | None = None, memory: int | None = None) -> None:
         super().__init__(torch.device("cpu"))
         self._random = None if seed is None else random.Random(seed)
-        self._streams: dict[Stream, list[Callable[[], object]]] = {"caller": [], "copies": [], "background": []}
+        self.current = "default"
+        self._streams: dict[str, list[Callable[[], object]]] = {
+            name: [] for name in ("default", "side", "copies", "background")
+        }
         self._done = dict.fromkeys(self._streams, 0)
         self._own: set[int] = set()
         self.memory = memory
@@ -66,26 +73,45 @@ class SimulatedQueue(DeviceQueue):
 
     def run(self, stream: Stream, work: Callable[[], object]) -> None:
         self.record_of.launches += 1
-        self._enqueue(stream, work)
+        self._enqueue(self._of(stream), work)
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         there, here = (side.untyped_storage().data_ptr() in self._own for side in (target, source))
         if there != here:
             self.record_of.to_device += target.nbytes if there else 0
             self.record_of.to_host += 0 if there else target.nbytes
-        self._enqueue(stream, lambda: target.copy_(source))
+        self._enqueue(self._of(stream), lambda: target.copy_(source))
 
     def record(self, stream: Stream) -> Moment:
-        return Moment(stream, len(self._streams[stream]))
+        return self._now(self._of(stream))
 
     def wait(self, stream: Stream, event: Moment) -> None:
-        self._enqueue(stream, lambda: self._reach(event))
+        self._enqueue(self._of(stream), lambda: self._reach(event))
 
     def synchronize(self, event: Moment) -> None:
         self.record_of.waits.append(len(self._streams[event.stream]) - event.position)
         self._reach(event)
 
-    def _enqueue(self, stream: Stream, work: Callable[[], object]) -> None:
+    def run_all(self) -> None:
+        """Do all that was asked for, as a device does in the end."""
+        for name in self._streams:
+            self._reach(self._now(name))
+
+    def _of(self, stream: Stream) -> str:
+        if stream != "caller":
+            return stream
+        current = self.current
+
+        def wait(other: str) -> None:
+            event = self._now(other)
+            self._enqueue(current, lambda: self._reach(event))
+
+        return str(self.caller(current, wait))
+
+    def _now(self, name: str) -> Moment:
+        return Moment(name, len(self._streams[name]))
+
+    def _enqueue(self, stream: str, work: Callable[[], object]) -> None:
         self._streams[stream].append(work)
         while self._random is not None and self._random.random() < 0.5:
             other = self._random.choice(list(self._streams))

@@ -4,15 +4,18 @@ A program of its own, as Triton decides when it is imported whether it interpret
 """
 
 import numpy as np
+import pytest
 import torch
 
 from tests.support.detection import NAME, Difference, collect_on_device, disturbed, expected, served
+from tests.support.simulated_queue import SimulatedQueue
+from tests.trainer.test_device_pipeline import Weights
 from trainer_side.diff import compare_triton, device
 from trainer_side.diff.buffers import BaselineBuffer, DeviceBuffer, HostBuffer
 from trainer_side.diff.change_log import ChangeLog
 from trainer_side.diff.device import DeviceComparer
 from trainer_side.diff.device_memory import BLOCK
-from trainer_side.diff.device_queue import open_queue
+from trainer_side.diff.device_queue import Stream, open_queue
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.fingerprint import Fingerprint
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
@@ -84,6 +87,34 @@ def check_batches(on_device: bool) -> None:
         cases = [(spec, held, live, ChangeLog(spec.element), old, new) for spec, held, live, _log, old, new in cases]
 
 
+def check_pipeline() -> None:
+    """These kernels on a device that does its work as late as events allow, or in any order; interrupted, too."""
+    sizes = [5 * BLOCK + 1, 100, 7000, 4 * BLOCK]
+    for on_device, seed in ((True, None), (False, None), (True, 1), (False, 2)):
+        weights = Weights(["BF16", "F32", "BF16", "BF16"], sizes, on_device, SimulatedQueue(seed), True, compare_triton)
+        for share, lasting in ((0.05, True), (1.0, True), (0.3, False)):
+            weights.step(share)
+            weights.publish(lasting, side=True)
+    weights = Weights(["BF16"] * 3, [5000, 100, 7000], True, SimulatedQueue(), kernels=compare_triton)
+    weights.step(0.05)
+    copy = weights.queue.copy
+
+    def interrupted(stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        tables = weights.comparer._tables
+        if tables is not None and target.data_ptr() == tables.owners.data_ptr():
+            raise KeyboardInterrupt
+        copy(stream, target, source)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights.queue, "copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            weights.publish()
+    weights.queue.run_all()
+    weights.comparer.drop()
+    # The table of blocks was not uploaded, and without it the kernels read anywhere.
+    weights.publish()
+
+
 def main() -> None:
     device.BATCH_ELEMENTS = 4 * BLOCK
     device.STRETCH_ELEMENTS = 3 * BLOCK
@@ -100,6 +131,7 @@ def main() -> None:
     check_rounding()
     for on_device in (True, False):
         check_batches(on_device)
+    check_pipeline()
     print("equal")
 
 

@@ -15,7 +15,7 @@ from trainer_side.diff import compare_torch, device
 from trainer_side.diff.buffers import BaselineBuffer, DeviceBuffer, HostBuffer
 from trainer_side.diff.change_log import ChangeLog
 from trainer_side.diff.device import DeviceComparer
-from trainer_side.diff.device_memory import BLOCK
+from trainer_side.diff.device_memory import BLOCK, Kernels
 from vllm_delta_sync.format.fingerprint import Fingerprint, fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import Bits
@@ -36,7 +36,13 @@ class Weights:
     """Tensors on a simulated device, and their baselines: of one publish after another."""
 
     def __init__(
-        self, dtypes: list[str], sizes: list[int], on_device: bool, queue: SimulatedQueue, rounds: bool = False
+        self,
+        dtypes: list[str],
+        sizes: list[int],
+        on_device: bool,
+        queue: SimulatedQueue,
+        rounds: bool = False,
+        kernels: Kernels = compare_torch,
     ) -> None:
         self.random = np.random.default_rng(sum(sizes))
         self.queue = queue
@@ -58,22 +64,28 @@ class Weights:
             else HostBuffer(bits.copy())
             for bits in self.bits
         ]
-        self.comparer = DeviceComparer(queue, TensorTable(self.specs), compare_torch)
+        self.comparer = DeviceComparer(queue, TensorTable(self.specs), kernels)
 
     def step(self, share: float) -> None:
         for spec, live in zip(self.specs, self.live, strict=True):
             live.copy_(tensor_of(spec.dtype, disturbed(served(live, spec.dtype), share)))
 
-    def publish(self, lasting: bool = True) -> Record:
-        """Compare, train on at once, collect; return what the device was asked for while training waited."""
+    def publish(self, lasting: bool = True, side: bool = False) -> Record:
+        """Compare, train on at once, collect; return what the device was asked for while training waited.
+
+        Args:
+            side: every second tensor comes while another stream is current, as if a generator had entered it.
+        """
         self.queue.record_of = Record()
         new = [served(live, spec.dtype) for spec, live in zip(self.specs, self.live, strict=True)]
         logs = [ChangeLog(spec.element) for spec in self.specs]
-        for spec, held, live, log in zip(self.specs, self.held, self.live, logs, strict=True):
+        for number, (spec, held, live, log) in enumerate(zip(self.specs, self.held, self.live, logs, strict=True)):
+            self.queue.current = "side" if side and number % 2 == 0 else "default"
             self.comparer.add(spec, held, live, log, lasting)
             if not lasting:
                 # What its stream does next changes the tensor.
                 self.queue.run("caller", partial(live.view(torch.uint8).fill_, 0x22))
+        self.queue.current = "default"
         counted, waited = self.comparer.finish(), self.queue.record_of
         for live in self.live:
             live.view(torch.uint8).fill_(0x11)
@@ -101,6 +113,7 @@ class Weights:
     on_device=st.booleans(),
     lasting=st.booleans(),
     rounds=st.booleans(),
+    side=st.booleans(),
     seed=st.none() | st.integers(0, 1 << 16),
 )
 def test_right_in_any_order_that_events_allow(
@@ -110,12 +123,13 @@ def test_right_in_any_order_that_events_allow(
     on_device: bool,
     lasting: bool,
     rounds: bool,
+    side: bool,
     seed: int | None,
 ) -> None:
     weights = Weights(dtypes[: len(sizes)], sizes, on_device, SimulatedQueue(seed), rounds)
     for share in shares:
         weights.step(share)
-        weights.publish(lasting)
+        weights.publish(lasting, side)
 
 
 @pytest.mark.parametrize("on_device", [True, False])

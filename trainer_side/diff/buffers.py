@@ -6,7 +6,8 @@ and up to 63 between two of them."""
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import numpy as np
@@ -71,36 +72,57 @@ class HostBuffer(BaselineBuffer):
 class DeviceBuffer(BaselineBuffer):
     """Memory of a device.
 
-    ``DeviceComparer`` reads and writes it directly. The methods here, which the background thread calls, return only
-    once the device has done what they ask for, so that nothing depends on the order of two streams.
+    ``DeviceComparer`` reads and writes it directly. The methods here, which the background thread calls, use a stream
+    of their own, so that training does not wait for them, nor they for what it has enqueued. They return only once the
+    device has done what they ask for, and begin only after a write that was waited for likewise.
     """
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
 
     def read(self) -> Bits:
-        return bits_of(self.flat.cpu().clone() if self.flat.device.type == "cpu" else self.flat.cpu())
+        with _own_stream(self.flat.device):
+            return bits_of(self.flat.cpu().clone() if self.flat.device.type == "cpu" else self.flat.cpu())
 
     def write(self, bits: Bits) -> None:
-        self.flat.copy_(_signed(bits))
-        self._wait_done()
+        with _own_stream(self.flat.device):
+            self.flat.copy_(_signed(bits))
 
     def get(self, positions: Positions) -> Bits:
-        return bits_of(self.flat[self._on_device(positions)].cpu())
+        with _own_stream(self.flat.device):
+            return bits_of(self.flat[self._on_device(positions)].cpu())
 
     def revert(self, element: DType, positions: Positions, distances: Bits) -> None:
-        positions_there = self._on_device(positions)
-        bits = bits_of(self.flat[positions_there].cpu())
-        revert_distances(element, bits, np.arange(bits.size, dtype=np.int64), distances)
-        self.flat[positions_there] = self._on_device(bits)
-        self._wait_done()
+        with _own_stream(self.flat.device):
+            positions_there = self._on_device(positions)
+            bits = bits_of(self.flat[positions_there].cpu())
+            revert_distances(element, bits, np.arange(bits.size, dtype=np.int64), distances)
+            self.flat[positions_there] = self._on_device(bits)
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return _signed(array).to(self.flat.device)
 
-    def _wait_done(self) -> None:
-        if self.flat.device.type != "cpu":
-            torch.accelerator.current_stream(self.flat.device).synchronize()
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """Do what the block asks of a device on a stream that nothing else uses, and wait for it."""
+    if device.type == "cpu":
+        yield
+        return
+    if device.type != "cuda":
+        yield
+        torch.accelerator.synchronize(device)
+        return
+    with torch.cuda.device(device):
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        stream = _streams[device]
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
 
 
 def move_buffer(buffer: BaselineBuffer, name: str, device: torch.device, location: BaselineLocation) -> BaselineBuffer:
@@ -111,7 +133,9 @@ def move_buffer(buffer: BaselineBuffer, name: str, device: torch.device, locatio
         return buffer
     bits = buffer.read()
     try:
-        return DeviceBuffer(_signed(bits).to(device, copy=True))
+        # Inside ``inference_mode``, torch would let it be written only there.
+        with torch.inference_mode(False):
+            return DeviceBuffer(_signed(bits).to(device, copy=True))
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"tensor {name!r}: {device} has no {bits.nbytes} bytes left for its baseline; publish with baseline='host'"
@@ -167,7 +191,7 @@ class HostSlab:
         error = _register(self._memory, device)
         if error is None:
             # Also without a call of ``close``: memory that is freed must not stay registered.
-            self._unregister = weakref.finalize(self._memory, _unregister, self._memory.ctypes.data)
+            self._unregister = weakref.finalize(self._memory, _unregister, self._memory.ctypes.data, device)
             # The end of the process does it too. A forked child must not: it cannot use CUDA.
             self._unregister.atexit = False
         else:
@@ -191,12 +215,13 @@ def _register(memory: np.ndarray, device: torch.device) -> str | None:
             return None
         try:
             # CUDA reports the error once more, at the next kernel, which would be one of the trainer's.
-            torch.zeros(1, device=device)
+            torch.ones(1, device=device)
         except RuntimeError:
             pass
     return f"cudaHostRegister returned {code}"
 
 
-def _unregister(address: int) -> None:
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(address)
+def _unregister(address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -62,6 +62,9 @@ ROOM_SHARE = 64
 LARGEST_ROOM_SHARE = 16
 """… and, after a version in which more did, for up to one in so many. What is more is collected in between."""
 
+MOST_ROOM = (1 << 31) - (1 << 20)
+"""Kernels count places there in 32 bits."""
+
 BLOCK_ALIGNMENT = 4
 """The rows of a batch begin at a multiple of 16 bytes: Triton compiles other kernels for other addresses."""
 ROOM_ALIGNMENT = 64
@@ -98,8 +101,8 @@ def _elements_by_width(table: TensorTable) -> dict[int, int]:
 
 def _rooms(total: int) -> tuple[int, int]:
     """Return the least and the most elements that ``Found`` has room for. Args: total: elements of a width."""
-    least = max(min(total, 2 * BATCH_ELEMENTS), total // ROOM_SHARE)
-    return least, max(least, total // LARGEST_ROOM_SHARE)
+    least = max(min(total, 2 * BATCH_ELEMENTS), min(total // ROOM_SHARE, MOST_ROOM))
+    return least, max(least, min(total // LARGEST_ROOM_SHARE, MOST_ROOM))
 
 
 def comparer_memory(table: TensorTable, on_device: bool) -> MemoryUse:
@@ -230,7 +233,9 @@ class DeviceComparer:
         bits = np.ones(1, spec.element.uint)
         signed = torch.from_numpy(bits.view(f"<i{bits.itemsize}"))
         buffer = DeviceBuffer(signed.to(self._queue.device, copy=True)) if on_device else HostBuffer(bits)
-        self.add(spec, buffer, torch.zeros(1, dtype=live, device=self._queue.device), ChangeLog(spec.element))
+        # The second one is at no multiple of 16 bytes, for which there is a kernel of its own.
+        for tensor in torch.zeros(2, 1, dtype=live, device=self._queue.device):
+            self.add(spec, buffer, tensor, ChangeLog(spec.element))
         self.finish()
         self.collect()
 
@@ -327,9 +332,10 @@ class DeviceComparer:
         for start, other in list(self._uploaded_owners.items()):
             if start < at.stop and at.start < start + sum(other):
                 del self._uploaded_owners[start]
-        self._uploaded_owners[at.start] = sizes
         tables.pinned_owners.numpy()[at] = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
         self._queue.copy("caller", tables.owners[at], tables.pinned_owners[at])
+        # Interrupted before this line, the next publish uploads them again.
+        self._uploaded_owners[at.start] = sizes
 
     def _has_room(self, batch: PieceBatch) -> bool:
         """Return whether there is room for a batch even if all elements that are under way, and its own, changed."""

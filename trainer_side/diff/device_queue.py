@@ -22,6 +22,21 @@ class DeviceQueue(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._caller: Any = None
+
+    def caller(self, current: Any, wait: Callable[[Any], object]) -> Any:
+        """Return ``current``, the calling thread's stream of now, after what its stream of before has.
+
+        They differ if a source of weights yields inside ``torch.cuda.stream``: its stream is current between two of its
+        tensors, and no longer once it has ended.
+
+        Args:
+            wait: lets ``current`` wait for all that the stream that it is given has now.
+        """
+        if self._caller is not None and self._caller != current:
+            wait(self._caller)
+        self._caller = current
+        return current
 
     @abstractmethod
     def empty(self, stream: Stream, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -80,39 +95,53 @@ class ImmediateQueue(DeviceQueue):
 
 
 class CudaQueue(DeviceQueue):
-    """A CUDA device. The thread that calls may have another current device and stream: both are set for each call."""
+    """A CUDA device. The thread that calls may have another current device and stream: both are set for each call.
+
+    The device too, and before the stream: the end of ``torch.cuda.stream`` would otherwise make the thread's usual
+    device current, and so CUDA would take half a gigabyte there, once for each process.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         with torch.cuda.device(device):
-            self._own = {name: torch.cuda.Stream(device) for name in ("copies", "background")}
+            self._own: dict[Stream, torch.cuda.Stream] = {
+                "copies": torch.cuda.Stream(device),
+                "background": torch.cuda.Stream(device),
+            }
 
     def empty(self, stream: Stream, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        with torch.cuda.stream(self._stream(stream)):
+        # Publishers may be made, or publish, in ``inference_mode``; what they keep is written outside it, too.
+        with torch.inference_mode(False), torch.cuda.device(self.device), torch.cuda.stream(self._stream(stream)):
             return torch.empty(shape, dtype=dtype, device=self.device)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        with torch.cuda.device(self.device):
+        with torch.inference_mode(False), torch.cuda.device(self.device):
             return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
     def run(self, stream: Stream, work: Callable[[], object]) -> None:
-        # Sets the device too, on which Triton launches.
-        with torch.cuda.stream(self._stream(stream)):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream(stream)):
             work()
 
     def record(self, stream: Stream) -> Event:
-        event = torch.cuda.Event()
-        event.record(self._stream(stream))
-        return event
+        with torch.cuda.device(self.device):
+            event = torch.cuda.Event()
+            event.record(self._stream(stream))
+            return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        self._stream(stream).wait_event(event)
+        with torch.cuda.device(self.device):
+            self._stream(stream).wait_event(event)
 
     def synchronize(self, event: Event) -> None:
-        event.synchronize()
+        with torch.cuda.device(self.device):
+            event.synchronize()
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
-        return self._own.get(stream) or torch.cuda.current_stream(self.device)
+        if stream != "caller":
+            return self._own[stream]
+        current = torch.cuda.current_stream(self.device)
+        found: torch.cuda.Stream = self.caller(current, current.wait_stream)
+        return found
 
 
 def open_queue(device: torch.device) -> DeviceQueue:
