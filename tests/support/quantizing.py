@@ -114,10 +114,10 @@ def edit_recipe(base: Path, **fields: Any) -> Path:
     file = base / "config.json"
     config = json.loads(file.read_text())
     recipe = config["quantization_config"]
-    group = recipe["config_groups"]["group_0"]
+    group = recipe.get("config_groups", {}).get("group_0", {})
     for name, value in fields.items():
         part, _, field = name.rpartition("__")
-        {"": recipe, "group": group, "weights": group["weights"]}[part][field] = value
+        {"": recipe, "group": group, "weights": group.get("weights", {})}[part][field] = value
     file.write_text(json.dumps(config))
     return base
 

@@ -1,6 +1,7 @@
 """Checkpoints with small floats in the formats of ModelOpt, DeepSeek and OpenAI, written by formulas of their own."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,35 @@ def save_modelopt(model: PreTrainedModel, path: Path) -> Path:
     return save(model, path, found, **recipe)
 
 
+def save_blocks(model: PreTrainedModel, path: Path, size: int = 64) -> Path:
+    """fp8 with block scales in float32, by the formula of ``Fp8Quantize`` in transformers, block by block."""
+
+    def quantize(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = block.abs().max().reciprocal() * 448  # as torch divides a number by a tensor
+        return (block * scale).clamp(-448, 448), scale.reciprocal()
+
+    return save_fp8(model, path, size, quantize)
+
+
 def save_powers(model: PreTrainedModel, path: Path, size: int = 64, dtype: torch.dtype = torch.float32) -> Path:
     """fp8 with block scales that are powers of two, as DeepSeek publishes them: the least that reaches 448."""
+
+    def quantize(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = 2.0 ** torch.ceil(torch.log2(block.abs().max() / 448))
+        return block / scale, scale
+
+    return save_fp8(model, path, size, quantize, dtype, scale_fmt="ue8m0")
+
+
+def save_fp8(
+    model: PreTrainedModel,
+    path: Path,
+    size: int,
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    dtype: torch.dtype = torch.float32,
+    **recipe: str,
+) -> Path:
+    """DeepSeek's format. ``quantize``: a block → its scaled values, and what they are to be multiplied by."""
     found: Tensors = {}
     for name, tensor in make_model_like(model).state_dict().items():
         if not name.endswith("_proj.weight"):
@@ -81,15 +109,13 @@ def save_powers(model: PreTrainedModel, path: Path, size: int = 64, dtype: torch
             continue
         rows, scales = [], []
         for row in tensor.float().split(size):
-            blocks = row.split(size, dim=1)
-            line = [2.0 ** torch.ceil(torch.log2(block.abs().max() / 448)) for block in blocks]
-            parts = [(part / scale).to(torch.float8_e4m3fn) for part, scale in zip(blocks, line, strict=True)]
-            rows.append(torch.cat([part.view(torch.uint8) for part in parts], 1))
-            scales.append(torch.stack(line))
+            blocks = [quantize(block) for block in row.split(size, dim=1)]
+            rows.append(torch.cat([values.to(torch.float8_e4m3fn).view(torch.uint8) for values, _ in blocks], 1))
+            scales.append(torch.stack([scale for _, scale in blocks]))
         found[name] = torch.cat(rows).view(torch.float8_e4m3fn)
         found[f"{name}_scale_inv"] = torch.stack(scales).to(dtype)
-    recipe = {"quant_method": "fp8", "weight_block_size": [size, size], "fmt": "e4m3", "scale_fmt": "ue8m0"}
-    return save(model, path, found, activation_scheme="dynamic", **recipe)
+    recipe |= {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    return save(model, path, found, weight_block_size=[size, size], **recipe)
 
 
 def save_stacked(model: PreTrainedModel, path: Path) -> Path:

@@ -1,8 +1,10 @@
-"""A run on a quantized base holds, bit for bit, what the library that made the base writes of the trainer's weights."""
+"""A run on a quantized base holds, bit for bit, what the tool that made the base writes of the trainer's weights; or
+the base is refused because its own weights do not give its bits."""
 
 import json
-import re
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,126 +12,105 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support.publishers import left_unfinished
-from tests.support.publishing import Tensors, assert_holds
-from tests.support.quantizing import SCHEMES, digest, edit_recipe, fill_evenly, library_tensors, save_quantized
-from tests.support.tiny import make_model, make_model_like, make_tokenizer, train_steps
-from trainer_side import Publisher
+from tests.support.publishing import assert_holds
+from tests.support.quantizing import (
+    SCHEMES,
+    SMALL_FLOATS,
+    digest,
+    edit_recipe,
+    fill_evenly,
+    library_tensors,
+    save_quantized,
+)
+from tests.support.small_floats import nearest, packed, save_blocks, save_modelopt, save_powers, save_stacked
+from tests.support.tiny import make_model, make_model_like, train_steps
+from trainer_side import Budget, Gate, Publisher
+from trainer_side.model import four_bit
 from trainer_side.model.live_tensors import LiveTensors
 from trainer_side.model.module import ModuleTensors
 from trainer_side.model.quantized import QuantizedTensors, quantized
 from trainer_side.model.sources import IterableTensors
 from trainer_side.model.streamed import StreamedWeights
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import GateError, ModelError
+from vllm_delta_sync.errors import GateError, ModelError, UsageError
 from vllm_delta_sync.tensors.checkpoint import Checkpoint
 
-BLOCK = 64
+Save = Callable[[PreTrainedModel, Path], Path]
+Q, K, V = (f"model.layers.0.self_attn.{part}_proj" for part in "qkv")
+UP, GATE = (f"model.layers.0.mlp.{part}_proj" for part in ("up", "gate"))
+SAVE: dict[str, Save] = {
+    **{scheme: partial(save_quantized, scheme=scheme) for scheme in SCHEMES | SMALL_FLOATS},
+    "modelopt nvfp4": save_modelopt,
+    "fp8 blocks": save_blocks,
+    "ue8m0 in float32": save_powers,
+    "ue8m0": partial(save_powers, dtype=torch.float8_e8m0fnu),
+    "stacked mxfp4": save_stacked,
+}
+"""What writes a base, and says what any version should be."""
 
 
-def small_model() -> PreTrainedModel:
+def small_model(form: str = "") -> PreTrainedModel:
     """A model in float32, of which the last blocks of the MLP's weights are narrower than the rest."""
-    return make_model("llama", seed=5, intermediate_size=160)
+    return make_model("gpt_oss" if form.startswith("stacked") else "llama", seed=5, intermediate_size=160)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_versions_are_what_the_library_writes(url: str, tmp_path: Path, scheme: str) -> None:
-    model = small_model()
-    base = save_quantized(model, tmp_path / "base", scheme)
+@pytest.mark.parametrize("form", SAVE)
+def test_versions_are_what_the_tool_writes(url: str, tmp_path: Path, form: str) -> None:
+    model = small_model(form)
+    base = SAVE[form](model, tmp_path / "base")
     expected = [load_file(base / "model.safetensors")]
     steps = train_steps(model, lr=1e-3)
     with Publisher(model, url, base=base) as publisher:
-        for version in (1, 2):
+        for version in range(1, 5):
             next(steps)
             assert publisher.publish(step=version, wait=True).version == version
-            expected.append(library_tensors(model, tmp_path / f"v{version}", scheme))
+            expected.append(load_file(SAVE[form](model, tmp_path / f"v{version}") / "model.safetensors"))
     # Taken over: the recipe is that of the run's own config.json.
     with Publisher(model, url) as publisher:
         next(steps)
-        publisher.publish(step=3, wait=True)
-        expected.append(library_tensors(model, tmp_path / "v3", scheme))
+        publisher.publish(step=5, wait=True)
+        expected.append(load_file(SAVE[form](model, tmp_path / "v5") / "model.safetensors"))
     run = open_run(url)
     assert (run.manifest(0).kind, run.manifest(0).payload_bytes) == ("reference", 0)
+    assert [run.manifest(version).kind for version in range(1, 6)] == ["delta"] * 5
     for version, tensors in enumerate(expected):
         assert_holds(run, version, tensors)
     assert run.verify().replayed
-    before, after = expected[0], expected[3]
-    quantized_names = [name for name in before if name.endswith("_proj.weight")]
-    assert len(quantized_names) == 14
-    assert all(before[name].element_size() == 1 for name in quantized_names)
-    assert all(not torch.equal(before[name].float(), after[name].float()) for name in quantized_names)
+    codes = [name for name, tensor in expected[0].items() if tensor.element_size() == 1 and "scale" not in name]
+    assert len(codes) == (4 if form.startswith("stacked") else 14)
+    assert all(len({digest({name: tensors[name]}) for tensors in expected}) > 1 for name in codes)
+    assert len({digest({name: tensors[name] for name in codes}) for tensors in expected}) == 6
 
 
-LLM_COMPRESSOR = {
+TOOLS = {
     "int8 channel": "e05172ab08d9bfb58d91bf90498719e525bc1e1e07631582f1609f322f5c29b2",
     "int8 tensor": "01db7d893dee747960e3df6e731a405fd136d1c450f39f13701539ea15b328f1",
     "fp8 channel": "bc0a018915cfa9271133e09ea2e058cb9be1757b5831d89ff3847445d659a008",
     "fp8 tensor": "cb47d878d340d89f85f444a531e5de77b427b9ec394ac58a147585904c86f2f8",
     "fp8 block": "05fdec92581a6be254e06c0f99e156b3a694536eac216d7498c32a4859498090",
+    "nvfp4": "997c0037b77e1b87a9d4cab8f9994d03ef5c6eb86cf5b4021f32851cc37c20a3",
+    "mxfp4": "3ae38d6c1824447225dd2c441e1f6e956dcd673e6e469e04360073ee4a346e0b",
+    "mxfp8": "b0a7e6a545496541033d42b84fe8fb9bccbf8d701b821e5b635a773540f0f2a2",
+    "modelopt nvfp4": "e9154c0a1064127c9510801c3e051b5be5cfd356fad40a1d9e2f5f5d1f23eaa6",
 }
-"""SHA-256 of the tensors that ``oneshot`` of llmcompressor 0.12.0 (compressed-tensors 0.17.1) saved of the model below,
-in bfloat16, with ``QuantizationModifier`` and these schemes, on a CPU."""
+"""SHA-256 of the tensors, without the scales of inputs, that ``oneshot`` of llmcompressor 0.12.0 (compressed-tensors
+0.17) saved of the model below, in bfloat16, with ``QuantizationModifier`` and these schemes, and that
+``export_hf_checkpoint`` of nvidia-modelopt 0.47.0 saved with ``NVFP4_DEFAULT_CFG``; on a CPU."""
+INPUTS = ("input_global_scale", "input_scale")
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_versions_are_what_llm_compressor_saved(url: str, tmp_path: Path, scheme: str) -> None:
+@pytest.mark.parametrize("form", TOOLS)
+def test_versions_are_what_the_tools_saved(url: str, tmp_path: Path, form: str) -> None:
     model = make_model("llama", num_hidden_layers=1, intermediate_size=160)
-    base = save_quantized(model, tmp_path / "base", scheme)
     fill_evenly(model)
+    base = SAVE[form](model, tmp_path / "base")
     with Publisher(model, url, base=base):
         pass
-    assert digest({name: tensor.clone() for name, tensor in open_run(url).tensors(0)}) == LLM_COMPRESSOR[scheme]
-
-
-def fine_grained(model: PreTrainedModel) -> Tensors:
-    """What DeepSeek's format holds of a model: blocks in fp8, each with the inverse of its scale, in float32.
-
-    The formula is that of ``Fp8Quantize`` in transformers, block by block.
-    """
-    found: Tensors = {}
-    for name, tensor in make_model_like(model).state_dict().items():
-        if not name.endswith("_proj.weight"):
-            found[name] = tensor
-            continue
-        rows = []
-        inverse = torch.empty(-(-tensor.shape[0] // BLOCK), -(-tensor.shape[1] // BLOCK))
-        for i, row in enumerate(tensor.float().split(BLOCK)):
-            pieces = []
-            for j, piece in enumerate(row.split(BLOCK, dim=1)):
-                scale = piece.abs().max().reciprocal() * 448  # as torch divides a number by a tensor
-                inverse[i, j] = scale.reciprocal()
-                pieces.append((piece * scale).clamp(-448, 448).to(torch.float8_e4m3fn))
-            rows.append(torch.cat([piece.view(torch.uint8) for piece in pieces], dim=1))
-        found[name] = torch.cat(rows).view(torch.float8_e4m3fn)
-        found[f"{name}_scale_inv"] = inverse
-    return found
-
-
-def save_fine_grained(model: PreTrainedModel, path: Path, **fields: Any) -> Path:
-    make_model_like(model).save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
-    save_file(fine_grained(model), path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    recipe = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic", "fmt": "e4m3"}
-    config["quantization_config"] = {**recipe, **fields}
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
-def test_versions_in_fp8_with_block_scales_are_those_of_the_formula(url: str, tmp_path: Path) -> None:
-    model = small_model()
-    base = save_fine_grained(model, tmp_path / "base")
-    steps = train_steps(model, lr=1e-3)
-    expected = [fine_grained(model)]
-    with Publisher(model, url, base=base) as publisher:
-        next(steps)
-        publisher.publish(step=1, wait=True)
-        expected.append(fine_grained(model))
-    run = open_run(url)
-    assert run.manifest(0).kind == "reference"
-    for version, tensors in enumerate(expected):
-        assert_holds(run, version, tensors)
+    held = {name: tensor.clone() for name, tensor in open_run(url).tensors(0) if not name.endswith(INPUTS)}
+    assert digest(held) == TOOLS[form]
 
 
 def test_streamed_weights_are_quantized_and_quantized_ones_are_taken_as_they_are(url: str, tmp_path: Path) -> None:
@@ -155,6 +136,23 @@ def test_streamed_weights_are_quantized_and_quantized_ones_are_taken_as_they_are
     assert_holds(open_run(url + "-own"), 0, second)
 
 
+def test_streamed_weights_are_proven_with_the_first_version(url: str, tmp_path: Path) -> None:
+    model = small_model()
+    base = SAVE["nvfp4"](model, tmp_path / "base")
+    first = {name: tensor.clone() for name, tensor in make_model_like(model).state_dict().items()}
+    next(train_steps(model, lr=1e-3))
+    with Publisher(StreamedWeights(base), url, base=base) as publisher:
+        with pytest.raises(ModelError, match="Start the trainer from the checkpoint"):
+            publisher.publish(step=1, wait=True, weights=model.state_dict().items())
+        publisher.publish(step=1, wait=True, weights=first.items())
+        publisher.publish(step=2, wait=True, weights=model.state_dict().items())
+        some = {name: tensor for name, tensor in first.items() if name != f"{K}.weight"}
+        with pytest.raises(ModelError, match=rf"share a scale, and '{K}\.weight' was not yielded; yield all of them"):
+            publisher.publish(step=3, wait=True, weights=some.items())
+    run = open_run(url)
+    assert_holds(run, run.head().version, library_tensors(model, tmp_path / "v2", "nvfp4"))
+
+
 def test_weights_are_quantized_one_at_a_time(tmp_path: Path) -> None:
     model = small_model()
     base = save_quantized(model, tmp_path / "base")
@@ -169,8 +167,6 @@ def test_weights_are_quantized_one_at_a_time(tmp_path: Path) -> None:
 
 
 def test_the_gate_sees_what_is_not_finite_in_the_scales(url: str, tmp_path: Path) -> None:
-    from trainer_side import Gate
-
     model = small_model()
     base = save_quantized(model, tmp_path / "base")
     with left_unfinished(Publisher(model, url, base=base, gate=Gate())) as publisher:
@@ -181,11 +177,111 @@ def test_the_gate_sees_what_is_not_finite_in_the_scales(url: str, tmp_path: Path
             publisher.flush()
 
 
+def test_fused_weights_share_the_scale_of_the_largest_and_others_have_their_own(url: str, tmp_path: Path) -> None:
+    model = small_model()
+    with torch.no_grad():
+        model.get_submodule(V).weight[3, 5] = 0.75
+        model.get_submodule(UP).weight[3, 5] = 1.5
+    base = SAVE["nvfp4"](model, tmp_path / "base")
+    with Publisher(model, url, base=base) as publisher:
+        with torch.no_grad():
+            model.get_submodule(K).weight[0, 0] = 3.0
+        publisher.publish(step=1, wait=True)
+    for version, expected in ((0, {Q: 0.75, K: 0.75, V: 0.75, UP: 1.5, GATE: 1.5}), (1, {Q: 3, V: 3, UP: 1.5})):
+        held = dict(open_run(url).tensors(version))
+        for module, largest in expected.items():
+            scale = held[f"{module}.weight_global_scale"]
+            assert torch.equal(scale, torch.tensor([448 * 6 / largest]).bfloat16().float())
+        assert held["model.layers.0.self_attn.o_proj.weight_global_scale"] > 3 * 448
+
+
+def test_every_bfloat16_is_rounded_as_the_library_rounds_it() -> None:
+    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
+    from compressed_tensors.quantization.quant_args import FP4_E2M1_DATA
+
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    groups = every[torch.isfinite(every)].view(-1, 1, 32)
+    for dtype, size in ((torch.bfloat16, 0.25), (torch.float32, 0.37)):
+        steps = torch.full((len(groups), 1), size, dtype=dtype)
+        scaled = (groups / steps.unsqueeze(-1)).flatten(-2) + 0
+        with torch.compiler.set_stance("force_eager"):
+            rounded = FP4_E2M1_DATA.cast_to_fp4(scaled.clamp(-6, 6))
+        assert torch.equal(four_bit._pack(groups, steps), pack_fp4_to_uint8(rounded))
+        away = four_bit._pack(groups.float(), steps.float(), ties_to_even=False)
+        assert torch.equal(away, packed(nearest((groups / steps.float().unsqueeze(-1)).flatten(-2), to_even=False)))
+
+
+def test_mxfp4_stands_for_what_transformers_makes_of_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (2, 8, 3, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(100, 140, (2, 8, 3), generator=generator, dtype=torch.uint8)
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+    assert torch.equal(four_bit.mxfp4_values(blocks, scales).flatten(-2), expected)
+
+
+@pytest.mark.parametrize("form", ["stacked mxfp4", "ue8m0"])
+def test_a_trainer_may_start_from_the_values_of_the_base(url: str, tmp_path: Path, form: str) -> None:
+    """As where no others were published. A group whose largest value is small gets other bits, of the same values."""
+    model = small_model(form)
+    name = "model.layers.0.mlp.experts.gate_up_proj" if form.startswith("stacked") else f"{UP}.weight"
+    weight = model.get_parameter(name)
+    base = SAVE[form](model, tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    with torch.no_grad():
+        if form.startswith("stacked"):
+            tensors[f"{name}_blocks"][0, 0, 0] = 0x21  # 0.5 and 1, which a smaller scale holds too
+            values = convert_moe_packed_tensors(tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
+            other = model.get_parameter(name.replace("gate_up", "down"))
+        else:
+            tensors[name].view(torch.uint8)[:64, :64] = 0x30
+            scale = tensors[f"{name}_scale_inv"].float().repeat_interleave(64, 0).repeat_interleave(64, 1)
+            values = tensors[name].float() * scale[: weight.shape[0], : weight.shape[1]]
+            other = weight
+        weight.copy_(values)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with Publisher(model, url, base=base) as publisher:
+        with torch.no_grad():
+            other[0, 0] += 0.5
+        publisher.publish(step=1, wait=True)
+    run = open_run(url)
+    assert run.manifest(0).kind == "anchor"
+    for version in (0, 1):
+        expected = load_file(SAVE[form](model, tmp_path / f"v{version}") / "model.safetensors")
+        assert (version == 0) != (digest(dict(run.tensors(version))) == digest(expected))
+
+
+# What is refused
+
+
 def live_on(base: Path, source: LiveTensors) -> LiveTensors:
     return quantized(source, Checkpoint(base).specs, (base / "config.json").read_bytes(), base)
 
 
-def with_recipe(base: Path, text: str) -> Path:
+def tampered(suffix: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], Path]:
+    """Change the tensors with that suffix in a checkpoint."""
+
+    def tamper(base: Path) -> Path:
+        tensors = load_file(base / "model.safetensors")
+        found = {name: change(tensor) if name.endswith(suffix) else tensor for name, tensor in tensors.items()}
+        save_file(found, base / "model.safetensors", metadata={"format": "pt"})
+        return base
+
+    return tamper
+
+
+def edited(**fields: Any) -> Callable[[Path], Path]:
+    """Change fields of ``quantization_config``, as ``edit_recipe``."""
+    return lambda base: edit_recipe(base, **fields)
+
+
+def one_byte(tensor: torch.Tensor) -> torch.Tensor:
+    changed = tensor.clone()
+    changed.view(torch.uint8).view(-1)[5] ^= 1
+    return changed
+
+
+def with_recipe(base: Path) -> Path:
+    text = "default_stage:\n  default_modifiers:\n    GPTQModifier:\n      targets: [Linear]\n"
     (base / "recipe.yaml").write_text(text)
     return base
 
@@ -197,73 +293,115 @@ def without_scale(base: Path) -> Path:
     return base
 
 
-GPTQ = "default_stage:\n  default_modifiers:\n    GPTQModifier:\n      targets: [Linear]\n"
+def without_recipe(base: Path) -> Path:
+    config = json.loads((base / "config.json").read_text())
+    del config["quantization_config"]
+    (base / "config.json").write_text(json.dumps(config))
+    return base
+
+
 STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
+STATIC_4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": False}
 ROTATED = {"config_groups": {"u": {"type": "hadamard", "apply": []}}}
 TWO_GROUPS = {
     name: {"targets": [target], "weights": {"num_bits": 8, "strategy": "channel"}}
     for name, target in (("a", "Linear"), ("b", "Embedding"))
 }
-CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "gptq": (lambda base: edit_recipe(base, quant_method="gptq"), "quant_method 'gptq'"),
-    "plain": (lambda base: edit_recipe(base, group__format="pack-quantized"), "format 'pack-quantized'"),
-    "4 bits": (lambda base: edit_recipe(base, weights__num_bits=4), r"group_0\.weights\.num_bits 4"),
-    "zero points": (lambda base: edit_recipe(base, weights__symmetric=False), r"weights\.symmetric False"),
-    "groups": (
-        lambda base: edit_recipe(base, weights__strategy="group", weights__group_size=32), r"weights\.strategy 'group'"
+INT8 = "int8 channel"
+CASES: dict[str, tuple[str, Callable[[Path], Path], str]] = {
+    "gptq": (INT8, edited(quant_method="gptq"), "quant_method 'gptq'"),
+    "plain": (INT8, edited(group__format="pack-quantized"), "format 'pack-quantized'"),
+    "4 bits": (INT8, edited(weights__num_bits=4), r"group_0\.weights\.num_bits 4"),
+    "zero points": (INT8, edited(weights__symmetric=False), r"weights\.symmetric False"),
+    "groups": (INT8, edited(weights__strategy="group", weights__group_size=32), r"weights\.strategy 'group'"),
+    "order": (INT8, edited(weights__actorder="weight"), r"weights\.actorder 'weight'"),
+    "observer": (INT8, edited(weights__observer="mse"), r"weights\.observer 'mse'"),
+    "fixed inputs": (INT8, edited(group__input_activations=STATIC), r"input_activations\.dynamic False.*go stale"),
+    "fixed inputs in nvfp4": (
+        "nvfp4", edited(group__input_activations=STATIC_4), r"input_activations\.dynamic False.*go stale"
     ),
-    "order": (lambda base: edit_recipe(base, weights__actorder="weight"), r"weights\.actorder 'weight'"),
-    "observer": (lambda base: edit_recipe(base, weights__observer="mse"), r"weights\.observer 'mse'"),
-    "fixed inputs": (
-        lambda base: edit_recipe(base, group__input_activations=STATIC), r"input_activations\.dynamic False.*go stale"
+    "fixed outputs": (INT8, edited(group__output_activations=STATIC), r"output_activations\.dynamic False"),
+    "cache": (INT8, edited(kv_cache_scheme=STATIC), "kv_cache_scheme .*calibration"),
+    "rotated": (INT8, edited(transform_config=ROTATED), "transform_config .*before they are"),
+    "sparse": (INT8, edited(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
+    "not compressed": (INT8, edited(quantization_status="frozen"), "quantization_status 'frozen'"),
+    "two groups": (INT8, edited(config_groups=TWO_GROUPS), r"config_groups \['a', 'b'\], and only one"),
+    "unreadable": (INT8, edited(weights__strategy="circle"), "cannot be read .*compressed-tensors"),
+    "calibrated": (INT8, with_recipe, "recipe.yaml has GPTQModifier"),
+    "no scale": (INT8, without_scale, "has no 'model.layers.0.mlp.up_proj.weight_scale'"),
+    "no recipe": (INT8, without_recipe, r"is I8 in base .* needs scales .* publish from one rank"),
+    "no recipe in nvfp4": (
+        "nvfp4", without_recipe, r"is quantized in base .* needs scales .* publish from one rank"
     ),
-    "fixed outputs": (
-        lambda base: edit_recipe(base, group__output_activations=STATIC), r"output_activations\.dynamic False"
+    "fp8 without blocks": ("fp8 blocks", edited(weight_block_size=None), "weight_block_size None"),
+    "fp8 with fixed inputs": (
+        "fp8 blocks", edited(activation_scheme="static"), "activation_scheme 'static'.*go stale"
     ),
-    "cache": (lambda base: edit_recipe(base, kv_cache_scheme=STATIC), "kv_cache_scheme .*calibration"),
-    "rotated": (lambda base: edit_recipe(base, transform_config=ROTATED), "transform_config .*before they are"),
-    "sparse": (lambda base: edit_recipe(base, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
-    "not compressed": (lambda base: edit_recipe(base, quantization_status="frozen"), "quantization_status 'frozen'"),
-    "two groups": (
-        lambda base: edit_recipe(base, config_groups=TWO_GROUPS), r"config_groups \['a', 'b'\], and only one"
+    "other fp8": ("fp8 blocks", edited(fmt="e5m2"), "fmt 'e5m2'"),
+    "other scales in fp8": (
+        "fp8 blocks", edited(scale_fmt="ue8m0"),
+        r"is not what the base has: 100\.00% of '.*weight_scale_inv' differ",
     ),
-    "unreadable": (lambda base: edit_recipe(base, weights__strategy="circle"), "cannot be read .*compressed-tensors"),
-    "calibrated": (lambda base: with_recipe(base, GPTQ), "recipe.yaml has GPTQModifier"),
-    "no scale": (without_scale, "has no 'model.layers.0.mlp.up_proj.weight_scale'"),
+    "calibrated global scale": (
+        "nvfp4", tampered("weight_global_scale", lambda scale: scale * 0.5),
+        r"_proj\.weight'.*100\.00% of '.*_proj\.weight_global_scale' differ.*calibration",
+    ),
+    "calibrated group scales": (
+        "nvfp4 a16", tampered("up_proj.weight_scale", one_byte), r"of '.*up_proj\.weight_scale' differ"
+    ),
+    "another rounding": (
+        "nvfp4 a16", tampered("down_proj.weight_packed", one_byte), r"of '.*down_proj\.weight_packed' differ"
+    ),
+    "another rounding in mxfp4": (
+        "mxfp4", tampered("down_proj.weight_packed", one_byte), r"of '.*down_proj\.weight_packed' differ"
+    ),
+    "another rounding in mxfp8": ("mxfp8", tampered("down_proj.weight", one_byte), r"of '.*down_proj\.weight' differ"),
+    "another rounding by ModelOpt": (
+        "modelopt nvfp4", tampered("down_proj.weight", one_byte), r"of '.*down_proj\.weight' differ"
+    ),
+    "another rounding of experts": (
+        "stacked mxfp4", tampered("down_proj_blocks", one_byte), r"of '.*down_proj_blocks' differ"
+    ),
+    "another rounding in fp8": (
+        "ue8m0", tampered("down_proj.weight", one_byte), r"of '.*down_proj\.weight' differ"
+    ),
+    "other groups": (
+        "mxfp4", edited(weights__group_size=64), r"weights\.group_size 64, and only 32"
+    ),
+    "other scales": (
+        "nvfp4", edited(weights__scale_dtype="torch.uint8"), r"scale_dtype torch\.uint8"
+    ),
+    "ModelOpt with awq": ("modelopt nvfp4", edited(quant_algo="NVFP4_AWQ"), "quant_algo 'NVFP4_AWQ', and only NVFP4"),
+    "ModelOpt with a cache": ("modelopt nvfp4", edited(kv_cache_quant_algo="FP8"), "kv_cache_scheme 'FP8'.*calibra"),
+    "quark": ("mxfp4", edited(quant_method="quark"), "quant_method 'quark', and only .*'modelopt', 'mxfp4'"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_cannot_be_repeated_is_refused_by_field_and_value(tmp_path: Path, url: str, case: str) -> None:
-    model = small_model()
-    change, message = CASES[case]
-    base = change(save_quantized(model, tmp_path / "base"))
+def test_what_cannot_be_repeated_is_refused_by_name_with_a_fix(tmp_path: Path, url: str, case: str) -> None:
+    form, change, message = CASES[case]
+    model = small_model(form)
+    base = change(SAVE[form](model, tmp_path / "base"))
     with pytest.raises(ModelError, match=message) as refused:
         Publisher(model, url, base=base)
-    assert re.search("give a base that was quantized from its weights alone|install the version", str(refused.value))
+    fixes = ("give a base that was quantized from its weights alone", "install the version", "publish from one rank")
+    assert any(fix in refused.value.message for fix in fixes)
     assert not Path(url).exists()
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"weight_block_size": None}, "weight_block_size None"),
-        ({"activation_scheme": "static"}, "activation_scheme 'static'.*go stale"),
-        ({"fmt": "e5m2"}, "fmt 'e5m2'"),
-        ({"scale_fmt": "ue8m0"}, r"is not what the base has: 100\.00% of '.*weight_scale_inv' differ"),
-    ],
-)
-def test_fp8_that_cannot_be_repeated_is_refused(tmp_path: Path, url: str, fields: dict[str, Any], message: str) -> None:
+def test_other_weights_than_those_of_the_base_are_refused(tmp_path: Path, url: str) -> None:
     model = small_model()
-    with pytest.raises(ModelError, match=message):
-        Publisher(model, url, base=save_fine_grained(model, tmp_path / "base", **fields))
-    assert not Path(url).exists()
+    base = SAVE["nvfp4"](model, tmp_path / "base")
+    for _, step in zip(range(2), train_steps(model, lr=1e-3), strict=False):
+        assert step is not None
+    with pytest.raises(ModelError, match="Start the trainer from the checkpoint that the base was quantized from"):
+        Publisher(model, url, base=base)
 
 
 def test_a_library_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
     base = save_quantized(model, tmp_path / "base")
-    monkeypatch.setitem(__import__("sys").modules, "compressed_tensors.quantization", None)
+    monkeypatch.setitem(sys.modules, "compressed_tensors.quantization", None)
     with pytest.raises(ModelError, match="pip install compressed-tensors"):
         live_on(base, ModuleTensors(model))
 
@@ -279,11 +417,25 @@ def test_tied_weights_that_the_base_has_quantized_are_refused(tmp_path: Path) ->
         live_on(base, IterableTensors(lambda: [("a.weight", weight), ("b.weight", weight)]))
 
 
-def test_a_quantized_base_without_a_recipe_is_refused(tmp_path: Path, url: str) -> None:
-    model = small_model()
-    base = save_quantized(model, tmp_path / "base")
-    config = json.loads((base / "config.json").read_text())
-    del config["quantization_config"]
-    (base / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"is I8 in base .* needs scales .* publish from one rank"):
-        Publisher(model, url, base=base)
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4", "modelopt nvfp4", "stacked mxfp4"])
+def test_what_is_not_finite_is_refused_where_four_bits_cannot_show_it(tmp_path: Path, url: str, form: str) -> None:
+    model = small_model(form)
+    name = "model.layers.0.mlp.experts.down_proj" if form.startswith("stacked") else f"{V}.weight"
+    base = SAVE[form](model, tmp_path / "base")
+    with Publisher(model, url, base=base) as publisher:
+        with torch.no_grad():
+            model.get_parameter(name).view(-1)[7] = torch.nan if form == "nvfp4" else torch.inf
+        with pytest.raises(ModelError, match=f"'{name}' has NaN or infinite values"):
+            publisher.publish(step=1, wait=True)
+        with torch.no_grad():
+            model.get_parameter(name).view(-1)[7] = 0.01
+        publisher.publish(step=2, wait=True)
+    expected = load_file(SAVE[form](model, tmp_path / "v1") / "model.safetensors")
+    assert_holds(open_run(url), 1, expected)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "stacked mxfp4"])
+def test_a_budget_which_would_send_parts_of_a_group_is_refused(tmp_path: Path, url: str, form: str) -> None:
+    model = small_model(form)
+    with pytest.raises(UsageError, match=r"budget is set, and tensor '.*(weight_packed|_blocks)' has dtype U8"):
+        Publisher(model, url, base=SAVE[form](model, tmp_path / "base"), budget=Budget(max_bytes=1000))
