@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 
 from tests.support.publishers import Hooked
-from tests.trainer.sharded.training import sharded, whole_tensors
+from tests.trainer.sharded.models import built, fsdp, gathered, move
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import PublishError
@@ -32,20 +32,6 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         state.update(tensors[name].detach().contiguous().view(torch.uint8).numpy().tobytes())
     return state.hexdigest()
-
-
-class Small(nn.Module):
-    """Two layers whose rows no world of several ranks shares out evenly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(9, 5, bias=False)
-        self.second = nn.Linear(5, 3)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.second(torch.tanh(self.first(inputs)))
-        return result
 
 
 def doom(bucket: Hooked, victim: int, at: str) -> None:
@@ -78,19 +64,15 @@ def live(rank: int, size: int, where: str, victim: int, at: str) -> None:
             with (folder / "log").open("a") as log:
                 print(*words, file=log)
 
-    model: Any = Small()
+    model: Any = built("mixed")
     if (folder / "run" / "versions").exists():
         model.load_state_dict(dict(open_run(url).tensors()))
-    model = sharded(model, "fsdp") if size > 1 else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = fsdp(model) if size > 1 else model
     bucket = Hooked(folder / "run")
 
     def step(number: int, doomed: int | None = None) -> None:
-        loss = model(torch.full((2, 9), float(number))).square().sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        note("will", digest(whole_tensors(model)))
+        move(model)
+        note("will", digest(gathered(model)))
         if doomed is not None:
             doom(bucket, doomed, at)
         result = publisher.publish(number)
@@ -99,7 +81,7 @@ def live(rank: int, size: int, where: str, victim: int, at: str) -> None:
 
     processes: list[Any] = [None] * size
     distributed.all_gather_object(processes, os.getpid())
-    note("will", digest(whole_tensors(model)))
+    note("will", digest(gathered(model)))
     publisher = Publisher(model, bucket)
     before = publisher.version
     note("done", before)
@@ -120,7 +102,7 @@ def begin(rank: int, size: int, where: str, victim: int, prefix: str) -> None:
 
     The others end with status TOLD if they are told so. Without a victim one version is published.
     """
-    model: Any = sharded(Small(), "fsdp")
+    model: Any = fsdp(built("mixed"))
     bucket = Hooked(Path(where) / "run")
     if rank == victim:
         bucket.before = lambda key: os.kill(os.getpid(), signal.SIGKILL) if key.startswith(prefix) else None
@@ -129,6 +111,6 @@ def begin(rank: int, size: int, where: str, victim: int, prefix: str) -> None:
     except PublishError as error:
         print(f"rank {rank} of {size}, {victim} dead at {prefix}: {error}", flush=True)
         os._exit(TOLD if f"rank {victim} " in str(error) else 1)
-    model.second.bias.data.add_(1.0)
+    move(model)
     publisher.publish(1)
     publisher.close()

@@ -22,6 +22,21 @@ def cut(offsets: Sequence[int], shape: Sequence[int]) -> Any:
     return *(slice(at, at + size) for at, size in zip(offsets, shape, strict=True)), ...
 
 
+class Mixed(nn.Module):
+    """Sizes that no world divides, a tensor smaller than the world, a buffer, and a part of another dtype.
+
+    Parameters of one dtype are sharded together, so that part is a layer by itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(11, 7)
+        self.low = nn.ModuleList([nn.Linear(3, 13, bias=False, dtype=torch.bfloat16)])
+        self.narrow = nn.Parameter(torch.randn(1, 5))
+        self.last = nn.Linear(7, 3, bias=False)
+        self.register_buffer("seen", torch.zeros(2))
+
+
 def tied_llama() -> LlamaForCausalLM:
     """Sizes that 2 or 4 ranks do not divide."""
     config = LlamaConfig(
@@ -48,6 +63,7 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
     "qwen3 moe": qwen3_moe,
     "split": split,
     "plain": Plain,
+    "mixed": Mixed,
 }
 
 
@@ -117,14 +133,25 @@ def steps(model: nn.Module, rank: int, count: int, lr: float = 1e-2) -> None:
         train(model, optimizer)
 
 
+def move(model: nn.Module) -> None:
+    """Change every parameter, on each rank its own part."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+
+
+def gathered(model: nn.Module) -> Tensors:
+    """The model's state, whole; every rank calls it."""
+    state = getattr(model, "module", model).state_dict()
+    return {key: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for key, t in state.items()}
+
+
 def reference(name: str, model: nn.Module) -> tuple[Tensors, Mapping[str, str]]:
     """Checkpoint tensors of an unsharded model with the sharded one's weights of this moment, and the aliases.
 
     Every rank has to call it: the weights are gathered.
     """
     plain = built(name)
-    state = getattr(model, "module", model).state_dict()
-    whole = {key: t.full_tensor() if isinstance(t, DTensor) else t for key, t in state.items()}
-    plain.load_state_dict(whole)
+    plain.load_state_dict(gathered(model))
     live = live_tensors(plain)
     return {key: tensor.clone() for key, tensor in live.read()}, live.aliases

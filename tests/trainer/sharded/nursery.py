@@ -149,7 +149,7 @@ def _reaped(children: list[int]) -> list[int]:
 
 def _main(folder: Path) -> None:
     from tests.support import tiny
-    from tests.trainer.sharded import models, training
+    from tests.trainer.sharded import models
     from trainer_side import Publisher
     from vllm_delta_sync import open_run
 
@@ -157,7 +157,7 @@ def _main(folder: Path) -> None:
     # Loads what every rank needs; this is what torch loads when something is sharded first.
     for name in ("torch._dynamo", "trainer_side.ranks.coordinator"):
         importlib.import_module(name)
-    warm = [(name, tensor.detach()) for name, tensor in training.make("mixed").state_dict().items()]
+    warm = [(name, tensor.detach()) for name, tensor in models.built("mixed").state_dict().items()]
     with Publisher(warm, str(folder / "warm")) as publisher:
         for _, tensor in warm:
             tensor.add_(1)

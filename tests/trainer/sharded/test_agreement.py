@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.support.checkpoints import write_checkpoint
 from tests.support.publishers import FailAt, Hooked, Late, flip, nothing
+from tests.trainer.sharded.models import Mixed, built, fsdp, gathered, move
 from tests.trainer.sharded.nursery import Nursery
-from tests.trainer.sharded.training import Mixed, make, sharded, whole_tensors
 from trainer_side import Budget, Gate, Publisher
 from trainer_side.ranks import group
 from vllm_delta_sync import open_run
@@ -49,15 +49,13 @@ class Trained:
         self.rank = rank
         self.options = GUARDS if guarded else {}
         self.bucket = Hooked(Path(folder))
-        self.model = sharded(make("mixed"), "fsdp")
+        self.model = fsdp(built("mixed"))
         self.expected: dict[int, dict[str, torch.Tensor]] = {}
         self.step = 0
 
     def train(self) -> None:
         self.step += 1
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.mul_(1.01)
+        move(self.model)
 
     def publish(self, publisher: Publisher) -> None:
         self.train()
@@ -66,7 +64,7 @@ class Trained:
 
     def note(self, version: int | None) -> None:
         assert version is not None
-        self.expected[version] = whole_tensors(self.model)
+        self.expected[version] = gathered(self.model)
 
     def check(self) -> None:
         """Every version noted holds what it should; one rank looks, all wait."""
@@ -268,7 +266,7 @@ def refusals(rank: int, size: int, folder: str, key: str) -> None:
     other = Mixed()
     if rank == 1:
         other.last = torch.nn.Linear(7, 4, bias=False)
-    refused(lambda: Publisher(sharded(other, "fsdp"), bucket), ModelError, "rank 1 has other tensors")
+    refused(lambda: Publisher(fsdp(other), bucket), ModelError, "rank 1 has other tensors")
     # Only rank 0 has the key.
     path = key if rank == 0 else f"{key}-elsewhere"
     with Publisher(model, bucket, signing_key=path) as publisher:
@@ -284,7 +282,7 @@ def wrong_bases(rank: int, size: int, folder: str) -> None:
     """One rank has another base than the run: with an anchor, too, from which the weights could be read."""
     trained = Trained(rank, folder)
     model, bucket = trained.model, trained.bucket
-    tensors = whole_tensors(model)
+    tensors = gathered(model)
     good = write_checkpoint(Path(f"{folder}-base-{rank}"), tensors)
     other = write_checkpoint(Path(f"{folder}-other-{rank}"), tensors | {"last.weight": tensors["last.weight"] + 1})
     missing = write_checkpoint(Path(f"{folder}-missing-{rank}"), tensors, sharded=True)
@@ -411,7 +409,7 @@ def of_making(rank: int, size: int, folder: str) -> None:
         Path(folder).mkdir(exist_ok=True)
         from safetensors.torch import save_file
 
-        save_file(make("mixed").state_dict(), f"{folder}/model.safetensors")
+        save_file(built("mixed").state_dict(), f"{folder}/model.safetensors")
     distributed.barrier()
     base = folder if rank == 0 else None
     refused(lambda: Publisher(model, bucket, base=base), UsageError, "base= is given is False on rank 1, and True")

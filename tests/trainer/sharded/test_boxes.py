@@ -8,11 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side.model.conversion_trace import View
@@ -27,19 +24,6 @@ Pieces = list[tuple[Box, torch.Tensor]]
 
 def counted(*shape: int) -> torch.Tensor:
     return torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
-
-
-class Tower(nn.Module):
-    """Sizes that divide badly, a scalar's neighbour of one element, and stacked experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 12)
-        self.down = nn.Linear(12, 7)
-        self.single = nn.Parameter(torch.zeros(1))
-        self.experts = nn.Parameter(torch.zeros(3, 5, 2))
-        for parameter in self.parameters():
-            parameter.data = counted(*parameter.shape)
 
 
 def described(pieces: Pieces) -> list[Any]:
@@ -84,38 +68,6 @@ def placed(rank: int, size: int) -> dict[str, Any]:
     return told(tensors | {"scalar": scalar, "plain": counted(2, 3)})
 
 
-def trained(rank: int, size: int) -> dict[str, Any]:
-    """Modules as users shard them."""
-    tensors: dict[str, torch.Tensor] = {}
-
-    def add(way: str, model: Any) -> None:
-        tensors.update({f"{way} {name}": tensor for name, tensor in model.state_dict(keep_vars=True).items()})
-
-    flat = init_device_mesh("cpu", (size,))
-    add("fsdp", fully_shard(Tower(), mesh=flat))
-    add("mixed", fully_shard(Tower(), mesh=flat, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
-    if size == 4:
-        square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        add("hsdp", fully_shard(Tower(), mesh=square))
-        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallel = parallelize_module(Tower(), square["tp"], plan)
-        add("tp", parallel)
-        parallel = parallelize_module(Tower(), square["tp"], plan)
-        add("fsdp tp", fully_shard(parallel, mesh=square["dp"]))
-    add(
-        "columns",
-        fully_shard(Experts(), mesh=flat, shard_placement_fn=lambda tensor: Shard(1) if tensor.dim() == 3 else None),
-    )
-    return told(tensors)
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Parameter(counted(3, 8, 2))
-        self.router = nn.Parameter(counted(3, 2))
-
-
 def check(ranks: list[dict[str, Any]]) -> None:
     for name in ranks[0]:
         shape = tuple(ranks[0][name][0])
@@ -150,20 +102,14 @@ def written(rank: int, size: int) -> list[Any]:
     return [tensor.full_tensor().tolist(), same, layout(column) == before, refused, shared]
 
 
-def everything(rank: int, size: int) -> dict[str, Any]:
-    return {"placed": placed(rank, size), "trained": trained(rank, size), "written": written(rank, size)}
-
-
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_the_ranks_own_is_the_whole_once(size: int, nursery: Nursery) -> None:
-    ranks = nursery.run(size, everything)
-    for way, name in (("placed", "even rows"), ("trained", "fsdp up.weight")):
-        answers = [answer[way] for answer in ranks]
-        check(answers)
-        assert all(len(local) == len(owned) == 1 for _, local, owned in (answer[name] for answer in answers))
-    assert [len(answer["placed"]["even copies"][1]) for answer in ranks] == [1] * size
-    assert [len(answer["placed"]["few rows"][1]) for answer in ranks] == [1] + [0] * (size - 1)
-    for whole, same, other, refused, shared in (answer["written"] for answer in ranks):
+    ranks = nursery.run(size, placed)
+    check(ranks)
+    assert all(len(local) == len(owned) == 1 for _, local, owned in (answer["even rows"] for answer in ranks))
+    assert [len(answer["even copies"][1]) for answer in ranks] == [1] * size
+    assert [len(answer["few rows"][1]) for answer in ranks] == [1] + [0] * (size - 1)
+    for whole, same, other, refused, shared in nursery.run(size, written):
         # Pieces are views: what each rank wrote into its own is what the whole tensor has.
         assert whole == [[float(row // -(-5 // size)) + 1] * 4 for row in range(5)]
         assert (same, other) == (True, False)

@@ -16,8 +16,8 @@ from benchmarks.common.timing import peak_extra_bytes
 from tests.support.publishers import Hooked
 from tests.support.publishing import damage
 from tests.support.tiny import make_tokenizer
+from tests.trainer.sharded.models import WAYS, built, fsdp, gathered, move, steps
 from tests.trainer.sharded.nursery import Nursery
-from tests.trainer.sharded.training import make, sharded, train, whole_tensors
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import LimitError, StoreError, UsageError
@@ -26,24 +26,24 @@ from vllm_delta_sync.format.manifest import FILES_PREFIX
 STEPS = 3
 
 
-def publish_both(rank: int, size: int, url: str, kind: str, how: str, codec: Literal["tiled", "raw"]) -> Any:
+def publish_both(rank: int, size: int, url: str, way: str, name: str, codec: Literal["tiled", "raw"]) -> Any:
     """Publish from all ranks, and on rank 0 the gathered model too → what each rank said of its versions."""
-    model = sharded(make(kind), how)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    single = make(kind)
-    single.load_state_dict(whole_tensors(model))
+    model, single = WAYS[way](built(name), size), built(name)
     alone = Publisher(single, f"{url}-alone", codec=codec) if rank == 0 else None
     said: list[Any] = []
     with Publisher(model, url, codec=codec) as publisher:
         for step in range(1, STEPS + 1):
-            train(model, optimizer, kind, step)
-            gathered = whole_tensors(model)
+            if name == "mixed":
+                move(model)
+            else:
+                steps(model, rank, 1)
+            whole = gathered(model)
             given = {"state": f"{rank} {step}".encode(), **({"alone": b""} if rank else {})}
             result = publisher.publish(step, wait=True, sidecars=given)
             percent = result.metrics()["delta_sync/changed_percent"]
             said.append([result.version, result.total, result.changed, percent])
             if alone is not None:
-                single.load_state_dict(gathered)
+                single.load_state_dict(whole)
                 alone.publish(step, wait=True)
         publisher.flush()
         said.append(publisher.version)
@@ -53,20 +53,20 @@ def publish_both(rank: int, size: int, url: str, kind: str, how: str, codec: Lit
 
 
 CASES = [
-    ("mixed", "fsdp", 2, "tiled"),
-    pytest.param("mixed", "fsdp", 4, "raw", marks=pytest.mark.slow),
-    pytest.param("qwen3", "fsdp", 4, "tiled", marks=pytest.mark.slow),
-    ("llama", "ddp", 2, "tiled"),
-    pytest.param("qwen3_moe", "hsdp", 4, "tiled", marks=pytest.mark.slow),
-    ("qwen3_moe", "fsdp", 2, "raw"),
-    ("qwen3_moe", "fsdp", 4, "tiled"),
+    ("fsdp", "mixed", 2, "tiled"),
+    pytest.param("fsdp", "mixed", 4, "raw", marks=pytest.mark.slow),
+    pytest.param("fsdp", "qwen3", 4, "tiled", marks=pytest.mark.slow),
+    ("ddp", "llama tied", 2, "tiled"),
+    pytest.param("hybrid", "qwen3 moe", 4, "tiled", marks=pytest.mark.slow),
+    ("fsdp", "qwen3 moe", 2, "raw"),
+    ("fsdp", "qwen3 moe", 4, "tiled"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "how", "size", "codec"), CASES)
-def test_ranks_publish_as_one(kind: str, how: str, size: int, codec: str, nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("way", "name", "size", "codec"), CASES)
+def test_ranks_publish_as_one(way: str, name: str, size: int, codec: str, nursery: Nursery, tmp_path: Path) -> None:
     url = str(tmp_path / "run")
-    said = nursery.run(size, publish_both, url=url, kind=kind, how=how, codec=codec)
+    said = nursery.run(size, publish_both, url=url, way=way, name=name, codec=codec)
     together, alone = open_run(url), open_run(f"{url}-alone")
     assert together.table.to_bytes() == alone.table.to_bytes()
     assert [rows[-1] for rows in said] == [STEPS] * size
@@ -78,7 +78,7 @@ def test_ranks_publish_as_one(kind: str, how: str, size: int, codec: str, nurser
         assert all((a == b).all() for a, b in zip(mine.bits, reference.bits, strict=True))
         if version:
             writers = {ref.rank for ref in ours.objects}
-            assert writers == ({0} if how == "ddp" else set(range(2 if how == "hsdp" else size)))
+            assert writers == ({0} if way == "ddp" else set(range(2 if way == "hybrid" else size)))
             found = sum(rows[version - 1][2] for rows in said)
             assert 0 < found <= ours.changed
             # On every rank that of all.
@@ -90,25 +90,24 @@ def test_ranks_publish_as_one(kind: str, how: str, size: int, codec: str, nurser
 
 def go_on(rank: int, size: int, url: str, base: str | None) -> list[Any]:
     """Take the run over from what it holds, or begin it, and publish two versions."""
-    model: Any = make("mixed")
+    model: Any = built("mixed")
     there = Path(url, "run.json").exists()
     distributed.barrier()
     if there:
         held = dict(open_run(url).tensors(base=base))
         model.load_state_dict({name: held[name] for name in model.state_dict()})
-    model = sharded(model, "fsdp") if size > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = fsdp(model) if size > 1 else model
     # No anchor beside the chain, from which a lost version could be rebuilt.
     with Publisher(model, url, base=base, shard_bytes=100, anchor_every=100, merge=False) as publisher:
         begun = publisher.version
         for step in range(begun + 1, begun + 3):
-            train(model, optimizer, "mixed", step)
+            move(model)
             publisher.publish(step, wait=True)
         publisher.flush()
-        gathered = whole_tensors(model)
+        whole = gathered(model)
         if rank == 0:
             held = dict(open_run(url).tensors(base=base))
-            assert [name for name in gathered if not torch.equal(held[name], gathered[name])] == []
+            assert [name for name in whole if not torch.equal(held[name], whole[name])] == []
     return [begun, publisher.version]
 
 
@@ -123,7 +122,7 @@ def go_on(rank: int, size: int, url: str, base: str | None) -> list[Any]:
 def test_a_run_goes_on_with_fewer_or_more_ranks(kind: str, sizes: list[int], nursery: Nursery, tmp_path: Path) -> None:
     url, base = str(tmp_path / "run"), tmp_path / "base"
     base.mkdir()
-    tensors = make("mixed").state_dict()
+    tensors = built("mixed").state_dict()
     if kind == "anchor":
         tensors["last.weight"] = tensors["last.weight"] + 1
     tensors["vision.weight"] = torch.arange(6.0)
@@ -141,7 +140,7 @@ def test_a_run_goes_on_with_fewer_or_more_ranks(kind: str, sizes: list[int], nur
 
 
 def begin_anew(rank: int, size: int, url: str) -> int:
-    with Publisher(sharded(make("mixed"), "fsdp"), url) as publisher:
+    with Publisher(fsdp(built("mixed")), url) as publisher:
         return publisher.version
 
 
@@ -152,7 +151,7 @@ def test_a_newest_version_that_is_lost_is_begun_anew_behind(nursery: Nursery, tm
     assert nursery.run(2, begin_anew, url=url) == [3, 3]
     run = open_run(url)
     assert run.manifest(3).kind == "anchor"
-    expected = make("mixed").state_dict()
+    expected = built("mixed").state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in run.tensors(3))
 
 
@@ -161,14 +160,14 @@ def publish_files(rank: int, size: int, url: str, files: str) -> list[str]:
     bucket = Hooked(Path(url))
     put: list[str] = []
     bucket.before = put.append
-    with Publisher(sharded(make("llama"), "fsdp"), bucket, files=files if rank == 0 else files + "-is-elsewhere"):
+    with Publisher(fsdp(built("llama tied")), bucket, files=files if rank == 0 else files + "-is-elsewhere"):
         pass
     return [key for key in put if key.startswith(FILES_PREFIX)]
 
 
 def begin_badly(rank: int, size: int, url: str, files: str) -> str:
     with pytest.raises(UsageError) as caught:
-        Publisher(sharded(make("mixed"), "fsdp"), url, files=files)
+        Publisher(fsdp(built("mixed")), url, files=files)
     return caught.value.message
 
 

@@ -13,11 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.publishing import assert_holds, snapshot
 from tests.support.tiny import make_model, save_checkpoint
-from tests.trainer.sharded.models import fsdp
+from tests.support.trainers import SIZES
+from tests.trainer.sharded.models import fsdp, gathered, move
 from tests.trainer.sharded.nursery import Nursery
 from vllm_delta_sync import open_run
-
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 
 
 def exported(model: torch.nn.Module, read: list[str]) -> Generator[tuple[str, torch.Tensor], None, None]:
@@ -25,16 +24,6 @@ def exported(model: torch.nn.Module, read: list[str]) -> Generator[tuple[str, to
     for name, parameter in model.state_dict().items():
         read.append(name)
         yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
-def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.contiguous() for name, tensor in exported(model, [])}
-
-
-def move(model: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.01)
 
 
 def send_by_verl(rank: int, size: int, folder: str) -> dict[str, Any]:
@@ -50,7 +39,7 @@ def send_by_verl(rank: int, size: int, folder: str) -> dict[str, Any]:
     for step in (1, 2):
         move(model)
         told.append(asyncio.run(engine.send_weights(exported(model, read), global_steps=step)))
-    trained = whole(model)
+    trained = gathered(model)
     del trained["lm_head.weight"]  # tied, and so no part of the checkpoint
     if rank == 0:
         engine.publisher.close()
@@ -75,7 +64,7 @@ def broadcast_by_prime_rl(rank: int, size: int, folder: str) -> dict[str, Any]:
     for step in (1, 2):
         move(model)
         sender._broadcast(model, step, Path(folder))
-    trained = {name: tensor.contiguous() for name, tensor in model.convert_to_hf(whole(model)).items()}
+    trained = {name: tensor.contiguous() for name, tensor in model.convert_to_hf(gathered(model)).items()}
     if rank == 0:
         sender.publisher.close()
         save_file(trained, f"{folder}/trained.safetensors")
