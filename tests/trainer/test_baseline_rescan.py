@@ -23,30 +23,6 @@ from vllm_delta_sync.errors import FingerprintError, PublishError
 from vllm_delta_sync.format.documents import anchor_key
 
 
-def test_fingerprints_are_kept_up_to_date(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket, rescan_bytes=1) as publisher:
-        for step in range(1, 12):
-            trainer.step()
-            publisher.publish(step=step, wait=True)
-            if step == 5:
-                publisher.rebase(2)
-            if step == 8:
-                publisher.flush()
-                bucket.before = FailAt("versions/")
-                trainer.step()
-                publisher.publish(step=80)
-                expect_failure(publisher, "injected")
-        assert publisher.rescan() == []
-    with Publisher(trainer.live, bucket) as publisher:
-        assert publisher.rescan() == []
-        flip(publisher, "c")
-        assert publisher.rescan() == ["c"]
-        trainer.step()
-        publisher.publish(step=90)
-        assert publisher.rescan() == [], "the version under way is waited for"
-        assert open_run(bucket.url).head().step == 90
-
-
 @pytest.mark.parametrize("changed_too", [False, True])
 @pytest.mark.parametrize("name", ["a", "b", "c"])
 def test_damage_is_found_before_it_is_written(name: str, changed_too: bool, bucket: Hooked, trainer: Trainer) -> None:

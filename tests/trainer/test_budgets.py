@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from tests.support.publishers import FailAt, Hooked, assert_holds, nothing
 from trainer_side import Budget, Gate, Publisher
@@ -141,33 +142,6 @@ def test_budget_that_holds_nothing_back_writes_what_none_writes(tmp_path: Path) 
     assert found[0]["changed"] == 1250 + 2000, "one tensor is sent in full"
 
 
-def test_tied_tensors_are_held_back_alike(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    torch.manual_seed(3)
-    weight = torch.randn(40)
-    base = tmp_path / "base"
-    base.mkdir()
-    save_file({"embed": weight.clone(), "head": weight.clone()}, base / "model.safetensors")
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = torch.nn.Parameter(weight.clone())
-            self.head = self.embed
-
-    model = Model()
-    url = str(tmp_path / "run")
-    with Publisher(model, url, base=base, budget=Budget(max_share=0.2), merge=False) as publisher:
-        with torch.no_grad():
-            model.embed.mul_(1.5)
-        publisher.publish(1, wait=True)
-        publisher.flush()
-        held = dict(open_run(url).tensors(1))
-        assert torch.equal(held["embed"], held["head"])
-        assert int((held["embed"] != weight).sum()) == 8
-
-
 # When a version is exact
 
 
@@ -213,8 +187,6 @@ def test_close_adds_no_version_without_need(bucket: Hooked) -> None:
 
 def test_streamed_weights_that_lack_a_tensor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What was held back of a tensor that a call lacks is not exact, and counts."""
-    from safetensors.torch import save_file
-
     base, url = tmp_path / "base", str(tmp_path / "run")
     base.mkdir()
     live = {"a": torch.ones(20), "b": torch.ones(20)}

@@ -8,19 +8,15 @@ import pytest
 import torch
 
 from tests.support.publishers import (
-    FailAt,
     Hooked,
     Trainer,
-    assert_history,
     assert_holds,
-    expect_failure,
-    flip,
     left_to_the_test,
     publish,
 )
 from tests.support.publishing import damage
 from tests.support.samples import CONTEXT
-from trainer_side import Gate, Publisher
+from trainer_side import Publisher
 from trainer_side.diff import memory_limits
 from trainer_side.diff.change_log import ChangeLog, ExpandedChanges
 from trainer_side.diff.pending_delta import SPARSE_RATIO, full_is_smaller
@@ -55,40 +51,6 @@ def test_manifest_says_what_readers_need(bucket: Hooked, trainer: Trainer) -> No
         assert (manifest.codec, manifest.reversible, manifest.requires, manifest.objects) == (None, True, [], [])
 
 
-def test_changes_start_from_the_version_before(bucket: Hooked, trainer: Trainer) -> None:
-    """After failures, an older version, damage, quarantine and a new process, too: they are against what that has."""
-    options: dict[str, Any] = {"codec": "tiled", "gate": Gate(action="quarantine")}
-    bucket.upkeep = left_to_the_test
-    with Publisher(trainer.live, bucket, **options) as publisher:
-        history = publish(publisher, trainer)
-        bucket.before = FailAt("versions/")
-        trainer.step()
-        publisher.publish(step=90)
-        expect_failure(publisher, "injected")
-        history += publish(publisher, trainer, 2)[1:]
-        publisher.rebase(1)
-        history += publish(publisher, trainer)[1:]
-        flip(publisher, "a")
-        assert publisher.rescan() == ["a"]
-        value = trainer.live["b"][7, 5].clone()
-        trainer.live["b"][7, 5] = torch.nan
-        history += publish(publisher, trainer)[1:]
-    with Publisher(trainer.live, bucket, **options) as publisher:
-        history += publish(publisher, trainer)[1:]
-        trainer.live["b"][7, 5] = value
-        history += publish(publisher, trainer)[1:]
-    assert [manifest.base_version for manifest in open_run(bucket.url).log()] == [None, 0, 1, 2, 1, 4, 5, 6]
-    assert [manifest.sound for manifest in open_run(bucket.url).log()] == [0, 1, 2, 3, 4, 4, 4, 7]
-    assert_history(bucket, history)
-    damage(bucket.url, open_run(bucket.url).head().objects[0].key)
-    with Publisher(trainer.live, bucket, **options) as publisher:
-        assert publisher.version == 8
-        history += [trainer.copy(), *publish(publisher, trainer)[1:]]
-    assert [manifest.kind for manifest in open_run(bucket.url).log()][-3:] == ["delta", "anchor", "delta"]
-    for version in (8, 9):
-        assert_holds(bucket, version, history[version])
-
-
 # Merging beside training
 
 
@@ -105,15 +67,6 @@ def test_plain_copies_are_merged_without_base_bits(bucket: Hooked, trainer: Trai
     assert made.requires == ["plain", "zstd"]
     damage(bucket.url, run.manifest(2).objects[0].key)
     assert_holds(bucket, 4, history[4])
-
-
-def test_no_copies_are_kept_where_none_are_needed(bucket: Hooked, trainer: Trainer) -> None:
-    cases: list[dict[str, Any]] = [{"codec": "plain"}, {"codec": "raw"}, {"merge": False}]
-    for number, options in enumerate(cases):
-        with Publisher(trainer.live, f"{bucket.url}-{number}", **options) as publisher:
-            publish(publisher, trainer)
-            assert publisher._maintenance is not None
-            assert publisher._maintenance.recent is None
 
 
 def kept_of(recent: RecentDeltas, versions: int) -> list[int]:

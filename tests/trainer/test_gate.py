@@ -21,7 +21,7 @@ from tests.support.publishers import (
 from tests.support.publishing import damage
 from trainer_side import Gate, Publisher
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import GateError, PublishError, StoreError, UsageError
+from vllm_delta_sync.errors import GateError, PublishError, UsageError
 from vllm_delta_sync.format.dtypes import DTYPES, count_nonfinite, has_values, values_of
 from vllm_delta_sync.format.manifest import Quarantine
 from vllm_delta_sync.maintenance.compact import maintain
@@ -277,45 +277,6 @@ def test_resume_where_the_sound_one_is_lost(bucket: Hooked, trainer: Trainer, ca
         assert publisher.publish(3, wait=True).quarantined == ()
         publisher.flush()
     assert marks(bucket) == [0, 0, 0, 3]
-
-
-def test_resume_fails_where_the_store_does(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket, gate=MARK) as publisher:
-        trainer.live["a"][5] = NAN
-        publisher.publish(1)
-
-    reads: list[str] = []
-
-    def third(key: str) -> None:
-        reads.append(key)
-        if reads.count(open_run(bucket.url).manifest(0).objects[0].key) == 2:
-            raise StoreError("injected")
-
-    bucket.reading = third
-    with pytest.raises(StoreError, match="injected"):
-        Publisher(trainer.live, bucket, gate=MARK)
-
-
-@pytest.mark.parametrize("action", ["refuse", "quarantine"])
-def test_run_that_begins_anew_is_looked_at_whole(action: Any, bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket, merge=False) as publisher:
-        trainer.step()
-        publisher.publish(1)
-    damage(bucket.url, open_run(bucket.url).head().objects[0].key)
-    trainer.live["c"][7] = NAN
-    gate = Gate(action=action)
-    if action == "refuse":
-        with pytest.raises(GateError, match="1 in tensor 'c'"):
-            Publisher(trainer.live, bucket, gate=gate)
-        assert open_run(bucket.url).head().version == 1
-        return
-    with Publisher(trainer.live, bucket, gate=gate) as publisher:
-        head = open_run(bucket.url).head()
-        assert (head.version, head.kind, head.sound) == (2, "anchor", 1)
-        trainer.live["a"][0] += 1
-        assert publisher.publish(3).quarantined
-        trainer.live["c"][7] = 1
-        assert publisher.publish(4, wait=True).quarantined == ()
 
 
 # Upkeep

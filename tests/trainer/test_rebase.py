@@ -60,17 +60,6 @@ def test_rebase_to_the_newest_version_makes_no_break(bucket: Hooked, trainer: Tr
     assert_holds(bucket, 3, history[2])
 
 
-def test_rebase_waits_for_what_is_under_way(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        trainer.step()
-        publisher.publish(step=1)
-        publisher.rebase(0)
-        assert publisher.version == 1
-        publisher.publish(step=2)
-    assert breaks(bucket) == [(2, 0)]
-    assert_holds(bucket, 2, trainer.live)
-
-
 @pytest.mark.parametrize("version", [3, 10**9])
 def test_version_that_is_not_there_changes_nothing(version: int, bucket: Hooked, trainer: Trainer) -> None:
     with Publisher(trainer.live, bucket) as publisher:
@@ -105,22 +94,6 @@ def test_rebase_that_fails_changes_nothing(at: str, bucket: Hooked, trainer: Tra
     assert_holds(bucket, 4, trainer.live)
 
 
-@pytest.mark.parametrize("at", ["objects/", "versions/"])
-def test_failed_publish_keeps_the_version_rebased_to(at: str, bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        history = publish(publisher, trainer, 3)
-        publisher.rebase(1)
-        bucket.before = FailAt(at)
-        publisher.publish(step=4)
-        expect_failure(publisher, "injected")
-        publisher.publish(step=5)
-        publisher.publish(step=6, wait=True)
-    assert [manifest.base_version for manifest in open_run(bucket.url).log()] == [None, 0, 1, 2, 1, 4]
-    assert breaks(bucket) == [(4, 1)]
-    for version in (4, 5):
-        assert_holds(bucket, version, history[3])
-
-
 @pytest.mark.parametrize("written", [True, False])
 def test_fate_of_the_first_version_after_a_rebase_is_looked_up(written: bool, bucket: Hooked, trainer: Trainer) -> None:
     with Publisher(trainer.live, bucket) as publisher:
@@ -137,21 +110,6 @@ def test_fate_of_the_first_version_after_a_rebase_is_looked_up(written: bool, bu
     bases = [manifest.base_version for manifest in open_run(bucket.url).log()]
     assert bases == ([None, 0, 1, 0, 3] if written else [None, 0, 1, 0])
     assert_holds(bucket, len(bases) - 1, trainer.live)
-
-
-def test_run_is_resumed_at_a_rebased_head(bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        publish(publisher, trainer, 3)
-        publisher.rebase(1)
-        trainer.step()
-        publisher.publish(step=4)
-    with Publisher(trainer.live, bucket) as publisher:
-        assert publisher.publish(step=5).changed == 0
-        publisher.flush()
-        publisher.rebase(2)
-        publisher.publish(step=6)
-    assert breaks(bucket) == [(4, 1), (6, 2)]
-    assert_holds(bucket, 6, trainer.live)
 
 
 def test_interrupted_rebase_is_waited_for(bucket: Hooked, trainer: Trainer) -> None:

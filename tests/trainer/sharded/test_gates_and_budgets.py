@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.publishers import Hooked, nothing
 from tests.support.publishing import damage
-from tests.trainer.sharded.models import WAYS, Tensors, built, reference, steps
+from tests.trainer.sharded.models import WAYS, Tensors, built, gathered, reference, steps
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side import Budget, Gate, Publisher
 from trainer_side.model.sources import live_tensors
@@ -26,12 +26,6 @@ from vllm_delta_sync.tensors.torch_views import bits_of
 
 NAN, INF = math.nan, math.inf
 Outcome = dict[str, Any]
-
-
-def gathered(model: nn.Module) -> Tensors:
-    """The model's state; every rank calls it."""
-    state = getattr(model, "module", model).state_dict()
-    return {key: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for key, t in state.items()}
 
 
 def outcome_of(publisher: Publisher, step: int, exact: bool) -> Outcome:
@@ -226,6 +220,7 @@ def lost_version(rank: int, size: int, url: str, action: Any) -> list[Any]:
 
 def test_lost_version_is_not_replaced_by_bad_weights(nursery: Nursery, tmp_path: Path) -> None:
     refused = nursery.run(2, lost_version, url=str(tmp_path / "refused"), action="refuse")
+    assert [open_run(str(tmp_path / name)).head().version for name in ("refused", "refused-alone")] == [1, 1]
     message = refused[0][1]
     assert "elements are NaN or infinite: 1 in tensor 'model.embed_tokens.weight'" in message
     assert [said[0] for said in refused] == [message, f"rank 0: {message}"]
