@@ -195,6 +195,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"quarantine": {"reasons": ["a"], "sound": 7}}, "quarantine"),
     ({"held_back": HELD_BACK | {"exact": 7}}, "held_back"),
     ({"held_back": HELD_BACK | {"elements": 0}}, "held_back"),
+    ({"held_back": HELD_BACK | {"relative_norm": -0.5}}, "held_back"),
 ]
 
 

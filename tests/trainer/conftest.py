@@ -15,6 +15,14 @@ def bucket(tmp_path: Path) -> Hooked:
 
 
 @pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where a trainer writes its checkpoints, or slime its deltas."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
 def trainer() -> Trainer:
     return Trainer()
 

@@ -72,18 +72,6 @@ def test_sharded_base_decides_dtypes_and_keeps_what_the_model_has_not(
     assert_holds(open_run(url), 1, snapshot(model.state_dict(), torch.float32) | extra)
 
 
-def test_base_with_both_names_of_a_tied_weight(url: str, tmp_path: Path) -> None:
-    model = qwen3(tied=True)
-    expected = saved(model, tmp_path / "base")
-    both = expected | {"lm_head.weight": expected["model.embed_tokens.weight"].clone()}
-    save_file(both, tmp_path / "base" / "model.safetensors")
-    with Publisher(model, url, base=tmp_path / "base") as publisher:
-        train(model, adamw(model))
-        publisher.publish(step=1)
-    assert open_run(url).manifest(0).kind == "reference"
-    assert_holds(open_run(url), 1, snapshot(model.state_dict()))
-
-
 def test_an_untied_head_that_the_base_lacks_is_refused_with_a_way_out(url: str, tmp_path: Path) -> None:
     """tests/e2e/test_tied_heads.py goes that way."""
     saved(qwen3(tied=True), tmp_path / "base")

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
+from tests.support.checkpoints import write_checkpoint
 from tests.support.publishers import (
     FailAt,
     Hooked,
@@ -136,12 +136,10 @@ def test_anchor_is_never_made_of_damaged_bits(bucket: Hooked, trainer: Trainer) 
 
 
 def test_anchor_is_never_made_of_a_base_that_was_overwritten(bucket: Hooked, tmp_path: Path) -> None:
-    (tmp_path / "base").mkdir()
-    file = tmp_path / "base" / "model.safetensors"
-    save_file({"a": torch.zeros(64), "b": torch.zeros(64)}, file)
-    with Publisher({"a": torch.zeros(64)}, bucket, base=tmp_path / "base") as publisher:
+    base = write_checkpoint(tmp_path / "base", {"a": torch.zeros(64), "b": torch.zeros(64)})
+    with Publisher({"a": torch.zeros(64)}, bucket, base=base) as publisher:
         publisher.anchor()
-        data = np.memmap(file, np.uint8, mode="r+")
+        data = np.memmap(base / "model.safetensors", np.uint8, mode="r+")
         data[-1] ^= 1
         data.flush()
         with pytest.raises(FingerprintError, match=r"tensor 'b' .* overwritten"):

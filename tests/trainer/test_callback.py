@@ -4,8 +4,8 @@ import logging
 import re
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,12 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def others() -> list[threading.Thread]:
-    return threads_of_ours()
+@pytest.fixture(autouse=True)
+def every_thread_ends() -> Iterator[None]:
+    """Whatever becomes of a training, its publisher's threads are gone afterwards."""
+    others = threads_of_ours()
+    yield
+    assert not threads_of_ours(others)
 
 
 @pytest.fixture
@@ -60,9 +63,7 @@ def model() -> PreTrainedModel:
     return make_model("qwen3", **SIZES)
 
 
-def test_each_kth_step_and_the_last_are_published(
-    model: PreTrainedModel, url: str, tmp_path: Path, others: list[threading.Thread]
-) -> None:
+def test_each_kth_step_and_the_last_are_published(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
     callback = DeltaSyncCallback(bucket=url, every=2)
     seen = Settled(callback)
     trainer_of(model, tmp_path, [callback, seen], max_steps=5).train()
@@ -71,7 +72,6 @@ def test_each_kth_step_and_the_last_are_published(
     for version, step in enumerate((2, 4, 5), start=1):
         assert_holds(run, version, seen.weights[step])
     assert callback.publisher is None
-    assert not threads_of_ours(others)
 
 
 def test_an_adapter_alone_is_a_run_of_its_own(model: PreTrainedModel, url: str, tmp_path: Path) -> None:
@@ -195,12 +195,7 @@ def test_a_failure_is_logged_and_made_up_for(
 
 @pytest.mark.parametrize("stop", [True, False])
 def test_a_failure_ends_training_where_that_is_wanted_and_the_end_tells_of_it_where_not(
-    stop: bool,
-    model: PreTrainedModel,
-    url: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    others: list[threading.Thread],
+    stop: bool, model: PreTrainedModel, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open_bucket(url) as store:
         bucket = HeldBucket(store)
@@ -217,11 +212,10 @@ def test_a_failure_ends_training_where_that_is_wanted_and_the_end_tells_of_it_wh
             end = "training has ended at step 3, and its last weights are not published: step 3, the last one, is not"
             assert end in caplog.text
     assert callback.publisher is None
-    assert not threads_of_ours(others)
 
 
 def test_another_writer_ends_publishing_not_training(
-    model: PreTrainedModel, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, others: list[threading.Thread]
+    model: PreTrainedModel, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     callback = DeltaSyncCallback(bucket=url)
     seen = Settled(callback, wait=False)
@@ -232,11 +226,10 @@ def test_another_writer_ends_publishing_not_training(
     assert trainer.state.global_step == 8
     said = [line for line in caplog.messages if "nothing more is published by this training" in line]
     assert len(said) == 1
-    assert not threads_of_ours(others)
 
 
 def test_training_does_not_begin_with_what_cannot_be_published(
-    model: PreTrainedModel, url: str, tmp_path: Path, others: list[threading.Thread]
+    model: PreTrainedModel, url: str, tmp_path: Path
 ) -> None:
     Publisher(model, bucket=url).close()
     callback = DeltaSyncCallback(bucket=url, resume=False)
@@ -246,12 +239,11 @@ def test_training_does_not_begin_with_what_cannot_be_published(
     model.register_buffer("bad", torch.zeros(2, device="meta"))
     with pytest.raises(ModelError, match="bad"):
         trainer.train()
-    assert not threads_of_ours(others)
 
 
 @pytest.mark.parametrize("scope", [True, False])
 def test_an_interrupt_leaves_what_the_scope_or_the_next_training_closes(
-    scope: bool, model: PreTrainedModel, url: str, tmp_path: Path, others: list[threading.Thread]
+    scope: bool, model: PreTrainedModel, url: str, tmp_path: Path
 ) -> None:
     callback = DeltaSyncCallback(bucket=url)
     seen = Settled(callback)
@@ -263,7 +255,6 @@ def test_an_interrupt_leaves_what_the_scope_or_the_next_training_closes(
     trainer.train()
     assert steps_of(open_run(url)) == [1, 2, 1, 2, 3]
     assert_holds(open_run(url), 5, checkpoint_of(model))
-    assert not threads_of_ours(others)
 
 
 @pytest.mark.parametrize(

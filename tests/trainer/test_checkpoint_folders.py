@@ -42,19 +42,6 @@ from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
 POLL = 0.05
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """Where a trainer writes its checkpoints."""
-    folder = tmp_path / "out"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return str(tmp_path / "run")
-
-
 def watch_once(out: Path, url: str) -> list[tuple[str, str, int]]:
     """Name, outcome and version of each checkpoint, of a process that starts anew."""
     with CheckpointPublisher(url) as publisher:

@@ -267,14 +267,6 @@ def test_small_tensors_can_be_put_back_after_any_call(calls: int, monkeypatch: p
     assert not any(buffer.bits.any() for buffer in buffers)
 
 
-def test_only_small_contiguous_tensors_of_the_served_dtype_are_compared_in_one_call() -> None:
-    held = HostBuffer(np.zeros(6, np.uint16))
-    live = torch.zeros(2, 3, dtype=torch.bfloat16)
-    others = [live.float(), live.t(), live[:0], torch.zeros(engine.SMALL_ELEMENTS + 1, dtype=torch.bfloat16)]
-    taken = [SmallTensor.of(TensorSpec(NAME, "BF16", tuple(other.shape)), held, other) for other in [live, *others]]
-    assert [tensor is not None for tensor in taken] == [True, False, False, False, False]
-
-
 @pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3"])
 def test_everything_is_compiled_before_the_first_comparison(dtype: str) -> None:
     table = TensorTable([TensorSpec("a", dtype, (3,))])

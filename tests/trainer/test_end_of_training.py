@@ -1,17 +1,12 @@
 """The end of training: the run is left at the weights of the last call, or an error says at which it is left."""
 
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, publish
-from tests.support.publishing import assert_holds as assert_run_holds
 from trainer_side import Budget, Gate, Publisher, PublishResult
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ConflictError, GateError, PublishError, PublishTimeoutError, StoreError
@@ -311,35 +306,3 @@ def test_status_and_results_of_all_versions(bucket: Hooked, trainer: Trainer) ->
         assert now.total_payload_bytes > now.payload_bytes > 0
         assert 0 <= now.seconds < 60
     assert [(result.step, result.failed) for result in heard] == [(1, False), (4, True), (5, True), (5, False)]
-
-
-LOOP = """
-import signal, sys, threading
-import torch
-from trainer_side import Publisher
-
-stop = threading.Event()
-signal.signal(signal.SIGTERM, lambda *_: stop.set())
-weight = torch.zeros(100)
-with Publisher({"w": weight}, sys.argv[1], every=1000) as publisher:
-    step = 0
-    while not stop.is_set():
-        step += 1
-        weight += 1
-        publisher.publish(step)
-        print(step, flush=True)
-        stop.wait(0.01)
-print("last", step, flush=True)
-"""
-
-
-def test_a_loop_that_ends_at_sigterm_leaves_its_last_weights(tmp_path: Path) -> None:
-    url = str(tmp_path / "run")
-    with subprocess.Popen([sys.executable, "-c", LOOP, url], stdout=subprocess.PIPE, text=True) as training:
-        assert training.stdout is not None
-        training.stdout.readline()
-        training.send_signal(signal.SIGTERM)
-        last = training.stdout.read().split()[-1]
-    assert training.returncode == 0
-    assert open_run(url).head().step == int(last)
-    assert_run_holds(open_run(url), 1, {"w": torch.full((100,), float(last))})

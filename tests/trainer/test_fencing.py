@@ -4,8 +4,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.support.checkpoints import write_checkpoint
 from tests.support.notices import DEADLINE_SECONDS as SECONDS
@@ -39,6 +41,22 @@ class Once:
 
 def epochs(bucket: Hooked) -> list[int]:
     return [manifest.epoch for manifest in open_run(bucket.url).log()]
+
+
+def overtaken(
+    former: Publisher, bucket: Hooked, trainer: Trainer, step: int, **options: Any
+) -> tuple[Publisher, dict[str, torch.Tensor]]:
+    """Train and publish: the writer has looked for a claim, then the claim comes, then its manifest.
+
+    Returns the later publisher, and the weights that it publishes.
+    """
+    late, mine = list[Publisher](), trainer.copy()
+    bucket.before = Once("versions/", lambda: late.append(Publisher(mine, Hooked(bucket.folder), **options)))
+    trainer.step()
+    former.publish(step=step)
+    former.flush()
+    (later,) = late
+    return later, mine
 
 
 def test_a_version_passes_a_remote_store_in_two_round_trips(
@@ -162,7 +180,6 @@ def test_former_writer_is_stopped_and_leaves_no_trace_in_the_chain(bucket: Hooke
 
 @pytest.mark.parametrize("rebased", [False, True])
 def test_last_commit_of_the_former_writer_is_adopted(rebased: bool, bucket: Hooked, trainer: Trainer) -> None:
-    """It has looked for a claim, then the claim came, then its manifest."""
     former = Publisher(trainer.live, bucket)
     trainer.step()
     former.publish(step=1)
@@ -170,14 +187,8 @@ def test_last_commit_of_the_former_writer_is_adopted(rebased: bool, bucket: Hook
     former.flush()
     if rebased:
         former.rebase(0)
-    mine = trainer.copy()
-    other = Hooked(bucket.folder)
-    late: list[Publisher] = []
-    bucket.before = Once("versions/", lambda: late.append(Publisher(mine, other)))
-    trainer.step()
+    later, mine = overtaken(former, bucket, trainer, step=3)
     theirs = trainer.copy()
-    assert former.publish(step=3).payload_bytes > 0
-    (later,) = late
     assert (former.version, later.version) == (3, 2)
     # As if it had died before it could point there.
     bucket.delete(HEAD_KEY)
@@ -204,16 +215,8 @@ def test_last_commit_of_the_former_writer_is_adopted(rebased: bool, bucket: Hook
 def test_last_commit_that_cannot_be_read_is_not_built_upon(bucket: Hooked) -> None:
     trainer = small_trainer()
     former = Publisher(trainer.live, bucket)
-    other = Hooked(bucket.folder)
-    late: list[Publisher] = []
-    mine = trainer.copy()
-    bucket.before = Once("versions/", lambda: late.append(Publisher(mine, other)))
-    trainer.step()
-    former.publish(step=1)
-    former.flush()
-    lost = open_run(bucket.url).head()
-    bucket.delete(lost.objects[0].key)
-    (later,) = late
+    later, _ = overtaken(former, bucket, trainer, step=1)
+    bucket.delete(open_run(bucket.url).head().objects[0].key)
     for _ in range(2):
         later.publish(step=2)
         with pytest.raises(PublishError, match=r"cannot be rebuilt.*restart this publisher"):
@@ -233,14 +236,8 @@ def test_last_commit_that_only_the_base_leads_to_waits_for_the_base(
 ) -> None:
     base = write_checkpoint(tmp_path / "base", trainer.live)
     former = Publisher(trainer.live, bucket, base=base, merge=False)
-    late: list[Publisher] = []
-    mine = trainer.copy()
-    bucket.before = Once("versions/", lambda: late.append(Publisher(mine, Hooked(bucket.folder), base=base)))
-    trainer.step()
-    former.publish(step=1)
-    former.flush()
+    later, _ = overtaken(former, bucket, trainer, step=1, base=base)
     base.rename(tmp_path / "elsewhere")
-    (later,) = late
     later.publish(step=2)
     with pytest.raises(PublishError, match=r"cannot be read without the run's base: .* which is not here") as caught:
         later.flush()

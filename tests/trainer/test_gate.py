@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
+from tests.support.checkpoints import write_checkpoint
 from tests.support.gating import marks, refused
 from tests.support.publishers import (
     FailAt,
@@ -199,9 +199,7 @@ def test_norms_do_not_drift(bucket: Hooked) -> None:
 def test_what_a_base_came_with_is_no_reason(tmp_path: Path, bucket: Hooked, caplog: pytest.LogCaptureFixture) -> None:
     live = {"mask": torch.full((40,), -INF), "w": torch.zeros(40)}
     live["w"][4] = NAN
-    base = tmp_path / "base"
-    base.mkdir()
-    save_file(live, base / "model.safetensors")
+    base = write_checkpoint(tmp_path / "base", live)
     with Publisher(live, bucket, base=base, gate=Gate()) as publisher:
         assert "version 0 holds elements that are NaN or infinite, 40 in tensor 'mask', 41 in 2 tensors" in caplog.text
         live["w"][5] = 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -173,20 +173,20 @@ def test_sharded_module_of_one_process_is_read_as_it_is_saved(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("process_group")
-def test_sharded_tensor_that_is_yielded_is_refused() -> None:
+def test_sharded_tensors_that_are_yielded_and_fsdp1_are_refused() -> None:
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import distribute_tensor
 
     weight = distribute_tensor(torch.zeros(2, 2), init_device_mesh("cpu", (1,)))
-    with pytest.raises(ModelError, match=r"'weight' is a DTensor.*pass the module itself"):
-        live_tensors([("weight", weight)])
-
-
-def test_partitioned_parameter_that_is_yielded_is_refused() -> None:
-    weight = torch.zeros(2, 2)
-    weight.ds_id = 0  # type: ignore[attr-defined]
-    with pytest.raises(ModelError, match=r"'weight' is a ZeRO-3 partition.*pass the module itself"):
-        live_tensors([("weight", weight)])
+    partition: Any = torch.zeros(2, 2)
+    partition.ds_id = 0
+    for tensor, what in ((weight, "DTensor"), (partition, "ZeRO-3 partition")):
+        with pytest.raises(ModelError, match=rf"'weight' is a {what}.*pass the module itself"):
+            live_tensors([("weight", tensor)])
+    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu")))
+    with pytest.raises(ModelError, match="module '0' is sharded by FullyShardedDataParallel"):
+        live_tensors(model)
 
 
 Tensors = dict[str, torch.Tensor]
@@ -240,15 +240,3 @@ def test_conversion_that_computes_is_refused(case: str) -> None:
     convert, message = REFUSED[case]
     with pytest.raises(ModelError, match=message):
         trace({"w": torch.randn(4, 6)}, convert)
-
-
-def test_fsdp1_is_refused_by_name() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu")))
-        with pytest.raises(ModelError, match="module '0' is sharded by FullyShardedDataParallel"):
-            live_tensors(model)
-    finally:
-        distributed.destroy_process_group()

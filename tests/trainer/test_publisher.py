@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedModel
 
-from tests.support.architectures import Plain, adamw, qwen3, qwen3_moe, same_bits, saved, train
+from tests.support.architectures import Plain, adamw, qwen3, same_bits, saved, train
 from tests.support.publishing import Tensors, assert_holds, assert_versions, published, snapshot
 from trainer_side import Publisher, PublishResult
 from vllm_delta_sync import open_run
@@ -44,21 +43,6 @@ def test_weights_may_change_as_soon_as_publish_returns(url: str) -> None:
         publisher.publish(step=1)
         weight.fill_(7)
     assert_holds(open_run(url), 1, {"w": expected})
-
-
-@pytest.mark.parametrize("build", [qwen3, qwen3_moe])
-def test_transformers_models_are_published_in_checkpoint_form(build: Any, url: str, tmp_path: Path) -> None:
-    model: PreTrainedModel = build(dtype="bfloat16")
-    assert model.dtype == torch.float32
-    optimizer = adamw(model, 1e-3)
-    history = [snapshot(saved(model, tmp_path / "0"), torch.bfloat16)]
-    model.config.dtype = "bfloat16"
-    with Publisher(model, url) as publisher:
-        for step in range(1, 4):
-            train(model, optimizer)
-            publisher.publish(step=step, wait=True)
-            history.append(snapshot(saved(model, tmp_path / str(step)), torch.bfloat16))
-    assert {spec.dtype for spec in assert_versions(url, history).table} == {"BF16"}
 
 
 def test_bits_not_values_decide(url: str) -> None:

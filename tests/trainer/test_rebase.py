@@ -60,16 +60,6 @@ def test_rebase_to_the_newest_version_makes_no_break(bucket: Hooked, trainer: Tr
     assert_holds(bucket, 3, history[2])
 
 
-@pytest.mark.parametrize("version", [3, 10**9])
-def test_version_that_is_not_there_changes_nothing(version: int, bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket) as publisher:
-        publish(publisher, trainer, 2)
-        with pytest.raises(NotFoundError, match="is not published"):
-            publisher.rebase(version)
-        assert publisher.publish(step=3).changed == 0
-    assert breaks(bucket) == []
-
-
 @pytest.mark.parametrize("version", [-1, 1.5, "1", None, True])
 def test_what_is_no_version_is_refused(version: Any, bucket: Hooked, trainer: Trainer) -> None:
     with Publisher(trainer.live, bucket) as publisher:

@@ -19,13 +19,13 @@ from tests.support.frameworks import Experts, Named, Pairs, imported, verl_updat
 from tests.support.modules import FusedModel, ModulePort, checkpoint_tensors, save_base
 from tests.support.publishing import Tensors, assert_holds, snapshot
 from tests.support.tiny import make_model, save_checkpoint, train_steps
+from tests.support.trainers import SIZES
 from trainer_side.integrations.gathered import gathered_publisher, publish_gathered
 from vllm_delta_sync import open_run
 from vllm_delta_sync.engine.follow.service import ReceiverService
 from vllm_delta_sync.errors import TensorMismatchError, UsageError
 from vllm_delta_sync.settings import Settings
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 WAIT = 60.0
 
 

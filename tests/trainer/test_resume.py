@@ -76,6 +76,8 @@ def test_next_version_is_a_delta_against_the_head(codec: Any, url: str) -> None:
         with Publisher(live, url, codec=codec) as publisher:
             assert (publisher.run, publisher.version) == (run, 3 + turn)
             assert keys(url) - before == {claim_key(turn + 1)}
+            claim, head = Claim.from_bytes(Path(url, claim_key(turn + 1)).read_bytes()), open_run(url).head()
+            assert (claim.epoch, claim.version, claim.run, claim.manifest) == (turn + 1, 3 + turn, run, head.digest)
             result = publisher.publish(step=100)
             assert (result.version, result.changed) == (4 + turn, 100 + 30)
         history.append(snapshot(live))
@@ -83,17 +85,6 @@ def test_next_version_is_a_delta_against_the_head(codec: Any, url: str) -> None:
     assert [manifest.epoch for manifest in manifests] == [0, 0, 0, 0, 1, 2]
     assert [manifest.base_version for manifest in manifests] == [None, 0, 1, 2, 3, 4]
     assert [manifest.breaks for manifest in manifests] == [[]] * 6
-
-
-def test_run_that_is_there_is_refused_where_none_is_to_be_resumed(url: str) -> None:
-    live = tensors()
-    with Publisher(live, url) as publisher:
-        before = keys(url)
-        with pytest.raises(ConflictError, match="publish to a new run URL, or pass resume=True"):
-            Publisher(live, url, resume=False)
-        assert keys(url) == before
-        publisher.publish(step=1)
-    assert open_run(url).verify().head == 1
 
 
 @pytest.mark.parametrize("found", ["another", None])
@@ -134,17 +125,6 @@ def test_dtypes_are_those_of_the_run(url: str) -> None:
         assert publisher.publish(step=2, wait=True).changed == 10
     expected = {name: tensor.to(live[name].dtype) for name, tensor in masters.items()}
     assert_holds(open_run(url), 3, expected)
-
-
-def test_claim_and_log_say_what_was_found(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    live, _ = published(url, 2)
-    with caplog.at_level(logging.INFO):
-        Publisher(live, url).close()
-    assert "continues from version 2, step 20, in epoch 1" in caplog.text
-    with open_bucket(url) as bucket:
-        claim = Claim.from_bytes(bucket.get(claim_key(1)))
-    assert (claim.epoch, claim.version, claim.run) == (1, 2, open_run(url).info.run)
-    assert claim.manifest == open_run(url).head().digest
 
 
 UNFIT: dict[str, tuple[Tensors, str]] = {
@@ -206,8 +186,7 @@ def test_one_line_before_the_claim_says_what_is_read_and_written(
 
 def test_base_says_where_the_first_version_lies_now(url: str, tmp_path: Path) -> None:
     live = tensors()
-    (tmp_path / "base").mkdir()
-    save_file(live, tmp_path / "base" / "model.safetensors")
+    write_checkpoint(tmp_path / "base", live)
     with Publisher(live, url, base=tmp_path / "base") as publisher:
         publisher.publish(step=1)
     (tmp_path / "base").rename(tmp_path / "elsewhere")
@@ -363,8 +342,7 @@ def test_model_that_lacks_tensors_cannot_begin_anew(url: str) -> None:
 
 def test_what_the_model_lacks_is_taken_from_the_base_given(url: str, tmp_path: Path) -> None:
     live, _ = published(url, 1)
-    (tmp_path / "base").mkdir()
-    save_file(live, tmp_path / "base" / "model.safetensors")
+    write_checkpoint(tmp_path / "base", live)
     for version in range(2):
         damage(url, version_key(version))
     rest = snapshot(live)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.publishers import Hooked, Trainer, assert_holds, assert_stopped, publish
+from tests.support.publishers import Hooked, Trainer, assert_stopped, publish
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import conditional_put
@@ -59,17 +59,6 @@ def changed(document: type[Document], **fields: str) -> Callable[[bytes], bytes]
 their_manifest = changed(Manifest, created_at="2030-01-01T00:00:00Z")
 their_claim = changed(Claim, writer="f" * 32)
 their_run = changed(RunInfo, run="e" * 32)
-
-
-def test_alone_a_publisher_starts_goes_on_and_is_taken_over(shared: Shared, trainer: Trainer) -> None:
-    with Publisher(trainer.live, shared) as former:
-        trainer.step()
-        former.publish(step=1)
-    with Publisher(trainer.live, shared, resume=True) as later:
-        trainer.step()
-        assert later.publish(step=2).version == 2
-    assert [manifest.epoch for manifest in open_run(shared.url).log()] == [0, 0, 1]
-    assert_holds(shared, 2, trainer.live)
 
 
 def test_of_two_claims_of_one_epoch_the_one_that_stays_counts(shared: Shared, trainer: Trainer) -> None:

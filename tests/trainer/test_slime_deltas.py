@@ -38,22 +38,9 @@ FILE = "model-00000-of-00001.safetensors"
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    return str(tmp_path / "run")
-
-
-@pytest.fixture
 def base(tmp_path: Path) -> Path:
     """slime's --hf-checkpoint."""
     return write_checkpoint(tmp_path / "hf", base_weights())
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """slime's --update-weight-disk-dir."""
-    folder = tmp_path / "updates"
-    folder.mkdir()
-    return folder
 
 
 def flat(tensors: Tensors) -> dict[str, np.ndarray]:

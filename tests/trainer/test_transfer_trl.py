@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
-from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from tests.support.async_trainers import Rollouts, Watched, async_trainer, served_form
 from tests.support.publishing import assert_holds
 from tests.support.tiny import make_model, save_checkpoint
-from tests.support.trainers import FIGURES, SIZES, Logged, interrupt, steps_of
+from tests.support.trainers import FIGURES, SIZES, Logged, steps_of
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side.integrations.trl import DeltaWeightTransfer
 from vllm_delta_sync.client import open_run
@@ -65,23 +64,6 @@ def test_each_sync_is_a_version_with_the_rounded_weights(base: Path, url: str, t
     assert all("perf/weight_sync_s" in line and "delta_sync/version" not in line for line in own)
 
 
-def test_experts_fused_in_memory_and_frozen_parameters(url: str, tmp_path: Path) -> None:
-    base = save_checkpoint(make_model("qwen3_moe", **SIZES), tmp_path / "base")
-    transfer = Watched(url, base)
-    trainer = async_trainer(base, tmp_path, transfer, max_steps=2)
-    trainer.model.model.embed_tokens.requires_grad_(False)
-    trainer.train()
-    assert "model.layers.0.mlp.experts.gate_up_proj" in transfer.sent[-1]
-    assert "model.embed_tokens.weight" not in transfer.sent[-1]
-    run = open_run(url)
-    expected = load_file(save_checkpoint(trainer.model, tmp_path / "saved") / "model.safetensors")
-    assert torch.equal(
-        expected["model.embed_tokens.weight"], load_file(base / "model.safetensors")["model.embed_tokens.weight"]
-    )
-    assert run.manifest(3).changed > 0
-    assert_holds(run, 3, expected, base)
-
-
 def killed(rank: int, size: int, folder: str) -> None:
     """A training that is killed while its fourth version is on its way."""
     base = Path(folder) / "base"
@@ -103,24 +85,6 @@ def test_a_killed_training_goes_on_with_its_run(nursery: Nursery, base: Path, ur
     # The checkpoint that training resumes from is what the third version had.
     assert_holds(run, before + 1, dict(run.tensors(3, base)), base)
     assert_holds(run, before + 4, served_form(trainer.model), base)
-
-
-def test_an_interrupt_in_the_middle_of_a_send(base: Path, url: str, tmp_path: Path) -> None:
-    class Interrupted(Watched):
-        def _noted(self, iterator: Any) -> Any:
-            for number, pair in enumerate(super()._noted(iterator)):
-                if len(self.sent) == 3 and number == 5:
-                    interrupt()
-                yield pair
-
-    transfer = Interrupted(url, base)
-    with pytest.raises(KeyboardInterrupt):
-        async_trainer(base, tmp_path, transfer).train()
-    assert transfer.calls == ["init", *SYNC * 2, "pause", "send", "destroy"]
-    assert transfer.publisher is None
-    run = open_run(url)
-    assert steps_of(run) == [0, 1]
-    assert_holds(run, 2, {name: tensor.bfloat16() for name, tensor in transfer.sent[1].items()}, base)
 
 
 def test_a_version_is_the_base_with_the_adapter_merged(url: str, tmp_path: Path) -> None:

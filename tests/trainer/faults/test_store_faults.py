@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.support.publishers import (
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import Bucket, conditional_put, open_bucket
-from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
+from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call
 from vllm_delta_sync.errors import DeltaSyncError, PublishError, StoreError
 from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY
 from vllm_delta_sync.notice import NoticeSubscriber
@@ -219,18 +220,14 @@ class Flipping(BucketMiddleware):
         self.at = -1
         self.reads = 0
 
-    def get(self, key: str, *, max_bytes: int | None = None) -> bytes:
-        return self._flipped(self._inner.get(key, max_bytes=max_bytes))
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._flipped(self._inner.get_range(key, start, length))
-
-    def _flipped(self, data: bytes) -> bytes:
-        self.reads += 1
-        if self.reads - 1 != self.at or not data:
-            return data
-        middle = len(data) // 2
-        return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+    def _around(self, call: Call, run: Callable[[], Any]) -> Any:
+        data = run()
+        if call.direction == "down":
+            self.reads += 1
+            if self.reads - 1 == self.at and data:
+                middle = len(data) // 2
+                return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        return data
 
 
 @pytest.fixture(params=[True, False], ids=["exclusive", "single writer"])

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
+from tests.support.checkpoints import write_checkpoint
 from tests.support.publishers import Hooked, nothing
 from tests.support.publishing import damage
 from tests.trainer.sharded.models import WAYS, Tensors, built, gathered, reference, steps
@@ -327,11 +327,9 @@ def test_budget_sends_what_one_process_would(
     url, base = str(tmp_path / "run"), None
     if is_tied:
         # The base has both of two tensors that are one in the model.
-        base = tmp_path / "base"
-        base.mkdir()
         tensors = {name: tensor.detach().clone() for name, tensor in live_tensors(built("llama tied")).read()}
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-        save_file(tensors, base / "model.safetensors")
+        base = write_checkpoint(tmp_path / "base", tensors)
     given = {"case": case, "dtype": dtype, "bounds": bounds, "base": None if base is None else str(base)}
     said = nursery.run(4, budgets, url=url, **given)
     assert_same_runs(url, said)

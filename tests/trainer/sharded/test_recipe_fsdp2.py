@@ -12,11 +12,10 @@ from safetensors.torch import load_file
 
 from tests.support.publishing import assert_holds, snapshot
 from tests.support.tiny import make_model, save_checkpoint
+from tests.support.trainers import SIZES
 from vllm_delta_sync import open_run
 
 ROOT = Path(__file__).parents[3]
-
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 
 
 def torchrun(base: Path, url: Path, folder: Path, steps: int) -> str:

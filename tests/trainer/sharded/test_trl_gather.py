@@ -10,38 +10,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from tests.support.publishing import assert_holds
+from tests.support.tiny import make_model, save_checkpoint, train_steps
+from tests.support.trainers import SIZES, HeldBucket
+from tests.trainer.sharded.models import fsdp
 from tests.trainer.sharded.nursery import Nursery
+from trainer_side.integrations.trl import DeltaWeightTransfer
+from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
-
-
-def sharded(rank: int, size: int, family: str) -> tuple[Any, Any]:
-    """A sharded model, and what TRL's trainer is of it here: an object whose weights TRL's own method streams."""
-    from accelerate import Accelerator
-    from torch.distributed.fsdp import fully_shard
-
-    from tests.support.tiny import make_model
-    from tests.support.trainers import SIZES
-
-    model = make_model(family, **SIZES)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    return model, SimpleNamespace(accelerator=Accelerator(cpu=True), model=model)
+from vllm_delta_sync.errors import DeltaSyncError
 
 
 def streamed(trainer: Any) -> Iterator[tuple[str, Any]]:
-    from trl.experimental.async_grpo import AsyncGRPOTrainer
-
     stream: Iterator[tuple[str, Any]] = AsyncGRPOTrainer._streaming_iter(trainer)
     return stream
 
 
 def sync(rank: int, trainer: Any, transfer: Any) -> str | None:
     """One weight sync as TRL does it; the error that rank 0 met, once all ranks are through."""
-    from vllm_delta_sync.errors import DeltaSyncError
-
     failure = None
     trainer.accelerator.wait_for_everyone()
     if rank == 0:
@@ -58,12 +48,9 @@ def sync(rank: int, trainer: Any, transfer: Any) -> str | None:
 
 def train(rank: int, size: int, folder: str, family: str) -> list[str | None]:
     """Three syncs between steps, the second of which finds the store down."""
-    from tests.support.tiny import make_model, save_checkpoint, train_steps
-    from tests.support.trainers import SIZES, HeldBucket
-    from trainer_side.integrations.trl import DeltaWeightTransfer
-    from vllm_delta_sync.bucket import open_bucket
-
-    model, trainer = sharded(rank, size, family)
+    model: Any = fsdp(make_model(family, **SIZES))
+    # What TRL's trainer is of it here: an object whose weights TRL's own method streams.
+    trainer = SimpleNamespace(accelerator=Accelerator(cpu=True), model=model)
     bucket = HeldBucket(open_bucket(f"{folder}/run"))
     transfer = DeltaWeightTransfer(bucket, f"{folder}/base") if rank == 0 else None
     if transfer is not None:
@@ -90,8 +77,6 @@ def train(rank: int, size: int, folder: str, family: str) -> list[str | None]:
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_gathered_parameters_are_published_by_rank_0(family: str, nursery: Nursery, tmp_path: Path) -> None:
     """A failure on rank 0 leaves the others waiting for nobody, and its changes go out with the next version."""
-    from safetensors.torch import load_file
-
     told = nursery.run(2, train, folder=str(tmp_path), family=family)
     # What fails in the background is told at the send after it.
     assert told == [[None, None, "publish", None], [None] * 4]

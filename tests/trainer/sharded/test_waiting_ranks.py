@@ -10,11 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import distributed
+from torch.distributed.fsdp import fully_shard
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from tests.support.publishing import assert_holds
+from tests.support.tiny import make_model, save_checkpoint, train_steps
+from tests.support.trainers import SIZES, Settled, checkpoint_of, trainer_of
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side import DeltaSyncCallback, Publisher
 from trainer_side.integrations.gathered import gathered_publisher, publish_gathered
+from trainer_side.integrations.trl import DeltaWeightTransfer
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware
 from vllm_delta_sync.client import open_run
@@ -41,9 +47,6 @@ def slow_store(folder: str) -> SlowBucket:
 
 
 def train_replicas(rank: int, size: int, folder: str) -> None:
-    from tests.support.tiny import make_model
-    from tests.support.trainers import SIZES, Settled, checkpoint_of, trainer_of
-
     model, store = make_model("qwen3", **SIZES), slow_store(folder)
     callback = DeltaSyncCallback(bucket=store)
     seen = Settled(callback, wait=False)
@@ -56,11 +59,6 @@ def train_replicas(rank: int, size: int, folder: str) -> None:
 
 
 def train_shards(rank: int, size: int, folder: str) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    from tests.support.tiny import make_model, train_steps
-    from tests.support.trainers import SIZES
-
     model, store = make_model("qwen3", **SIZES), slow_store(folder)
     fully_shard(model)
     store.seconds *= rank == 0
@@ -86,9 +84,6 @@ def test_a_store_that_takes_three_times_the_limit(work: Any, nursery: Nursery, t
 
 def gather(rank: int, size: int, folder: str) -> list[int | None]:
     """Weights that all ranks gather and one publishes."""
-    from tests.support.tiny import make_model, save_checkpoint
-    from tests.support.trainers import SIZES
-
     model = make_model("qwen3", **SIZES)
     base = Path(folder) / f"base{rank}"
     save_checkpoint(model, base)
@@ -113,13 +108,6 @@ def test_ranks_that_gather_for_one_wait_for_it(nursery: Nursery, tmp_path: Path)
 
 def transfer_weights(rank: int, size: int, folder: str) -> list[str]:
     """The calls that TRL makes, on the first process alone, with the collective calls between them."""
-    from transformers import TrainerControl, TrainerState, TrainingArguments
-    from transformers.trainer_callback import CallbackHandler
-
-    from tests.support.tiny import make_model, save_checkpoint
-    from tests.support.trainers import SIZES
-    from trainer_side.integrations.trl import DeltaWeightTransfer
-
     model = make_model("qwen3", **SIZES)
     base = save_checkpoint(model, Path(folder) / f"base{rank}")
     store = slow_store(folder)
@@ -163,9 +151,6 @@ def test_processes_wait_for_the_one_that_trl_calls(nursery: Nursery, tmp_path: P
 
 def stop_one(rank: int, size: int, folder: str) -> int:
     """SIGTERM reaches one rank only, in the middle of training."""
-    from tests.support.tiny import make_model
-    from tests.support.trainers import SIZES, Settled, trainer_of
-
     before = signal.getsignal(signal.SIGTERM)
     callback = DeltaSyncCallback(bucket=f"{folder}/run", every=100)
     seen = Settled(callback, wait=False)
