@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
 from tests.support import publishing
 from trainer_side import Publisher
+from trainer_side.diff.buffers import DeviceBuffer
 from trainer_side.maintenance import THREAD_NAME
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import Bucket, open_bucket
@@ -176,7 +177,9 @@ def flip(publisher: Publisher, tensor: str | int, element: int = 5) -> None:
     """One bit of the baseline changes, as in a bad memory cell; no public door leads there."""
     baseline = publisher._committer.baseline
     number = baseline.table.index(tensor) if isinstance(tensor, str) else tensor
-    baseline.bits(number)[element] ^= 1
+    held = baseline.buffer(number)
+    stored: Any = held.flat if isinstance(held, DeviceBuffer) else held.read()
+    stored[element] ^= 1
 
 
 def assert_holds(bucket: Bucket, version: int, expected: Weights) -> None:

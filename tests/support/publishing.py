@@ -1,5 +1,6 @@
 """What the publisher tests share: comparing a run with the trainer's own tensors."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,10 +14,14 @@ from vllm_delta_sync.client import Run
 Tensors = dict[str, torch.Tensor]
 
 
-def assert_holds(run: Run, version: int | None, expected: Tensors, base: Path | None = None) -> None:
-    held = dict(run.tensors(version, base))
+def assert_same(held: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """The same tensors, bit for bit."""
     assert held.keys() == expected.keys()
     assert [name for name in expected if not same_bits(held[name], expected[name])] == []
+
+
+def assert_holds(run: Run, version: int | None, expected: Tensors, base: Path | None = None) -> None:
+    assert_same(dict(run.tensors(version, base)), expected)
 
 
 def snapshot(tensors: Tensors, dtype: torch.dtype | None = None) -> Tensors:

@@ -17,6 +17,18 @@ from vllm_delta_sync.client import Run
 from vllm_delta_sync.errors import StoreError
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+ARGUMENTS: dict[str, Any] = {
+    "use_cpu": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "max_steps": 4,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "dataloader_pin_memory": False,
+}
+"""Of every Trainer here, unless a test gives others."""
 FIGURES = {
     f"delta_sync/{name}"
     for name in (
@@ -80,19 +92,8 @@ def checkpoint_of(model: PreTrainedModel) -> Tensors:
 def trainer_of(model: PreTrainedModel, folder: Path, callbacks: list[TrainerCallback], **arguments: Any) -> Trainer:
     generator = torch.Generator().manual_seed(7)
     rows = torch.randint(3, VOCABULARY, (48, 8), generator=generator)
-    defaults: dict[str, Any] = {
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "dataloader_pin_memory": False,
-    }
     data = [{"input_ids": row, "labels": row} for row in rows]
-    given = TrainingArguments(output_dir=str(folder / "out"), **{**defaults, **arguments})
+    given = TrainingArguments(output_dir=str(folder / "out"), **{**ARGUMENTS, **arguments})
     return Trainer(model=model, args=given, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
 
 

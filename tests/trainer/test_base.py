@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.architectures import adamw, qwen3, qwen3_moe, same_bits, saved, train
-from tests.support.publishing import assert_holds, snapshot
+from tests.support.architectures import adamw, qwen3, qwen3_moe, saved, train
+from tests.support.publishing import assert_holds, assert_same, snapshot
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import ModelError, NotFoundError, TensorMismatchError
@@ -19,9 +19,7 @@ def test_anchor_is_a_plain_checkpoint(url: str, tmp_path: Path) -> None:
     with Publisher(model, url):
         pass
     (ref,) = open_run(url).manifest(0).objects
-    anchor, expected = load_file(Path(url) / ref.key), saved(model, tmp_path / "checkpoint")
-    assert anchor.keys() == expected.keys()
-    assert all(same_bits(anchor[name], expected[name]) for name in expected)
+    assert_same(load_file(Path(url) / ref.key), saved(model, tmp_path / "checkpoint"))
 
 
 def test_base_that_matches_is_referred_to(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

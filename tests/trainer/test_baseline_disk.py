@@ -1,7 +1,8 @@
-"""A baseline on disk: the same versions as from host memory, through failures, rebases and restarts."""
+"""A baseline on disk or on a device: the versions of one in memory, through failures, rebases and restarts."""
 
 import mmap
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -20,29 +21,47 @@ from tests.support.publishers import (
 )
 from tests.support.written import save_base
 from trainer_side import Gate, Publisher
+from trainer_side.diff import baseline as baselines
+from trainer_side.diff.buffers import BaselineBuffer, DeviceBuffer
 from vllm_delta_sync import open_run
-from vllm_delta_sync.errors import StoreError, UsageError
+from vllm_delta_sync.errors import StoreError
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.torch_views import bits_of
 
 
-def on_disk(publisher: Publisher) -> list[bool]:
-    """Of each tensor, whether its baseline is mapped from a file."""
-    found = []
-    baseline = publisher._committer.baseline
+def places(publisher: Publisher) -> set[str]:
+    """Where the baseline's tensors are: mapped from a file, on a device, or else in memory."""
+    baseline, found = publisher._committer.baseline, set[str]()
     for tensor in range(len(baseline.table)):
-        memory: object = baseline.bits(tensor)
+        held = baseline.buffer(tensor)
+        memory: object = held.read()
         while isinstance(memory, np.ndarray):
             memory = memory.base
-        found.append(isinstance(memory, mmap.mmap))
+        on_disk = "disk" if isinstance(memory, mmap.mmap) else "host"
+        found.add("device" if isinstance(held, DeviceBuffer) else on_disk)
     return found
 
 
+@pytest.fixture(params=["disk", "device"])
+def location(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Host memory of its own stands for that of a device."""
+
+    def as_if_on_a_device(held: BaselineBuffer, *_: object) -> BaselineBuffer:
+        bits = held.read()
+        if isinstance(held, DeviceBuffer):
+            return held
+        return DeviceBuffer(torch.from_numpy(bits.view(f"<i{bits.itemsize}").copy()))
+
+    if request.param == "device":
+        monkeypatch.setattr(baselines, "move_buffer", as_if_on_a_device)
+    return request.param
+
+
 @pytest.mark.parametrize("gate", [None, Gate(max_changed_share=1.0)])
-def test_versions_are_those_of_the_trainer(gate: Gate | None, bucket: Hooked, trainer: Trainer) -> None:
-    with Publisher(trainer.live, bucket, gate=gate, baseline="disk") as publisher:
+def test_versions_are_those_of_the_trainer(location: Any, gate: Gate | None, bucket: Hooked, trainer: Trainer) -> None:
+    with Publisher(trainer.live, bucket, gate=gate, baseline=location) as publisher:
         history = publish(publisher, trainer, 3)
-        assert on_disk(publisher) == [True] * 3
+        assert places(publisher) == {location}
         bucket.before = FailAt("versions/")
         trainer.step()
         publisher.publish(step=4)
@@ -54,15 +73,16 @@ def test_versions_are_those_of_the_trainer(gate: Gate | None, bucket: Hooked, tr
         assert publisher.rescan() == []
         flip(publisher, "b")
         assert publisher.rescan() == ["b"]
-        assert on_disk(publisher) == [True] * 3
-    with Publisher(trainer.live, bucket, gate=gate, baseline="disk") as publisher:
-        assert on_disk(publisher) == [True] * 3
+        assert publisher.anchor() == 4
+        assert places(publisher) == {location}
+    with Publisher(trainer.live, bucket, gate=gate, baseline=location) as publisher:
         assert publisher.publish(step=6, skip_unchanged=True).version is None
+        assert places(publisher) == {location}
         history += publish(publisher, trainer, 2)[1:]
         publisher.rebase(2)
         publisher.rebase(publisher.version)
         history += publish(publisher, trainer)[1:]
-        assert on_disk(publisher) == [True] * 3
+        assert places(publisher) == {location}
     assert_history(bucket, history)
 
 
@@ -73,7 +93,7 @@ def test_bits_of_a_base_are_copied_to_disk_once_they_change(tmp_path: Path, buck
     with Publisher(trainer.live, bucket, base, baseline="disk", first_step=8) as publisher:
         assert (publisher.began, publisher.run) == (True, open_run(bucket.url).info.run)
         history = publish(publisher, trainer)
-        assert on_disk(publisher) == [True] * 3
+        assert places(publisher) == {"disk"}
     assert_history(bucket, history)
     first = open_run(bucket.url).manifest(0)
     assert (first.kind, first.step) == ("reference", 8)
@@ -87,7 +107,7 @@ def test_a_lost_version_is_replaced_from_disk(bucket: Hooked, trainer: Trainer) 
     trainer.step()
     with Publisher(trainer.live, bucket, baseline="disk") as publisher:
         assert (publisher.began, publisher.version) == (False, 2)
-        assert on_disk(publisher) == [True] * 3
+        assert places(publisher) == {"disk"}
         trainer.step()
         publisher.publish(step=3)
     assert_holds(bucket, 3, trainer.live)
@@ -109,9 +129,3 @@ def test_unchanged_weights_are_skipped_if_asked(bucket: Hooked, trainer: Trainer
         assert publisher.publish(step=3, wait=True, skip_unchanged=True).version == 2
     assert [manifest.step for manifest in open_run(bucket.url).log()] == [0, 2, 3]
     assert_holds(bucket, 2, trainer.live)
-
-
-def test_first_step_is_checked(bucket: Hooked) -> None:
-    for step in (-1, 2**53, 1.0):
-        with pytest.raises(UsageError, match="first_step"):
-            Publisher([("w", torch.zeros(2))], bucket, first_step=step)  # type: ignore[arg-type]

@@ -43,11 +43,6 @@ def test_budget_that_makes_no_sense_is_refused(wrong: dict[str, Any], named: str
         Budget(**wrong)
 
 
-def test_budget_is_a_budget(bucket: Hooked) -> None:
-    with pytest.raises(UsageError, match=r"budget is \{'max_bytes': 9\}"):
-        Publisher({"a": torch.zeros(3)}, bucket, budget={"max_bytes": 9})  # type: ignore[arg-type]
-
-
 def test_values_with_scales_are_refused(bucket: Hooked) -> None:
     with pytest.raises(UsageError, match="tensor 'a' has dtype F8_E4M3"):
         Publisher({"a": torch.zeros(3).to(torch.float8_e4m3fn)}, bucket, budget=Budget(max_share=0.5))

@@ -15,14 +15,9 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import (
-    DefaultFlowCallback,
     PreTrainedModel,
     TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
 )
-from transformers.trainer_callback import CallbackHandler
 
 from tests.support.adapters import adapted
 from tests.support.publishing import Tensors, assert_holds
@@ -43,9 +38,6 @@ from trainer_side import DeltaSyncCallback, Publisher, PublishResult
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import ConflictError, ModelError, PublishError, StoreError, UsageError
-
-ROOT = Path(__file__).parents[2]
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -323,29 +315,6 @@ def test_skips_are_told_once(
     assert first.startswith("step 3 is not published: encoding and upload of version 2 (step 2) take ")
     assert second == "step 6: published again, after 3 that were skipped"
     assert_holds(open_run(url), 3, seen.weights[6])
-
-
-def test_what_is_no_trainer_is_told_that_loggers_get_nothing(
-    model: PreTrainedModel, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    callback, logged = DeltaSyncCallback(bucket=url), Logged()
-    handler = CallbackHandler([DefaultFlowCallback(), callback, Settled(callback), logged], model, None, None, None)
-    given = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    state, control = TrainerState(max_steps=2), TrainerControl()
-    with caplog.at_level(logging.INFO, "trainer_side.integrations.training"):
-        handler.on_train_begin(given, state, control)
-        for state.global_step in (1, 2):
-            with torch.no_grad():
-                model.model.norm.weight += 1
-            handler.on_step_end(given, state, control)
-        handler.on_train_end(given, state, control)
-    assert_holds(open_run(url), 2, checkpoint_of(model))
-    assert not logged.lines
-    assert "no Trainer is found among the callers: metrics go to this log only" in caplog.messages
-    assert [line.split(", delta_sync/changed")[0] for line in caplog.messages if line.startswith("delta_sync/")] == [
-        "delta_sync/version 1, delta_sync/step 1",
-        "delta_sync/version 2, delta_sync/step 2",
-    ]
 
 
 @pytest.mark.slow

@@ -12,19 +12,15 @@ import pytest
 import torch
 
 from tests.support.detection import NAME, Difference, collect_on_device, compared, disturbed, expected, served
-from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, expect_failure
-from trainer_side import Gate, Publisher
-from trainer_side.diff import baseline as baselines
 from trainer_side.diff import compare_torch, engine
 from trainer_side.diff import device as detection_device
 from trainer_side.diff.baseline import Baseline
-from trainer_side.diff.buffers import BaselineBuffer, BaselineLocation, DeviceBuffer, HostBuffer, move_buffer
+from trainer_side.diff.buffers import BaselineBuffer, DeviceBuffer, HostBuffer, move_buffer
 from trainer_side.diff.change_log import ChangeLog, ChangeSpool
 from trainer_side.diff.device_memory import BLOCK
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.model.sources import live_tensors
-from vllm_delta_sync import open_run
 from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.tensors import segments
@@ -93,43 +89,6 @@ def test_bits_are_placed_where_they_are_compared() -> None:
     back = move_buffer(device_held(host.bits), "w", here, "device")
     assert isinstance(back, HostBuffer)
     assert np.array_equal(back.bits, host.bits)
-
-
-@pytest.mark.parametrize("gate", [None, Gate(max_changed_share=0.9)])
-def test_a_baseline_on_a_device(gate: Gate | None, bucket: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
-    placed_on_device: dict[str, DeviceBuffer] = {}
-
-    def as_if_on_a_device(
-        held: BaselineBuffer, name: str, device: torch.device, place: BaselineLocation
-    ) -> BaselineBuffer:
-        placed_on_device[name] = held if isinstance(held, DeviceBuffer) else device_held(held.read())
-        return placed_on_device[name]
-
-    monkeypatch.setattr(baselines, "move_buffer", as_if_on_a_device)
-    trainer, steps = Trainer(), []
-    with Publisher(trainer.live, bucket, gate=gate, baseline="device") as publisher:
-        for step in range(1, 4):
-            trainer.step()
-            publisher.publish(step=step, wait=True)
-            steps.append(trainer.copy())
-        publisher.flush()
-        bucket.before = FailAt("versions/")
-        trainer.step()
-        publisher.publish(step=4)
-        expect_failure(publisher, "injected")
-        publisher.publish(step=5)
-        steps.append(trainer.copy())
-        assert publisher.rescan() == []
-        assert len(placed_on_device) == 3
-        placed_on_device["a"].flat[7] ^= 1
-        assert publisher.rescan() == ["a"]
-        assert publisher.anchor() == 4
-        publisher.rebase(2)
-        assert publisher.publish(step=6).changed > 0
-        steps.append(trainer.copy())
-    assert open_run(bucket.url).verify().replayed
-    for version, weights in enumerate(steps, 1):
-        assert_holds(bucket, version, weights)
 
 
 WATCHED = {

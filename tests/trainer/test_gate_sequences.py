@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.architectures import same_bits
-from tests.support.publishers import FailAt, Hooked
+from tests.support.publishers import FailAt, Hooked, assert_holds
 from trainer_side import Gate, Publisher
 from vllm_delta_sync import open_run
 from vllm_delta_sync.errors import GateError, PublishError
@@ -167,8 +166,7 @@ def test_verdicts_are_those_of_a_full_count(steps: list[tuple[str, Any, Any]], c
         log = list(open_run(bucket.url).log())
         assert [manifest.quarantine is None for manifest in log] == [version.sound for version in model.versions]
         for version, published in enumerate(model.versions):
-            held = dict(open_run(bucket.url).tensors(version))
-            assert all(same_bits(held[name], published.tensors[name]) for name in names)
+            assert_holds(bucket, version, published.tensors)
 
 
 def publish(publisher: Publisher, model: Model, bucket: Hooked, action: str) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from tests.support.adapters import TARGETS, adapted, randomize
 from tests.support.architectures import qwen3, qwen3_moe, same_bits, saved, train
-from tests.support.publishing import assert_holds, snapshot
+from tests.support.publishing import assert_holds, assert_same, snapshot
 from trainer_side import Publisher
 from trainer_side.integrations.peft import adapter_publisher
 from trainer_side.model.sources import live_tensors
@@ -60,12 +60,10 @@ def test_tensors_are_those_of_merge_and_unload(build: Callable[[], PeftModel], t
     before = snapshot(model.state_dict())
     expected = merged(model, tmp_path)
     base = saved(copy.deepcopy(model).unload(), tmp_path / "base")
-    read = dict(live_tensors(model).read())
-    assert read.keys() == expected.keys()
-    assert [name for name in expected if not same_bits(read[name], expected[name])] == []
+    assert_same(dict(live_tensors(model).read()), expected)
     changed = [name for name in expected if not same_bits(base[name], expected[name])]
     assert changed, "the adapter does too little to tell"
-    assert [name for name, tensor in model.state_dict().items() if not same_bits(tensor, before[name])] == []
+    assert_same(model.state_dict(), before)
 
 
 def test_versions_follow_training(url: str, tmp_path: Path) -> None:
@@ -93,8 +91,7 @@ def test_adapters_that_transformers_adds_and_peft_has_merged(tmp_path: Path) -> 
     assert model.peft_config
     assert dict(live_tensors(model).read()).keys() == expected.keys()
     wrapped.merge_adapter()
-    read = dict(live_tensors(nn.DataParallel(wrapped)).read())
-    assert [name for name in expected if not same_bits(read[name], expected[name])] == []
+    assert_same(dict(live_tensors(nn.DataParallel(wrapped)).read()), expected)
 
 
 def test_the_active_adapter_is_read(tmp_path: Path) -> None:
@@ -102,8 +99,7 @@ def test_the_active_adapter_is_read(tmp_path: Path) -> None:
     live = live_tensors(model)
     model.set_adapter("other")
     expected = merged(model, tmp_path)
-    read = dict(live.read())
-    assert [name for name in expected if not same_bits(read[name], expected[name])] == []
+    assert_same(dict(live.read()), expected)
 
 
 REFUSED: dict[str, tuple[Callable[[], PeftModel], str]] = {

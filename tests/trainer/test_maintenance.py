@@ -12,7 +12,7 @@ from trainer_side.maintenance import THREAD_NAME
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
 from vllm_delta_sync.client import Run
-from vllm_delta_sync.errors import NotFoundError, StoreError, UsageError
+from vllm_delta_sync.errors import NotFoundError, StoreError
 from vllm_delta_sync.format.documents import ANCHORS_PREFIX, MERGED_PREFIX, anchor_key, merged_delta_key
 from vllm_delta_sync.format.manifest import version_key
 from vllm_delta_sync.maintenance.gc.collect import RetentionPolicy, collect
@@ -80,13 +80,6 @@ def test_anchors_are_made_of_each_kth(watched: Watched) -> None:
     assert listed(watched, MERGED_PREFIX) == []
 
 
-def test_anchors_are_made_where_replaying_costs_more(watched: Watched, trainer: Trainer) -> None:
-    with Publisher(trainer.live, watched, merge=False) as publisher:
-        publish(publisher, trainer, 49)
-        with watched.written:
-            assert watched.written.wait_for(lambda: listed(watched, ANCHORS_PREFIX), 60)
-
-
 def test_milestone_gets_an_anchor(watched: Watched) -> None:
     trainer = small_trainer()
     with Publisher(trainer.live, watched, merge=False) as publisher:
@@ -101,17 +94,6 @@ def test_milestone_gets_an_anchor(watched: Watched) -> None:
     assert run.tag("v2").manifest == run.manifest(2).digest
     assert run.anchors() == [2]
     assert_holds(watched, 3, trainer.live)
-
-
-def test_tag_waits_for_what_is_under_way(watched: Watched, trainer: Trainer) -> None:
-    with Publisher(trainer.live, watched) as publisher:
-        trainer.step()
-        publisher.publish(step=1)
-        assert publisher.tag("now").version == 1
-        with pytest.raises(NotFoundError, match="is not published"):
-            publisher.tag("later", 2)
-        with pytest.raises(UsageError, match="is not a name"):
-            publisher.tag("a/b")
 
 
 @pytest.mark.parametrize(

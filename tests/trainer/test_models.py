@@ -412,8 +412,10 @@ def test_model_of_another_dtype_goes_on_with_a_new_publisher(url: str) -> None:
         pass
     model.to(torch.float32)
     with Publisher(model, url) as publisher:
+        assert publisher.publish(step=1, wait=True).changed == 0
+        history.append(history[0])
         train(model, adamw(model, 1e-2))
-        publisher.publish(step=1)
+        publisher.publish(step=2, wait=True)
     floating = {name: weight.is_floating_point() for name, weight in model.state_dict().items()}
     history.append({name: weight.bfloat16() if floating[name] else weight for name, weight in published(model).items()})
     run = assert_versions(url, history)

@@ -11,20 +11,11 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.support.architectures import TRANSFORMERS, Plain, adamw, qwen3, qwen3_moe, same_bits, saved, train
+from tests.support.architectures import TRANSFORMERS, Plain, adamw, qwen3, qwen3_moe, saved, train
+from tests.support.publishing import assert_same
 from trainer_side.model.conversion_trace import Replay, View, trace
-from trainer_side.model.live_tensors import LiveTensors
 from trainer_side.model.sources import live_tensors
 from vllm_delta_sync.errors import ModelError, UsageError
-
-
-def read(live: LiveTensors) -> dict[str, torch.Tensor]:
-    return dict(live.read())
-
-
-def assert_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert tensors.keys() == expected.keys()
-    assert [name for name in expected if not same_bits(tensors[name], expected[name])] == []
 
 
 @pytest.fixture
@@ -39,12 +30,12 @@ def test_models_are_read_as_saved_and_not_copied(build: Callable[[], PreTrainedM
     model = build()
     live = live_tensors(model)
     expected = saved(model, tmp_path / "before")
-    assert_equal(read(live), expected)
-    assert_equal(read(live_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "before"))), expected)
+    assert_same(dict(live.read()), expected)
+    assert_same(dict(live_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "before")).read()), expected)
     train(model, adamw(model))
-    assert_equal(read(live), saved(model, tmp_path / "after"))
+    assert_same(dict(live.read()), saved(model, tmp_path / "after"))
     owned = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
-    assert {tensor.untyped_storage().data_ptr() for tensor in read(live).values()} <= owned
+    assert {tensor.untyped_storage().data_ptr() for tensor in dict(live.read()).values()} <= owned
 
 
 def test_plain_module_is_published_under_its_own_names() -> None:
@@ -53,11 +44,11 @@ def test_plain_module_is_published_under_its_own_names() -> None:
     state = model.state_dict()
     assert live.aliases == {"head.weight": "embed.weight"}
     del state["head.weight"]
-    assert_equal(read(live), state)
+    assert_same(dict(live.read()), state)
     assert live.tensors["norm.num_batches_tracked"].dtype == torch.int64
     assert live.tensors["nothing"].shape == (0, 4)
     train(model, adamw(model))
-    assert_equal(read(live), {name: tensor for name, tensor in model.state_dict().items() if name in state})
+    assert_same(dict(live.read()), {name: tensor for name, tensor in model.state_dict().items() if name in state})
 
 
 def test_changed_layout_in_memory_is_followed(tmp_path: Path) -> None:
@@ -65,7 +56,7 @@ def test_changed_layout_in_memory_is_followed(tmp_path: Path) -> None:
     live = live_tensors(model)
     experts = model.model.layers[0].mlp.experts
     experts.gate_up_proj.data = experts.gate_up_proj.data.transpose(1, 2).contiguous().transpose(1, 2)
-    assert_equal(read(live), saved(model, tmp_path))
+    assert_same(dict(live.read()), saved(model, tmp_path))
 
 
 @pytest.mark.usefixtures("process_group")
@@ -74,7 +65,7 @@ def test_wrappers_add_nothing_to_names(tmp_path: Path) -> None:
     expected = saved(model, tmp_path)
     model.model.layers[1] = torch.compile(model.model.layers[1])
     wrapped = nn.parallel.DistributedDataParallel(torch.compile(model))
-    assert_equal(read(live_tensors(wrapped)), expected)
+    assert_same(dict(live_tensors(wrapped).read()), expected)
 
 
 def test_attribute_that_is_named_like_a_wrappers_stays() -> None:
@@ -105,7 +96,7 @@ def test_named_tensors(form: str) -> None:
     assert list(live.tensors) == ["a", "b", "c"]
     assert live.aliases == {"same": "a"}
     weight.add_(1)
-    assert_equal(read(live), named)
+    assert_same(dict(live.read()), named)
 
 
 def test_gathered_tensors_are_not_held_and_not_taken_for_tied() -> None:
@@ -169,7 +160,7 @@ def test_sharded_module_of_one_process_is_read_as_it_is_saved(tmp_path: Path) ->
     model = qwen3_moe()
     expected = saved(model, tmp_path)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    assert_equal(read(live_tensors(model)), expected)
+    assert_same(dict(live_tensors(model).read()), expected)
 
 
 @pytest.mark.usefixtures("process_group")

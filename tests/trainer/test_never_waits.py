@@ -153,13 +153,3 @@ def test_a_comparison_that_fails_is_reverted_and_made_up_for(
             publisher.publish(2)
     assert open_run(bucket.url).verify().replayed
     assert_holds(bucket, 1, trainer.live)
-
-
-def test_an_error_of_handed_weights_is_the_callers_own(bucket: Hooked, trainer: Trainer) -> None:
-    def handed() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "a", trainer.live["a"]
-        raise RuntimeError("a rank is gone")
-
-    with Publisher(trainer.live, bucket) as publisher:
-        with pytest.raises(RuntimeError, match="a rank is gone"):
-            publisher.publish(1, weights=handed())

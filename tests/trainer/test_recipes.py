@@ -17,7 +17,7 @@ from examples.recipes import slime
 from tests.support.architectures import same_bits
 from tests.support.frameworks import Experts, Named, Pairs, imported, verl_update
 from tests.support.modules import FusedModel, ModulePort, checkpoint_tensors, save_base
-from tests.support.publishing import Tensors, assert_holds, snapshot
+from tests.support.publishing import Tensors, assert_holds, assert_same, snapshot
 from tests.support.tiny import make_model, save_checkpoint, train_steps
 from tests.support.trainers import SIZES
 from trainer_side.integrations.gathered import gathered_publisher, publish_gathered
@@ -116,8 +116,7 @@ def test_verl_update_reaches_every_rollout_worker_and_the_bucket(trained: Traine
         expected = trained.checkpoint()
         assert_holds(open_run(trained.url), version, expected)
         for tensors in received:
-            assert tensors.keys() == expected.keys()
-            assert all(same_bits(tensors[name], expected[name]) for name in expected)
+            assert_same(tensors, expected)
     run = open_run(trained.url)
     assert [manifest.kind for manifest in run.log()] == ["reference", "delta", "delta", "delta"]
     assert trained.read == 3 * 2 * len(trained.model.state_dict())

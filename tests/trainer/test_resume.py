@@ -116,17 +116,6 @@ def test_the_expected_run_is_continued(url: str) -> None:
         assert (publisher.run, publisher.version) == (run, 1)
 
 
-def test_dtypes_are_those_of_the_run(url: str) -> None:
-    live, _ = published(url, 1)
-    masters = {name: tensor.double() for name, tensor in live.items()}
-    with Publisher(masters, url) as publisher:
-        assert publisher.publish(step=1).changed == 0
-        masters["a"][:10] *= 3
-        assert publisher.publish(step=2, wait=True).changed == 10
-    expected = {name: tensor.to(live[name].dtype) for name, tensor in masters.items()}
-    assert_holds(open_run(url), 3, expected)
-
-
 UNFIT: dict[str, tuple[Tensors, str]] = {
     "name": ({"z": torch.ones(2)}, r"'z' .*not among the 3 .*publish the model of this run, or start a new run"),
     "shape": ({"a": torch.ones(4999)}, r"'a' is BF16 \[5000\] in the run .*\[4999\] in the model"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,8 +45,6 @@ def base(tmp_path: Path) -> Path:
 
 
 def flat(tensors: Tensors) -> dict[str, np.ndarray]:
-    import torch
-
     return {name: tensor.reshape(-1).view(torch.uint8).numpy().copy() for name, tensor in tensors.items()}
 
 

@@ -12,23 +12,13 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 
 from tests.support.publishing import Tensors, assert_holds
 from tests.support.tiny import make_model, make_tokenizer, save_checkpoint
-from tests.support.trainers import FIGURES, SIZES, Logged, Settled, steps_of
+from tests.support.trainers import ARGUMENTS, FIGURES, SIZES, Logged, Settled, steps_of
 from trainer_side.integrations.trl import DeltaSyncCallback
 from vllm_delta_sync.client import open_run
 
-ARGUMENTS: dict[str, Any] = {
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "max_steps": 3,
-    "per_device_train_batch_size": 2,
-    "learning_rate": 1e-3,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "dataloader_pin_memory": False,
-}
 pytestmark = pytest.mark.slow
+
+FEW_STEPS: dict[str, Any] = {**ARGUMENTS, "bf16": False, "max_steps": 3}
 
 WORDS = ["the quick brown fox", "jumps over the lazy dog", "the lazy fox", "over the quick dog"]
 
@@ -74,15 +64,15 @@ def trained(kind: str, model: PreTrainedModel, out: str, callbacks: list[Trainer
     trainer: Any
     if kind == "sft":
         data = Dataset.from_dict({"text": WORDS * 4})
-        trainer = SFTTrainer(args=SFTConfig(out, max_length=16, **ARGUMENTS), train_dataset=data, **given)
+        trainer = SFTTrainer(args=SFTConfig(out, max_length=16, **FEW_STEPS), train_dataset=data, **given)
     elif kind == "dpo":
         data = Dataset.from_dict({"prompt": WORDS * 4, "chosen": [" fox"] * 16, "rejected": [" dog"] * 16})
-        arguments, reference = DPOConfig(out, max_length=16, **ARGUMENTS), make_model("qwen3", **SIZES)
+        arguments, reference = DPOConfig(out, max_length=16, **FEW_STEPS), make_model("qwen3", **SIZES)
         trainer = DPOTrainer(ref_model=reference, args=arguments, train_dataset=data, **given)
     else:
         generation = {"num_generations": 2, "max_completion_length": 8, "beta": 0.0}
         data = Dataset.from_dict({"prompt": WORDS})
-        arguments = GRPOConfig(out, **generation, **ARGUMENTS)
+        arguments = GRPOConfig(out, **generation, **FEW_STEPS)
         trainer = GRPOTrainer(reward_funcs=rewarded, args=arguments, train_dataset=data, **given)
     trainer.train()
     return trainer

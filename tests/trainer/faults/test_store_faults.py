@@ -23,21 +23,11 @@ from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import Bucket, conditional_put, open_bucket
 from vllm_delta_sync.bucket.middleware.base import BucketMiddleware, Call
 from vllm_delta_sync.errors import DeltaSyncError, PublishError, StoreError
-from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY
+from vllm_delta_sync.format.manifest import HEAD_KEY
 from vllm_delta_sync.notice import NoticeSubscriber
 
 STEPS = ["objects/", "versions/"]
 PATIENCE_SECONDS = 60.0
-
-
-def test_order_of_writes_keeps_the_run_whole_at_every_moment(bucket: Hooked, trainer: Trainer) -> None:
-    written: list[str] = []
-    bucket.after = lambda key: written.append(key.partition("/")[0])
-    with Publisher(trainer.live, bucket) as publisher:
-        trainer.step()
-        publisher.publish(step=1)
-    version = ["objects", "versions", HEAD_KEY]
-    assert written == [RUN_KEY, TABLE_KEY, *version, *version]
 
 
 @pytest.mark.parametrize("error", [StoreError("injected"), MemoryError("injected")])

@@ -187,15 +187,6 @@ def test_tensors_without_elements_need_no_rank(shape: tuple[int, ...]) -> None:
     assert refusal(shape, [[]]) == refusal(shape, [[Box.all_of(shape)], [Box.all_of(shape)]]) == ""
 
 
-def test_a_scalar_is_held_once() -> None:
-    scalar = Box.all_of(())
-    assert refusal((), [[], [scalar]]) == ""
-    assert "rank 0: x, rank 1: x share elements of tensor 'x'; of its 1 elements the ranks hold 2" in refusal(
-        (), [[scalar], [scalar]]
-    )
-    assert "the ranks hold 0 of the 1 elements of tensor 'x' (no rank has any)" in refusal((), [[]])
-
-
 @st.composite
 def views(draw: st.DrawFn) -> tuple[View, tuple[int, ...]]:
     """A view by a few operations such as conversions use, of a source of up to four dimensions."""

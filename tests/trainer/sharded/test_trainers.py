@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from tests.support.publishing import assert_holds
+from tests.trainer.sharded.models import fsdp
 from tests.trainer.sharded.nursery import Nursery
 from tests.trainer.sharded.test_deepspeed import deepspeed_on_cpu
 from trainer_side import DeltaSyncCallback
@@ -18,17 +19,13 @@ from vllm_delta_sync.client import open_run
 
 def train_shards(rank: int, size: int, folder: str) -> dict[str, Any]:
     """The events of three steps on a model sharded by FSDP2, as Accelerate does on accelerators only."""
-    from torch.distributed.fsdp import fully_shard
     from transformers import TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
     from tests.support.tiny import make_model, train_steps
     from tests.support.trainers import SIZES
 
-    model = make_model("qwen3", **SIZES)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    model: Any = fsdp(make_model("qwen3", **SIZES))
     callback = DeltaSyncCallback(bucket=f"{folder}/run", every=2)
     given = TrainingArguments(output_dir=f"{folder}/out", use_cpu=True, report_to="none")
     state, control = TrainerState(max_steps=3, is_world_process_zero=rank == 0), TrainerControl()
