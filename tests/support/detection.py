@@ -1,5 +1,6 @@
 """Change detection written a second time, plainly, and what its tests share."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,10 +69,13 @@ def disturbed(bits: Bits, share: float) -> Bits:
     return np.where(random.random(bits.size) < share, other, bits)
 
 
-def compared(dtype: str, held: BaselineBuffer, live: torch.Tensor, detector: Detector) -> tuple[ChangeLog, Difference]:
+def compared(
+    dtype: str, held: BaselineBuffer, live: torch.Tensor, detector: Detector, on_device: bool = False
+) -> tuple[ChangeLog, Difference]:
+    """``on_device``: as of a live tensor on a device, wherever the baseline is."""
     spec = TensorSpec(NAME, dtype, tuple(live.shape))
     found = ChangeLog(spec.element)
-    if isinstance(held, HostBuffer):
+    if isinstance(held, HostBuffer) and not on_device:
         return found, Difference.of(found, detector.collect(spec, held, live, found))
     return found, Difference.of(found, collect_on_device(spec, held, live, found))
 
@@ -94,11 +98,18 @@ def collect_on_device(
     return changes.get(log, Fingerprint())
 
 
-def check(dtype: str, old: Bits, live: torch.Tensor, detector: Detector | None = None) -> None:
-    """Compare on the host: what is found, the baseline after, and after it was put back."""
-    held, new = HostBuffer(old.copy()), served(live, dtype)
-    found, difference = compared(dtype, held, live, detector or Detector())
+def check(
+    dtype: str,
+    old: Bits,
+    live: torch.Tensor,
+    detector: Detector | None = None,
+    hold: Callable[[Bits], BaselineBuffer] = HostBuffer,
+    on_device: bool = False,
+) -> None:
+    """Compare: what is found, the baseline after, and after it was put back."""
+    held, new = hold(old.copy()), served(live, dtype)
+    found, difference = compared(dtype, held, live, detector or Detector(), on_device)
     assert difference == expected(dtype, old, new)
-    assert np.array_equal(held.bits, new)
+    assert np.array_equal(held.read(), new)
     found.revert(held)
-    assert np.array_equal(held.bits, old)
+    assert np.array_equal(held.read(), old)

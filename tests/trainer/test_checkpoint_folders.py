@@ -42,6 +42,12 @@ from vllm_delta_sync.tensors.checkpoint import INDEX_NAME, SINGLE_NAME
 POLL = 0.05
 
 
+@pytest.fixture
+def watcher(out: Path, url: str) -> Iterator[CheckpointWatcher]:
+    with CheckpointPublisher(url) as publisher:
+        yield CheckpointWatcher(out, publisher, POLL)
+
+
 def watch_once(out: Path, url: str) -> list[tuple[str, str, int]]:
     """Name, outcome and version of each checkpoint, of a process that starts anew."""
     with CheckpointPublisher(url) as publisher:
@@ -346,18 +352,16 @@ def test_checkpoints_of_a_transformers_trainer(tmp_path: Path, out: Path, url: s
             assert_holds(run, result.manifest.version, snapshot(tensors, dtype))
 
 
-def test_a_folder_that_still_changes_is_not_published(out: Path, url: str) -> None:
+def test_a_folder_that_still_changes_is_not_published(out: Path, url: str, watcher: CheckpointWatcher) -> None:
     """Its files are as long as they must be, but a writer that reserves space has not filled them yet."""
     folder = write_checkpoint(out / "checkpoint-1", weights(1))
     data = save(weights(2))
-    with CheckpointPublisher(url) as publisher:
-        watcher = CheckpointWatcher(out, publisher, POLL)
-        for cursor in (100, 5000, len(data)):
-            assert list(watcher._poll()) == []
-            (folder / SINGLE_NAME).write_bytes(data[:cursor].ljust(len(data), b"\0"))
+    for cursor in (100, 5000, len(data)):
         assert list(watcher._poll()) == []
-        assert [result.outcome for result in watcher._poll()] == ["published"]
-        assert list(watcher._poll()) == []
+        (folder / SINGLE_NAME).write_bytes(data[:cursor].ljust(len(data), b"\0"))
+    assert list(watcher._poll()) == []
+    assert [result.outcome for result in watcher._poll()] == ["published"]
+    assert list(watcher._poll()) == []
     assert_versions(url, [weights(2)])
 
 
@@ -440,21 +444,21 @@ def test_equal_weights_are_not_published_twice(out: Path, url: str) -> None:
     assert steps_of(url) == [20, 40, 60]
 
 
-def test_a_checkpoint_that_was_begun_before_the_newest_one_is_older(out: Path, url: str) -> None:
+def test_a_checkpoint_that_was_begun_before_the_newest_one_is_older(
+    out: Path, url: str, watcher: CheckpointWatcher
+) -> None:
     """Trainers write in the background: the checkpoint of an earlier step may be complete after a later one."""
     slow = write_checkpoint(out / "checkpoint-10", weights(10), sharded=True)
     last = slow / "model-00002-of-00002.safetensors"
     data = last.read_bytes()
     last.unlink()
     write_checkpoint(out / "checkpoint-20", weights(20))
-    with CheckpointPublisher(url) as publisher:
-        watcher = CheckpointWatcher(out, publisher, POLL)
-        assert [result.step for result in watcher.watch(once=True)] == [20]
-        last.write_bytes(data)
-        written_after(slow, 0)
-        os.utime(last, (2**32, 2**32))
-        assert [(result.step, result.outcome) for result in watcher.watch(once=True)] == []
-        assert watcher.left_out == {}
+    assert [result.step for result in watcher.watch(once=True)] == [20]
+    last.write_bytes(data)
+    written_after(slow, 0)
+    os.utime(last, (2**32, 2**32))
+    assert [(result.step, result.outcome) for result in watcher.watch(once=True)] == []
+    assert watcher.left_out == {}
     assert_versions(url, [weights(20)])
 
 
@@ -484,7 +488,9 @@ def test_a_folder_that_was_refused_is_tried_again_after_a_restart(out: Path, url
         shutil.copytree(out.parent / "aside", out / "checkpoint-9")
 
 
-def test_one_that_does_not_fit_stops_no_other(out: Path, url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_does_not_fit_stops_no_other(
+    out: Path, url: str, watcher: CheckpointWatcher, caplog: pytest.LogCaptureFixture
+) -> None:
     for step in (1, 3):
         write_checkpoint(out / f"checkpoint-{step}", weights(step))
     write_checkpoint(out / "checkpoint-2", other_weights("shape"))
@@ -492,18 +498,16 @@ def test_one_that_does_not_fit_stops_no_other(out: Path, url: str, caplog: pytes
     (out / "checkpoint-4").mkdir()
     save_file(shards[SECOND], out / "checkpoint-4" / SECOND)
     (out / "checkpoint-4" / INDEX_NAME).write_text(index_of(shards))
-    with CheckpointPublisher(url) as publisher:
-        watcher = CheckpointWatcher(out, publisher, POLL)
-        assert [result.step for result in watcher.watch(once=True)] == [1, 3]
-        assert list(watcher.refused) == ["checkpoint-2"]
-        lines = [record.getMessage() for record in caplog.records]
-        assert sorted(line.split(" is not published: ")[0] for line in lines) == ["checkpoint-2", "checkpoint-4"]
-        assert list(watcher.left_out) == ["checkpoint-4"]
-        assert list(watcher._poll()) == []
-        assert len(caplog.records) == 2
-        write_checkpoint(out / "checkpoint-4", weights(4), sharded=True)
-        assert [result.step for result in watcher.watch(once=True)] == [4]
-        assert watcher.left_out == {}
+    assert [result.step for result in watcher.watch(once=True)] == [1, 3]
+    assert list(watcher.refused) == ["checkpoint-2"]
+    lines = [record.getMessage() for record in caplog.records]
+    assert sorted(line.split(" is not published: ")[0] for line in lines) == ["checkpoint-2", "checkpoint-4"]
+    assert list(watcher.left_out) == ["checkpoint-4"]
+    assert list(watcher._poll()) == []
+    assert len(caplog.records) == 2
+    write_checkpoint(out / "checkpoint-4", weights(4), sharded=True)
+    assert [result.step for result in watcher.watch(once=True)] == [4]
+    assert watcher.left_out == {}
     assert_versions(url, [weights(step) for step in (1, 3, 4)])
 
 
@@ -559,12 +563,10 @@ def test_a_store_that_fails_is_tried_again(out: Path, url: str) -> None:
     assert_versions(url, [weights(1), weights(2)])
 
 
-def test_a_folder_that_cannot_be_listed(out: Path, url: str) -> None:
-    with CheckpointPublisher(url) as publisher:
-        watcher = CheckpointWatcher(out, publisher, POLL)
-        out.rmdir()
-        with pytest.raises(StoreError, match="cannot be read"):
-            list(watcher.watch(once=True))
+def test_a_folder_that_cannot_be_listed(out: Path, watcher: CheckpointWatcher) -> None:
+    out.rmdir()
+    with pytest.raises(StoreError, match="cannot be read"):
+        list(watcher.watch(once=True))
 
 
 def test_a_publisher_that_was_fenced_ends(out: Path, url: str) -> None:

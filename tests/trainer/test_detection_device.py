@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.detection import NAME, Difference, collect_on_device, compared, disturbed, expected, served
+from tests.support.detection import NAME, check, collect_on_device, compared, disturbed, expected, served, tensor_of
 from trainer_side.diff import compare_torch, engine
 from trainer_side.diff import device as detection_device
 from trainer_side.diff.baseline import Baseline
@@ -21,18 +21,17 @@ from trainer_side.diff.device_memory import BLOCK
 from trainer_side.diff.engine import Detector
 from trainer_side.diff.pending_delta import PendingDelta
 from trainer_side.model.sources import live_tensors
-from vllm_delta_sync.format.dtypes import DTYPES
 from vllm_delta_sync.format.table import TensorSpec
 from vllm_delta_sync.tensors import segments
 from vllm_delta_sync.tensors.bits import CHUNK_ELEMENTS
-from vllm_delta_sync.tensors.torch_views import SIGNED, TORCH_DTYPES, bits_of
+from vllm_delta_sync.tensors.torch_views import SIGNED, bits_of
 
 
 def device_held(bits: np.ndarray) -> DeviceBuffer:
     return DeviceBuffer(torch.from_numpy(bits.view(f"<i{bits.itemsize}").copy()))
 
 
-@pytest.mark.parametrize("hold", [device_held, lambda bits: HostBuffer(bits.copy())])
+@pytest.mark.parametrize("hold", [device_held, HostBuffer])
 @pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
 @pytest.mark.parametrize(
     ("given", "dtype"),
@@ -52,27 +51,13 @@ def test_device_finds_what_the_host_finds(
     monkeypatch.setattr(detection_device, "STRETCH_ELEMENTS", BLOCK)
     monkeypatch.setattr(compare_torch, "TORCH_ELEMENTS", 2 * BLOCK)
     for live in (torch.randn(70, 190).to(given), torch.randn(70, 190).to(given).t(), torch.randn(()).to(given)):
-        new = served(live, dtype)
-        old = disturbed(new, share)
-        held, found = hold(old), ChangeLog(DTYPES[dtype])
-        spec = TensorSpec(NAME, dtype, tuple(live.shape))
-        difference = Difference.of(found, collect_on_device(spec, held, live, found))
-        assert difference == expected(dtype, old, new)
-        assert np.array_equal(held.read(), new)
-        found.revert(held)
-        assert np.array_equal(held.read(), old)
+        check(dtype, disturbed(served(live, dtype), share), live, hold=hold, on_device=True)
 
 
 @pytest.mark.parametrize("name", ["BF16", "F16"])
 def test_every_pattern_on_a_device(name: str) -> None:
     old = np.arange(1 << 16, dtype=np.uint16)
-    new = np.random.default_rng(1).permutation(old)
-    live = torch.from_numpy(new.view(np.int16)).view(TORCH_DTYPES[name])
-    held = device_held(old)
-    found, difference = compared(name, held, live, Detector())
-    assert difference == expected(name, old, new)
-    found.revert(held)
-    assert np.array_equal(held.read(), old)
+    check(name, old, tensor_of(name, np.random.default_rng(1).permutation(old)), hold=device_held)
 
 
 def test_bits_are_placed_where_they_are_compared() -> None:

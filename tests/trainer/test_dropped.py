@@ -18,6 +18,7 @@ from tests.support.publishing import assert_holds, snapshot
 from tests.support.signed import Keys
 from tests.support.tiny import make_model, save_checkpoint
 from tests.support.trainers import SIZES, trainer_of
+from tests.trainer.sharded.models import move
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side import DeltaSyncCallback, Publisher
 from trainer_side.background_thread import BackgroundJob, BackgroundThread
@@ -61,12 +62,6 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
 
 
-def change(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.5)
-
-
 def test_publisher_and_model_are_freed_and_every_thread_ends(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: set[threading.Thread],
     caplog: pytest.LogCaptureFixture,
@@ -76,7 +71,7 @@ def test_publisher_and_model_are_freed_and_every_thread_ends(
     model = plain()
     publisher = Publisher(model, url, notice=LOOPBACK, signing_key=Keys(tmp_path / "keys").private("a"))
     publisher.publish(step=1, wait=True)
-    change(model)
+    move(model)
     publisher.publish(step=2, wait=True)
     publisher.flush()
     names = {thread.name for thread in threads_of_ours() - earlier}
@@ -100,7 +95,7 @@ def test_version_under_way_is_finished_first(
     model = plain()
     publisher = Publisher(model, bucket)
     bucket.before = lambda key: None if opened.wait(SECONDS) else pytest.fail("the store stayed shut")
-    change(model)
+    move(model)
     expected = snapshot(model.state_dict())
     result = publisher.publish(step=1)
     kept = references(publisher, model)
@@ -158,7 +153,7 @@ def test_weight_transfer(
     save_checkpoint(model, base)
     transfer = DeltaWeightTransfer(url, base)
     transfer.init_weight_transfer()
-    change(model)
+    move(model)
     transfer.send_weights(iter([(name, parameter.detach()) for name, parameter in model.named_parameters()]))
     transfer.resume()
     kept = references(transfer, transfer.publisher, model)
@@ -203,7 +198,7 @@ def drop_on_every_rank(rank: int, size: int, url: str) -> Any:
     del publisher
     assert_gone(*kept, earlier=set())
     with Publisher(model, url) as again:
-        change(model)
+        move(model)
         again.publish(step=2, wait=True)
     return again.version
 

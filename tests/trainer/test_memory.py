@@ -55,18 +55,13 @@ def options(**given: Any) -> PublisherOptions:
     return PublisherOptions("memory://none", **{"rescan_bytes": 0, **given})
 
 
-def power_of_two(nbytes: int) -> int:
-    return 1 << max(0, nbytes - 1).bit_length()
-
-
 @pytest.mark.parametrize(("config", "gigabytes"), [(QWEN2_5_7B, 15.23), (QWEN3_8B, 16.38)])
 def test_pinned_memory_is_that_of_the_weights(config: PretrainedConfig, gigabytes: float) -> None:
-    """A slab allocates and pins what ``slab_layout`` plans; buffers that torch pins would take nearly twice as much."""
+    """A slab allocates and pins what ``slab_layout`` plans."""
     table = table_of(config)
     _, nbytes = slab_layout(table)
     assert table.full_bytes / 1e9 == pytest.approx(gigabytes, abs=0.01)
     assert table.full_bytes <= nbytes <= 1.03 * table.full_bytes
-    assert sum(power_of_two(spec.nbytes) for spec in table) > 1.3 * table.full_bytes
 
 
 @pytest.mark.parametrize("codec", ["tiled", "plain", "raw"])

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -262,31 +263,22 @@ def test_wrapped_models_have_the_names_of_the_model_inside(wrapper: str, url: st
 
 def test_policy_and_draft_are_published_from_two_threads_to_two_runs(url: str) -> None:
     models = {"policy": qwen3(tied=False), "draft": Plain()}
-    history: dict[str, list[Tensors]] = {name: [published(model)] for name, model in models.items()}
-    failures: list[BaseException] = []
     together = threading.Barrier(len(models))
 
-    def life(name: str) -> None:
-        try:
-            model = models[name]
-            optimizer = adamw(model, 1e-2)
-            with Publisher(model, f"{url}-{name}") as publisher:
-                for step in range(1, 6):
-                    train(model, optimizer)
-                    together.wait(60)
-                    publisher.publish(step, wait=step > 1)
-                    history[name].append(published(model))
-        except BaseException as error:  # noqa: BLE001 - the test's own thread: the test says what it was
-            failures.append(error)
-            together.abort()
+    def life(name: str) -> list[Tensors]:
+        model = models[name]
+        optimizer, history = adamw(model, 1e-2), [published(model)]
+        with Publisher(model, f"{url}-{name}") as publisher:
+            for step in range(1, 6):
+                train(model, optimizer)
+                together.wait(60)
+                publisher.publish(step, wait=step > 1)
+                history.append(published(model))
+        return history
 
-    threads = [threading.Thread(target=life, args=(name,)) for name in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert failures == []
-    runs = [assert_versions(f"{url}-{name}", history[name]) for name in models]
+    with ThreadPoolExecutor(len(models)) as pool:
+        histories = list(pool.map(life, models))
+    runs = [assert_versions(f"{url}-{name}", history) for name, history in zip(models, histories, strict=True)]
     assert runs[0].info.run != runs[1].info.run
 
 
