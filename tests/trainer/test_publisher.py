@@ -1,7 +1,7 @@
 """What a Publisher writes, read back through ``open_run`` and held against the trainer's own weights."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +13,16 @@ from safetensors import safe_open
 from torch import nn
 
 from tests.support.architectures import Plain, adamw, qwen3, same_bits, saved, train
+from tests.support.publishers import Hooked
 from tests.support.publishing import Tensors, assert_holds, assert_versions, published, snapshot
 from trainer_side import Publisher, PublishResult
 from vllm_delta_sync import open_run
 from vllm_delta_sync.bucket import open_bucket
-from vllm_delta_sync.errors import TensorMismatchError, UsageError
+from vllm_delta_sync.errors import LimitError, TensorMismatchError, UsageError
+from vllm_delta_sync.format import limits
+from vllm_delta_sync.format.safetensors_file import shard_tables
+from vllm_delta_sync.format.table import TensorSpec, TensorTable
+from vllm_delta_sync.tensors.changes import Changes, Full
 
 
 @pytest.mark.parametrize("codec", ["plain", "tiled", "raw"])
@@ -295,3 +300,42 @@ def test_taken_notice_address_only_warns(url: str, caplog: pytest.LogCaptureFixt
                 second.publish(step=1)
     assert "publishing without notices" in caplog.text
     assert open_run(f"{url}-2").head().version == 1
+
+
+# Objects too small for a model are refused before any of them is uploaded
+
+
+TOO_MANY = limits.MAX_OBJECTS_PER_VERSION + 1
+MESSAGE = (
+    rf"shard_bytes is 1: .* {TOO_MANY} objects, .* 65536 .*MAX_OBJECTS_PER_VERSION.*; set shard_bytes to \d+ or more"
+)
+
+
+def no_object(key: str) -> None:
+    assert not key.startswith("objects/"), "something was uploaded"
+
+
+@pytest.mark.slow
+def test_a_full_snapshot_of_too_many_objects(bucket: Hooked) -> None:
+    live = {f"{number:06d}": torch.zeros(2) for number in range(TOO_MANY)}
+    bucket.before = no_object
+    with pytest.raises(LimitError, match=MESSAGE):
+        Publisher(live, bucket, shard_bytes=1)
+    assert list(bucket.list()) == []
+
+
+def test_the_size_that_is_advised_is_large_enough() -> None:
+    """For shards and for parts of a delta, though the tensors fit badly into it."""
+    sizes = np.random.default_rng(0).choice([1, 3, 700, 1000], TOO_MANY).tolist()
+    table = TensorTable([TensorSpec(f"{number:06d}", "U8", (size,)) for number, size in enumerate(sizes)])
+    assert len(shard_tables(table, advised(lambda: shard_tables(table, 1)))) <= limits.MAX_OBJECTS_PER_VERSION
+    changes = Changes(full=[Full(number, np.zeros(size, np.uint8)) for number, size in enumerate(sizes[:1000])])
+    assert len(changes.parts(advised(lambda: changes.parts(1, 50)), 50)) <= 50
+    assert len(changes.parts(1, 1000)) == 1000
+
+
+def advised(cut: Callable[[], object]) -> int:
+    """The size that an error advises."""
+    with pytest.raises(LimitError) as error:
+        cut()
+    return int(error.value.message.split("set shard_bytes to ")[1].split()[0])

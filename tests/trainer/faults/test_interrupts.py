@@ -5,6 +5,8 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.publishers import Hooked, Trainer, assert_holds, logs
+from tests.support.publishers import Hooked, Trainer, assert_holds, logs, publish
 from trainer_side import Publisher
 from trainer_side.diff import reader as detection_live
 from vllm_delta_sync import open_run
@@ -54,40 +56,95 @@ def test_weights_that_move_while_they_are_compared_make_whole_versions(
     assert open_run(bucket.url).verify().replayed
 
 
-def test_interrupts_at_any_moment_lose_nothing(bucket: Hooked, trainer: Trainer) -> None:
-    """SIGALRM stands for Ctrl-C: its handler raises KeyboardInterrupt wherever the main thread is."""
+class Alarms:
+    """SIGALRM stands for Ctrl-C: while it is armed, its handler raises KeyboardInterrupt wherever the main thread is.
 
-    # Not an Event: an interrupt in its code would leave its lock held, and the next call would wait for ever.
-    armed: list[bool] = []
+    Attributes:
+        hit: how often it interrupted something.
+    """
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if armed and not logs(frame):
+    def __init__(self) -> None:
+        # Not an Event: an interrupt in its code would leave its lock held, and the next call would wait for ever.
+        self._armed: list[bool] = []
+        self.hit = 0
+
+    def __enter__(self) -> "Alarms":
+        self._previous = signal.signal(signal.SIGALRM, self._interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGALRM, self._previous)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._armed and not logs(frame):
             raise KeyboardInterrupt
 
-    chance = random.Random(5)
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    interrupted = 0
-    with Publisher(trainer.live, bucket) as publisher:
-        for step in range(1, 200):
-            trainer.step()
+    def disarm(self) -> None:
+        self._armed.clear()
+
+    def attempt(self, seconds: float, work: Callable[[], object]) -> None:
+        """Do something that is interrupted if it takes so long."""
+        try:
             try:
-                try:
-                    armed.append(True)
-                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 3e-3))
-                    publisher.publish(step=step, wait=chance.random() < 0.5)
-                finally:
-                    armed.clear()
-            except KeyboardInterrupt:
-                interrupted += 1
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-        assert interrupted > 20
+                self._armed.append(True)
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+                work()
+            finally:
+                self.disarm()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            self.hit += 1
+
+
+def test_interrupts_at_any_moment_lose_nothing(bucket: Hooked, trainer: Trainer) -> None:
+    chance = random.Random(5)
+    with Publisher(trainer.live, bucket) as publisher:
+        with Alarms() as alarms:
+            for step in range(1, 200):
+                trainer.step()
+                wait = chance.random() < 0.5
+                alarms.attempt(chance.uniform(1e-5, 3e-3), partial(publisher.publish, step=step, wait=wait))
+        assert alarms.hit > 20
         trainer.step()
         publisher.publish(step=1000, wait=True)
     report = open_run(bucket.url).verify()
     assert (report.head, report.replayed) == (publisher.version, True)
     assert open_run(bucket.url).head().step == 1000
     assert_holds(bucket, report.head, trainer.live)
+
+
+def test_interrupts_at_any_moment_of_a_life_lose_nothing(bucket: Hooked, trainer: Trainer) -> None:
+    """Publishers begin, resume, rebase, scan and end."""
+    chance = random.Random(11)
+    with Publisher(trainer.live, bucket) as first:
+        publish(first, trainer, 4)
+
+    def live() -> None:
+        publisher = Publisher(trainer.live, bucket)
+        try:
+            for step in range(6):
+                trainer.step()
+                publisher.publish(step=step, wait=True)
+                acts: list[Callable[[], object]] = [
+                    lambda: publisher.rebase(chance.randrange(publisher.version + 1)), publisher.rescan,
+                    publisher.flush, publisher.anchor,
+                ]  # fmt: skip
+                chance.choice(acts)()
+        finally:
+            alarms.disarm()
+            publisher.close()
+
+    with Alarms() as alarms:
+        for _ in range(40):
+            alarms.attempt(chance.uniform(1e-3, 0.25), live)
+    assert alarms.hit > 10
+    trainer.step()
+    with Publisher(trainer.live, bucket) as publisher:
+        publisher.publish(step=1000, wait=True)
+    head = open_run(bucket.url).head()
+    assert (head.step, head.version) == (1000, publisher.version)
+    assert all(manifest.kind == "delta" for manifest in open_run(bucket.url).log() if manifest.version)
+    assert_holds(bucket, head.version, trainer.live)
 
 
 PUBLISH_AND_END = """

@@ -1,14 +1,10 @@
 """A takeover that is cut short anywhere leaves the run as it was, and the next one goes on."""
 
-import random
-import signal
 import threading
-from collections.abc import Callable
-from types import FrameType
 
 import pytest
 
-from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, assert_stopped, logs, nothing, publish
+from tests.support.publishers import FailAt, Hooked, Trainer, assert_holds, assert_stopped, nothing, publish
 from tests.support.publishing import damage
 from trainer_side import Publisher
 from vllm_delta_sync import open_run
@@ -207,55 +203,3 @@ def test_what_the_former_writer_commits_before_the_claim_is_continued(
     former.publish(step=3, wait=True)
     assert_stopped(former, "another publisher has taken over the run")
     assert [manifest.epoch for manifest in open_run(bucket.url).log()] == [0, 0, 0, *([1, 1] if lost else [1])]
-
-
-def test_interrupts_at_any_moment_of_a_life_lose_nothing(bucket: Hooked, trainer: Trainer) -> None:
-    """SIGALRM stands for Ctrl-C while publishers begin, resume, rebase, scan and end."""
-    armed = threading.Event()
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if armed.is_set() and not logs(frame):
-            raise KeyboardInterrupt
-
-    chance = random.Random(11)
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    begin(bucket, trainer, 4)
-    interrupted = 0
-
-    def live() -> None:
-        publisher = Publisher(trainer.live, bucket)
-        try:
-            for step in range(6):
-                trainer.step()
-                publisher.publish(step=step, wait=True)
-                acts: list[Callable[[], object]] = [
-                    lambda: publisher.rebase(chance.randrange(publisher.version + 1)), publisher.rescan,
-                    publisher.flush, publisher.anchor,
-                ]  # fmt: skip
-                chance.choice(acts)()
-        finally:
-            armed.clear()
-            publisher.close()
-
-    try:
-        for _ in range(40):
-            try:
-                try:
-                    armed.set()
-                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-3, 0.25))
-                    live()
-                finally:
-                    armed.clear()
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                interrupted += 1
-    finally:
-        signal.signal(signal.SIGALRM, previous)
-    assert interrupted > 10
-    trainer.step()
-    with Publisher(trainer.live, bucket) as publisher:
-        publisher.publish(step=1000, wait=True)
-    head = open_run(bucket.url).head()
-    assert (head.step, head.version) == (1000, publisher.version)
-    assert all(manifest.kind == "delta" for manifest in open_run(bucket.url).log() if manifest.version)
-    assert_holds(bucket, head.version, trainer.live)

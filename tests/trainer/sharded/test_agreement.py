@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.checkpoints import write_checkpoint
-from tests.support.publishers import FailAt, Hooked, Late, flip, nothing
+from tests.support.publishers import FailAt, Hooked, Late, Trainer, flip, nothing
 from tests.trainer.sharded.models import Mixed, built, fsdp, gathered, move
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side import Budget, Gate, Publisher
@@ -494,3 +494,18 @@ def holes_and_overlaps(rank: int, size: int, folder: str) -> None:
 
 def test_tensors_that_are_not_held_once_are_refused(nursery: Nursery, tmp_path: Path) -> None:
     nursery.run(2, holes_and_overlaps, folder=str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(("rank", "warns"), [("3", True), ("0", False), ("x", False), (None, False)])
+def test_a_rank_that_makes_a_publisher_alone_is_warned(
+    rank: str | None, warns: bool, bucket: Hooked, trainer: Trainer, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Ranks that each make a publisher of their own take one run over from each other."""
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    Publisher(trainer.live, bucket).close()
+    found = [record.getMessage() for record in caplog.records if "makes a publisher alone" in record.getMessage()]
+    assert len(found) == warns
+    assert all("this is rank 3" in each and "Make the publisher on rank 0 only" in each for each in found)
