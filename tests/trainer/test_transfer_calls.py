@@ -132,11 +132,14 @@ def test_without_a_trainer_sends_are_counted_and_a_run_is_gone_on_with(
         ({"wait_served": 0}, "wait_served is 0"),
         ({"wait_served": "30"}, "wait_served is '30'"),
         ({"replicas": 0}, "replicas is 0"),
+        ({"base": None}, "base is missing"),
+        ({"adapter": True}, "base= is given with adapter=True"),
+        ({"base": None, "adapter": "math", "rename": {"a.": ""}}, "rename= is given with adapter='math'"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        DeltaWeightTransfer("memory://run", "base", **arguments)
+        DeltaWeightTransfer("memory://run", **{"base": "base", **arguments})
 
 
 @pytest.mark.parametrize("missing", ["base", "store"])

@@ -19,7 +19,7 @@ from tests.support.trainers import FIGURES, SIZES, Logged, steps_of
 from tests.trainer.sharded.nursery import Nursery
 from trainer_side.integrations.trl import DeltaWeightTransfer
 from vllm_delta_sync.client import open_run
-from vllm_delta_sync.errors import ModelError, UsageError
+from vllm_delta_sync.errors import ModelError
 
 pytestmark = pytest.mark.slow
 
@@ -130,19 +130,6 @@ def test_an_adapter_alone_is_a_run_of_its_own(url: str, tmp_path: Path) -> None:
     trainer.model.merge_adapter()
     moved = {name for name, tensor in before.items() if not torch.equal(tensor, trainer.model.get_parameter(name))}
     assert {name.split(".")[-3] for name in moved} == {"q_proj", "v_proj"}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "base is missing"),
-        ({"adapter": True, "base": "base"}, "base= is given with adapter=True"),
-        ({"adapter": "math", "rename": {"a.": ""}}, "rename= is given with adapter='math'"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(url: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        DeltaWeightTransfer(url, **options)
 
 
 def test_a_model_without_that_adapter_is_refused_before_training(base: Path, url: str, tmp_path: Path) -> None:

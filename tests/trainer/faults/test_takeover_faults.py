@@ -15,9 +15,7 @@ from vllm_delta_sync.format.manifest import HEAD_KEY, RUN_KEY, TABLE_KEY, versio
 
 def begin(bucket: Hooked, trainer: Trainer, versions: int = 2) -> None:
     with Publisher(trainer.live, bucket) as publisher:
-        for step in range(1, versions + 1):
-            trainer.step()
-            publisher.publish(step=step, wait=True)
+        publish(publisher, trainer, versions)
 
 
 def chain(bucket: Hooked) -> dict[str, bytes]:
