@@ -159,23 +159,6 @@ def test_a_request_finds_what_its_own_version_has_computed_and_nothing_else() ->
     assert engine.admit(engine.add(PROMPT, salt="mine")) == 4 * BLOCK
 
 
-def test_what_a_request_computes_after_a_commit_is_stored_under_no_key() -> None:
-    engine = Engine()
-    engine.commit(1)
-    running = engine.add(PROMPT)
-    engine.admit(running, chunk=2 * BLOCK)
-    stored = set(engine.manager.block_pool.cached_block_hash_to_block._cache)
-    engine.commit(2)
-    for _ in range(3 * BLOCK):
-        engine.step(running)
-    assert set(engine.manager.block_pool.cached_block_hash_to_block._cache) == stored
-    hashes = list(running.block_hashes)
-    assert len(hashes) == running.num_tokens // BLOCK
-    # Not even one that would ask for the same tokens with the key that the request began with.
-    engine.commit(1)
-    assert engine.admit(engine.add(list(running.all_token_ids))) == 0
-
-
 def test_requests_without_blocks_are_hashed_again() -> None:
     engine = Engine()
     engine.commit(1)

@@ -116,23 +116,6 @@ def test_failure_midway_leaves_every_bit_as_it_was() -> None:
     assert np.array_equal(good.flat.numpy().view(element.uint), bits)
 
 
-def test_dense_patch_through_a_transpose_and_back() -> None:
-    element = DTYPES["BF16"]
-    bits = np.zeros(24, element.uint)
-    new = np.arange(24, dtype=element.uint)
-    destination = destination_of(bits, "BF16")
-    route = Route(0, Region(0, (6, 4), (1, 6)), Region(0, (6, 4), (4, 1)))
-    table = TensorTable([TensorSpec("weight", "BF16", (4, 6))])
-    routes = RouteMap(table, [destination], [[route]])
-    staged = staged_whole(bits, new, routes)
-    apply_patch(staged, routes)
-    assert np.array_equal(destination.bits.reshape(6, 4), new.reshape(4, 6).T)
-    apply_patch(staged, routes, reverse=True)
-    assert not destination.bits.any()
-    apply_patch(staged, routes)
-    assert np.array_equal(destination.bits.reshape(6, 4), new.reshape(4, 6).T)
-
-
 class CountingTensor(torch.Tensor):
     """A flat tensor that notes how much of it is ever copied at once."""
 

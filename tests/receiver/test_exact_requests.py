@@ -1,10 +1,11 @@
 """Requests for exactly one version, at vLLM's own client and output processor, where weights change at any step."""
 
 import asyncio
+import functools
 import itertools
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from vllm_delta_sync.engine.api.exact_requests import ExactRequest, ExactRequest
 from vllm_delta_sync.engine.compat import patches
 from vllm_delta_sync.errors import EngineError, UsageError
 
+P = ParamSpec("P")
 STREAM = SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False)
 WHOLE = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
 
@@ -140,8 +142,14 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+def scenario(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Run a test in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*arguments: P.args, **named: P.kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), 60))
+
+    return run
 
 
 async def begun(client: Client, version: int, *names: str, params: Any = STREAM, **named: Any) -> tuple[Any, Reader]:
@@ -171,226 +179,198 @@ NEXT, SAME = patches.version_label(6), patches.version_label(5)
 
 
 @pytest.mark.parametrize("params", [STREAM, WHOLE], ids=["stream", "whole"])
-def test_answer_of_one_version_is_passed_on(params: SamplingParams) -> None:
-    async def scenario() -> None:
-        client = Client()
-        [label] = client.engine_core.labels
-        request, reader = await begun(client, 5, "a", params=params)
-        for last in (False, False, True):
-            client.step(label, "a", last=last)
-            await settle()
-        # Its version is not served any more, and its answer is complete.
-        client.step(NEXT)
-        await reader.ended()
-        assert (reader.tokens, reader.error, request.error, client.engine_core.aborted) == ([7, 7, 7], None, None, [])
-
-    run(scenario)
+@scenario
+async def test_answer_of_one_version_is_passed_on(params: SamplingParams) -> None:
+    client = Client()
+    [label] = client.engine_core.labels
+    request, reader = await begun(client, 5, "a", params=params)
+    for last in (False, False, True):
+        client.step(label, "a", last=last)
+        await settle()
+    # Its version is not served any more, and its answer is complete.
+    client.step(NEXT)
+    await reader.ended()
+    assert (reader.tokens, reader.error, request.error, client.engine_core.aborted) == ([7, 7, 7], None, None, [])
 
 
 @pytest.mark.parametrize("label", [NEXT, SAME, None], ids=["newer", "back again", "no label"])
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("late", [False, True], ids=["read at once", "read late"])
 @pytest.mark.parametrize("params", [STREAM, WHOLE], ids=["stream", "whole"])
-def test_no_token_of_other_weights_is_passed_on(
+@scenario
+async def test_no_token_of_other_weights_is_passed_on(
     label: str | None, before: int, late: bool, params: SamplingParams
 ) -> None:
-    async def scenario() -> None:
-        client = Client()
-        [own] = client.engine_core.labels
-        request, reader = await begun(client, 5, "a", params=params)
-        for _ in range(before):
-            client.step(own, "a")
-            await settle()
-        if late:
-            # vLLM then hands both outputs over as one.
-            client.step(own, "a")
-        client.step(label, "a")
-        await reader.ended()
-        expect_refused(request, reader)
-        assert reader.tokens == ([7] * before if params is STREAM else [])
-        # At once, although the engine had more to say.
-        assert client.engine_core.aborted == [client.added["a"]]
-        assert client.output_processor.request_states == {}
-
-    run(scenario)
+    client = Client()
+    [own] = client.engine_core.labels
+    request, reader = await begun(client, 5, "a", params=params)
+    for _ in range(before):
+        client.step(own, "a")
+        await settle()
+    if late:
+        # vLLM then hands both outputs over as one.
+        client.step(own, "a")
+    client.step(label, "a")
+    await reader.ended()
+    expect_refused(request, reader)
+    assert reader.tokens == ([7] * before if params is STREAM else [])
+    # At once, although the engine had more to say.
+    assert client.engine_core.aborted == [client.added["a"]]
+    assert client.output_processor.request_states == {}
 
 
-def test_weights_that_were_changed_and_changed_back_are_other_weights() -> None:
+@scenario
+async def test_weights_that_were_changed_and_changed_back_are_other_weights() -> None:
     """Even if no step of the request ran in between: keys and values may be of the weights in between."""
-
-    async def scenario() -> None:
-        client = Client()
-        request, reader = await begun(client, 5, "a")
-        client.step(SAME, "a", last=True)
-        await reader.ended()
-        expect_refused(request, reader, "a commit changed the weights before its answer was complete")
-
-    run(scenario)
+    client = Client()
+    request, reader = await begun(client, 5, "a")
+    client.step(SAME, "a", last=True)
+    await reader.ended()
+    expect_refused(request, reader, "a commit changed the weights before its answer was complete")
 
 
 @pytest.mark.parametrize("params", [STREAM, WHOLE], ids=["stream", "whole"])
-def test_one_choice_of_other_weights_ends_all(params: SamplingParams) -> None:
-    async def scenario() -> None:
-        client = Client()
-        [own] = client.engine_core.labels
-        several = SamplingParams(output_kind=params.output_kind, detokenize=False, n=2)
-        request, reader = await begun(client, 5, "a", params=several)
-        client.step(own, "a/0", "a/1")
-        client.step(own, "a/0", last=True)
+@scenario
+async def test_one_choice_of_other_weights_ends_all(params: SamplingParams) -> None:
+    client = Client()
+    [own] = client.engine_core.labels
+    several = SamplingParams(output_kind=params.output_kind, detokenize=False, n=2)
+    request, reader = await begun(client, 5, "a", params=several)
+    client.step(own, "a/0", "a/1")
+    client.step(own, "a/0", last=True)
+    await settle()
+    client.step(NEXT, "a/1", last=True)
+    await reader.ended()
+    expect_refused(request, reader)
+    assert reader.tokens == ([7] * 3 if params is STREAM else [])
+
+
+@scenario
+async def test_one_prompt_of_other_weights_ends_all() -> None:
+    client = Client()
+    [own] = client.engine_core.labels
+    request, reader = await begun(client, 5, "a", "b")
+    client.step(own, "a", "b")
+    client.step(own, "a", last=True)
+    await settle()
+    client.step(NEXT, "b")
+    await reader.ended()
+    expect_refused(request, reader)
+    assert reader.tokens == [7, 7, 7]
+    assert client.engine_core.aborted == [client.added["b"]]
+
+
+@scenario
+async def test_next_turn_of_a_conversation_is_not_begun_with_other_weights() -> None:
+    """As ``/v1/responses`` does, which calls tools between two generations."""
+    client = Client()
+    [own] = client.engine_core.labels
+    request = await client.exact.admit(5)
+    with request.current():
+        first = Reader(client.generate("p", STREAM, "a"))
         await settle()
-        client.step(NEXT, "a/1", last=True)
-        await reader.ended()
-        expect_refused(request, reader)
-        assert reader.tokens == ([7] * 3 if params is STREAM else [])
-
-    run(scenario)
-
-
-def test_one_prompt_of_other_weights_ends_all() -> None:
-    async def scenario() -> None:
-        client = Client()
-        [own] = client.engine_core.labels
-        request, reader = await begun(client, 5, "a", "b")
-        client.step(own, "a", "b")
         client.step(own, "a", last=True)
+        await first.ended()
+        second = Reader(client.generate("p", STREAM, "b"))
         await settle()
         client.step(NEXT, "b")
-        await reader.ended()
-        expect_refused(request, reader)
-        assert reader.tokens == [7, 7, 7]
-        assert client.engine_core.aborted == [client.added["b"]]
-
-    run(scenario)
-
-
-def test_next_turn_of_a_conversation_is_not_begun_with_other_weights() -> None:
-    """As ``/v1/responses`` does, which calls tools between two generations."""
-
-    async def scenario() -> None:
-        client = Client()
-        [own] = client.engine_core.labels
-        request = await client.exact.admit(5)
-        with request.current():
-            first = Reader(client.generate("p", STREAM, "a"))
-            await settle()
-            client.step(own, "a", last=True)
-            await first.ended()
-            second = Reader(client.generate("p", STREAM, "b"))
-            await settle()
-            client.step(NEXT, "b")
-            await second.ended()
-            expect_refused(request, second)
-            with pytest.raises(GenerationError):
-                client.generate("p", STREAM, "c")
-        assert (first.tokens, second.tokens) == ([7], [])
-
-    run(scenario)
+        await second.ended()
+        expect_refused(request, second)
+        with pytest.raises(GenerationError):
+            client.generate("p", STREAM, "c")
+    assert (first.tokens, second.tokens) == ([7], [])
 
 
-def test_what_waits_behind_others_is_ended_by_their_step() -> None:
+@scenario
+async def test_what_waits_behind_others_is_ended_by_their_step() -> None:
     """One engine's steps come in order, so its first output would be of those weights too."""
-
-    async def scenario() -> None:
-        client = Client()
-        request, reader = await begun(client, 5, "queued", params=WHOLE)
-        other = Reader(client.generate("p", STREAM, "other"))
-        await settle()
-        client.step(NEXT, "other", last=True)
-        await reader.ended()
-        await other.ended()
-        expect_refused(request, reader, "version 6 is served now")
-        assert (other.tokens, other.error) == ([7], None)
-        assert client.engine_core.aborted == [client.added["queued"]]
-
-    run(scenario)
+    client = Client()
+    request, reader = await begun(client, 5, "queued", params=WHOLE)
+    other = Reader(client.generate("p", STREAM, "other"))
+    await settle()
+    client.step(NEXT, "other", last=True)
+    await reader.ended()
+    await other.ended()
+    expect_refused(request, reader, "version 6 is served now")
+    assert (other.tokens, other.error) == ([7], None)
+    assert client.engine_core.aborted == [client.added["queued"]]
 
 
-def test_one_of_several_engines_says_nothing_of_the_others() -> None:
-    async def scenario() -> None:
-        own = patches.version_label(5)
-        client = Client(own, own)
-        request, reader = await begun(client, 5, "slow")
-        other = Reader(client.generate("p", STREAM, "other"))
-        await settle()
-        client.step(NEXT, "other", last=True)
-        client.step(own, "slow", last=True)
-        await reader.ended()
-        await other.ended()
-        assert (reader.tokens, reader.error, request.error) == ([7], None, None)
-
-    run(scenario)
+@scenario
+async def test_one_of_several_engines_says_nothing_of_the_others() -> None:
+    own = patches.version_label(5)
+    client = Client(own, own)
+    request, reader = await begun(client, 5, "slow")
+    other = Reader(client.generate("p", STREAM, "other"))
+    await settle()
+    client.step(NEXT, "other", last=True)
+    client.step(own, "slow", last=True)
+    await reader.ended()
+    await other.ended()
+    assert (reader.tokens, reader.error, request.error) == ([7], None, None)
 
 
-def test_request_of_the_same_name_is_another_request() -> None:
+@scenario
+async def test_request_of_the_same_name_is_another_request() -> None:
     """Clients choose names, by X-Request-Id."""
+    own = patches.version_label(5)
+    client = Client(own, own)
+    request, reader = await begun(client, 5, "a")
+    mine = client.added["a"]
+    other = Reader(client.generate("p", STREAM, "a"))
+    await settle()
+    client.step(NEXT, "a", last=True)
+    await other.ended()
+    client.added["a"] = mine
+    client.step(own, "a", last=True)
+    await reader.ended()
+    assert (reader.tokens, reader.error, request.error) == ([7], None, None)
+    assert (other.tokens, other.error, client.engine_core.aborted) == ([7], None, [])
 
-    async def scenario() -> None:
-        own = patches.version_label(5)
-        client = Client(own, own)
-        request, reader = await begun(client, 5, "a")
-        mine = client.added["a"]
-        other = Reader(client.generate("p", STREAM, "a"))
+
+@scenario
+async def test_abort_by_the_engine_is_an_error() -> None:
+    client = Client()
+    [own] = client.engine_core.labels
+    request, reader = await begun(client, 5, "a")
+    client.step(own, "a")
+    await settle()
+    aborted = EngineCoreOutput(client.added["a"], [], finish_reason=FinishReason.ABORT)
+    client.output_processor.process_outputs([aborted])
+    await reader.ended()
+    expect_refused(request, reader, "the engine aborted it, as pause_mode abort does")
+    assert reader.tokens == [7]
+
+
+@scenario
+async def test_client_that_leaves_ends_its_request() -> None:
+    client = Client()
+    request = await client.exact.admit(5)
+    with request.current():
+        outputs = client.generate("p", STREAM, "a")
+        reading = asyncio.ensure_future(anext(outputs))
         await settle()
-        client.step(NEXT, "a", last=True)
-        await other.ended()
-        client.added["a"] = mine
-        client.step(own, "a", last=True)
-        await reader.ended()
-        assert (reader.tokens, reader.error, request.error) == ([7], None, None)
-        assert (other.tokens, other.error, client.engine_core.aborted) == ([7], None, [])
-
-    run(scenario)
-
-
-def test_abort_by_the_engine_is_an_error() -> None:
-    async def scenario() -> None:
-        client = Client()
-        [own] = client.engine_core.labels
-        request, reader = await begun(client, 5, "a")
-        client.step(own, "a")
-        await settle()
-        aborted = EngineCoreOutput(client.added["a"], [], finish_reason=FinishReason.ABORT)
-        client.output_processor.process_outputs([aborted])
-        await reader.ended()
-        expect_refused(request, reader, "the engine aborted it, as pause_mode abort does")
-        assert reader.tokens == [7]
-
-    run(scenario)
-
-
-def test_client_that_leaves_ends_its_request() -> None:
-    async def scenario() -> None:
-        client = Client()
-        request = await client.exact.admit(5)
-        with request.current():
-            outputs = client.generate("p", STREAM, "a")
-            reading = asyncio.ensure_future(anext(outputs))
-            await settle()
-            reading.cancel()
-            await asyncio.wait({reading})
-        assert client.engine_core.aborted == [client.added["a"]]
-        assert request.error is None
-        client.step(NEXT, "a")
-        assert request.error is None
-
-    run(scenario)
+        reading.cancel()
+        await asyncio.wait({reading})
+    assert client.engine_core.aborted == [client.added["a"]]
+    assert request.error is None
+    client.step(NEXT, "a")
+    assert request.error is None
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_pooling(changed: bool) -> None:
-    async def scenario() -> None:
-        client = Client()
-        [own] = client.engine_core.labels
-        request, reader = await begun(client, 5, "a", "b", params=PoolingParams(task="embed"))
-        client.step(own, "a", last=True, pooled=True)
-        client.step(NEXT if changed else own, "b", last=True, pooled=True)
-        await reader.ended()
-        if changed:
-            expect_refused(request, reader)
-        else:
-            assert (reader.pooled, reader.error) == (2, None)
-
-    run(scenario)
+@scenario
+async def test_pooling(changed: bool) -> None:
+    client = Client()
+    [own] = client.engine_core.labels
+    request, reader = await begun(client, 5, "a", "b", params=PoolingParams(task="embed"))
+    client.step(own, "a", last=True, pooled=True)
+    client.step(NEXT if changed else own, "b", last=True, pooled=True)
+    await reader.ended()
+    if changed:
+        expect_refused(request, reader)
+    else:
+        assert (reader.pooled, reader.error) == (2, None)
 
 
 # Adapters
@@ -416,49 +396,44 @@ def adapted(version: int | None, sql: int | None, code: int | None = None) -> st
         ((None, 5, 3), "code", False),
     ],
 )
-def test_version_is_that_of_the_model_asked_for(
+@scenario
+async def test_version_is_that_of_the_model_asked_for(
     served: tuple[int | None, int, int | None], name: str | None, fits: bool
 ) -> None:
     """Args: served: versions of the model, of sql, and of code. name: of the adapter asked for."""
-
-    async def scenario() -> None:
-        label, follows_model = adapted(*served), served[0] is not None
-        lora = None if name is None else LoRARequest(name, 1, "/nowhere")
-        client = Client(label, follows_model=follows_model, adapters=("sql", "code"))
-        request = await client.exact.admit(5)
-        with request.current():
-            if fits:
-                reader = Reader(client.generate("p", STREAM, "a", lora_request=lora))
-                await settle()
-                client.step(label, "a", last=True)
-                await reader.ended()
-                assert (reader.tokens, reader.error) == ([7], None)
-            else:
-                # When the route asks, not when it reads: the head of the answer is not sent yet.
-                with pytest.raises(GenerationError):
-                    client.generate("p", STREAM, "a", lora_request=lora)
-                assert request.error is not None
-                known = "is served; ask for that one" if follows_model or lora else "this model is of no run"
-                assert known in request.error.message
-
-    run(scenario)
+    label, follows_model = adapted(*served), served[0] is not None
+    lora = None if name is None else LoRARequest(name, 1, "/nowhere")
+    client = Client(label, follows_model=follows_model, adapters=("sql", "code"))
+    request = await client.exact.admit(5)
+    with request.current():
+        if fits:
+            reader = Reader(client.generate("p", STREAM, "a", lora_request=lora))
+            await settle()
+            client.step(label, "a", last=True)
+            await reader.ended()
+            assert (reader.tokens, reader.error) == ([7], None)
+        else:
+            # When the route asks, not when it reads: the head of the answer is not sent yet.
+            with pytest.raises(GenerationError):
+                client.generate("p", STREAM, "a", lora_request=lora)
+            assert request.error is not None
+            known = "is served; ask for that one" if follows_model or lora else "this model is of no run"
+            assert known in request.error.message
 
 
 @pytest.mark.parametrize(
     ("name", "changed", "fits"),
     [("sql", None, False), ("sql", "sql", False), ("sql", "code", True), (None, "sql", True), (None, None, False)],
 )
-def test_commits_of_other_adapters_do_not_matter(name: str | None, changed: str | None, fits: bool) -> None:
-    async def scenario() -> None:
-        lora = None if name is None else LoRARequest(name, 1, "/nowhere")
-        label = adapted(5, 5, 5)
-        client = Client(label, adapters=("sql", "code"))
-        request, reader = await begun(client, 5, "a", lora_request=lora)
-        client.step(patches.relabel(label, changed, patches.version_label(6)), "a", last=True)
-        await reader.ended()
-        assert (request.error is None) is fits
-
-    run(scenario)
+@scenario
+async def test_commits_of_other_adapters_do_not_matter(name: str | None, changed: str | None, fits: bool) -> None:
+    lora = None if name is None else LoRARequest(name, 1, "/nowhere")
+    label = adapted(5, 5, 5)
+    client = Client(label, adapters=("sql", "code"))
+    request, reader = await begun(client, 5, "a", lora_request=lora)
+    client.step(patches.relabel(label, changed, patches.version_label(6)), "a", last=True)
+    await reader.ended()
+    assert (request.error is None) is fits
 
 
 # Admission
@@ -483,17 +458,15 @@ def test_admission_asks_the_engines(served: list[tuple[int | None, int | None]],
         asyncio.run(Client("").exact.admit(5))
 
 
-def test_engines_that_gave_themselves_labels_of_one_version_are_at_it() -> None:
-    async def scenario() -> None:
-        labels = [patches.version_label(5) for _ in range(2)]
-        client = Client(*labels)
-        request, reader = await begun(client, 5, "a", "b")
-        client.step(labels[0], "a", last=True)
-        client.step(labels[1], "b", last=True)
-        await reader.ended()
-        assert (reader.tokens, request.error) == ([7, 7], None)
-
-    run(scenario)
+@scenario
+async def test_engines_that_gave_themselves_labels_of_one_version_are_at_it() -> None:
+    labels = [patches.version_label(5) for _ in range(2)]
+    client = Client(*labels)
+    request, reader = await begun(client, 5, "a", "b")
+    client.step(labels[0], "a", last=True)
+    client.step(labels[1], "b", last=True)
+    await reader.ended()
+    assert (reader.tokens, request.error) == ([7, 7], None)
 
 
 def test_what_a_server_cannot_do_it_says() -> None:
@@ -506,25 +479,23 @@ def test_what_a_server_cannot_do_it_says() -> None:
     assert "and --kv-transfer-config is set" in str(connected.exact.objection)
 
 
-def test_answer_that_is_made_later_is_refused() -> None:
+@scenario
+async def test_answer_that_is_made_later_is_refused() -> None:
     class Responses:
         async def create_responses(self, asked: Any) -> str:
             return "queued"
 
-    async def scenario() -> None:
-        responses, client = Responses(), Client()
-        client.exact.install(SimpleNamespace(openai_serving_responses=responses))
-        later, now = SimpleNamespace(background=True), SimpleNamespace(background=False)
-        assert await responses.create_responses(later) == "queued"
-        request = await client.exact.admit(5)
-        with request.current():
-            assert await responses.create_responses(now) == "queued"
-            with pytest.raises(GenerationError, match="background is true; leave one of them out") as found:
-                await responses.create_responses(later)
-        assert found.value.status_code == 400
-        assert isinstance(request.error, UsageError)
-
-    run(scenario)
+    responses, client = Responses(), Client()
+    client.exact.install(SimpleNamespace(openai_serving_responses=responses))
+    later, now = SimpleNamespace(background=True), SimpleNamespace(background=False)
+    assert await responses.create_responses(later) == "queued"
+    request = await client.exact.admit(5)
+    with request.current():
+        assert await responses.create_responses(now) == "queued"
+        with pytest.raises(GenerationError, match="background is true; leave one of them out") as found:
+            await responses.create_responses(later)
+    assert found.value.status_code == 400
+    assert isinstance(request.error, UsageError)
 
 
 # Labels
@@ -547,22 +518,20 @@ def test_no_label_comes_twice_and_users_see_versions() -> None:
     assert patches.plain_label("7~1f;my~a=3~2e;b~c=4") == "7;my~a=3;b~c=4"
 
 
-def test_outputs_show_labels_without_serials() -> None:
-    async def scenario() -> None:
-        client: Any = Client()
+@scenario
+async def test_outputs_show_labels_without_serials() -> None:
+    client: Any = Client()
 
-        async def get_weight_version() -> str:
-            return "5~1f"
+    async def get_weight_version() -> str:
+        return "5~1f"
 
-        client.get_weight_version = get_weight_version
-        patches.hide_serials(client)
-        assert await client.get_weight_version() == "5"
-        outputs = client.generate("p", STREAM, "a")
-        reading = asyncio.ensure_future(anext(outputs))
-        await settle()
-        client.step("5~1f", "a", last=True)
-        [completion] = (await reading).outputs
-        assert [span.version for span in completion.weight_versions] == ["5"]
-        await outputs.aclose()
-
-    run(scenario)
+    client.get_weight_version = get_weight_version
+    patches.hide_serials(client)
+    assert await client.get_weight_version() == "5"
+    outputs = client.generate("p", STREAM, "a")
+    reading = asyncio.ensure_future(anext(outputs))
+    await settle()
+    client.step("5~1f", "a", last=True)
+    [completion] = (await reading).outputs
+    assert [span.version for span in completion.weight_versions] == ["5"]
+    await outputs.aclose()

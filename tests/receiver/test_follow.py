@@ -1,6 +1,5 @@
 """A receiver follows a real run on plain modules, refuses bad versions, and keeps weights whole: one rank and more."""
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,28 +65,7 @@ def test_anchor_replaces_other_weights(tmp_path: Path, ranks: int) -> None:
     world.train_and_follow(1)
 
 
-def test_anchor_that_appears_late_is_taken(tmp_path: Path) -> None:
-    world = World(tmp_path, with_base=False)
-    world.model.norm.data[:] = 0
-    (anchor,) = (tmp_path / "run" / "objects").iterdir()
-    hidden = anchor.rename(tmp_path / "hidden")
-    world.expect_fails("not_found")
-    assert world.receiver.status()["state"] == "waiting_for_run"
-    hidden.rename(anchor)
-    world.receiver.advance()
-    world.expect_exact()
-
-
 # What is refused
-
-
-def test_float32_run_is_refused_with_the_mend(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.publisher.close()
-    world.receiver = Receiver(world.port, Settings(bucket=str(tmp_path / "float32")))
-    with Publisher(list(world.tensors.items()), bucket=str(tmp_path / "float32")):
-        error = world.expect_fails("model")
-    assert "base=" in error.message
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -150,18 +128,6 @@ def test_versions_that_are_not_there_or_lie_behind(world: World) -> None:
     with pytest.raises(ChainError):
         world.receiver.advance(0)
     assert world.receiver.served_version == 1
-
-
-def test_run_made_again_in_the_same_place(world: World, tmp_path: Path) -> None:
-    world.receiver.advance()
-    first = world.receiver.run_id
-    world.publisher.close()
-    shutil.rmtree(world.url)
-    world.publisher = Publisher(world.pairs, bucket=world.url, base=tmp_path / "base")
-    world.train(1)
-    world.receiver.advance()
-    assert world.receiver.run_id not in (None, first)
-    world.expect_exact()
 
 
 def test_what_a_loader_leaves_out_is_listed(tmp_path: Path) -> None:

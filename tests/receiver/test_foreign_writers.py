@@ -17,7 +17,6 @@ from tests.support.hooks import hooked, nothing
 from tests.support.modules import FusedModel, ModulePort
 from tests.support.services import WAIT
 from tests.support.world import World
-from vllm_delta_sync.engine.commit.undo_log import UndoLog
 from vllm_delta_sync.engine.compat import write_hooks
 from vllm_delta_sync.engine.model import route_map as engine_routes
 from vllm_delta_sync.engine.model.device_patch import DevicePatch
@@ -300,22 +299,6 @@ def test_weights_that_were_made_in_inference_mode_are_patched(tmp_path: Path) ->
             parameter.data = parameter.data.clone()
     world.receiver.advance()
     world.train_and_follow(1)
-
-
-def test_what_is_committed_is_confirmed_once_all_ranks_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then it stays on the device."""
-    world, during = World(tmp_path, ranks=2), []
-    confirm = UndoLog.confirm
-
-    def noted(log: UndoLog) -> None:
-        during.append(world.port.log[-1])
-        confirm(log)
-
-    world.receiver.advance()
-    world.train(1)
-    monkeypatch.setattr(UndoLog, "confirm", noted)
-    world.receiver.advance()
-    assert during == ["confirm", "confirm"]
 
 
 ADAPTER, OTHER_ADAPTER = (Adapter(name, number, "/nowhere") for number, name in enumerate(("math", "code"), 1))

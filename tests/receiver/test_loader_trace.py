@@ -55,15 +55,6 @@ def test_routes_gather_what_was_loaded() -> None:
         assert torch.equal(parameter, old), "tracing must not write"
 
 
-def _column_slices(model: Toy, name: str, tensor: torch.Tensor) -> None:
-    model.weight.data[:, 2 * int(name[1]) : 2 * int(name[1]) + 2].copy_(tensor)
-
-
-def test_column_slices_are_routed() -> None:
-    routes = trace_routes(Toy(_column_slices), table((4, 2), (4, 2), (4, 2)))
-    assert [len(each) for each in routes.routes] == [1, 1, 1]
-
-
 def copied(model: Toy, name: str, tensor: torch.Tensor) -> object:
     return model.weight.data.copy_(tensor)
 
@@ -71,6 +62,14 @@ def copied(model: Toy, name: str, tensor: torch.Tensor) -> object:
 def padded_over(model: Toy, name: str, tensor: torch.Tensor) -> None:
     copied(model, name, tensor)
     model.weight.data[3:].fill_(0)
+
+
+def asserted(model: Toy, name: str, tensor: torch.Tensor) -> None:
+    """As vLLM's loaders do, without a message; pytest would add one to an ``assert``."""
+    parameter = model.weight
+    if parameter.shape != tensor.shape:
+        raise AssertionError
+    parameter.data.copy_(tensor)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +85,11 @@ def padded_over(model: Toy, name: str, tensor: torch.Tensor) -> None:
         (lambda m, n, t: torch.add(t, 1, out=m.weight.data), ONE, "t0.*not a copy"),
         (lambda m, n, t: m.weight.data.fill_(t.flatten()[0].item()), ONE, "t0.*raised"),
         (lambda m, n, t: {}[n], ONE, "t0.*raised KeyError"),
+        (
+            asserted,
+            table((5, 6)),
+            r"t0' cannot be routed: .* raised AssertionError; it is \[5, 6\] in the run",
+        ),
         (copied, table((4, 6), dtype="F32"), r"casts t0 from torch\.float32 .* base="),
         (copied, table((4, 6), (4, 6)), "'t0' and 't1' are loaded to the same memory"),
         (padded_over, ONE, "padding"),
@@ -95,29 +99,6 @@ def padded_over(model: Toy, name: str, tensor: torch.Tensor) -> None:
 def test_what_is_no_plain_copy_is_refused(load: Load, loaded: TensorTable, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         trace_routes(Toy(load), loaded)
-
-
-def asserted(model: Toy, name: str, tensor: torch.Tensor) -> None:
-    """As vLLM's loaders do, without a message; pytest would add one to an ``assert``."""
-    parameter = model.weight
-    if parameter.shape != tensor.shape:
-        raise AssertionError
-    parameter.data.copy_(tensor)
-
-
-def test_a_tensor_that_does_not_fit_is_named_with_its_shape() -> None:
-    with pytest.raises(ModelError) as caught:
-        trace_routes(Toy(asserted), table((5, 6)))
-    message = caught.value.message
-    assert "tensor 't0' cannot be routed: the model's loader raised AssertionError; it is [5, 6] in the run" in message
-
-
-def test_tied_parameters_share_one_destination() -> None:
-    model = Toy(copied)
-    model.head = nn.Linear(6, 4, bias=False)
-    model.head.weight = model.weight
-    routes = trace_routes(model, ONE)
-    assert len(routes.destinations) == 1
 
 
 # Replicas of a model: what its loader may read of them, and what they share with the model

@@ -5,7 +5,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.modules import named
 from vllm_delta_sync.engine.model.regions import Region
 from vllm_delta_sync.engine.protocol import (
     OPERATIONS,
@@ -137,7 +136,3 @@ def test_unknown_requests_are_refused(payload: bytes) -> None:
 def test_answers_to_another_request_are_refused(answer: RankAnswer) -> None:
     with pytest.raises(EngineError, match="did not answer poll"):
         decode_answers(Poll(), [encode_answer(answer)])
-
-
-def test_calls_of_background_operations_are_starts() -> None:
-    assert named(Scan([1]))[0] == "start"

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,23 +68,33 @@ def test_object_that_is_missing_is_not_asked_for_at_full_pace(site: Site, tmp_pa
     wait_until(lambda: service.receiver.served_version == 0)
 
 
-def test_run_that_is_not_there_yet_is_looked_for_at_the_usual_pace(site: Site, tmp_path: Path) -> None:
-    there = Path(site.world.url)
-    hidden = there.rename(tmp_path / "hidden")
-    service = site.serve()
-    looks: list[float] = []
-    is_replaced = service.receiver.is_replaced
-
-    def counted() -> bool:
-        looks.append(time.monotonic())
-        return is_replaced()
-
-    service.receiver.is_replaced = counted  # type: ignore[method-assign]
+@pytest.mark.parametrize("awaited", ["run", "target"])
+def test_what_is_not_there_yet_is_looked_for_at_the_usual_pace(site: Site, tmp_path: Path, awaited: str) -> None:
+    there, hidden = Path(site.world.url), tmp_path / "hidden"
+    service = site.serve(target="1" if awaited == "target" else "head")
+    if awaited == "run":
+        there.rename(hidden)
     service.start()
+    board = service.receiver.board
+
+    def pace() -> float:
+        """How long it takes until the next look."""
+        looks, began = board.polls, time.monotonic()
+        wait_until(lambda: board.polls > looks)
+        return time.monotonic() - began
+
+    for _ in range(6):
+        pace()
     # Doubling each time, every wait from the seventh on would take longer.
-    wait_until(lambda: any(late - early < 1 for early, late in pairwise(looks[6:])))
-    hidden.rename(there)
-    wait_until(lambda: service.receiver.served_version == 0)
+    wait_until(lambda: pace() < 1)
+    if awaited == "run":
+        hidden.rename(there)
+        wait_until(lambda: service.receiver.served_version == 0)
+    else:
+        assert service.receiver.target_unavailable
+        site.world.train(1)
+        wait_until(lambda: service.receiver.served_version == 1)
+    wait_until(lambda: service.receiver.status()["last_error"] is None)
 
 
 def test_repair_that_fails_stays_refused_and_backs_off(site: Site, tmp_path: Path) -> None:

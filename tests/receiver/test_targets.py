@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.chains import Chain, Server
 from tests.support.hooks import HookedPort, failing
-from tests.support.services import serving, wait_until
 from vllm_delta_sync.client import open_run
 from vllm_delta_sync.errors import (
     BusyError,
@@ -145,27 +144,6 @@ def test_verify_looks_into_the_bucket_and_keeps_what_is_served(
     assert outcome["reason"] is None if why is None else why in outcome["reason"]
     status = server.receiver.status()
     assert (status["served"]["version"], status["state"]) == (6, "idle")
-
-
-def test_service_waits_for_its_target_at_the_usual_pace(chain: Chain) -> None:
-    server = Server(chain, chain.bits[0])
-    with serving(server.port, bucket=chain.url, target="8") as service:
-        board = service.receiver.board
-        wait_until(lambda: service.receiver.target_unavailable)
-
-        def pace() -> float:
-            """How long it takes until the next look."""
-            looks, began = board.polls, time.monotonic()
-            wait_until(lambda: board.polls > looks)
-            return time.monotonic() - began
-
-        for _ in range(6):
-            pace()
-        # Backing off, every wait from the seventh on would take longer.
-        wait_until(lambda: pace() < 1)
-        chain.grow(3)
-        wait_until(lambda: service.receiver.served_version == 8)
-        wait_until(lambda: service.receiver.status()["last_error"] is None)
 
 
 @pytest.fixture

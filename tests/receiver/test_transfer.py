@@ -1,7 +1,6 @@
 """vLLM's weight transfer calls on its own classes, with a real receiver on plain modules behind them."""
 
 import asyncio
-import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
@@ -19,9 +18,7 @@ from tests.support.world import World
 from vllm_delta_sync.engine.api import embedded, weight_transfer
 from vllm_delta_sync.engine.api.embedded import attach
 from vllm_delta_sync.engine.api.weight_transfer import OverdueError, WeightTransferCalls
-from vllm_delta_sync.engine.commit.transaction import DrainError
 from vllm_delta_sync.engine.compat import write_hooks
-from vllm_delta_sync.engine.core.ports import ServerEnginePort
 from vllm_delta_sync.engine.entrypoints import plugin
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.service import ReceiverService
@@ -267,47 +264,6 @@ def test_each_attach_names_the_other() -> None:
         attach(make_client(), bucket="/x")
     with pytest.raises(EngineError, match=r"attach_async is for a vllm\.AsyncLLM, this is Llm; .* attach\(llm"):
         asyncio.run(attach_async(Llm(), bucket="/x"))
-
-
-class Waiting:
-    """Engines whose requests in flight do not finish."""
-
-    def __init__(self) -> None:
-        self.cancelled = threading.Event()
-
-    async def pause(self, limit_s: float) -> None:
-        try:
-            await asyncio.sleep(WAIT)
-        finally:
-            self.cancelled.set()
-
-
-def test_wait_for_requests_in_flight_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        port = object.__new__(ServerEnginePort)
-        engines = Waiting()
-        values = {
-            "pause_engines": engines.pause,
-            "_loop": loop,
-            "_stopping": threading.Event(),
-            "_pause_mode": "wait",
-            "_pause_seconds": 9,
-            "_drain_seconds": 0.05,
-            "_turns": None,
-        }
-        vars(port).update(values)
-        with pytest.raises(DrainError, match=r"did not finish within wait_seconds = 0\.05"):
-            port.pause()
-        assert engines.cancelled.wait(WAIT)
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-    assert caplog.records == []
 
 
 def test_call_that_ends_after_close_raises_where_it_was_made_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
