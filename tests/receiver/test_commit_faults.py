@@ -25,7 +25,6 @@ from vllm_delta_sync.engine import protocol
 from vllm_delta_sync.engine.commit import apply as commits
 from vllm_delta_sync.engine.commit import transaction
 from vllm_delta_sync.engine.commit.agreement import all_hold, common_version
-from vllm_delta_sync.engine.commit.interrupts import postpone_interrupts
 from vllm_delta_sync.engine.follow.receiver import Receiver
 from vllm_delta_sync.engine.follow.updater import MAX_REPAIRS
 from vllm_delta_sync.engine.model import device_patch
@@ -33,6 +32,7 @@ from vllm_delta_sync.engine.model.patch import HostBatch
 from vllm_delta_sync.engine.model.weight_memory import WeightMemory
 from vllm_delta_sync.engine.protocol import (
     A,
+    Commit,
     Describe,
     RankFailure,
     RankRequest,
@@ -77,21 +77,26 @@ def expect_serves(world: World, version: int, bits: list[torch.Tensor], state: s
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_one_rank_that_fails_is_taken_back_on_all(tmp_path: Path, rank: int, when: str) -> None:
+def test_one_rank_that_fails_is_taken_back_on_all(
+    tmp_path: Path, rank: int, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(tmp_path, ranks=2)
-    port = hooked(world)
     world.follow_each(1)
     world.train(2)
+    answer = world.port.ranks[rank].answer
 
-    def fail(index: int, method: str, at: str) -> None:
-        if (index, method, at) == (rank, "commit", when):
-            raise EngineError("injected")
+    def fail(request: RankRequest[Any]) -> Any:
+        if not isinstance(request, Commit):
+            return answer(request)
+        if when == "after":
+            answer(request)
+        raise EngineError("injected")
 
-    port.on_rank = fail
-    world.expect_fails("engine")
+    with monkeypatch.context() as patch:
+        patch.setattr(world.port.ranks[rank], "answer", fail)
+        world.expect_fails("engine")
     assert world.receiver.status()["state"] == "idle"
-    assert port.ended == []
-    port.on_rank = lambda index, method, at: None
+    assert world.port.ended == []
     world.receiver.advance()
     world.expect_exact()
     assert world.receiver.verify()["verdict"]
@@ -219,14 +224,7 @@ def test_label_that_fails_when_the_run_was_replaced(world: World, tmp_path: Path
     shutil.rmtree(world.url)
     world.publisher = Publisher(world.pairs, bucket=world.url, base=tmp_path / "base")
     world.train(1)
-    left = [1]
-
-    def label(version: int | None) -> None:
-        if version is None and left:
-            left.pop()
-            raise EngineError("the engine did not answer in time")
-
-    port.on_label = label
+    port.before = failing("label")
     with pytest.raises(EngineError):
         world.receiver.advance()
     status = world.receiver.status()
@@ -243,14 +241,7 @@ def test_a_label_that_could_not_be_set_is_set_at_a_later_poll(world: World, time
     port = hooked(world)
     world.follow_each(2)
     world.models[0].norm.data.mul_(2.0)
-    left = [times]
-
-    def label(version: int | None) -> None:
-        if left[0]:
-            left[0] -= 1
-            raise EngineError("the engine did not answer in time")
-
-    port.on_label = label
+    port.before = failing("label", times)
     port.log.clear()
     assert not world.receiver.verify()["verdict"]
     assert world.receiver.status()["served"] is None
@@ -363,19 +354,14 @@ def test_pause_that_expires_after_all_ranks_went_back(world: World) -> None:
     port = hooked(world)
     seen = world.follow_each(3)
 
+    ended: list[str] = []
+
     def expired(method: str, arguments: dict[str, Any]) -> None:
-        if method in ("commit", "revert"):
+        if (method == "label" and not ended) or (method in ("commit", "revert") and ended):
+            ended.append(method)
             raise EngineError(f"the pause expired before {method}, so nothing was done")
 
-    left = [1]
-
-    def label(version: int | None) -> None:
-        if left:
-            left.pop()
-            port.before = expired
-            raise EngineError(f"the pause expired before its outputs were labelled with version {version}")
-
-    port.on_label = label
+    port.before = expired
     world.receiver.rollback(1)
     assert all_hold(port.call(Describe()), 1, confirmed=True)
     port.before = nothing
@@ -570,37 +556,6 @@ def test_way_back_that_fails_too_is_lost_and_not_served(moved: World) -> None:
     assert not rank.intact
     assert moved.receiver.status()["state"] == "lost"
     assert len(moved.port.ended) == 1
-
-
-def test_postponed_interrupts_come_once_at_the_end() -> None:
-    reached = []
-
-    def interrupted() -> None:
-        with postpone_interrupts():
-            interrupt()
-            reached.append("inside")
-            with postpone_interrupts():
-                interrupt()
-            interrupt()
-            reached.append("still inside")
-        reached.append("after")
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert reached == ["inside", "still inside"]
-
-
-def test_other_threads_are_left_alone() -> None:
-    seen: list[Any] = []
-
-    def look() -> None:
-        with postpone_interrupts():
-            seen.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert seen == [signal.default_int_handler]
 
 
 # Results of operations that ranks run in the background

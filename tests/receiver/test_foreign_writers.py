@@ -158,17 +158,6 @@ def test_sleeping_server_is_no_error_to_whoever_looks_after_it(world: World) -> 
     world.expect_exact()
 
 
-def test_whoever_touched_the_weights_is_checked(world: World) -> None:
-    world.follow_each(1)
-    for rank in world.port.ranks:
-        rank.note_external_write("update_weights")
-    world.train_and_follow(2)
-    assert all(rank.external_writer is None for rank in world.port.ranks)
-    world.models[0].norm.data.view(torch.int16)[0] ^= 1
-    world.port.ranks[0].note_external_write("update_weights")
-    expect_found(world)
-
-
 def test_touch_between_staging_and_commit_is_not_overlooked(world: World) -> None:
     port = hooked(world)
     world.receiver.advance()

@@ -23,14 +23,10 @@ from vllm_delta_sync.errors import ModelError
 from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.format.table import TensorSpec, TensorTable
 from vllm_delta_sync.tensors.bits import Bits
-from vllm_delta_sync.tensors.torch_views import bits_of, tensor_from_bits
+from vllm_delta_sync.tensors.torch_views import tensor_from_bits
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
-
-
 Shape = tuple[int, ...]
-
-
 Write = Callable[[torch.Tensor, int, torch.Tensor], object]
 """(memory of the layer, number of the tensor among the layer's, tensor)."""
 
@@ -105,37 +101,6 @@ def layers(draw: st.DrawFn) -> Layer:
     return draw(st.sampled_from(ways))
 
 
-class Drawn(nn.Module):
-    """A model of drawn layers; ``tied`` layers are registered under two names."""
-
-    def __init__(self, drawn: list[Layer], dtype: torch.dtype, tied: bool, buffers: bool) -> None:
-        super().__init__()
-        self.drawn = drawn
-        for number, layer in enumerate(drawn):
-            memory = torch.ones(layer.memory).to(dtype)
-            if buffers and number % 2:
-                self.register_buffer(f"held_{number}", memory)
-            else:
-                self.register_parameter(f"held_{number}", nn.Parameter(memory, requires_grad=False))
-            if tied:
-                setattr(self, f"alias_{number}", getattr(self, f"held_{number}"))
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in weights:
-            number, part = (int(text) for text in name.split("."))
-            self.drawn[number].write(getattr(self, f"held_{number}").data, part, tensor)
-
-    def bits(self) -> list[np.ndarray]:
-        return [bits_of(getattr(self, f"held_{number}").data.reshape(-1)) for number in range(len(self.drawn))]
-
-
-@st.composite
-def models(draw: st.DrawFn) -> tuple[list[Layer], str, bool, bool, int]:
-    drawn = draw(st.lists(layers(), min_size=1, max_size=4))
-    seed = draw(st.integers(0, 2**32))
-    return drawn, draw(st.sampled_from(list(DTYPES))), draw(st.booleans()), draw(st.booleans()), seed
-
-
 def checkpoint(table: TensorTable, chance: np.random.Generator) -> list[np.ndarray]:
     """Any bits at all."""
     return [
@@ -148,55 +113,12 @@ def moved(bits: list[np.ndarray], chance: np.random.Generator) -> list[np.ndarra
     return [np.where(chance.random(old.size) < 0.3, old + old.dtype.type(1), old) for old in bits]
 
 
-def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
-    return all(np.array_equal(left, right) for left, right in zip(one, other, strict=True))
-
-
-@given(models())
-def test_loaders_are_followed_exactly_or_refused(case: tuple[list[Layer], str, bool, bool, int]) -> None:
-    drawn, dtype, tied, buffers, seed = case
-    names = [
-        (f"{number}.{part}", shape) for number, layer in enumerate(drawn) for part, shape in enumerate(layer.tensors)
-    ]
-    table = TensorTable(TensorSpec(name, dtype, shape) for name, shape in sorted(names))
-    chance = np.random.default_rng(seed)
-    first = checkpoint(table, chance)
-    second = moved(first, chance)
-    model = Drawn(drawn, DTYPES[dtype], tied, buffers)
-    before = model.bits()
-    routes = routed(model, table)
-    assert same(before, model.bits()), "tracing writes nothing"
-    if isinstance(routes, str):
-        event("refused")
-        assert not all(layer.is_exact for layer in drawn), routes
-        assert "held_" in routes or any(name in routes for name, _ in names)
-        return
-    event("exact")
-    load(model, table, first)
-    held = model.bits()
-    fresh = Drawn(drawn, DTYPES[dtype], tied, buffers)
-    load(fresh, table, second)
-    fingerprints = [fingerprint_tensor(spec.name, bits) for spec, bits in zip(table, first, strict=True)]
-    patch = route_changes(1, changes_between(table, first, second), routes, fingerprints)
-    apply_patch(patch, routes)
-    assert same(fresh.bits(), model.bits())
-    apply_patch(patch, routes, reverse=True)
-    assert same(held, model.bits())
-
-
 def routed(model: Any, table: TensorTable, *shadows: Any) -> RouteMap | str:
     """The model's routes, or why it is refused."""
     try:
         return trace_routes(model, table, *shadows)
     except ModelError as error:
         return error.message
-
-
-def load(model: Drawn, table: TensorTable, bits: list[np.ndarray]) -> None:
-    model.load_weights((spec.name, tensor_from_bits(one.copy(), spec)) for spec, one in zip(table, bits, strict=True))
-
-
-# Worked on after loading
 
 
 class Helper:
@@ -208,12 +130,18 @@ class Helper:
 
 
 class Piece(nn.Module):
-    """One drawn layer, and what is done to it after loading."""
+    """One drawn layer, in a parameter or a buffer, and what is done to it after loading."""
 
-    def __init__(self, layer: Layer, finish: "Finish", dtype: torch.dtype) -> None:
+    weight: torch.Tensor
+
+    def __init__(self, layer: Layer, finish: "Finish", dtype: torch.dtype, is_buffer: bool) -> None:
         super().__init__()
         self.layer, self.finish = layer, finish
-        self.weight = nn.Parameter(torch.ones(layer.memory).to(dtype), requires_grad=False)
+        memory = torch.ones(layer.memory).to(dtype)
+        if is_buffer:
+            self.register_buffer("weight", memory)
+        else:
+            self.weight = nn.Parameter(memory, requires_grad=False)
 
     def load(self, part: int, tensor: torch.Tensor) -> None:
         self.layer.write(self.weight.data, part, tensor)
@@ -270,20 +198,36 @@ class Both(nn.Module):
         self.product = torch.stack([weight.float().sum() for weight in weights]).prod()
 
 
-class Finished(nn.Module):
-    """A model that is loaded like any, and worked on afterwards."""
+class Drawn(nn.Module):
+    """A model of drawn layers, which may be worked on after loading.
 
-    def __init__(self, drawn: list[tuple[Layer, str]], dtype: torch.dtype, both: str = "") -> None:
+    Args:
+        tied: whether layers are registered under two names. buffers: whether every second one is no parameter.
+    """
+
+    def __init__(
+        self, drawn: list[tuple[Layer, str]], dtype: str, both: str = "", tied: bool = False, buffers: bool = False
+    ) -> None:
         super().__init__()
-        self.pieces = [Piece(layer, FINISHES[finish], dtype) for layer, finish in drawn]
+        self.pieces = [
+            Piece(layer, FINISHES[finish], DTYPES[dtype], buffers and number % 2 == 1)
+            for number, (layer, finish) in enumerate(drawn)
+        ]
         self.parts = nn.ModuleList(self.pieces)
         if both:
             self.both = Both(self.pieces, both)
+        if tied:
+            for number, piece in enumerate(self.pieces):
+                setattr(self, f"alias_{number}", piece.weight)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             number, part = (int(text) for text in name.split("."))
             self.pieces[number].load(part, tensor)
+
+    def load(self, version: "Version") -> None:
+        bits = zip(version.table, version.bits, strict=True)
+        self.load_weights((spec.name, tensor_from_bits(one.copy(), spec)) for spec, one in bits)
 
     def everything(self) -> dict[str, Any]:
         found: dict[str, Any] = {f"{path} {name}": _bytes(tensor) for path, name, tensor in walk_tensors(self)}
@@ -298,17 +242,16 @@ def _bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
     )
 
 
-def finish(model: Finished, paths: Iterable[str] | None) -> None:
+def finish(model: Drawn, paths: Iterable[str] | None) -> None:
     for path, module in model.named_modules():
         if isinstance(module, Piece | Both) and (paths is None or path in set(paths)):
             finished: Any = module.finish
             finished(module)
 
 
-def made(drawn: list[tuple[Layer, str]], dtype: str, both: str, version: "Version") -> Finished:
-    table, bits = version.table, version.bits
-    model = Finished(drawn, DTYPES[dtype], both)
-    model.load_weights((spec.name, tensor_from_bits(one.copy(), spec)) for spec, one in zip(table, bits, strict=True))
+def made(drawn: list[tuple[Layer, str]], dtype: str, both: str, version: "Version") -> Drawn:
+    model = Drawn(drawn, dtype, both)
+    model.load(version)
     load_record.record_load(model, finish)
     return model
 
@@ -328,11 +271,18 @@ class Version:
         return {tensor: self.bits[tensor].copy() for tensor in tensors}
 
 
-@st.composite
-def finished_models(draw: st.DrawFn) -> tuple[list[tuple[Layer, str]], str, str, int]:
-    drawn = draw(st.lists(st.tuples(layers(), st.sampled_from(sorted(FINISHES))), min_size=1, max_size=3))
-    both = draw(st.sampled_from(["", "children", "strangers"]))
-    return drawn, draw(st.sampled_from(list(DTYPES))), both, draw(st.integers(0, 2**32))
+def names_of(drawn: list[tuple[Layer, str]]) -> dict[str, Shape]:
+    """Names of the checkpoint's tensors, with their shapes."""
+    return {
+        f"{number}.{part}": shape for number, (layer, _) in enumerate(drawn) for part, shape in enumerate(layer.tensors)
+    }
+
+
+def two_versions(drawn: list[tuple[Layer, str]], dtype: str, seed: int) -> tuple[Version, Version]:
+    table = TensorTable(TensorSpec(name, dtype, shape) for name, shape in sorted(names_of(drawn).items()))
+    chance = np.random.default_rng(seed)
+    first = Version(table, checkpoint(table, chance))
+    return first, Version(table, moved(first.bits, chance))
 
 
 def staged(routes: RouteMap, old: Version, new: Version) -> StagedPatch:
@@ -342,20 +292,48 @@ def staged(routes: RouteMap, old: Version, new: Version) -> StagedPatch:
     return patch
 
 
-@given(finished_models())
-def test_models_worked_on_after_loading_are_followed_exactly_or_refused(
-    case: tuple[list[tuple[Layer, str]], str, str, int],
+def is_named(refusal: str, drawn: list[tuple[Layer, str]]) -> bool:
+    """Whether a refusal says of which weight it is."""
+    return "parts." in refusal or any(name in refusal for name in names_of(drawn))
+
+
+SEEDS, DRAWN_DTYPES = st.integers(0, 2**32), st.sampled_from(list(DTYPES))
+
+
+@given(st.lists(layers(), min_size=1, max_size=4), DRAWN_DTYPES, st.booleans(), st.booleans(), SEEDS)
+def test_loaders_are_followed_exactly_or_refused(
+    loaded: list[Layer], dtype: str, tied: bool, buffers: bool, seed: int
 ) -> None:
-    drawn, dtype, both, seed = case
-    names = [
-        (f"{number}.{part}", shape)
-        for number, (layer, _) in enumerate(drawn)
-        for part, shape in enumerate(layer.tensors)
-    ]
-    table = TensorTable(TensorSpec(name, dtype, shape) for name, shape in sorted(names))
-    chance = np.random.default_rng(seed)
-    first = Version(table, checkpoint(table, chance))
-    second = Version(table, moved(first.bits, chance))
+    drawn = [(layer, "left alone") for layer in loaded]
+    first, second = two_versions(drawn, dtype, seed)
+    model, right = (Drawn(drawn, dtype, tied=tied, buffers=buffers) for _ in range(2))
+    before = model.everything()
+    routes = routed(model, first.table)
+    assert model.everything() == before, "tracing writes nothing"
+    if isinstance(routes, str):
+        event("refused")
+        assert not all(layer.is_exact for layer in loaded), routes
+        assert is_named(routes, drawn)
+        return
+    event("exact")
+    model.load(first)
+    right.load(second)
+    held = model.everything()
+    patch = staged(routes, first, second)
+    apply_patch(patch, routes)
+    assert model.everything() == right.everything()
+    apply_patch(patch, routes, reverse=True)
+    assert model.everything() == held
+
+
+WORKED_ON = st.lists(st.tuples(layers(), st.sampled_from(sorted(FINISHES))), min_size=1, max_size=3)
+
+
+@given(WORKED_ON, DRAWN_DTYPES, st.sampled_from(["", "children", "strangers"]), SEEDS)
+def test_models_worked_on_after_loading_are_followed_exactly_or_refused(
+    drawn: list[tuple[Layer, str]], dtype: str, both: str, seed: int
+) -> None:
+    first, second = two_versions(drawn, dtype, seed)
     try:
         model = made(drawn, dtype, both, first)
         right = made(drawn, dtype, both, second).everything()
@@ -366,10 +344,11 @@ def test_models_worked_on_after_loading_are_followed_exactly_or_refused(
     routes = routed(model, first.table, first.shadows)
     assert model.everything() == held, "tracing writes nothing"
     if isinstance(routes, str):
-        assert "parts." in routes or any(name in routes for name, _ in names)
         event("refused at start")
+        assert is_named(routes, drawn)
         return
-    gathered = [found[:1] for found in routes.fingerprint_routes(range(len(table)))]
+    tensors = range(len(first.table))
+    gathered = [found[:1] for found in routes.fingerprint_routes(tensors)]
     try:
         patch = staged(routes, first, second)
     except ModelError:
@@ -385,4 +364,4 @@ def test_models_worked_on_after_loading_are_followed_exactly_or_refused(
         assert routes.reload_units.up_to_date(routes.reload_units.tensors) == set(routes.reload_units.tensors)
     apply_patch(patch, routes, reverse=True)
     assert model.everything() == held
-    assert [found[:1] for found in routes.fingerprint_routes(range(len(table)))] == gathered
+    assert [found[:1] for found in routes.fingerprint_routes(tensors)] == gathered

@@ -172,7 +172,7 @@ def test_server_that_follows_nothing_still_looks_for_other_writers(site: Site, p
     if policy == "follow":
         receiver.hold()
     refused = threading.Event()
-    site.port.on_label = lambda version: refused.set() if version is None else None
+    site.port.before = lambda method, named: refused.set() if method == "label" and named["version"] is None else None
     service.start()
     world.model.norm.data.mul_(2.0)
     site.port.ranks[0].note_external_write("update_weights")

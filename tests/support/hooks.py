@@ -20,18 +20,15 @@ Hook = Callable[[str, dict[str, Any]], None]
 class HookedPort(ModulePort):
     """An engine with hooks around every call: ``before`` may fail it, ``after`` lose its answer.
 
-    ``pause``, ``label`` and ``resume`` are calls too. ``on_label`` comes before a label is set, ``on_resume`` before
-    generation goes on: True if it already did. ``on_rank`` is called around each rank's calls with its index, the
-    method, and "before" or "after"; only that rank fails if it raises.
+    ``pause``, ``label`` and ``resume`` are calls too. ``on_resume`` comes before generation goes on: True if it already
+    did.
     """
 
     def __init__(self, *models: Any) -> None:
         super().__init__(*models)
         self.before: Hook = nothing
         self.after: Hook = nothing
-        self.on_label: Callable[[int | None], None] = lambda version: None
         self.on_resume: Callable[[], bool] = lambda: False
-        self.on_rank: Callable[[int, str, str], None] = lambda rank, method, when: None
 
     def call(self, request: RankRequest[A]) -> list[A | RankFailure]:
         self.before(*named(request))
@@ -39,23 +36,13 @@ class HookedPort(ModulePort):
         self.after(*named(request))
         return answers
 
-    def call_rank(self, rank: RankWorker, request: RankRequest[A]) -> A | RankFailure:
-        method, _ = named(request)
-        try:
-            self.on_rank(rank.index, method, "before")
-            answer = super().call_rank(rank, request)
-            self.on_rank(rank.index, method, "after")
-        except EngineError as error:
-            return RankFailure.of(error)
-        return answer
-
     def pause(self) -> None:
         self.before("pause", {})
         super().pause()
         self.after("pause", {})
 
     def label(self, version: int | None, run: str | None) -> None:
-        self.on_label(version)
+        self.before("label", {"version": version})
         super().label(version, run)
         self.after("label", {"version": version})
 
