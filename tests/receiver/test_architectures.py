@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.running import run_python
 from tests.tools.models.reachable import differences
 
 SECONDS = 400
@@ -121,6 +122,7 @@ def test_missing_and_other_tensors_signs_and_nans_are_differences_and_caches_of_
 SABOTAGE = """
 import os, sys
 import torch
+from tests.support.running import run_python
 from tests.tools.models import __main__, sweep, trial
 
 attempt, call_rank = sweep.attempt, trial._Port.call_rank
@@ -144,8 +146,7 @@ sys.exit(__main__.main())
 def test_a_crash_and_a_wrong_bit_are_rows(tmp_path: Path) -> None:
     """Whatever ends the process of one architecture, the others are tried; and either makes the command fail."""
     found = tmp_path / "rows.json"
-    done = subprocess.run([sys.executable, "-c", SABOTAGE, str(found)], timeout=SECONDS, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr[-3000:]
+    run_python("-c", SABOTAGE, str(found), code=1)
     rows = {row["architecture"]: row for row in json.loads(found.read_text())}
     assert {row["outcome"] for row in rows.values()} == {"WRONG"}
     assert "ended with -6" in rows["Crash"]["reason"]

@@ -1,14 +1,12 @@
 """Nothing is compiled once a server's weights are identified: no staging waits for the compiler, and no pause."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.compiled import IDENTIFY
+from tests.support.running import run_python
 
 EXPECTED = (
     "fingerprint_box",
@@ -17,17 +15,6 @@ EXPECTED = (
     "decode_bands",
     "fill_tables",
 )
-
-
-def program(*arguments: str, **environment: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.compiled", *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.parametrize(
@@ -45,10 +32,11 @@ def test_all_is_compiled_when_weights_are_identified(tmp_path: Path, dtypes: lis
     """Versions of every codec, several merged, tensors in full, anchors, rollbacks, a repair: on a machine that has
     never compiled anything, and again with the compiler's cache."""
     cache = tmp_path / "cache"
-    program("write", str(tmp_path), *dtypes)
+    run_python("-m", "tests.support.compiled", "write", str(tmp_path), *dtypes)
     compiled: list[set[Path]] = []
     for _ in range(2 if new_machine else 1):
-        program("follow", str(tmp_path), **({"NUMBA_CACHE_DIR": str(cache)} if new_machine else {}))
+        own_cache = {"NUMBA_CACHE_DIR": str(cache)} if new_machine else {}
+        run_python("-m", "tests.support.compiled", "follow", str(tmp_path), **own_cache)
         steps = json.loads((tmp_path / "compiled.json").read_text())
         loops = steps.pop(IDENTIFY)
         assert all(any(f".{name}(" in loop for loop in loops) for name in EXPECTED)

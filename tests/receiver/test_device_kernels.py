@@ -4,27 +4,19 @@ Triton is not in the environment of the tests, where vLLM would find it, but bes
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.running import ROOT, run_python
+
 TRITON = ROOT / ".venv" / "triton"
 
 
-def run_with_triton(module: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_with_triton(module: str, **environment: str) -> str:
+    """What a program prints."""
     assert (TRITON / "triton").is_dir(), f"{TRITON} is missing; make test installs Triton there"
-    return subprocess.run(
-        [sys.executable, "-m", module],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{TRITON}{os.pathsep}{ROOT}", **environment},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    return run_python("-m", module, seconds=900, PYTHONPATH=f"{TRITON}{os.pathsep}{ROOT}", **environment).stdout
 
 
 @pytest.mark.parametrize(
@@ -38,11 +30,9 @@ def run_with_triton(module: str, **environment: str) -> subprocess.CompletedProc
     ],
 )
 def test_kernels_compute_what_a_cpu_computes(program: str) -> None:
-    done = run_with_triton(f"tests.tools.{program}", TRITON_INTERPRET="1")
-    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
+    assert run_with_triton(f"tests.tools.{program}", TRITON_INTERPRET="1") == "equal\n"
 
 
 @pytest.mark.slow
 def test_kernels_compile_and_take_no_more_registers_than_the_document_says(tmp_path: Path) -> None:
-    done = run_with_triton("tests.tools.device_kernels", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_with_triton("tests.tools.device_kernels", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))

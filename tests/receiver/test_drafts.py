@@ -185,16 +185,6 @@ def test_a_draft_that_changed_from_outside_is_found_and_made_good(tmp_path: Path
         world.expect_exact()
 
 
-def test_what_its_loader_wrote_to_shared_memory_counts_for_nothing(tmp_path: Path) -> None:
-    """The embedding is loaded by both, and only the served model's is patched: once."""
-    world = DraftWorld(tmp_path, "mtp.")
-    world.receiver.advance()
-    (rank,) = world.port.ranks
-    routes = rank.routes
-    table = {spec.name: routes.routes[position] for position, spec in enumerate(routes.table)}
-    assert [len(table[name]) for name in ("embed.weight", "head.weight", "mtp.fc.weight")] == [1, 1, 1]
-
-
 @pytest.mark.parametrize("is_head", [True, False])
 def test_a_draft_that_the_run_lacks_stays_as_it_is(
     tmp_path: Path, is_head: bool, caplog: pytest.LogCaptureFixture

@@ -1,14 +1,12 @@
 """Which options are refused at start-up, on the configurations that vLLM itself makes of its flags."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.warm import ENVIRONMENT
+from tests.support.running import run_python
 from tests.support.tiny import make_model, save_checkpoint
 from vllm_delta_sync.engine.compat import features
 from vllm_delta_sync.engine.entrypoints import serve_command
@@ -74,15 +72,9 @@ def test_options_are_followed_or_refused_by_name(tmp_path: Path) -> None:
         ({"runner": "pooling", "pause_mode": "wait"}, ""),
         ({"runner": "pooling", "pause_mode": "abort"}, "pause_mode is 'abort'"),
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, base, json.dumps([options for options, _ in cases])],
-        env={**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": ""},
-        capture_output=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    line = next(line for line in done.stdout.decode().splitlines() if line.startswith("ANSWERS "))
+    asked = json.dumps([options for options, _ in cases])
+    done = run_python("-c", ASK, base, asked, **{**ENVIRONMENT, "VLLM_PLUGINS": ""})
+    line = next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))
     answers, in_run = json.loads(line.removeprefix("ANSWERS "))
     for (options, words), answer in zip(cases, answers, strict=True):
         assert words in answer if words else answer == "", options

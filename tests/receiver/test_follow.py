@@ -240,25 +240,6 @@ def test_failure_in_the_pause_is_taken_back(world: World, call: str) -> None:
     world.expect_exact()
 
 
-def test_interrupt_in_the_pause_is_taken_back(world: World) -> None:
-    port, left = hooked(world), [1]
-
-    def interrupt(method: str, arguments: dict[str, Any]) -> None:
-        if method == "label" and arguments["version"] == 1 and left:
-            left.pop()
-            raise KeyboardInterrupt
-
-    port.after = interrupt
-    world.receiver.advance()
-    world.train(1)
-    with pytest.raises(KeyboardInterrupt):
-        world.receiver.advance()
-    assert port.log[-2:] == ["label 0", "resume"]
-    assert world.receiver.status()["state"] == "idle"
-    world.receiver.advance()
-    world.expect_exact()
-
-
 def test_engine_that_does_not_resume_is_lost_with_the_new_version(world: World) -> None:
     port = hooked(world)
     world.receiver.advance()

@@ -388,24 +388,6 @@ def test_what_moves_weights_waits_for_a_read_and_then_keeps_others_out(
     assert world.receiver.verify()["verdict"]
 
 
-def test_a_rank_that_fell_asleep_reads_nothing(tmp_path: Path) -> None:
-    """Whatever it was to do, it is refused before it touches memory that may be unmapped."""
-    world = World(tmp_path)
-    world.follow_each(1)
-    rank, worker = world.port.ranks[0], Worker(world.model)
-    write_hooks.watch_writes(worker, world.model, rank.memory)
-    worker.sleep()
-    assert rank.routes is not None
-    for read in (rank.routes.fingerprint_routes, rank.routes.measure):
-        with pytest.raises(BusyError, match="asleep"):
-            read([0, 1])
-    with pytest.raises(BusyError, match="asleep"):
-        rank.identify(Identify(world.url))
-    worker.wake_up()
-    world.receiver.check_served()
-    assert world.receiver.verify()["verdict"]
-
-
 class ExtendedWorker(WorkerExtension, Worker):
     """With the extension, and what that reads of vLLM's worker."""
 

@@ -33,28 +33,6 @@ def site(tmp_path: Path) -> Iterator[Site]:
     site.end()
 
 
-def test_notice_wakes_a_follower_that_polls_rarely(site: Site) -> None:
-    site.service.start()
-    client = site.client()
-    assert client.get("/delta_sync/wait", params={"version": 0, "timeout": 120}).status_code == 200
-    site.publish(1)
-    response = client.get("/delta_sync/wait", params={"version": 1, "timeout": 120})
-    assert response.status_code == 200
-    status = response.json()
-    assert status["served"]["version"] == 1
-    assert status["lag"] == 0
-    assert status["state"] == "idle"
-    assert status["timings_ms"].keys() >= {"fetch", "decode", "route", "pause", "commit", "resume"}
-
-
-def test_header_names_the_version_at_admission(site: Site) -> None:
-    client = site.client()
-    assert "x-delta-sync-version" not in client.get("/v1/completions").headers
-    site.service.start()
-    client.get("/delta_sync/wait", params={"version": 0, "timeout": 120})
-    assert client.get("/v1/completions").headers["x-delta-sync-version"] == "0"
-
-
 def test_who_may_change_state(site: Site) -> None:
     path = "/delta_sync/verify"
     site.serve()
@@ -341,6 +319,7 @@ def test_not_ready_before_anything_is_proven(tmp_path: Path, policy: str, remedy
     answer = site.client().get("/delta_sync/ready")
     assert answer.status_code == 503
     assert answer.json()["reasons"] == [f"no version is served yet, the state is waiting_for_run; {remedy}"]
+    assert "x-delta-sync-version" not in site.client().get("/v1/completions").headers
     site.end()
 
 

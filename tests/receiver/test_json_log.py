@@ -3,9 +3,6 @@
 import io
 import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.running import run_python
 from tests.support.world import World
 from vllm_delta_sync.json_log import log_as_json
 
-ROOT = Path(__file__).parents[2]
 ALWAYS = {"time", "level", "logger", "event", "message"}
 ABOUT_A_VERSION = {*ALWAYS, "version", "step", "run", "bytes", "changed", "timings_ms"}
 PUBLISH = """
@@ -86,9 +83,7 @@ def test_other_lines_and_tracebacks_are_one_object_without_secrets(stream: io.St
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
 def test_a_publisher_logs_each_version_as_it_is_asked_to(tmp_path: Path, log_format: str) -> None:
-    environment = {**os.environ, "DELTA_SYNC_LOG_FORMAT": log_format}
-    command = [sys.executable, "-c", PUBLISH, str(tmp_path / "run")]
-    done = subprocess.run(command, env=environment, cwd=ROOT, check=True, capture_output=True, text=True)
+    done = run_python("-c", PUBLISH, str(tmp_path / "run"), DELTA_SYNC_LOG_FORMAT=log_format)
     if log_format == "text":
         assert "published" not in done.stderr
         return

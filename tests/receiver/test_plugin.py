@@ -4,13 +4,13 @@
 """
 
 import json
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support.running import run_python
 from tests.support.snapshot import differences
 from vllm_delta_sync.engine import WorkerExtension
 from vllm_delta_sync.engine.entrypoints.plugin import AfterImport
@@ -41,6 +41,7 @@ import vllm.model_executor.model_loader, vllm.v1.engine.core, vllm.distributed.w
 """
 TELL = """
 import json, sys
+from tests.support.running import run_python
 from tests.support.snapshot import snapshot
 print("SEEN", json.dumps(snapshot()))
 """
@@ -101,11 +102,7 @@ for code in sys.argv[1:]:
 
 def run(*programs: str) -> list[str]:
     """What each of them printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, *programs], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.split("FORK\n")[1:]
+    return run_python("-c", FORKS, *programs).stdout.split("FORK\n")[1:]
 
 
 def seen(said: str) -> list[dict[str, Any]]:
@@ -140,12 +137,8 @@ def test_the_order_does_not_matter() -> None:
 def test_nothing_is_imported() -> None:
     before = "import sys, logging, json, importlib.abc, importlib.util\nbefore = set(sys.modules)"
     program = before + REGISTER + "print('LOADED', *sorted(set(sys.modules) - before))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
-    said = done.stdout
-    assert {name for name in said.split() if "." not in name} - set(sys.stdlib_module_names) == {
-        "LOADED",
-        "vllm_delta_sync",
-    }
+    loaded = {name for name in run_python("-c", program).stdout.split() if "." not in name}
+    assert loaded - set(sys.stdlib_module_names) == {"LOADED", "vllm_delta_sync"}
 
 
 def test_a_vllm_that_lacks_modules_is_left_alone(said: list[str]) -> None:

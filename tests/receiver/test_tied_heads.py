@@ -8,7 +8,6 @@ import copy
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -24,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.modules import ModulePort
+from tests.support.running import run_python
 from tests.support.tiny import make_model, save_checkpoint
 from tests.tools.models import vllm_side
 from tests.tools.models.reachable import differences
@@ -36,7 +36,6 @@ from vllm_delta_sync.engine.worker.rank_worker import RankWorker
 from vllm_delta_sync.errors import DeltaSyncError
 from vllm_delta_sync.settings import Settings
 
-SECONDS = 400
 HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 WEIGHTS = "model.safetensors"
 Tensors = dict[str, torch.Tensor]
@@ -232,9 +231,7 @@ SLOW = tuple(name for name in CASES if name not in QUICK)
 def outcomes(names: tuple[str, ...]) -> dict[str, Any]:
     """What came of these cases."""
     with tempfile.TemporaryDirectory() as root:
-        command = [sys.executable, "-m", "tests.receiver.test_tied_heads", root, *names]
-        done = subprocess.run(command, timeout=SECONDS, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_python("-m", "tests.receiver.test_tied_heads", root, *names)
         found: dict[str, Any] = json.loads((Path(root) / "seen.json").read_text())
         return found
 

@@ -266,14 +266,23 @@ def test_each_attach_names_the_other() -> None:
         asyncio.run(attach_async(Llm(), bucket="/x"))
 
 
-def test_call_that_ends_after_close_raises_where_it_was_made_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit may outlast the time that ``close`` waits for it."""
-    asked: Future[Any] = Future()
-    service = SimpleNamespace(
-        request=lambda *_: asked, start=lambda: None, stop=lambda: None, join=lambda seconds: None
-    )
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> "list[Future[Any]]":
+    """What a service is asked to do; nothing is answered."""
+    found: list[Future[Any]] = []
+
+    def request(*_: Any) -> "Future[Any]":
+        found.append(Future())
+        return found[-1]
+
+    service = SimpleNamespace(request=request, start=lambda: None, stop=lambda: None, join=lambda seconds: None)
     monkeypatch.setattr(embedded, "ServerEnginePort", lambda *_: None)
     monkeypatch.setattr(embedded, "ReceiverService", lambda *_: service)
+    return found
+
+
+def test_call_that_ends_after_close_raises_where_it_was_made_and_nowhere_else(asked: "list[Future[Any]]") -> None:
+    """A commit may outlast the time that ``close`` waits for it."""
     raised: list[dict[str, Any]] = []
 
     async def close_first() -> Any:
@@ -281,10 +290,10 @@ def test_call_that_ends_after_close_raises_where_it_was_made_and_nowhere_else(mo
         sync = embedded.AsyncSync(SimpleNamespace(vllm_config=None), Settings(bucket="/x"))
         call = asyncio.create_task(sync.to(1))
         await asyncio.sleep(0)
-        assert asked.set_running_or_notify_cancel()
+        assert asked[0].set_running_or_notify_cancel()
         await sync.close()
         (outcome,) = await asyncio.gather(call, return_exceptions=True)
-        asked.set_result({})
+        asked[0].set_result({})
         await asyncio.sleep(0.01)
         return outcome
 
@@ -293,13 +302,8 @@ def test_call_that_ends_after_close_raises_where_it_was_made_and_nowhere_else(mo
     assert raised == []
 
 
-def test_call_that_its_caller_cancels_stays_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = SimpleNamespace(
-        request=lambda *_: Future(), start=lambda: None, stop=lambda: None, join=lambda seconds: None
-    )
-    monkeypatch.setattr(embedded, "ServerEnginePort", lambda *_: None)
-    monkeypatch.setattr(embedded, "ReceiverService", lambda *_: service)
-
+@pytest.mark.usefixtures("asked")
+def test_call_that_its_caller_cancels_stays_cancelled() -> None:
     async def cancel() -> None:
         sync = embedded.AsyncSync(SimpleNamespace(vllm_config=None), Settings(bucket="/x"))
         with pytest.raises(TimeoutError):

@@ -1,6 +1,9 @@
 """Processes, threads and memory: what a test has started, what of it is left, and what it takes."""
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -12,6 +15,25 @@ from typing import Any
 import pytest
 
 from vllm_delta_sync.bucket.factory import OpenedBucket
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_python(
+    *arguments: str, code: int = 0, seconds: float = 600, **environment: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run a program in the root of the repository, with further variables; it ends with that code in time."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == code, (done.returncode, done.stdout[-3000:], done.stderr[-6000:])
+    return done
 
 
 def mentioning(path: Path) -> set[int]:
