@@ -8,7 +8,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from enum import Enum
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,98 +16,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.engine_cores import Client, Core
 from tests.support.modules import ModulePort
 from tests.support.world import World
-from vllm_delta_sync.engine.compat.caches import WeightCaches
 from vllm_delta_sync.engine.compat.cpu_experts import plain_experts
 from vllm_delta_sync.engine.compat.features import check_layout
 from vllm_delta_sync.engine.compat.patches import plain_label
-from vllm_delta_sync.engine.core.engine_core import PauseWatchdog
 from vllm_delta_sync.engine.core.ports import ServerEnginePort
 from vllm_delta_sync.engine.follow.receiver import Receiver
-from vllm_delta_sync.engine.protocol import decode_request
 from vllm_delta_sync.errors import DeltaSyncError, EngineError
 from vllm_delta_sync.settings import Settings
 
 ENGINES, RANKS = 2, 2
-
-
-class PauseState(Enum):
-    UNPAUSED = 0
-    PAUSED_ALL = 1
-
-
-class Scheduler:
-    def __init__(self) -> None:
-        self.pause_state = PauseState.UNPAUSED
-        self.max_num_encoder_input_tokens = 0
-
-    def set_pause_state(self, state: PauseState) -> None:
-        self.pause_state = state
-
-
-class Core:
-    """What a guard needs of an engine core, and the utilities that one has; its ranks are those of a ModulePort."""
-
-    def __init__(self, port: ModulePort) -> None:
-        self.guard = PauseWatchdog(self, WeightCaches(self, "keep"))
-        self.scheduler = Scheduler()
-        self.model_executor = self
-        self.is_sleeping = False
-        self.labels: list[str] = []
-        self.log: list[str] = []
-        self.hook: Callable[[str, str], None] = lambda utility, method: None
-        self._idle_state_callbacks: list[Any] = []
-        self.port = port
-
-    def pause_scheduler(self, mode: str, clear_cache: bool) -> None:
-        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-
-    def resume_scheduler(self) -> None:
-        self.scheduler.set_pause_state(PauseState.UNPAUSED)
-
-    def set_weight_version(self, label: str) -> None:
-        self.labels.append(label)
-
-    def get_weight_version(self) -> str:
-        return self.labels[-1] if self.labels else "default"
-
-    def collective_rpc(self, name: str, timeout: float | None, args: tuple[bytes, int]) -> list[Any]:
-        request, number = args
-        return [{"call": number, "answer": self.port.serve(rank, request)} for rank in self.port.ranks]
-
-    def utility(self, name: str, *args: Any) -> Any:
-        method = decode_request(args[0]).operation if args and isinstance(args[0], bytes) else ""
-        self.log.append(f"{name} {method}")
-        self.hook(name, method)
-        if name == "is_sleeping":
-            return self.is_sleeping
-        calls: dict[str, Callable[..., Any]] = {
-            "delta_sync_pause": self.guard.pause,
-            "delta_sync_resume": self.guard.resume,
-            "delta_sync_renew": self.guard.renew,
-            "delta_sync_call_ranks": self.guard.call_ranks,
-            "delta_sync_call_paused": self.guard.call_paused,
-            "delta_sync_label": self.guard.label,
-            "delta_sync_label_paused": self.guard.label_paused,
-        }
-        return calls[name](*args)
-
-
-class Client:
-    """The client of several engine cores."""
-
-    def __init__(self, cores: list[Core]) -> None:
-        self.cores = cores
-        self.core_engines = [bytes([index]) for index in range(len(cores))]
-        self.engine_core = self
-        self.errored = False
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=RANKS))
-
-    def shutdown(self, timeout: float | None = None) -> None: ...
-
-    async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
-        return self.cores[engine[0]].utility(method, *args)
 
 
 class Site:
@@ -119,7 +38,7 @@ class Site:
         self.models = [self.world.models, self.world.fresh()]
         self.cores = [Core(ModulePort(*models)) for models in self.models]
         settings = Settings(bucket=self.world.url, prefix_cache="keep")
-        self.receiver = Receiver(ServerEnginePort(Client(self.cores), loop, settings), settings)
+        self.receiver = Receiver(ServerEnginePort(Client(self.cores, RANKS), loop, settings), settings)
 
     def expect(self, version: int) -> None:
         """Every rank of every engine holds the version, is labelled with it, and generates."""
@@ -128,7 +47,7 @@ class Site:
         for core in self.cores:
             given = [label for label, _ in groupby(core.labels)]
             assert len(set(given)) == len(given), "a label came twice"
-        assert [core.scheduler.pause_state.name for core in self.cores] == ["UNPAUSED"] * ENGINES
+        assert [core.state for core in self.cores] == ["UNPAUSED"] * ENGINES
         held = [rank.describe() for core in self.cores for rank in core.port.ranks]
         assert [rank.version for rank in held] == [version] * ENGINES * RANKS
         assert all(rank.intact for rank in held)
@@ -257,7 +176,7 @@ def test_pause_that_the_others_never_join_can_be_ended() -> None:
     core.guard.pause("keep", "keep", 60.0)
     assert core.pending is not None
     assert core.guard.resume() is False
-    assert (core.pending_pause, core.scheduler.pause_state) == (False, PauseState.UNPAUSED)
+    assert (core.pending_pause, core.state) == (False, "UNPAUSED")
     assert core._idle_state_callbacks == []
     assert isinstance(core.pending.exception(0), RuntimeError)
 

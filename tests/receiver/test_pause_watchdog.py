@@ -3,9 +3,7 @@ engine that waits for a lost rank."""
 
 import multiprocessing
 import os
-import queue
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.engine_cores import EngineCore
 from vllm_delta_sync.engine.commit.agreement import all_hold, common_version
 from vllm_delta_sync.engine.compat.caches import WeightCaches
 from vllm_delta_sync.engine.compat.patches import plain_label
@@ -97,57 +96,23 @@ def test_an_engine_that_hangs_in_vllms_own_pause_ends(monkeypatch: pytest.Monkey
         if ended.wait(300):
             raise RuntimeError("ended")
 
-    engine = SimpleNamespace(
-        model_executor=SimpleNamespace(is_sleeping=False),
-        scheduler=SimpleNamespace(pause_state=SimpleNamespace(name="UNPAUSED"), max_num_encoder_input_tokens=0),
-        _idle_state_callbacks=[],
-        input_queue=queue.Queue(),
-        pause_scheduler=pause_scheduler,
-        resume_scheduler=lambda: None,
-    )
+    engine = EngineCore()
+    monkeypatch.setattr(engine, "pause_scheduler", pause_scheduler)
     monkeypatch.setattr(engine_core, "STUCK_SECONDS", 0.05)
     monkeypatch.setattr(PauseWatchdog, "end", lambda watchdog, reason: ended.set())
     with pytest.raises(RuntimeError, match="ended"):
         watchdog_of(engine).pause("keep", "keep", 0.05)
 
 
-class Engine:
-    """What the watchdog uses of vLLM's engine core. ``busy``: a pause is complete only when ``stop`` is called."""
+class Engine(EngineCore):
+    """Its ranks say what the test has them hold."""
 
     def __init__(self, *held: RankState, busy: bool = False) -> None:
+        super().__init__()
         self.held, self.busy = list(held), busy
         self.asked: list[RankRequest[Any]] = []
         self.handled: list[str] = []
-        self.label = "4;sql=2"
-        self.model_executor = SimpleNamespace(is_sleeping=False, collective_rpc=self.answer)
-        self.scheduler = SimpleNamespace(set_pause_state=self.set_state, max_num_encoder_input_tokens=0, connector=None)
-        self.set_state("UNPAUSED")
-        self.input_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._idle_state_callbacks: list[Callable[[], None]] = []
-
-    @property
-    def state(self) -> str:
-        return str(self.scheduler.pause_state.name)
-
-    def set_state(self, state: Any) -> None:
-        self.scheduler.pause_state = SimpleNamespace(name=state) if isinstance(state, str) else state
-
-    def pause_scheduler(self, mode: str, clear_cache: bool) -> "Future[None] | None":
-        self.set_state("PAUSED_ALL" if mode == "keep" else "PAUSED_NEW")
-        if not self.busy:
-            return None
-        future: Future[None] = Future()
-        self._idle_state_callbacks.append(lambda: future.set_result(None))
-        return future
-
-    def resume_scheduler(self) -> None:
-        self.set_state("UNPAUSED")
-
-    def stop(self) -> None:
-        """Complete every pause that waits for this."""
-        self.busy = False
-        while self._idle_state_callbacks:
-            self._idle_state_callbacks.pop()()
+        self.labels.append("4;sql=2")
 
     def add_request(self) -> None:
         raise NotImplementedError
@@ -158,13 +123,7 @@ class Engine:
     def _handle_client_request(self, request_type: Any, request: Any) -> None:
         self.handled.append(request_type.name)
 
-    def get_weight_version(self) -> str:
-        return self.label
-
-    def set_weight_version(self, label: str) -> None:
-        self.label = label
-
-    def answer(self, method: str, timeout: float, args: tuple[bytes, int]) -> list[dict[str, Any]]:
+    def collective_rpc(self, method: str, timeout: float | None, args: tuple[bytes, int]) -> list[Any]:
         request = decode_request(args[0])
         self.asked.append(request)
         if isinstance(request, Revert):
@@ -190,11 +149,11 @@ def test_what_belongs_into_a_pause_is_done_only_in_one() -> None:
         assert watchdog.renew(60.0) is paused
         assert (watchdog.call_paused(encode_request(Describe()), 1.0) is not None) is paused
         assert watchdog.label_paused(None, "5~1", "run") is paused
-        assert engine.label == ("5~1;sql=2" if paused else "4;sql=2")
+        assert engine.get_weight_version() == ("5~1;sql=2" if paused else "4;sql=2")
         assert watchdog.label_paused("sql", "7~2", "run") is paused
-        assert engine.label == ("5~1;sql=7~2" if paused else "4;sql=2")
+        assert engine.get_weight_version() == ("5~1;sql=7~2" if paused else "4;sql=2")
         assert watchdog.resume() is False
-        engine.label = "4;sql=2"
+        engine.set_weight_version("4;sql=2")
     assert len(engine.asked) == 1
 
 
@@ -249,7 +208,7 @@ def test_a_lost_pause_ends_on_a_common_version_with_its_label(adapter: Adapter |
     assert engine.asked == [
         Describe(adapter=adapter), Revert(version=3, adapter=adapter), Describe(adapter=adapter)
     ]  # fmt: skip
-    assert plain_label(engine.label) == ("3;sql=2" if adapter is None else "4;sql=3")
+    assert plain_label(engine.get_weight_version()) == ("3;sql=2" if adapter is None else "4;sql=3")
     assert engine.state == "UNPAUSED"
     # The controller learns of it once.
     assert [watchdog.resume(), watchdog.resume()] == [True, False]

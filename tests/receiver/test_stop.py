@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from tests.receiver.test_layouts import Client, Core
+from tests.support.engine_cores import Client, Core
 from tests.support.modules import ModulePort
 from tests.support.services import WAIT, wait_until
 from tests.support.world import World
@@ -48,8 +48,6 @@ class OneClient(Client):
 
     def __init__(self, core: Core) -> None:
         super().__init__([core])
-        self.vllm_config.parallel_config.world_size = 1
-        self.errored = False
         self.holds = ""
         self.held = asyncio.Event()
         self.cancels = False
@@ -187,12 +185,12 @@ def test_a_stop_lets_a_commit_end_and_begins_no_other(site: Site) -> None:
         await asyncio.to_thread(client.shutdown, timeout=30)
         client.go_on.set()
         await site.served(1)
-        assert client.cores[0].scheduler.pause_state.name == "UNPAUSED"
+        assert client.cores[0].state == "UNPAUSED"
         await asyncio.to_thread(site.world.train, 2)
         assert site.service is not None
         await asyncio.to_thread(site.service.join, WAIT)
         assert site.service.receiver.served_version == 1
-        assert client.cores[0].scheduler.pause_state.name == "UNPAUSED"
+        assert client.cores[0].state == "UNPAUSED"
 
     asyncio.run(main())
     site.expect_ended()
