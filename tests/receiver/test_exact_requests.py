@@ -50,8 +50,8 @@ class Client:
     """vLLM's client in front of such engines; only what it makes of a prompt is left out.
 
     Attributes:
-        exact: ours, installed. added: requests to the engine by the name that the test gave them; of several choices,
-            with their index.
+        exact: ours, installed. own: the label of its first engine.
+        added: requests to the engine by the name that the test gave them; of several choices, with their index.
     """
 
     generate, encode, abort = AsyncLLM.generate, AsyncLLM.encode, AsyncLLM.abort
@@ -60,6 +60,7 @@ class Client:
     def __init__(self, *labels: str, follows_model: bool = True, adapters: tuple[str, ...] = ()) -> None:
         self.output_processor = OutputProcessor(None, log_stats=False)
         self.engine_core = Core(list(labels) or [patches.version_label(5)])
+        self.own = self.engine_core.labels[0]
         self.added: dict[str, str] = {}
         self.exact = ExactRequests(self, adapters, follows_model, "reset")
         self.exact.install(SimpleNamespace())
@@ -182,10 +183,9 @@ NEXT, SAME = patches.version_label(6), patches.version_label(5)
 @scenario
 async def test_answer_of_one_version_is_passed_on(params: SamplingParams) -> None:
     client = Client()
-    [label] = client.engine_core.labels
     request, reader = await begun(client, 5, "a", params=params)
     for last in (False, False, True):
-        client.step(label, "a", last=last)
+        client.step(client.own, "a", last=last)
         await settle()
     # Its version is not served any more, and its answer is complete.
     client.step(NEXT)
@@ -202,14 +202,13 @@ async def test_no_token_of_other_weights_is_passed_on(
     label: str | None, before: int, late: bool, params: SamplingParams
 ) -> None:
     client = Client()
-    [own] = client.engine_core.labels
     request, reader = await begun(client, 5, "a", params=params)
     for _ in range(before):
-        client.step(own, "a")
+        client.step(client.own, "a")
         await settle()
     if late:
         # vLLM then hands both outputs over as one.
-        client.step(own, "a")
+        client.step(client.own, "a")
     client.step(label, "a")
     await reader.ended()
     expect_refused(request, reader)
@@ -233,11 +232,10 @@ async def test_weights_that_were_changed_and_changed_back_are_other_weights() ->
 @scenario
 async def test_one_choice_of_other_weights_ends_all(params: SamplingParams) -> None:
     client = Client()
-    [own] = client.engine_core.labels
     several = SamplingParams(output_kind=params.output_kind, detokenize=False, n=2)
     request, reader = await begun(client, 5, "a", params=several)
-    client.step(own, "a/0", "a/1")
-    client.step(own, "a/0", last=True)
+    client.step(client.own, "a/0", "a/1")
+    client.step(client.own, "a/0", last=True)
     await settle()
     client.step(NEXT, "a/1", last=True)
     await reader.ended()
@@ -248,10 +246,9 @@ async def test_one_choice_of_other_weights_ends_all(params: SamplingParams) -> N
 @scenario
 async def test_one_prompt_of_other_weights_ends_all() -> None:
     client = Client()
-    [own] = client.engine_core.labels
     request, reader = await begun(client, 5, "a", "b")
-    client.step(own, "a", "b")
-    client.step(own, "a", last=True)
+    client.step(client.own, "a", "b")
+    client.step(client.own, "a", last=True)
     await settle()
     client.step(NEXT, "b")
     await reader.ended()
@@ -264,12 +261,11 @@ async def test_one_prompt_of_other_weights_ends_all() -> None:
 async def test_next_turn_of_a_conversation_is_not_begun_with_other_weights() -> None:
     """As ``/v1/responses`` does, which calls tools between two generations."""
     client = Client()
-    [own] = client.engine_core.labels
     request = await client.exact.admit(5)
     with request.current():
         first = Reader(client.generate("p", STREAM, "a"))
         await settle()
-        client.step(own, "a", last=True)
+        client.step(client.own, "a", last=True)
         await first.ended()
         second = Reader(client.generate("p", STREAM, "b"))
         await settle()
@@ -331,9 +327,8 @@ async def test_request_of_the_same_name_is_another_request() -> None:
 @scenario
 async def test_abort_by_the_engine_is_an_error() -> None:
     client = Client()
-    [own] = client.engine_core.labels
     request, reader = await begun(client, 5, "a")
-    client.step(own, "a")
+    client.step(client.own, "a")
     await settle()
     aborted = EngineCoreOutput(client.added["a"], [], finish_reason=FinishReason.ABORT)
     client.output_processor.process_outputs([aborted])
@@ -362,10 +357,9 @@ async def test_client_that_leaves_ends_its_request() -> None:
 @scenario
 async def test_pooling(changed: bool) -> None:
     client = Client()
-    [own] = client.engine_core.labels
     request, reader = await begun(client, 5, "a", "b", params=PoolingParams(task="embed"))
-    client.step(own, "a", last=True, pooled=True)
-    client.step(NEXT if changed else own, "b", last=True, pooled=True)
+    client.step(client.own, "a", last=True, pooled=True)
+    client.step(NEXT if changed else client.own, "b", last=True, pooled=True)
     await reader.ended()
     if changed:
         expect_refused(request, reader)

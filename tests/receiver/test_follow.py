@@ -194,16 +194,6 @@ def test_rescan_goes_round(world: World) -> None:
     assert 0 < seen < 6
 
 
-def test_verify_names_the_tensor_that_differs(world: World) -> None:
-    world.receiver.advance()
-    world.model.transposed.data[5, 7] += 1.0
-    outcome = world.receiver.verify()
-    assert (outcome["verdict"], outcome["mismatched"]) == (False, ["out.weight"])
-    status = world.receiver.status()
-    assert (status["served"], status["state"], status["last_error"]["kind"]) == (None, "refused", "fingerprint")
-    assert world.port.log[-1] == "label None"
-
-
 @pytest.mark.parametrize("found_by", ["verify", "advance"])
 def test_parameter_replaced_between_two_versions_is_refused(world: World, found_by: str) -> None:
     world.receiver.advance()

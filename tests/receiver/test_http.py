@@ -17,6 +17,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.requests import Request
 
+from tests.support.services import wait_until
 from tests.support.web import BEARER, CHANGING, ELSEWHERE, Site, listening
 from vllm_delta_sync.engine.api import access, admission, routes
 from vllm_delta_sync.engine.api.api_servers import ApiServerGroup, FollowerClient, LeaderServer
@@ -150,10 +151,7 @@ class Served:
         assert answer.status_code == 200, answer.text
 
     def wait_for_waiters(self, count: int) -> None:
-        deadline = time.monotonic() + 120
-        while len(self.site.app.state.delta_sync_waiters._waiting) != count:
-            assert time.monotonic() < deadline, "they do not wait, or do not give up"
-            time.sleep(0.01)
+        wait_until(lambda: len(self.site.app.state.delta_sync_waiters._waiting) == count)
 
 
 @pytest.fixture
@@ -328,11 +326,9 @@ def test_not_ready_while_asleep(served: Served) -> None:
     port: Any = served.site.port
     for asleep, code in ((True, 503), (False, 200)):
         port.ranks[0].memory.asleep = asleep
-        deadline = time.monotonic() + 120
-        while (answer := served.get("ready")).status_code != code:
-            assert time.monotonic() < deadline, answer.text
-            time.sleep(0.01)
-        assert answer.json()["reasons"] == ["the engine is asleep; wake it up (POST /wake_up)"] * asleep
+        wait_until(lambda code=code: served.get("ready").status_code == code)  # type: ignore[misc]
+        reasons = served.get("ready").json()["reasons"]
+        assert reasons == ["the engine is asleep; wake it up (POST /wake_up)"] * asleep
 
 
 def test_lag_counts_beyond_max_lag_alone() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from tests.support.services import wait_until
 from tests.support.web import CHANGING, ELSEWHERE, Site
 from vllm_delta_sync.dashboard import background_reader, page
 from vllm_delta_sync.dashboard.page_reader import PageReader
@@ -30,14 +30,16 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def overview(site: Site, whole: bool = True) -> Any:
     """The document, once the bucket is read."""
-    deadline = time.monotonic() + SECONDS
-    while True:
+    found: list[Any] = []
+
+    def is_read() -> bool:
         reply = site.client().get("/delta_sync/overview")
         assert reply.status_code == 200, reply.text
-        if reply.json()["run"] is not None or not whole:
-            return reply.json()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        found.append(reply.json())
+        return found[-1]["run"] is not None or not whole
+
+    wait_until(is_read)
+    return found[-1]
 
 
 def test_page_and_document_of_a_server(site: Site) -> None:
@@ -148,10 +150,8 @@ def test_a_bucket_that_cannot_be_read_leaves_the_rest(tmp_path: Path) -> None:
     site.serve()
     moved = site.settings.model_copy(update={"bucket": str(tmp_path / "nowhere")})
     site.app.state.delta_sync_pages = {None: LivePage(moved)}
-    deadline = time.monotonic() + SECONDS
-    while not (found := overview(site, whole=False))["problems"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: overview(site, whole=False)["problems"])
+    found = overview(site, whole=False)
     problem = found["problems"][0]
     assert (problem["where"], problem["kind"], found["run"]) == ("the bucket", "not_found", None)
     assert found["headline"] == {"level": "error", "text": "Version 0 is served, the newest"}

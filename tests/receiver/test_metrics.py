@@ -153,6 +153,7 @@ from prometheus_client import generate_latest
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 from vllm_delta_sync.engine.observe import metrics
 from vllm_delta_sync.engine.observe.status import StatusBoard
+from vllm_delta_sync.engine.staging.stage import PhaseTimer
 
 def serve(role, versions=0, state=""):
     metrics.observe_admission("served", 0.01)
@@ -247,6 +248,13 @@ def test_anchor_is_told_as_such_and_its_reading_apart(tmp_path: Path, caplog: py
     (line,) = lines(caplog)
     timings = world.receiver.status()["timings_ms"]
     assert re.match(r"version 0 \(step \d+\) served: taken whole, [\d.]+ kB; ", line)
+    # The line has one decimal below 10 ms, and no phase below 0.05 ms; the status has three decimals of each.
+    shown = {word: float(number) for word, number in re.findall(r"(\w+) ([\d.]+)", line.partition("; ")[2])}
+    words = {**updater._WORDS, "commit": "committed", "resume": "resumed", "pause": "paused"}
+    assert shown.keys() <= set(words.values())
+    for phase, word in words.items():
+        expected = timings.get(phase, 0)
+        assert shown.get(word, 0) == pytest.approx(expected, rel=0, abs=0.06 if expected < 9.9 else 0.51), word
     assert list(timings) == [phase for phase in updater.PHASE_ORDER if phase in timings]
     assert {"fetch", "verify", "decode", "route"} <= timings.keys()
     assert min(timings["verify"], timings["fetch"], timings["decode"]) > 0

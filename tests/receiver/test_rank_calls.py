@@ -15,6 +15,18 @@ from vllm_delta_sync.errors import EngineError
 NUMBER = 17
 
 
+def connected(worker: Any, reader: int) -> Any:
+    """The other end of a worker's queue; it and the worker are ready."""
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    found = MessageQueue.create_from_handle(worker.export_handle(), reader)
+    ready = threading.Thread(target=worker.wait_until_ready)
+    ready.start()
+    found.wait_until_ready()
+    ready.join()
+    return found
+
+
 class Rank:
     """The two ends of one rank's answers: shared memory, as between a worker and its executor."""
 
@@ -24,11 +36,7 @@ class Rank:
 
         self.status = WorkerProc.ResponseStatus
         self._worker = MessageQueue(1, 1)
-        self.queue = MessageQueue.create_from_handle(self._worker.export_handle(), 0)
-        ready = threading.Thread(target=self._worker.wait_until_ready)
-        ready.start()
-        self.queue.wait_until_ready()
-        ready.join()
+        self.queue = connected(self._worker, 0)
 
     def answers(self, call: int, **values: Any) -> None:
         self._worker.enqueue((self.status.SUCCESS, {"call": call, **values}))
@@ -47,17 +55,12 @@ def read(rank: Rank, seconds: float | None) -> Any:
     return engine_core._read_answer(rank.queue, 0, NUMBER, deadline)
 
 
-def test_what_was_left_of_earlier_calls_is_dropped(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_left_of_earlier_calls_is_dropped(rank: Rank) -> None:
     rank.answers(NUMBER - 2, version=1)
     rank.fails("an earlier call")
     rank.answers(NUMBER - 1, version=2)
     rank.answers(NUMBER, version=3)
     assert read(rank, None) == {"call": NUMBER, "version": 3}
-    assert [record.getMessage() for record in caplog.records] == [
-        "dropped an answer of rank 0 to an earlier call, which had failed on another rank",
-        "rank 0 reported a failure, of this call or an earlier one: an earlier call",
-        "dropped an answer of rank 0 to an earlier call, which had failed on another rank",
-    ]
 
 
 def test_a_failure_of_the_call_itself_ends_the_wait(
@@ -96,11 +99,7 @@ class RemoteRank:
         from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
         self.worker = MessageQueue(1, 0, connect_ip="127.0.0.1")
-        self.queue: Any = MessageQueue.create_from_handle(self.worker.export_handle(), -1)
-        ready = threading.Thread(target=self.worker.wait_until_ready)
-        ready.start()
-        self.queue.wait_until_ready()
-        ready.join()
+        self.queue = connected(self.worker, -1)
 
 
 @pytest.fixture

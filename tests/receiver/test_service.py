@@ -16,7 +16,6 @@ from tests.support.services import POLL, WAIT, Site, wait_until
 from tests.support.world import World
 from vllm_delta_sync.engine.follow import service as service_module
 from vllm_delta_sync.engine.follow.service import ReceiverService
-from vllm_delta_sync.errors import BusyError
 from vllm_delta_sync.notice import NoticeSubscriber
 from vllm_delta_sync.settings import Settings
 
@@ -145,20 +144,6 @@ def test_request_does_not_wait_for_a_whole_catch_up(
     service.request("release").result(WAIT)
     wait_until(lambda: service.receiver.served_version == 8)
     site.world.expect_exact()
-
-
-def test_hold_that_comes_first_of_all_still_proves(site: Site) -> None:
-    service = site.serve()
-    held = service.request("hold")
-    service.start()
-    assert held.result(WAIT)["holding"]
-    wait_until(lambda: service.receiver.served_version == 0)
-    wait_until(lambda: service.receiver.status()["state"] == "held")
-    site.world.train(1)
-    with pytest.raises(BusyError, match="held at version 0"):
-        service.request("sync").result(WAIT)
-    service.request("release").result(WAIT)
-    wait_until(lambda: service.receiver.served_version == 1)
 
 
 @pytest.mark.parametrize("policy", ["follow", "manual"])

@@ -24,6 +24,8 @@ from vllm_delta_sync.format.fingerprint import fingerprint_tensor
 from vllm_delta_sync.maintenance.tags import set_tag
 from vllm_delta_sync.settings import Settings
 
+ORDER = StandingOrder(setting="head", target="3").model_dump_json()
+
 
 class Life:
     """A server that is started again and again, from its checkpoint or from a version of the bucket."""
@@ -64,6 +66,15 @@ class Life:
 
     def labels(self) -> list[int]:
         return [int(entry[6:]) for entry in self.port.log if entry.startswith("label ") and entry != "label None"]
+
+    def keep(self, text: str, mode: int = 0o600) -> Path:
+        """Write what an earlier life may have left."""
+        path = StandingOrderStore(Settings(**self.settings)).path
+        assert path is not None
+        path.parent.mkdir()
+        path.write_text(text)
+        path.chmod(mode)
+        return path
 
     @property
     def file(self) -> Path | None:
@@ -154,11 +165,7 @@ DAMAGED = ["", "{", "{}", '{"setting":"head","holding":1}', '{"setting":"head","
 def test_damaged_order_holds_what_the_server_starts_with(
     life: Life, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
-    path = StandingOrderStore(Settings(**life.settings)).path
-    assert path is not None
-    path.parent.mkdir()
-    path.write_text(text)
-    path.chmod(0o600)
+    life.keep(text)
     service = life.start()
     life.serves(0)
     wait_until(lambda: service.receiver.status()["state"] == "held")
@@ -169,14 +176,9 @@ def test_damaged_order_holds_what_the_server_starts_with(
 
 @pytest.mark.parametrize("how", ["link", "others"])
 def test_order_that_another_may_have_written_is_not_believed(life: Life, how: str) -> None:
-    path = StandingOrderStore(Settings(**life.settings)).path
-    assert path is not None
-    path.parent.mkdir()
-    written = path if how == "others" else life.chain.root / "order.json"
-    written.write_text(StandingOrder(setting="head", target="3").model_dump_json())
-    written.chmod(0o666 if how == "others" else 0o600)
+    path = life.keep(ORDER, 0o666 if how == "others" else 0o600)
     if how == "link":
-        path.symlink_to(written)
+        path.symlink_to(path.rename(life.chain.root / "order.json"))
     service = life.start()
     life.serves(0)
     assert service.receiver.status()["target"] == "head"
@@ -208,11 +210,7 @@ def test_version_that_was_held_and_is_gone_is_said(life: Life) -> None:
 
 def test_another_server_of_this_user_has_orders_of_its_own(life: Life, tmp_path: Path) -> None:
     """Another process holds the file's lock."""
-    path = StandingOrderStore(Settings(**life.settings)).path
-    assert path is not None
-    path.parent.mkdir()
-    path.write_text(StandingOrder(setting="head", target="3").model_dump_json())
-    path.chmod(0o600)
+    path = life.keep(ORDER)
     script = (
         "import fcntl, sys\n"
         "lock = open(sys.argv[1], 'a')\n"

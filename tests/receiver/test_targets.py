@@ -66,17 +66,6 @@ def test_fixed_version_is_served_and_not_left(chain: Chain) -> None:
     server.serves(5)
 
 
-def test_version_that_is_not_there_yet_is_waited_for(chain: Chain) -> None:
-    server = Server(chain, chain.bits[0], target="8")
-    with pytest.raises(NotFoundError, match="version 8 is not published; the head is 6"):
-        server.receiver.advance()
-    assert server.receiver.target_unavailable
-    server.serves(0)
-    chain.grow(3)
-    server.reaches(8, commits=1)
-    assert not server.receiver.target_unavailable
-
-
 def test_tag_is_followed_as_it_moves_forward(chain: Chain) -> None:
     server = Server(chain, chain.bits[0], target="tag:best")
     with pytest.raises(NotFoundError, match="has no tag 'best'"):

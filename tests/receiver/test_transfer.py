@@ -56,7 +56,7 @@ def make_client(backend: str | None = TRANSFER_BACKEND) -> Any:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    """A run with a base, and a service that moves only when told to."""
+    """A run with a base."""
     site = Site(World(tmp_path))
     yield site
     site.end()
@@ -78,15 +78,21 @@ def update(client: Any, **info: Any) -> Callable[[], Awaitable[None]]:
     return lambda: client.update_weights(WeightTransferUpdateRequest(update_info=info))
 
 
-def forwarding(site: Site) -> tuple[Any, ReceiverService]:
+@pytest.fixture
+def service(site: Site) -> ReceiverService:
+    """It serves version 0, and moves only when told to."""
     service = site.serve(policy="manual")
     service.start()
     service.request("sync", 0).result(WAIT)
-    return WeightTransferCalls(service, site.world.url), service
+    return service
 
 
-def test_whole_update_moves_the_model(site: Site) -> None:
-    client, service = forwarding(site)
+@pytest.fixture
+def client(site: Site, service: ReceiverService) -> Any:
+    return WeightTransferCalls(service, site.world.url)
+
+
+def test_whole_update_moves_the_model(site: Site, client: Any, service: ReceiverService) -> None:
     site.world.train(1)
     site.world.train(2)
     done = run(
@@ -106,8 +112,7 @@ def test_whole_update_moves_the_model(site: Site) -> None:
     site.world.expect_exact()
 
 
-def test_refusals_change_nothing(site: Site) -> None:
-    client, service = forwarding(site)
+def test_refusals_change_nothing(site: Site, client: Any, service: ReceiverService) -> None:
     site.world.train(1)
     before = site.world.bits()
     ranks = WeightTransferUpdateRequest(update_info=[{"version": 1}, {"version": 1}])
@@ -135,8 +140,7 @@ def test_refusals_change_nothing(site: Site) -> None:
     site.world.expect_bits(before)
 
 
-def test_update_waits_until_a_version_is_published(site: Site) -> None:
-    client, service = forwarding(site)
+def test_update_waits_until_a_version_is_published(site: Site, client: Any, service: ReceiverService) -> None:
     soon = threading.Timer(0.3, site.world.train, (1,))
     soon.start()
     assert run(update(client, version=1, timeout_s=WAIT)) == [None]
@@ -147,8 +151,7 @@ def test_update_waits_until_a_version_is_published(site: Site) -> None:
     assert service.receiver.served_version == 1
 
 
-def test_update_that_takes_too_long_says_that_it_goes_on(site: Site) -> None:
-    client, service = forwarding(site)
+def test_update_that_takes_too_long_says_that_it_goes_on(site: Site, client: Any, service: ReceiverService) -> None:
     site.world.train(1)
     release = threading.Event()
 
@@ -164,8 +167,7 @@ def test_update_that_takes_too_long_says_that_it_goes_on(site: Site) -> None:
     assert service.request("sync").result(WAIT)["served"]["version"] == 1
 
 
-def test_update_that_takes_too_long_says_whether_its_version_is_published(site: Site) -> None:
-    _, service = forwarding(site)
+def test_update_that_takes_too_long_says_whether_its_version_is_published(site: Site, service: ReceiverService) -> None:
     service.request("sync").result(WAIT)
     controller: Any = SimpleNamespace(receiver=service.receiver, request=lambda *_: Future())
     client = WeightTransferCalls(controller, site.world.url)
@@ -175,10 +177,9 @@ def test_update_that_takes_too_long_says_whether_its_version_is_published(site: 
     assert "version 1 was not seen in the bucket within timeout_s = 0.01" in unpublished.message
 
 
-def test_labels_of_others_are_refused_without_a_backend_and_left_alone_with_another(site: Site) -> None:
-    service = site.serve(policy="manual")
-    service.start()
-    service.request("sync", 0).result(WAIT)
+def test_labels_of_others_are_refused_without_a_backend_and_left_alone_with_another(
+    site: Site, service: ReceiverService
+) -> None:
     plain, other = make_client(None), make_client("nccl")
     for client in (plain, other):
         weight_transfer.install(client, service, site.world.url)
@@ -189,10 +190,7 @@ def test_labels_of_others_are_refused_without_a_backend_and_left_alone_with_anot
     assert [(type(each), str(each)) for each in outcomes] == [(Reached, "7"), (Reached, "start_weight_update")]
 
 
-def test_server_shows_errors_with_the_status_of_our_own_routes(site: Site) -> None:
-    service = site.serve(policy="manual")
-    service.start()
-    service.request("sync", 0).result(WAIT)
+def test_server_shows_errors_with_the_status_of_our_own_routes(site: Site, service: ReceiverService) -> None:
     client = make_client()
     weight_transfer.install(client, service, site.world.url)
     service.request("hold").result(WAIT)

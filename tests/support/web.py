@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from tests.support.modules import FusedModel, ModulePort, checkpoint_tensors, save_base
+from tests.support.services import wait_until
 from trainer_side import Publisher
 from vllm_delta_sync.admin_token import AdminToken
 from vllm_delta_sync.engine.api import routes as http
@@ -86,10 +86,7 @@ class Site:
         self.service.start()
         if self.settings.policy == "manual":
             # Until it has looked it says that nothing comes by itself.
-            deadline = time.monotonic() + SECONDS
-            while self.service.receiver.served_version is None:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(lambda: self.service.receiver.served_version is not None)
         assert self.client().get("/delta_sync/wait", params={"version": 0, "timeout": SECONDS}).status_code == 200
 
     def publish(self, step: int) -> None:
