@@ -244,20 +244,6 @@ async def test_one_choice_of_other_weights_ends_all(params: SamplingParams) -> N
 
 
 @scenario
-async def test_one_prompt_of_other_weights_ends_all() -> None:
-    client = Client()
-    request, reader = await begun(client, 5, "a", "b")
-    client.step(client.own, "a", "b")
-    client.step(client.own, "a", last=True)
-    await settle()
-    client.step(NEXT, "b")
-    await reader.ended()
-    expect_refused(request, reader)
-    assert reader.tokens == [7, 7, 7]
-    assert client.engine_core.aborted == [client.added["b"]]
-
-
-@scenario
 async def test_next_turn_of_a_conversation_is_not_begun_with_other_weights() -> None:
     """As ``/v1/responses`` does, which calls tools between two generations."""
     client = Client()
