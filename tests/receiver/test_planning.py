@@ -18,6 +18,7 @@ from vllm_delta_sync.client import open_run
 from vllm_delta_sync.codec.delta_object import DeltaContext
 from vllm_delta_sync.codec.delta_writer import encode
 from vllm_delta_sync.engine.entrypoints.load_format import LoadedVersion
+from vllm_delta_sync.engine.planning.lineage import ancestry, connect_runs
 from vllm_delta_sync.engine.protocol import Describe, unwrap
 from vllm_delta_sync.engine.staging.reconstruct import newest_good_manifest, rebuild
 from vllm_delta_sync.errors import ChainError, DeltaSyncError, DigestError, EngineError, FormatError, NotFoundError
@@ -576,3 +577,11 @@ def test_cold_start_on_a_branch_and_on_to_its_head(source: Chain, ranks: int) ->
     assert (server.receiver.served_version, server.commits) == (3, 0)
     branch.grow(1)
     server.reaches(4, commits=1)
+
+
+def test_lines_end_where_a_run_comes_round_again(source: Chain) -> None:
+    branch = source.branch("branch", 3, seed=1)
+    run = open_run(branch.url)
+    found = ancestry(run, 0)
+    assert [(point.run.info.run, point.version) for point in found] == [(branch.run, 0), (source.run, 3)]
+    assert connect_runs(found[:1], found[1:]) is None

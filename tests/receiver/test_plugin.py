@@ -41,7 +41,6 @@ import vllm.model_executor.model_loader, vllm.v1.engine.core, vllm.distributed.w
 """
 TELL = """
 import json, sys
-from tests.support.running import run_python
 from tests.support.snapshot import snapshot
 print("SEEN", json.dumps(snapshot()))
 """
