@@ -36,7 +36,7 @@ def test_all_is_compiled_when_weights_are_identified(tmp_path: Path, dtypes: lis
     compiled: list[set[Path]] = []
     for _ in range(2 if new_machine else 1):
         own_cache = {"NUMBA_CACHE_DIR": str(cache)} if new_machine else {}
-        run_python("-m", "tests.support.compiled", "follow", str(tmp_path), **own_cache)
+        run_python("-m", "tests.support.compiled", "follow", str(tmp_path), environment=own_cache)
         steps = json.loads((tmp_path / "compiled.json").read_text())
         loops = steps.pop(IDENTIFY)
         assert all(any(f".{name}(" in loop for loop in loops) for name in EXPECTED)

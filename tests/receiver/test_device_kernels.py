@@ -16,7 +16,9 @@ TRITON = ROOT / ".venv" / "triton"
 def run_with_triton(module: str, **environment: str) -> str:
     """What a program prints."""
     assert (TRITON / "triton").is_dir(), f"{TRITON} is missing; make test installs Triton there"
-    return run_python("-m", module, seconds=900, PYTHONPATH=f"{TRITON}{os.pathsep}{ROOT}", **environment).stdout
+    return run_python(
+        "-m", module, environment={"PYTHONPATH": f"{TRITON}{os.pathsep}{ROOT}", **environment}, seconds=900
+    ).stdout
 
 
 @pytest.mark.parametrize(

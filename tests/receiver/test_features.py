@@ -73,7 +73,7 @@ def test_options_are_followed_or_refused_by_name(tmp_path: Path) -> None:
         ({"runner": "pooling", "pause_mode": "abort"}, "pause_mode is 'abort'"),
     ]
     asked = json.dumps([options for options, _ in cases])
-    done = run_python("-c", ASK, base, asked, **{**ENVIRONMENT, "VLLM_PLUGINS": ""})
+    done = run_python("-c", ASK, base, asked, environment={**ENVIRONMENT, "VLLM_PLUGINS": ""})
     line = next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))
     answers, in_run = json.loads(line.removeprefix("ANSWERS "))
     for (options, words), answer in zip(cases, answers, strict=True):

@@ -83,7 +83,7 @@ def test_other_lines_and_tracebacks_are_one_object_without_secrets(stream: io.St
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
 def test_a_publisher_logs_each_version_as_it_is_asked_to(tmp_path: Path, log_format: str) -> None:
-    done = run_python("-c", PUBLISH, str(tmp_path / "run"), DELTA_SYNC_LOG_FORMAT=log_format)
+    done = run_python("-c", PUBLISH, str(tmp_path / "run"), environment={"DELTA_SYNC_LOG_FORMAT": log_format})
     if log_format == "text":
         assert "published" not in done.stderr
         return

@@ -174,7 +174,7 @@ print(generate_latest(get_prometheus_registry()).decode())
 
 
 def test_several_api_servers_add_up_and_the_newest_leader_is_shown(tmp_path: Path) -> None:
-    done = run_python("-c", SERVERS, PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
+    done = run_python("-c", SERVERS, environment={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)})
     shown = dict(re.findall(r"^(delta_sync_\S+) (\S+)$", done.stdout, re.MULTILINE))
     assert shown['delta_sync_admission_seconds_count{outcome="served"}'] == "3.0"
     assert shown["delta_sync_versions_total"] == "5.0"

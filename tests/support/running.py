@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_python(
-    *arguments: str, code: int = 0, seconds: float = 600, **environment: str
+    *arguments: str, environment: dict[str, str] | None = None, code: int = 0, seconds: float = 600
 ) -> "subprocess.CompletedProcess[str]":
     """Run a program in the root of the repository, with further variables; it ends with that code in time."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**os.environ, **(environment or {})},
         capture_output=True,
         text=True,
         timeout=seconds,
