@@ -104,7 +104,7 @@ def quarantined(tmp_path: Path) -> MarkedChain:
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     """What is said to vLLM's log."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, logger="vllm.delta_sync")
@@ -170,7 +170,7 @@ def test_lag_counts_to_what_would_be_served(quarantined: MarkedChain) -> None:
     assert server.receiver.status()["lag"] == 4
 
 
-def test_skipped_versions_are_named_once(quarantined: MarkedChain, told: pytest.LogCaptureFixture) -> None:
+def test_skipped_versions_are_named_once(quarantined: MarkedChain, said: pytest.LogCaptureFixture) -> None:
     server = Server(quarantined, quarantined.bits[0])
     for played, line in (
         ("", f"version 6 is quarantined and skipped: {REASON!r}"),
@@ -180,9 +180,9 @@ def test_skipped_versions_are_named_once(quarantined: MarkedChain, told: pytest.
         ("!", f"version 10 is quarantined and skipped: {REASON!r}"),
     ):
         quarantined.play(played)
-        told.clear()
+        said.clear()
         server.receiver.advance()
-        found = [record.getMessage() for record in told.records if "skipped" in record.getMessage()]
+        found = [record.getMessage() for record in said.records if "skipped" in record.getMessage()]
         assert found == ([] if line is None else [line])
 
 
@@ -350,11 +350,11 @@ def test_no_commit_ends_at_a_marked_version(seed: int, require_exact: bool, tmp_
 
 
 def test_cold_start_loads_the_newest_that_is_not_marked(
-    chain: MarkedChain, mark: Mark, told: pytest.LogCaptureFixture
+    chain: MarkedChain, mark: Mark, said: pytest.LogCaptureFixture
 ) -> None:
     run = open_run(chain.url)
     assert newest_good_manifest(run, mark.skipping).version == 5
-    assert (f"version 6 is quarantined and skipped: {REASON!r}" in told.text) is (mark is QUARANTINED)
+    assert (f"version 6 is quarantined and skipped: {REASON!r}" in said.text) is (mark is QUARANTINED)
     assert newest_good_manifest(run, mark.serving).version == 6
     chain.lose(5)
     for policy, version in ((mark.skipping, 2), (mark.serving, 4)):

@@ -80,7 +80,7 @@ def update(client: Any, **info: Any) -> Callable[[], Awaitable[None]]:
 
 @pytest.fixture
 def service(site: Site) -> ReceiverService:
-    """It serves version 0, and moves only when told to."""
+    """It serves version 0, and moves only on request."""
     service = site.serve(policy="manual")
     service.start()
     service.request("sync", 0).result(WAIT)
